@@ -1,0 +1,10 @@
+// cli/commands.h: the subcommands that are part of `lockstep` itself. Each gets argv from its own name on, and returns
+// the exit code; lockstep::Error is main's to print.
+#pragma once
+
+namespace lockstep {
+
+int run_command(int argc, char** argv);
+int env_command(int argc, char** argv);
+
+}  // namespace lockstep

@@ -1,0 +1,116 @@
+// `lockstep`: finds the subcommand. `run` and `env` are part of this program; any other is a program of its own,
+// lockstep-<subcommand> in ../libexec/lockstep, as git does it.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <iomanip>
+#include <iostream>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cli/commands.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
+
+struct Subcommand {
+  std::string_view name;
+  std::string_view description;
+  int (*function)(int argc, char** argv) = nullptr;  // none: a program of its own
+};
+
+constexpr std::array kSubcommands = {
+    Subcommand{.name = "train", .description = "train a model"},
+    Subcommand{.name = "run", .description = "start a program once per rank", .function = run_command},
+    Subcommand{.name = "bench", .description = "measure against peers"},
+    Subcommand{.name = "env", .description = "show every setting and where it came from", .function = env_command},
+};
+
+fs::path program_of(std::string_view subcommand) {
+  const fs::path bin = fs::read_symlink("/proc/self/exe").parent_path();
+  return bin.parent_path() / "libexec" / "lockstep" / concat("lockstep-", subcommand);
+}
+
+bool exists(const Subcommand& subcommand) {
+  return subcommand.function != nullptr || ::access(program_of(subcommand.name).c_str(), X_OK) == 0;
+}
+
+int print_help() {
+  std::cout << "usage: lockstep SUBCOMMAND [OPTIONS]      (lockstep SUBCOMMAND --help says more)\n\n";
+  for (const Subcommand& subcommand : kSubcommands)
+    if (exists(subcommand))
+      std::cout << "  " << std::left << std::setw(8) << subcommand.name << subcommand.description << '\n';
+  std::cout << "\n  --version   the version of lockstep\n";
+  return 0;
+}
+
+// The number of letters to insert, delete or replace (Levenshtein).
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = std::exchange(row[j + 1], std::min({replaced, row[j] + 1, row[j + 1] + 1}));
+    }
+  }
+  return row.back();
+}
+
+std::string suggestion(std::string_view name) {
+  constexpr std::size_t kTypos = 2;
+  for (std::size_t typos = 1; typos <= kTypos; ++typos)
+    for (const Subcommand& subcommand : kSubcommands)
+      if (exists(subcommand) && distance(subcommand.name, name) == typos)
+        return concat("use lockstep ", subcommand.name, "; ");
+  return "";
+}
+
+int run_program(char** argv) {
+  const fs::path program = program_of(argv[0]);
+  ::execv(program.c_str(), argv);
+  throw UsageError({.what = concat("there is no subcommand '", argv[0], "'"),
+                    .here = concat("no ", program.string()),
+                    .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});
+}
+
+int run(int argc, char** argv) {
+  const std::string_view name = argc > 1 ? argv[1] : "--help";
+  if (name == "--help" || name == "-h") return print_help();
+  if (name == "--version") {
+    std::cout << "lockstep " << LOCKSTEP_VERSION << '\n';
+    return 0;
+  }
+  const auto named = [name](const Subcommand& subcommand) { return subcommand.name == name; };
+  const auto* const found = std::find_if(kSubcommands.begin(), kSubcommands.end(), named);
+  if (found != kSubcommands.end() && found->function != nullptr) return found->function(argc - 1, argv + 1);
+  return run_program(argv + 1);
+}
+
+}  // namespace
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  try {
+    return lockstep::run(argc, argv);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::kUsage;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::kFailed;
+  }
+}

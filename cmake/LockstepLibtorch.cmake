@@ -1,0 +1,39 @@
+# Imported targets for libtorch out of its PyPI wheel: lockstep::torch_cpu, and with CUDA lockstep::torch_cuda.
+#
+# find_package(Torch) is not used: on the wheel it fails without a CUDA toolkit and links libtorch_cuda either way.
+# The same file serves this build and programs that use the installed library.
+#
+#   LOCKSTEP_TORCH_DIR   the folder of the wheel that holds include/ and lib/ (site-packages/torch)
+
+if(NOT LOCKSTEP_TORCH_DIR)
+  set(LOCKSTEP_TORCH_DIR ${CMAKE_SOURCE_DIR}/.deps/libtorch/torch)
+endif()
+set(LOCKSTEP_TORCH_DIR ${LOCKSTEP_TORCH_DIR} CACHE PATH "Folder of the torch wheel that holds include/ and lib/")
+if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so)
+  message(FATAL_ERROR "lockstep: no libtorch in ${LOCKSTEP_TORCH_DIR}.\n"
+    "  next: run tools/setup.sh demo, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch (version 2.11.0)")
+endif()
+
+# The CUDA libraries that the wheel depends on stand beside it; the linker looks through them, programs find them
+# through the wheel's own run path.
+file(GLOB lockstep_nvidia_lib_dirs ${LOCKSTEP_TORCH_DIR}/../nvidia/*/lib)
+list(TRANSFORM lockstep_nvidia_lib_dirs PREPEND "-Wl,-rpath-link,")
+
+foreach(library c10 torch_cpu)
+  add_library(lockstep::${library} SHARED IMPORTED)
+  set_target_properties(lockstep::${library} PROPERTIES
+    IMPORTED_LOCATION ${LOCKSTEP_TORCH_DIR}/lib/lib${library}.so)
+endforeach()
+target_include_directories(lockstep::c10 SYSTEM INTERFACE
+  ${LOCKSTEP_TORCH_DIR}/include ${LOCKSTEP_TORCH_DIR}/include/torch/csrc/api/include)
+target_link_options(lockstep::c10 INTERFACE ${lockstep_nvidia_lib_dirs} -Wl,--disable-new-dtags)
+target_link_libraries(lockstep::torch_cpu INTERFACE lockstep::c10)
+
+if(LOCKSTEP_CUDA)
+  foreach(library c10_cuda torch_cuda)
+    add_library(lockstep::${library} SHARED IMPORTED)
+    set_target_properties(lockstep::${library} PROPERTIES
+      IMPORTED_LOCATION ${LOCKSTEP_TORCH_DIR}/lib/lib${library}.so)
+    target_link_libraries(lockstep::${library} INTERFACE lockstep::c10)
+  endforeach()
+endif()

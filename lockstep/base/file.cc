@@ -1,0 +1,71 @@
+#include "lockstep/base/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <fstream>
+#include <iterator>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+void flush_to_disk(int fd, const std::filesystem::path& path) {
+  if (::fsync(fd) != 0) throw system_error("flush to disk", path);
+}
+
+// A rename is only durable once the folder that holds the name is.
+void flush_folder(const std::filesystem::path& file) {
+  const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw system_error("open the folder", folder);
+  flush_to_disk(fd.get(), folder);
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path)
+    : path_(std::move(path)), temporary_(path_.string() + ".tmp-" + std::to_string(::getpid())) {
+  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+  if (!fd_) throw system_error("write", path_);
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_) ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, std::size_t bytes) {
+  const char* next = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::write(fd_.get(), next, bytes);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) throw system_error("write", path_);
+    next += written;
+    bytes -= static_cast<std::size_t>(written);
+  }
+}
+
+void AtomicFile::commit() {
+  flush_to_disk(fd_.get(), path_);
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) throw system_error("rename a finished file to", path_);
+  fd_.reset();
+  flush_folder(path_);
+}
+
+void write_file(const std::filesystem::path& path, const std::string& content) {
+  AtomicFile file(path);
+  file.write(content.data(), content.size());
+  file.commit();
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  if (!in) throw system_error("read", path);
+  std::string content{std::istreambuf_iterator<char>(in), {}};
+  if (in.bad()) throw system_error("read", path);
+  return content;
+}
+
+}  // namespace lockstep

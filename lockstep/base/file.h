@@ -1,0 +1,35 @@
+// base/file.h: writes a file so that a reader sees the old one or the whole new one, whatever happens meanwhile.
+//
+// Threads: any, on different paths
+// Ranks:   no communication; one rank writes a path
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+// Writes to PATH.tmp-PID; commit() flushes to the disk and renames. Without commit() nothing is left behind.
+// Every call throws SystemError naming the path: a full disk, no permission, a size limit.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, std::size_t bytes);
+  void commit();  // blocks until file and folder are on the disk
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;
+  UniqueFd fd_;
+};
+
+void write_file(const std::filesystem::path& path, const std::string& content);  // through an AtomicFile
+std::string read_file(const std::filesystem::path& path);
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+#include "lockstep/base/log.h"
+
+#include <cstdlib>
+#include <memory>
+
+#include <fmt/format.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+namespace lockstep {
+namespace {
+
+spdlog::level::level_enum to_spdlog(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug: return spdlog::level::debug;
+    case LogLevel::kInfo: return spdlog::level::info;
+    case LogLevel::kWarning: return spdlog::level::warn;
+    case LogLevel::kError: return spdlog::level::err;
+    case LogLevel::kOff: return spdlog::level::off;
+  }
+  return spdlog::level::info;
+}
+
+std::shared_ptr<spdlog::logger> make_logger() {
+  auto logger = std::make_shared<spdlog::logger>("lockstep", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
+  logger->set_pattern("lockstep: %^%l%$: %v");
+  const char* level = std::getenv("LOCKSTEP_LOG");
+  logger->set_level(level != nullptr ? spdlog::level::from_str(level) : spdlog::level::info);
+  return logger;
+}
+
+spdlog::logger& logger() {
+  static const std::shared_ptr<spdlog::logger> instance = make_logger();
+  return *instance;
+}
+
+}  // namespace
+
+void set_log_level(LogLevel level) { logger().set_level(to_spdlog(level)); }
+
+void set_log_rank(int rank, int world_size) {
+  logger().set_pattern(world_size == 1 ? "lockstep: %^%l%$: %v"
+                                       : fmt::format("lockstep: rank {} of {}: %^%l%$: %v", rank, world_size));
+}
+
+void log_debug(const std::string& line) { logger().debug(line); }
+void log_info(const std::string& line) { logger().info(line); }
+void log_warning(const std::string& line) { logger().warn(line); }
+void log_error(const std::string& line) { logger().error(line); }
+
+}  // namespace lockstep

@@ -1,0 +1,43 @@
+// checkpoint/checkpoint_folder.h: the checkpoints of a run: the newest few are kept, a damaged one is passed over.
+//
+// Flow:    train/ -> TensorFile -> DIR/step-00000470.safetensors -> --resume
+// Owns:    the files step-*.safetensors in its folder
+// Threads: one thread
+// Ranks:   rank 0 alone has one
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "lockstep/checkpoint/safetensors.h"
+
+namespace lockstep {
+
+class CheckpointFolder {
+ public:
+  // Makes the folder if it is missing, and proves that files can be written in it: not only after the first epoch.
+  // Throws CheckpointError.
+  explicit CheckpointFolder(std::filesystem::path folder, int keep = 2);
+
+  // Writes the checkpoint of `step` atomically, then removes those beyond the newest `keep`. A failure leaves the older
+  // ones as they are. Throws SystemError.
+  void save(std::int64_t step, const TensorFile& file);
+
+  struct Loaded {
+    std::filesystem::path path;
+    std::string bytes;  // whole and verified
+  };
+  // The newest checkpoint that is not damaged; a damaged one is named in a warning. Nothing if the folder has none.
+  // Throws CheckpointError if it has some, but all of them are damaged.
+  std::optional<Loaded> load_newest() const;
+
+ private:
+  std::vector<std::filesystem::path> newest_first() const;
+
+  std::filesystem::path folder_;
+  int keep_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,255 @@
+#include "lockstep/collective/rendezvous.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kRetryEvery{2};
+constexpr const char* kLoopback = "127.0.0.1";
+
+struct Endpoint {
+  std::string host;
+  int port = 0;
+  std::string text() const { return concat(host, ":", port); }
+};
+
+using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+
+AddressList resolve(const Endpoint& endpoint, int socket_type = SOCK_STREAM) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = socket_type;
+  addrinfo* found = nullptr;
+  const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
+  if (failed != 0)
+    throw RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", ::gai_strerror(failed)),
+                           .likely = "a name that this machine does not know",
+                           .next = "set MASTER_ADDR to rank 0's address or to a name in /etc/hosts or DNS"});
+  return {found, &::freeaddrinfo};
+}
+
+RendezvousError cannot_listen(const Endpoint& endpoint) {
+  const bool in_use = errno == EADDRINUSE;
+  return RendezvousError(
+      {.what = concat("rank 0 can't listen on ", endpoint.text(), ": ", std::strerror(errno)),
+       .here = concat("MASTER_ADDR=", endpoint.host, " MASTER_PORT=", endpoint.port),
+       .likely = in_use ? "another job, or an old one that is still running, uses this port"
+                        : "MASTER_ADDR is not an address of the machine that runs rank 0",
+       .next = in_use ? "choose another MASTER_PORT, or leave it out on one machine: a free one is found"
+                      : "set MASTER_ADDR to rank 0's machine on every rank"});
+}
+
+// c10d's own server would listen on every interface; this one listens where MASTER_ADDR says.
+UniqueFd listen_on(const Endpoint& endpoint) {
+  const AddressList address = resolve(endpoint);
+  UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd) throw system_error("open a socket for", endpoint.text());
+  const int yes = 1;
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  if (::bind(fd.get(), address->ai_addr, address->ai_addrlen) != 0) throw cannot_listen(endpoint);
+  if (::listen(fd.get(), SOMAXCONN) != 0) throw cannot_listen(endpoint);
+  return fd;
+}
+
+int port_of(const UniqueFd& fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    throw system_error("read the port of", "the rendezvous socket");
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+}
+
+bool answers(const Endpoint& endpoint) {
+  const AddressList address = resolve(endpoint);
+  const UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0;
+}
+
+// c10d's client waits a second between attempts; a rank that is a moment early would lose that second.
+void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
+  while (!answers(endpoint)) {
+    if (deadline.passed())
+      throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+                             .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
+                             .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+    std::this_thread::sleep_for(kRetryEvery);
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(const Endpoint& endpoint, UniqueFd listener, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(port_of(listener));
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  options.masterListenFd = listener.release();
+  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
+}
+
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
+  wait_for_answer(endpoint, job, Deadline::after(timeout));
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(endpoint.port);
+  options.timeout = timeout;
+  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
+}
+
+// torchrun's agent keeps the store itself, across restarts of the ranks: each try gets keys of its own.
+bool agent_serves_store() {
+  const char* told = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return told != nullptr && std::string(told) == "True";
+}
+
+std::string attempt() {
+  const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  return concat("lockstep/", restarts != nullptr ? restarts : "0");
+}
+
+c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milliseconds timeout) {
+  const Endpoint endpoint{job.master_addr, job.master_port};
+  const bool serve = job.rank == 0 && !agent_serves_store();
+  auto store = serve ? serve_store(endpoint, listen_on(endpoint), timeout) : join_store(endpoint, job, timeout);
+  return c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
+}
+
+// Note [Meeting through a file]
+// mpirun and srun give the ranks of a job a common id but no port. Rank 0 serves on a free port and writes the port, its
+// pid and the time that pid was started into a file named after the job. The others read it until it is there and that
+// very process is alive, so that a file left by a killed job is never believed. Rank 0 removes the file once all came.
+
+std::string start_time_of(pid_t pid) {
+  std::ifstream stat(concat("/proc/", pid, "/stat"));
+  std::string text{std::istreambuf_iterator<char>(stat), {}};
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(text.substr(name_end + 1));
+  std::string field;
+  for (int i = 3; i <= 22; ++i) fields >> field;  // proc(5): starttime is field 22, the state after the name is 3
+  return field;
+}
+
+// /run/user/UID where there is one, else a folder in /tmp that nobody else may enter.
+fs::path private_folder() {
+  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
+  const fs::path folder = fs::path(runtime != nullptr ? runtime : "/tmp") / concat("lockstep-", ::getuid());
+  ::mkdir(folder.c_str(), 0700);
+  struct stat info{};
+  if (::lstat(folder.c_str(), &info) != 0) throw system_error("make the folder", folder);
+  if (!S_ISDIR(info.st_mode) || info.st_uid != ::getuid() || (info.st_mode & 077) != 0)
+    throw RendezvousError({.what = concat(folder.string(), " is not a folder that only this user can enter"),
+                           .likely = "somebody else made it",
+                           .next = "remove it, or set XDG_RUNTIME_DIR to a private folder"});
+  return folder;
+}
+
+fs::path meeting_file(const JobEnvironment& job) {
+  std::string name = job.job_id;
+  for (char& c : name)
+    if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+  return private_folder() / concat("job-", name);
+}
+
+std::optional<int> port_of_living_rank0(const fs::path& file) {
+  std::ifstream in(file);
+  int port = 0;
+  pid_t pid = 0;
+  std::string started;
+  if (!(in >> port >> pid >> started)) return std::nullopt;
+  return start_time_of(pid) == started ? std::optional<int>(port) : std::nullopt;
+}
+
+int wait_for_port(const fs::path& file, const JobEnvironment& job, const Deadline& deadline) {
+  for (;;) {
+    if (const auto port = port_of_living_rank0(file)) return *port;
+    if (deadline.passed())
+      throw RendezvousError({.what = concat("rank ", job.rank, " of job ", job.job_id, " found no rank 0"),
+                             .here = file.string(),
+                             .likely = "rank 0 did not start, or runs on another machine",
+                             .next = "on several machines set MASTER_ADDR and MASTER_PORT for all ranks"});
+    std::this_thread::sleep_for(kRetryEvery);
+  }
+}
+
+void wait_for_everyone(c10d::Store& store, const JobEnvironment& job, const Deadline& deadline) {
+  while (store.add("joined", 0) < job.world_size - 1) {
+    if (deadline.passed())
+      throw RendezvousError({.what = concat("only ", store.add("joined", 0) + 1, " of ", job.world_size, " ranks came"),
+                             .likely = "a rank died before it got here, or runs on another machine",
+                             .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
+    std::this_thread::sleep_for(kRetryEvery);
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> serve_through_file(const JobEnvironment& job, milliseconds timeout) {
+  const Endpoint endpoint{kLoopback, 0};
+  UniqueFd listener = listen_on(endpoint);
+  const int port = port_of(listener);
+  auto store = serve_store(endpoint, std::move(listener), timeout);
+  const fs::path file = meeting_file(job);
+  const std::shared_ptr<void> removed_at_exit(nullptr, [&file](void*) { ::unlink(file.c_str()); });
+  write_file(file, concat(port, " ", ::getpid(), " ", start_time_of(::getpid()), "\n"));
+  wait_for_everyone(*store, job, Deadline::after(timeout));
+  return store;
+}
+
+c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, milliseconds timeout) {
+  const int port = wait_for_port(meeting_file(job), job, Deadline::after(timeout));
+  auto store = join_store({kLoopback, port}, job, timeout);
+  store->add("joined", 1);
+  return store;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
+  if (!job.master_addr.empty()) return meet_at_address(job, timeout);
+  return job.rank == 0 ? serve_through_file(job, timeout) : join_through_file(job, timeout);
+}
+
+std::string address_towards(const JobEnvironment& job) {
+  if (job.master_addr.empty()) return kLoopback;
+  const Endpoint endpoint{job.master_addr, job.master_port};
+  const AddressList address = resolve(endpoint, SOCK_DGRAM);
+  const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
+  sockaddr_storage mine{};
+  socklen_t length = sizeof mine;
+  char text[NI_MAXHOST] = {};
+  if (!fd || ::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0 ||
+      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&mine), &length) != 0 ||
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0)
+    throw system_error("find a route to", endpoint.text());
+  return text;
+}
+
+}  // namespace lockstep

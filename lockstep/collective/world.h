@@ -1,0 +1,98 @@
+// collective/world.h: the ranks of a job, and what they can do together.
+//
+// Flow:    launch/ says which rank this is -> World -> gradient/ and strategy/ exchange tensors through it
+// Owns:    the connections between the ranks, until the last copy of the World is gone
+// Threads: a World is a value; copies share one state. Call it from one thread at a time
+// Ranks:   unless it says otherwise every rank must make each call, in the same order
+#pragma once
+
+#include <torch/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/cores.h"
+
+namespace lockstep {
+
+struct JobEnvironment;
+class WorldState;
+
+enum class ReduceOp { kSum, kMin, kMax };
+
+struct WorldOptions {
+  torch::DeviceType device = torch::kCPU;                       // kCUDA: GPU local_rank of those that are visible
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any one wait may take
+};
+
+// A collective that is under way.
+class Work {
+ public:
+  // Blocks until the collective is done, at most for the world's timeout.
+  // Throws PeerLost: a rank died, or the time is over. The world is of no use after that.
+  void wait();
+
+  using Waiter = std::function<void()>;
+  explicit Work(Waiter waiter) : waiter_(std::move(waiter)) {}
+
+ private:
+  Waiter waiter_;
+};
+
+class World {
+ public:
+  // The world of the launcher's variables (launch/environment.h lists them); none set: one rank.
+  // Blocks until all ranks are connected. Throws EnvironmentError, RendezvousError (who is missing, port in use),
+  // DeviceError (no such GPU). S1.
+  static World from_env(const WorldOptions& options = {});
+  static World single(const WorldOptions& options = {});
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;
+  int local_size() const;  // ranks on this machine
+  int node_rank() const;
+  torch::Device device() const;  // where this rank's tensors belong; torch knows one "cpu", cores() says which part of it
+  const CoreSet& cores() const;  // the cores this rank may use
+  std::string describe() const;  // "rank 2 of 4 on gpu-a"
+
+  // Reduces in place: afterwards every rank holds the same bits. tensor: any shape, contiguous, the same shape and dtype
+  // on all ranks, on device() or on the CPU. Sends 2(N-1)/N * K per rank (ring) for K bytes.
+  // Throws DeviceError (elsewhere than where this world exchanges), PeerLost.
+  void all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+
+  // The same, without blocking. The tensor must not be touched until the Work was waited for.
+  [[nodiscard]] Work all_reduce_async(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
+
+  // Every rank's tensor becomes root's. tensor: as for all_reduce. Sends at most K log2(N) from the root.
+  void broadcast(const torch::Tensor& tensor, int root = 0) const;
+
+  // The tensors of all ranks in rank order, shape (N, ...). tensor: as for all_reduce.
+  [[nodiscard]] torch::Tensor all_gather(const torch::Tensor& tensor) const;
+
+  // Returns once every rank has called it.
+  void barrier() const;
+
+  // Every rank's text in rank order, through the store and not through the collectives: for what has to agree before
+  // any tensor is sent. Texts may differ in length. Throws RendezvousError naming the ranks that did not come.
+  [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
+
+ private:
+  friend void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options);
+  explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
+  std::shared_ptr<WorldState> state_;
+};
+
+// Runs `body` once per rank, each rank a thread of this process with its own share of the cores, and returns when all
+// are done. An exception in one rank closes its connections, which fails the collectives of the others; the first
+// exception is then thrown here. For tests, for strategies with a thread per device, and where processes are not wanted.
+void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options = {});
+
+// Throws DeviceError naming `name` unless the tensor is where the call needs it; nothing has reached the device by then.
+void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name);
+
+}  // namespace lockstep

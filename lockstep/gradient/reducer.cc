@@ -1,0 +1,254 @@
+#include "lockstep/gradient/reducer.h"
+
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <optional>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+// Where a parameter's gradient lies in its bucket.
+struct Slot {
+  NamedTensor parameter;
+  torch::Tensor gradient;  // (numel) view into the bucket
+  torch::Tensor flag;      // (1) view into the bucket: afterwards the number of ranks that have a gradient
+  bool ready = false;
+};
+
+// One flat tensor: the gradients of its parameters one after another, then a flag for each.
+struct Bucket {
+  torch::Tensor flat;
+  torch::Tensor flags;  // (slots) view
+  std::vector<Slot> slots;
+  std::size_t pending = 0;
+  std::optional<Work> work;
+};
+
+bool fits(const std::vector<NamedTensor>& bucket, const NamedTensor& next, std::size_t bytes, std::size_t limit) {
+  if (bucket.empty()) return true;
+  const torch::Tensor& first = bucket.front().tensor;
+  return bytes + next.tensor.nbytes() <= limit && first.dtype() == next.tensor.dtype() &&
+         first.device() == next.tensor.device();
+}
+
+std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
+  std::vector<std::vector<NamedTensor>> buckets;
+  std::size_t bytes = 0;
+  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
+    if (buckets.empty() || !fits(buckets.back(), *parameter, bytes, limit)) {
+      buckets.emplace_back();
+      bytes = 0;
+    }
+    buckets.back().push_back(*parameter);
+    bytes += parameter->tensor.nbytes();
+  }
+  return buckets;
+}
+
+Bucket make_bucket(const std::vector<NamedTensor>& parameters) {
+  std::int64_t values = 0;
+  for (const auto& [name, tensor] : parameters) values += tensor.numel();
+  const auto count = static_cast<std::int64_t>(parameters.size());
+  Bucket bucket;
+  bucket.flat = torch::zeros({values + count}, parameters.front().tensor.options().requires_grad(false));
+  bucket.flags = bucket.flat.narrow(0, values, count);
+  std::int64_t offset = 0;
+  for (const auto& parameter : parameters) {
+    const auto index = static_cast<std::int64_t>(bucket.slots.size());
+    bucket.slots.push_back({.parameter = parameter,
+                            .gradient = bucket.flat.narrow(0, offset, parameter.tensor.numel()),
+                            .flag = bucket.flags.narrow(0, index, 1)});
+    offset += parameter.tensor.numel();
+  }
+  return bucket;
+}
+
+// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients that
+// were put there by hand or made with create_graph.
+torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tensor& gradient) {
+  if (gradient.layout() != torch::kStrided)
+    throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse; only dense ones are exchanged"),
+                      .likely = "an Embedding with sparse(true)",
+                      .next = "make it with sparse(false)"});
+  if (gradient.strides() == parameter.tensor.strides()) return dense_view(gradient);
+  return dense_view(torch::empty_like(parameter.tensor).copy_(gradient));
+}
+
+// (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
+torch::Tensor make_totals(std::int64_t samples, const torch::Tensor& loss, torch::Device device) {
+  const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
+  const torch::Tensor count = torch::full({}, static_cast<double>(samples), options);
+  const torch::Tensor known = loss.defined() ? loss.detach().reshape({}).to(options)
+                                             : torch::full({}, std::numeric_limits<double>::quiet_NaN(), options);
+  return torch::stack({count, samples > 0 ? known * count : torch::zeros({}, options)});
+}
+
+// Calls back once a parameter's gradient has been accumulated.
+class ReadyHook : public torch::autograd::FunctionPostHook {
+ public:
+  explicit ReadyHook(std::function<void()> ready) : ready_(std::move(ready)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    ready_();
+    return outputs;
+  }
+
+ private:
+  std::function<void()> ready_;
+};
+
+}  // namespace
+
+class Reducer::Impl {
+ public:
+  // In a world of one there is nothing to exchange: no buckets, no hooks.
+  Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options)
+      : world_(std::move(world)) {
+    if (world_.size() == 1) return;
+    for (const auto& group : cut_into_buckets(parameters, options.bucket_bytes)) buckets_.push_back(make_bucket(group));
+    for (Bucket& bucket : buckets_)
+      for (Slot& slot : bucket.slots) install_hook(bucket, slot);
+  }
+
+  ~Impl() {
+    for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+  }
+
+  void begin(std::int64_t samples, const torch::Tensor& loss) {
+    const std::lock_guard lock(mutex_);
+    start_exchange(samples, loss);
+  }
+
+  BatchTotals finish() {
+    const std::lock_guard lock(mutex_);
+    active_ = false;
+    for (Bucket& bucket : buckets_)
+      for (Slot& slot : bucket.slots)
+        if (!slot.ready) pack(bucket, slot);
+    send_full_buckets();
+    for (Bucket& bucket : buckets_) take_back(bucket);
+    wait_for_totals();
+    const torch::Tensor totals = totals_.cpu();
+    const auto* values = totals.const_data_ptr<double>();
+    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
+  }
+
+ private:
+  void install_hook(Bucket& bucket, Slot& slot) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
+    auto hook = std::make_unique<ReadyHook>([this, &bucket, &slot] { on_ready(bucket, slot); });
+    const std::uintptr_t key = accumulator->add_post_hook(std::move(hook));
+    hooks_.emplace_back(std::move(accumulator), key);
+  }
+
+  // A plain loss.backward(), without begin(): every rank counts the same, and the end of backward() is the finish().
+  void start_by_itself() {
+    start_exchange(1, {});
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+  }
+
+  void start_exchange(std::int64_t samples, const torch::Tensor& loss) {
+    const torch::NoGradGuard no_grad;
+    samples_ = samples;
+    totals_ = make_totals(samples, loss, world_.device());
+    totals_work_.emplace(world_.all_reduce_async(totals_));
+    next_to_send_ = 0;
+    for (Bucket& bucket : buckets_) {
+      bucket.pending = bucket.slots.size();
+      for (Slot& slot : bucket.slots) slot.ready = false;
+    }
+    active_ = true;
+  }
+
+  void wait_for_totals() {
+    if (totals_work_) totals_work_->wait();
+    totals_work_.reset();
+  }
+
+  // m_j / n, a scalar on the device.
+  torch::Tensor weight() {
+    wait_for_totals();
+    return static_cast<double>(samples_) / totals_[0];
+  }
+
+  // On autograd's thread.
+  void on_ready(Bucket& bucket, Slot& slot) {
+    const std::lock_guard lock(mutex_);
+    if (!active_) start_by_itself();
+    if (slot.ready) throw ready_twice(slot.parameter.name);
+    pack(bucket, slot);
+    send_full_buckets();
+  }
+
+  UsageError ready_twice(const std::string& name) const {
+    return UsageError({.what = concat("the gradient of ", name, " became ready twice in one backward()"),
+                       .here = world_.describe(),
+                       .likely = "a backward() inside of backward(), such as activation checkpointing",
+                       .next = "call backward() once per step, on the sum of the losses"});
+  }
+
+  // A rank without samples sends zeros whatever its gradients hold: 0 * NaN would be NaN.
+  void pack(Bucket& bucket, Slot& slot) {
+    const torch::NoGradGuard no_grad;
+    const torch::Tensor& gradient = slot.parameter.tensor.grad();
+    const bool has_one = gradient.defined() && samples_ > 0;
+    if (has_one)
+      at::mul_out(slot.gradient, in_parameter_order(slot.parameter, gradient), weight());
+    else
+      slot.gradient.zero_();
+    slot.flag.fill_(has_one ? 1 : 0);
+    slot.ready = true;
+    --bucket.pending;
+  }
+
+  // In order, so that every rank sends the same bucket next.
+  void send_full_buckets() {
+    for (; next_to_send_ < buckets_.size() && buckets_[next_to_send_].pending == 0; ++next_to_send_)
+      buckets_[next_to_send_].work.emplace(world_.all_reduce_async(buckets_[next_to_send_].flat));
+  }
+
+  void take_back(Bucket& bucket) {
+    const torch::NoGradGuard no_grad;
+    bucket.work->wait();
+    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
+    const auto* count = ranks_with_gradient.const_data_ptr<float>();
+    for (Slot& slot : bucket.slots)
+      if (*count++ > 0) store_mean(slot);
+  }
+
+  void store_mean(Slot& slot) {
+    const torch::Tensor& parameter = slot.parameter.tensor;
+    torch::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined() || gradient.strides() != parameter.strides())
+      gradient = torch::empty_like(parameter, parameter.options().requires_grad(false));
+    dense_view(gradient).copy_(slot.gradient);
+  }
+
+  World world_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
+
+  std::mutex mutex_;             // guards what follows, and the buckets: autograd may have a thread per device
+  bool active_ = false;          // between begin and finish
+  std::int64_t samples_ = 0;     // m_j
+  torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
+  std::optional<Work> totals_work_;
+  std::size_t next_to_send_ = 0;
+};
+
+Reducer::Reducer(World world, std::vector<NamedTensor> parameters, const ReducerOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(world), parameters, options)) {}
+Reducer::~Reducer() = default;
+void Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { impl_->begin(samples, loss); }
+BatchTotals Reducer::finish() { return impl_->finish(); }
+
+}  // namespace lockstep

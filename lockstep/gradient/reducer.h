@@ -1,0 +1,59 @@
+// gradient/reducer.h: packs gradients into flat buckets and all-reduces each one while backward() still runs.
+//
+// Flow:    model/ -> autograd calls our hooks -> buckets -> collective/ -> the parameters' .grad -> optimizer/
+// Owns:    its buckets (one more copy of the gradients) and its hooks; the parameters stay the module's
+// Threads: hooks run on autograd's threads, one at a time; call everything else from one thread
+// Ranks:   every rank constructs it with the same parameters, and makes the same calls in the same order
+//
+// The result is S1's weighted mean  sum_j (m_j / n) grad_j  over ranks j with m_j samples each, n = sum_j m_j: exact for
+// uneven parts. One step:
+//   begin()   all-reduces (m_j, m_j loss_j): 16 bytes, done long before the first bucket is full
+//   hooks     a gradient is ready: scaled by m_j / n into its bucket. Bucket full, and those before it sent: all-reduce
+//   finish()  buckets that never filled are sent too; waits; the means go back into .grad
+//
+// Parameters that took no part on some ranks count as zero there. Beside its gradients a bucket carries one flag per
+// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank: no walk of
+// the graph and no option is needed.
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/collective/world.h"
+#include "lockstep/gradient/parameters.h"
+
+namespace lockstep {
+
+struct ReducerOptions {
+  std::size_t bucket_bytes = std::size_t{25} << 20;  // Li et al., "PyTorch Distributed" (VLDB 2020)
+};
+
+struct BatchTotals {
+  std::int64_t samples = 0;  // over all ranks
+  double mean_loss = 0;      // weighted by samples; NaN where the loss is not known
+};
+
+class Reducer {
+ public:
+  // Parameters are put into buckets in reverse order: the order in which backward() tends to reach them.
+  Reducer(World world, std::vector<NamedTensor> parameters, const ReducerOptions& options = {});
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // Before backward(): this rank's number of samples and mean loss. Does not block.
+  void begin(std::int64_t samples, const torch::Tensor& loss);
+
+  // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.
+  // Throws PeerLost.
+  BatchTotals finish();
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep

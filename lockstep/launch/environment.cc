@@ -1,0 +1,350 @@
+#include "lockstep/launch/environment.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using Names = std::vector<std::string>;  // variables that mean the same; the first that is set counts
+
+constexpr const char* kByHand =
+    "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT";
+
+// "2(x3),1" -> the ranks of node 0, 1, 2 are 2 each, of node 3 it is 1; nothing if the text is not of that form.
+std::optional<int> tasks_of_node(const std::string& text, int node) {
+  for (const std::string& part : split(text, ',')) {
+    const std::size_t open = part.find("(x");
+    int tasks = 0;
+    int nodes = 1;
+    if (!parse_int(part.substr(0, open), tasks)) return {};
+    if (open != std::string::npos && !parse_int(part.substr(open + 2, part.size() - open - 3), nodes)) return {};
+    if (node < nodes) return tasks;
+    node -= nodes;
+  }
+  return {};
+}
+
+// "2101477376.1;tcp://…" -> 1: Open MPI runs one daemon per machine; the part before ';' is its job and its index.
+std::optional<int> index_of_daemon(const std::string& uri) {
+  const std::string name = uri.substr(0, uri.find(';'));
+  int index = 0;
+  return parse_int(name.substr(name.rfind('.') + 1), index) ? std::optional(index) : std::nullopt;
+}
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+// When a process was started, in clock ticks since boot: with its pid, a name that is never given twice.
+std::string start_time(int pid) {
+  const std::string stat = read_file(concat("/proc/", pid, "/stat"));
+  constexpr std::size_t kStartTime = 20;  // fields after the name, which itself may hold blanks and brackets
+  return split(stat.substr(stat.rfind(')') + 1), ' ').at(kStartTime);
+}
+
+// Names the process that made the other end of socket `fd`; nothing if `fd` is no socket or that process can't be seen.
+std::optional<std::string> identity_of_peer(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) return {};
+  try {
+    return concat(peer.pid, "-", start_time(peer.pid));
+  } catch (const SystemError&) {
+    return {};
+  }
+}
+
+// Fills one JobEnvironment. Missing variables are collected, so that one error can name all of them.
+class Reader {
+ public:
+  explicit Reader(const VariableLookup& lookup) : lookup_(lookup) {}
+
+  JobEnvironment read() {
+    if (is_set("RANK") || is_set("WORLD_SIZE")) {
+      read_torchrun();
+    } else if (is_task_of_srun()) {
+      read_slurm();
+    } else if (is_set("OMPI_COMM_WORLD_RANK") || is_set("OMPI_COMM_WORLD_SIZE")) {
+      read_open_mpi();
+    } else if (is_set("PMI_RANK") || is_set("PMI_SIZE")) {
+      read_mpich();
+    } else {
+      read_nothing();
+    }
+    check();
+    return std::move(job_);
+  }
+
+ private:
+  bool is_set(const std::string& name) const { return lookup_(name).has_value(); }
+
+  // The shell of an sbatch script has SLURM_PROCID=0 too; SLURM_STEP_ID is only set in what srun starts. An mpirun
+  // inside an allocation starts its daemons through srun, and its ranks inherit the daemon's variables.
+  bool is_task_of_srun() const {
+    return is_set("SLURM_STEP_ID") && is_set("SLURM_PROCID") && !is_set("OMPI_COMM_WORLD_RANK") &&
+           !is_set("MPI_LOCALRANKID");
+  }
+
+  void read_torchrun() {
+    set(job_.launcher, "launcher", "torchrun", is_set("RANK") ? "RANK" : "WORLD_SIZE");
+    require(job_.rank, "rank", {"RANK"});
+    require(job_.world_size, "world_size", {"WORLD_SIZE"});
+    read_master(lookup_("WORLD_SIZE") != "1");
+    read_local_ranks();
+    if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
+    set_job_id_of_torchrun();
+  }
+
+  // Variables set by hand often leave out the local ones. Ranks that meet on a loopback address are on one machine.
+  // Any other address, this host's own name included, says nothing about where the other ranks are: then each rank
+  // counts as a machine of its own, which is never wrong, only slower where they do share one.
+  void read_local_ranks() {
+    if (job_.world_size == 1 || is_loopback(job_.master_addr)) {
+      if (!read(job_.local_rank, "local_rank", {"LOCAL_RANK"}))
+        set(job_.local_rank, "local_rank", job_.rank, "RANK: all ranks are on this machine");
+      if (!read(job_.local_size, "local_size", {"LOCAL_WORLD_SIZE"}))
+        set(job_.local_size, "local_size", job_.world_size, "WORLD_SIZE: all ranks are on this machine");
+    } else if (is_set("LOCAL_RANK") || is_set("LOCAL_WORLD_SIZE")) {
+      require(job_.local_rank, "local_rank", {"LOCAL_RANK"});
+      require(job_.local_size, "local_size", {"LOCAL_WORLD_SIZE"});
+      throw_if_missing();
+    } else {
+      set(job_.local_rank, "local_rank", 0, "default");
+      set(job_.local_size, "local_size", 1, "default");
+    }
+  }
+
+  // A restarted set of ranks keeps run id and port, and must not meet what is left of the set before it.
+  void set_job_id_of_torchrun() {
+    if (job_.master_addr.empty()) return set_job_id_of_process();
+    set_job_id({"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"});
+  }
+
+  void read_slurm() {
+    set(job_.launcher, "launcher", "slurm", "SLURM_STEP_ID");
+    require(job_.rank, "rank", {"SLURM_PROCID"});
+    require(job_.world_size, "world_size", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"});
+    require(job_.local_rank, "local_rank", {"SLURM_LOCALID"});
+    require(job_.node_rank, "node_rank", {"SLURM_NODEID"});
+    require({"SLURM_JOB_ID"});
+    const Setting tasks = require({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
+    throw_if_missing();
+    const auto local_size = tasks_of_node(tasks.value, job_.node_rank);
+    if (!local_size)
+      throw_malformed(tasks, concat("the number of ranks of node ", job_.node_rank, ", as in \"2(x3),1\""));
+    set(job_.local_size, "local_size", *local_size, tasks.source);
+    set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID"});
+    read_master(several_machines());
+  }
+
+  void read_open_mpi() {
+    set(job_.launcher, "launcher", "open-mpi", "OMPI_COMM_WORLD_RANK");
+    require(job_.rank, "rank", {"OMPI_COMM_WORLD_RANK"});
+    require(job_.world_size, "world_size", {"OMPI_COMM_WORLD_SIZE"});
+    require(job_.local_rank, "local_rank", {"OMPI_COMM_WORLD_LOCAL_RANK"});
+    require(job_.local_size, "local_size", {"OMPI_COMM_WORLD_LOCAL_SIZE"});
+    require({"PMIX_NAMESPACE"});
+    throw_if_missing();
+    read_node_of_open_mpi();
+    // Before version 5 the namespace is a hash of 16 bits; the key for the transports is random and long.
+    set_job_id({"PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports"});
+    read_master(several_machines());
+  }
+
+  // OMPI_COMM_WORLD_NODE_RANK is not the machine's index. That of the machine's daemon is: 0 is where mpirun runs, so
+  // counting starts at 1 where mpirun runs on a machine without ranks.
+  void read_node_of_open_mpi() {
+    const auto uri = first({"OMPI_MCA_orte_local_daemon_uri", "PMIX_SERVER_URI41", "PMIX_SERVER_URI4"});
+    const auto index = uri ? index_of_daemon(uri->value) : std::nullopt;
+    if (index && several_machines()) return set(job_.node_rank, "node_rank", *index, uri->source);
+    derive_node_rank();
+  }
+
+  void read_mpich() {
+    set(job_.launcher, "launcher", "mpich", "PMI_RANK");
+    require(job_.rank, "rank", {"PMI_RANK"});
+    require(job_.world_size, "world_size", {"PMI_SIZE"});
+    require(job_.local_rank, "local_rank", {"MPI_LOCALRANKID"});
+    require(job_.local_size, "local_size", {"MPI_LOCALNRANKS"});
+    throw_if_missing();
+    derive_node_rank();
+    read_master(several_machines());
+    set_job_id_of_mpich();
+  }
+
+  // Hydra gives no id. On one machine the process that holds the other end of the ranks' PMI socket is the same for all
+  // ranks, also for programs inside a shell; between machines, or where the socket was closed, the address is.
+  void set_job_id_of_mpich() {
+    int fd = -1;
+    const auto socket = first({"PMI_FD"});
+    const auto peer = socket && parse_int(socket->value, fd) ? identity_of_peer(fd) : std::nullopt;
+    if (peer && !several_machines()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
+    read_master(job_.world_size > 1);
+    if (job_.master_addr.empty()) return set_job_id_of_process();
+    set_job_id({"MASTER_ADDR", "MASTER_PORT"});
+  }
+
+  void read_nothing() {
+    set(job_.launcher, "launcher", "none", "default");
+    set(job_.rank, "rank", 0, "default");
+    set(job_.world_size, "world_size", 1, "default");
+    set(job_.local_rank, "local_rank", 0, "default");
+    set(job_.local_size, "local_size", 1, "default");
+    set(job_.node_rank, "node_rank", 0, "default");
+    set_job_id_of_process();
+  }
+
+  void set_job_id_of_process() {
+    set(job_.job_id, "job_id", concat(::getpid(), "-", start_time(::getpid())), "this process");
+  }
+
+  // All of the variables that are set, joined.
+  void set_job_id(const Names& names) {
+    Names values;
+    Names sources;
+    for (const std::string& name : names) {
+      if (!is_set(name)) continue;
+      values.push_back(*lookup_(name));
+      sources.push_back(name);
+    }
+    set(job_.job_id, "job_id", join(values, "-"), join(sources, ", "));
+  }
+
+  // MASTER_ADDR and MASTER_PORT: set by torchrun, honoured with every launcher. Ranks on one machine can do without.
+  void read_master(bool required) {
+    if (!job_.master_addr.empty()) return;
+    const bool both = is_set("MASTER_ADDR") && is_set("MASTER_PORT");
+    const bool one = is_set("MASTER_ADDR") != is_set("MASTER_PORT");
+    if (!required && !both && !(one && job_.world_size > 1)) return throw_if_missing();
+    require(job_.master_addr, "master_addr", {"MASTER_ADDR"});
+    require(job_.master_port, "master_port", {"MASTER_PORT"});
+    throw_if_missing();
+    constexpr int kLastPort = 65535;
+    const Setting& port = job_.settings.back();
+    if (job_.master_port < 1 || job_.master_port > kLastPort) throw_malformed(port, "a port from 1 to 65535");
+  }
+
+  // Launchers without an index for machines fill one machine after another, and mostly evenly.
+  void derive_node_rank() {
+    const int first_rank = job_.rank - job_.local_rank;
+    if (job_.local_size < 1 || first_rank % job_.local_size != 0 || job_.world_size % job_.local_size != 0)
+      throw EnvironmentError(
+          {.what = concat("can't tell which machine of the job rank ", job_.rank, " is on"),
+           .here = concat(job_.launcher, ": local rank ", job_.local_rank, " of ", job_.local_size, ", ",
+                          job_.world_size, " ranks in all"),
+           .likely = "machines with different numbers of ranks, or ranks dealt out in turn",
+           .next = concat("give each machine the same number of ranks, one machine after another; or ", kByHand)});
+    set(job_.node_rank, "node_rank", first_rank / job_.local_size, "derived: rank, local_rank, local_size");
+  }
+
+  bool several_machines() const { return job_.world_size > job_.local_size; }
+
+  void check() const {
+    check_below("rank", job_.rank, "world_size", job_.world_size);
+    check_below("local_rank", job_.local_rank, "local_size", job_.local_size);
+    if (job_.local_size > job_.world_size) throw_contradiction("local_size", "world_size");
+  }
+
+  void check_below(const std::string& rank_setting, int rank, const std::string& size_setting, int size) const {
+    if (rank >= size) throw_contradiction(rank_setting, size_setting);
+  }
+
+  [[noreturn]] void throw_contradiction(const std::string& one, const std::string& other) const {
+    const Setting a = recorded(one);
+    const Setting b = recorded(other);
+    throw EnvironmentError({.what = concat(a.source, " is ", a.value, " but ", b.source, " is ", b.value),
+                            .here = concat("launcher ", job_.launcher),
+                            .likely = "variables left over from another job, or set by hand",
+                            .next = "unset them, or make them agree; ranks are counted from 0"});
+  }
+
+  [[noreturn]] void throw_malformed(const Setting& setting, const std::string& wanted) const {
+    throw EnvironmentError({.what = concat(setting.source, " is \"", setting.value, "\", not ", wanted),
+                            .here = concat("launcher ", job_.launcher),
+                            .next = concat("correct ", setting.source, " or unset it")});
+  }
+
+  void throw_if_missing() const {
+    if (missing_.empty()) return;
+    const bool only_master = missing_.front().starts_with("MASTER_") && job_.launcher != "torchrun";
+    throw EnvironmentError(
+        {.what = concat("the environment of rank ", job_.rank, " is incomplete; missing: ", join(missing_, ", ")),
+         .here = concat("launcher ", job_.launcher, ", found through ", recorded("launcher").source),
+         .likely = only_master ? "ranks that can't find each other without an address"
+                               : "variables set by hand, or left over from another job",
+         .next = only_master
+                     ? "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank"
+                     : concat("set ", join(missing_, ", "), "; or unset the others to run as one rank")});
+  }
+
+  std::optional<Setting> first(const Names& names) const {
+    for (const std::string& name : names)
+      if (const auto value = lookup_(name)) return Setting{.name = "", .value = *value, .source = name};
+    return {};
+  }
+
+  Setting require(const Names& names) {
+    const auto found = first(names);
+    if (!found) missing_.push_back(names.back());
+    return found.value_or(Setting{});
+  }
+
+  template <class Value>
+  void require(Value& field, const std::string& setting, const Names& names) {
+    if (!read(field, setting, names)) missing_.push_back(names.back());
+  }
+
+  // False if none of the variables is set.
+  bool read(int& field, const std::string& setting, const Names& names) {
+    const auto found = first(names);
+    if (!found) return false;
+    int number = 0;
+    if (!parse_int(found->value, number) || number < 0) throw_malformed(*found, "a whole number from 0 on");
+    set(field, setting, number, found->source);
+    return true;
+  }
+
+  bool read(std::string& field, const std::string& setting, const Names& names) {
+    const auto found = first(names);
+    if (!found) return false;
+    if (found->value.empty()) throw_malformed(*found, "a name");
+    set(field, setting, found->value, found->source);
+    return true;
+  }
+
+  template <class Field, class Value>
+  void set(Field& field, const std::string& setting, const Value& value, const std::string& source) {
+    field = value;
+    job_.settings.push_back({.name = setting, .value = concat(value), .source = source});
+  }
+
+  Setting recorded(const std::string& setting) const {
+    for (const Setting& known : job_.settings)
+      if (known.name == setting) return known;
+    return {};
+  }
+
+  const VariableLookup& lookup_;
+  JobEnvironment job_;
+  Names missing_;
+};
+
+std::optional<std::string> variable_of_this_process(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
+}  // namespace
+
+JobEnvironment read_job_environment(const VariableLookup& lookup) { return Reader(lookup).read(); }
+
+JobEnvironment read_job_environment() { return read_job_environment(variable_of_this_process); }
+
+}  // namespace lockstep

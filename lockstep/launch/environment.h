@@ -1,0 +1,45 @@
+// launch/environment.h: which rank this process is, read from the variables that a launcher sets.
+//
+// Flow:    torchrun, lockstep run, Slurm, Open MPI, MPICH -> here -> collective/World
+// Owns:    nothing; the environment is read when read_job_environment is called and never again
+// Threads: any, as long as nobody calls setenv meanwhile
+// Ranks:   no communication
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// One resolved value and where it came from: {"rank", "2", "OMPI_COMM_WORLD_RANK"}. `lockstep env` prints these.
+struct Setting {
+  std::string name;
+  std::string value;
+  std::string source;  // the variable's name, or "default"
+};
+
+struct JobEnvironment {
+  std::string launcher = "none";  // none | torchrun | slurm | open-mpi | mpich
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  int local_size = 1;  // ranks on this machine
+  int node_rank = 0;
+  std::string master_addr;  // empty: the ranks are on one machine and meet through job_id
+  int master_port = 0;
+  std::string job_id;  // the same for all ranks of a job, unlike that of any other job of this user on this machine
+  std::vector<Setting> settings;
+};
+
+using VariableLookup = std::function<std::optional<std::string>(const std::string& name)>;
+
+// Tries torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `lockstep run` sets the same),
+// Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank.
+// Throws EnvironmentError: a partial set (names what is missing), values that are no numbers or contradict each other
+// (rank >= size), several machines without MASTER_ADDR. S1.
+JobEnvironment read_job_environment(const VariableLookup& lookup);
+JobEnvironment read_job_environment();  // of this process
+
+}  // namespace lockstep

@@ -1,0 +1,385 @@
+#include "lockstep/launch/launcher.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+
+#include "lockstep/base/cores.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/launch/guardian.h"
+#include "lockstep/launch/output.h"
+#include "lockstep/launch/process.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kSignalBase = 128;  // a shell's exit code for a signal
+
+void check(const LaunchOptions& options) {
+  const auto require = [](bool holds, const std::string& what, const std::string& next) {
+    if (!holds) throw UsageError({.what = what, .next = next});
+  };
+  require(options.ranks >= 1, concat(options.ranks, " ranks on a machine make no job"), "start at least 1");
+  require(options.nodes >= 1, concat(options.nodes, " machines make no job"), "use at least 1");
+  require(options.node_rank >= 0 && options.node_rank < options.nodes,
+          concat("there is no machine ", options.node_rank, " among ", options.nodes), "count machines from 0");
+  require(options.master_port >= 0 && options.master_port <= 65535, concat("there is no port ", options.master_port),
+          "choose one from 1 to 65535, or 0 for any");
+  require(options.nodes == 1 || options.master_port != 0, "several machines need a port they agree on",
+          "choose a free port of the machine of rank 0 and give it to every machine");
+  require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank can't compute"),
+          "use at least 1, or 0 for an even share of the cores");
+  require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
+          "name a log folder");
+}
+
+void make_folder(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) throw SystemError({.what = concat("can't make the folder ", path, ": ", error.message()), .here = path});
+}
+
+// A port that is bound but not listened on is given to nobody else who asks for any port; rank 0 can bind it all the
+// same, because it sets SO_REUSEADDR too.
+UniqueFd reserve_port(int& port) {
+  UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      ::bind(fd.get(), generic, size) != 0 || ::getsockname(fd.get(), generic, &size) != 0)
+    throw system_error("reserve", "a port on 127.0.0.1");
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+// While it lives SIGINT and SIGTERM, unless they are ignored, arrive at fd(); and ended children stay to be waited for.
+class SignalReader {
+ public:
+  SignalReader() {
+    ::sigemptyset(&caught_);
+    for (const int signal : {SIGINT, SIGTERM}) {
+      struct sigaction action {};
+      ::sigaction(signal, nullptr, &action);
+      if (action.sa_handler != SIG_IGN) ::sigaddset(&caught_, signal);
+    }
+    fd_.reset(::signalfd(-1, &caught_, SFD_CLOEXEC | SFD_NONBLOCK));
+    if (!fd_) throw system_error("make", "a descriptor for signals");
+    struct sigaction keep_children {};
+    keep_children.sa_handler = SIG_DFL;
+    ::sigaction(SIGCHLD, &keep_children, &old_child_action_);
+    ::sigprocmask(SIG_BLOCK, &caught_, &old_mask_);
+  }
+  ~SignalReader() {
+    ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
+    ::sigaction(SIGCHLD, &old_child_action_, nullptr);
+  }
+  SignalReader(const SignalReader&) = delete;
+  SignalReader& operator=(const SignalReader&) = delete;
+
+  int fd() const { return fd_.get(); }
+  const sigset_t& mask_before() const { return old_mask_; }
+
+  int next() const {  // 0: none
+    signalfd_siginfo info{};
+    return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo) : 0;
+  }
+
+ private:
+  sigset_t caught_{};
+  sigset_t old_mask_{};
+  struct sigaction old_child_action_ {};
+  UniqueFd fd_;
+};
+
+// poll() with a function to call per descriptor.
+class Poller {
+ public:
+  void add(int fd, short events, std::function<void()> on_ready) {
+    fds_.push_back({.fd = fd, .events = events, .revents = 0});
+    on_ready_.push_back(std::move(on_ready));
+  }
+
+  void wait(int timeout_ms) {
+    const int ready = ::poll(fds_.data(), fds_.size(), timeout_ms);
+    if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
+    for (std::size_t i = 0; ready > 0 && i < fds_.size(); ++i)
+      if (fds_[i].revents != 0) on_ready_[i]();
+  }
+
+ private:
+  std::vector<pollfd> fds_;
+  std::vector<std::function<void()>> on_ready_;
+};
+
+struct Rank {
+  Rank(int number, const std::string& prefix, Sink& output_sink, Sink& error_sink)
+      : rank(number), output(prefix, output_sink), error(prefix, error_sink) {}
+
+  int rank;  // in the job
+  std::unique_ptr<Process> process;
+  std::optional<ExitStatus> end;
+  RankStream output;
+  RankStream error;
+};
+
+struct Sinks {
+  Sink out{STDOUT_FILENO};
+  Sink err{STDERR_FILENO};
+};
+
+// One launch: start(), then run() until every rank has ended. Destroyed, it has left no process behind.
+class Job {
+ public:
+  Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
+    if (options_.master_port == 0) port_ = reserve_port(options_.master_port);
+    if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
+    const bool first_only = options_.output == RankOutput::kFirst;
+    for (int local = 0; local < options_.ranks; ++local) {
+      const int rank = options_.node_rank * options_.ranks + local;
+      ranks_.push_back(
+          std::make_unique<Rank>(rank, concat("[rank ", rank, "] "), first_only ? sinks_.err : sinks_.out, sinks_.err));
+    }
+  }
+
+  void start(const ProcessOptions& what) {
+    for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
+  }
+
+  LaunchResult run() {
+    while (std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank->end; })) wait_for_events();
+    end_what_ranks_left();
+    LaunchResult result{.exit_code = 0, .failure = failure_};
+    if (failure_) {
+      result.failure->last_lines = last_lines();
+      result.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code;
+    } else if (caught_signal_ != 0) {
+      result.exit_code = kSignalBase + caught_signal_;
+    }
+    return result;
+  }
+
+ private:
+  void start_rank(int local, ProcessOptions what) {
+    Rank& rank = *ranks_[static_cast<std::size_t>(local)];
+    what.variables = variables(local);
+    if (options_.pin) what.cores = cores_of_rank(cores_, local, options_.ranks);
+    what.signal_mask = signals_.mask_before();
+    what.group = guardian_.group(local);
+    const UniqueFd output = open_output(rank, rank.output, ".out");
+    const UniqueFd error = open_output(rank, rank.error, ".err");
+    what.output_fd = output.get();
+    what.error_fd = error.get();
+    what.close_in_child = descriptors();
+    what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
+    rank.process = std::make_unique<Process>(what);
+  }
+
+  std::vector<std::pair<std::string, std::string>> variables(int local) const {
+    std::vector<std::pair<std::string, std::string>> result = {
+        {"RANK", concat(options_.node_rank * options_.ranks + local)},
+        {"WORLD_SIZE", concat(options_.nodes * options_.ranks)},
+        {"LOCAL_RANK", concat(local)},
+        {"LOCAL_WORLD_SIZE", concat(options_.ranks)},
+        {"GROUP_RANK", concat(options_.node_rank)},
+        {"MASTER_ADDR", options_.master_addr},
+        {"MASTER_PORT", concat(options_.master_port)},
+    };
+    if (std::getenv("OMP_NUM_THREADS") == nullptr) result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
+    return result;
+  }
+
+  int threads_per_rank() const {
+    if (options_.threads_per_rank > 0) return options_.threads_per_rank;
+    return std::max(1, static_cast<int>(cores_.size()) / options_.ranks);
+  }
+
+  // Nothing where the rank keeps this process's own stdout and stderr.
+  UniqueFd open_output(const Rank& rank, RankStream& stream, const std::string& suffix) const {
+    if (options_.output == RankOutput::kSplit) return open_log(log_path(rank.rank, suffix));
+    if (options_.output == RankOutput::kFirst && rank.rank == 0) return {};
+    return stream.open();
+  }
+
+  std::string log_path(int rank, const std::string& suffix) const {
+    return std::filesystem::path(options_.log_dir) / concat("rank", rank, suffix);
+  }
+
+  static UniqueFd open_log(const std::string& path) {
+    UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+    if (!fd) throw system_error("write", path);
+    return fd;
+  }
+
+  // What a forked child has no business with.
+  std::vector<int> descriptors() const {
+    std::vector<int> fds = {signals_.fd(), port_.get()};
+    for (const auto& rank : ranks_) {
+      fds.insert(fds.end(), {rank->output.fd(), rank->error.fd()});
+      if (rank->process) fds.push_back(rank->process->pidfd());
+    }
+    return fds;
+  }
+
+  void wait_for_events() {
+    Poller poller;
+    std::vector<const Rank*> ended;
+    poller.add(signals_.fd(), POLLIN, [this] { on_signal(); });
+    for (const auto& rank : ranks_) {
+      if (!rank->end)
+        poller.add(rank->process->pidfd(), POLLIN, [&ended, &rank] {
+          if ((rank->end = rank->process->status())) ended.push_back(rank.get());
+        });
+      add_stream(poller, rank->output);
+      add_stream(poller, rank->error);
+    }
+    for (Sink* sink : {&sinks_.out, &sinks_.err})
+      if (!sink->empty()) poller.add(sink->fd(), POLLOUT, [sink] { sink->write_some(); });
+    poller.wait(kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    on_ended(ended);
+    if (kill_at_ && kill_at_->passed()) kill_all();
+  }
+
+  // Reads no more while what was read has not been passed on: the ranks wait for a slow reader, memory does not grow.
+  static void add_stream(Poller& poller, RankStream& stream) {
+    if (stream.fd() >= 0 && stream.sink().empty()) poller.add(stream.fd(), POLLIN, [&stream] { stream.read_some(); });
+  }
+
+  void on_signal() {
+    const int signal = signals_.next();
+    if (signal == 0) return;
+    if (signal == SIGINT && stopping_) return kill_all();
+    caught_signal_ = caught_signal_ == 0 ? signal : caught_signal_;
+    stop_all(signal);
+  }
+
+  // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
+  void on_ended(std::vector<const Rank*>& ended) {
+    std::stable_partition(ended.begin(), ended.end(), [](const Rank* rank) { return rank->end->signal != 0; });
+    for (const Rank* rank : ended) {
+      const bool failed = rank->end->exit_code != 0 || rank->end->signal != 0;
+      if (failed && !stopping_) on_failed(*rank);
+    }
+  }
+
+  void on_failed(const Rank& rank) {
+    failure_ = RankFailure{.rank = rank.rank,
+                           .pid = rank.process->pid(),
+                           .exit_code = rank.end->exit_code,
+                           .signal = rank.end->signal,
+                           .last_lines = {}};
+    stop_all(SIGTERM);
+  }
+
+  void stop_all(int signal) {
+    for (const auto& rank : ranks_) rank->process->signal_group(signal);
+    if (!stopping_) kill_at_ = Deadline::after(options_.grace);
+    stopping_ = true;
+  }
+
+  void kill_all() {
+    for (const auto& rank : ranks_) rank->process->signal_group(SIGKILL);
+    kill_at_.reset();
+  }
+
+  // The ranks are dead but not yet waited for, so their process groups still are theirs.
+  void end_what_ranks_left() {
+    for (const auto& rank : ranks_) {
+      rank->process->signal_group(SIGKILL);
+      rank->output.drain();
+      rank->error.drain();
+    }
+  }
+
+  std::vector<std::string> last_lines() const {
+    if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(failure_->rank, ".err"));
+    const auto& lines = ranks_[static_cast<std::size_t>(failure_->rank % options_.ranks)]->error.last_lines();
+    return {lines.begin(), lines.end()};
+  }
+
+  LaunchOptions options_;
+  SignalReader signals_;
+  Guardian guardian_;
+  UniqueFd port_;
+  CoreSet cores_ = usable_cores();
+  Sinks& sinks_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::optional<RankFailure> failure_;
+  int caught_signal_ = 0;            // the first
+  bool stopping_ = false;            // since the first failure or signal
+  std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
+};
+
+LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
+  check(options);
+  Sinks sinks;
+  LaunchResult result;
+  {
+    Job job(options, sinks);
+    job.start(what);
+    result = job.run();
+  }
+  sinks.out.flush();  // blocks if the reader has stopped, but signals are back to normal
+  sinks.err.flush();
+  return result;
+}
+
+std::string likely_cause(int signal) {
+  switch (signal) {
+    case 0: return "an error in the program; it may be in the last lines of its stderr";
+    case SIGKILL: return "out of memory on this machine, or killed by somebody";
+    case SIGINT:
+    case SIGTERM:
+    case SIGHUP: return "somebody stopped this rank";
+    default: return "a bug in the program";
+  }
+}
+
+}  // namespace
+
+LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command) {
+  if (command.empty()) throw UsageError({.what = "no program to start", .next = "name one, with its arguments"});
+  ProcessOptions what;
+  what.command = command;
+  return launch(options, what);
+}
+
+LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body) {
+  ProcessOptions what;
+  what.body = body;
+  return launch(options, what);
+}
+
+std::string describe(const RankFailure& failure, const LaunchOptions& options) {
+  const std::string how = failure.signal != 0
+                              ? concat("was ended by signal ", failure.signal, " (", ::strsignal(failure.signal), ")")
+                              : concat("exited with code ", failure.exit_code);
+  const std::string log = concat(options.log_dir, "/rank", failure.rank, ".err");
+  const Error error("RankFailed", {.what = concat("rank ", failure.rank, " ", how),
+                                   .here = concat("rank ", failure.rank, " of ", options.nodes * options.ranks,
+                                                  ", pid ", failure.pid),
+                                   .likely = likely_cause(failure.signal),
+                                   .next = options.output == RankOutput::kSplit ? "read " + log : ""});
+  std::string text = error.what();
+  if (!failure.last_lines.empty())
+    text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));
+  return text;
+}
+
+}  // namespace lockstep

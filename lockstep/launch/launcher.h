@@ -1,0 +1,66 @@
+// launch/launcher.h: starts the ranks of a job on this machine as processes, watches them, and ends all when one fails.
+//
+// Flow:    `lockstep run`, `lockstep train --ranks N`, lockstep::run() -> here -> one process per rank
+// Owns:    the processes it starts, until launch() returns: by then every one has been waited for
+// Threads: call launch() from the main thread, before any other thread is started (it forks)
+// Ranks:   this is not a rank; it is the parent of the ranks of one machine
+//
+// What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
+// names), OMP_NUM_THREADS unless it is set, the cores of their share, /dev/null as stdin.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// What happens to the ranks' stdout and stderr.
+enum class RankOutput {
+  kPrefix,  // every line is passed on with "[rank 2] " before it
+  kFirst,   // rank 0 writes to this process's stdout and stderr directly; the others as kPrefix, all to stderr
+  kSplit,   // into LOG_DIR/rank2.out and LOG_DIR/rank2.err
+};
+
+struct LaunchOptions {
+  int ranks = 1;  // on this machine
+  int nodes = 1;
+  int node_rank = 0;
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;       // 0: a free one, kept reserved while the job runs; only with one node
+  int threads_per_rank = 0;  // 0: cores of this machine / ranks, at least 1
+  bool pin = true;           // each rank to its own cores
+  RankOutput output = RankOutput::kPrefix;
+  std::string log_dir;                                          // kSplit only; made if missing
+  std::chrono::milliseconds grace = std::chrono::seconds(5);    // between SIGTERM and SIGKILL
+};
+
+struct RankFailure {
+  int rank = 0;                         // the first that failed
+  int pid = 0;
+  int exit_code = 0;                    // when it exited by itself
+  int signal = 0;                       // when a signal ended it
+  std::vector<std::string> last_lines;  // of its stderr, at most 20; empty where it wrote to the terminal directly
+};
+
+struct LaunchResult {
+  int exit_code = 0;  // 0; the failed rank's own code; 128 + n for a signal, also one sent to the launcher
+  std::optional<RankFailure> failure;
+};
+
+// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails the others get SIGTERM and, after
+// the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL,
+// the ranks and what they started are killed too.
+// Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
+LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);
+
+// The same for a function of this program, in forked children: they find the libraries of this process already loaded.
+// The child exits with what `body` returns; an exception that leaves it is printed and exits with 1 (UsageError: 2).
+LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body);
+
+// What to print for a failure: rank, pid, exit code or signal, and its last lines, in the form of base/error.h.
+std::string describe(const RankFailure& failure, const LaunchOptions& options);
+
+}  // namespace lockstep

@@ -1,0 +1,125 @@
+#include "lockstep/launch/output.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <fstream>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kPipeBytes = 64 * 1024;  // what a pipe holds, unless somebody has changed it
+constexpr std::size_t kAtomicBytes = 4096;     // PIPE_BUF: a writable pipe takes this much without blocking
+
+void keep_last(std::deque<std::string>& lines, std::string_view line) {
+  lines.emplace_back(line);
+  if (lines.size() > kLastLines) lines.pop_front();
+}
+
+}  // namespace
+
+void LineSplitter::feed(std::string_view bytes, const OnLine& on_line) {
+  while (!bytes.empty()) {
+    const std::size_t end = bytes.find('\n');
+    if (rest_.size() == kLongestLine && end != 0) finish(on_line);
+    const std::size_t taken = std::min({end, bytes.size(), kLongestLine - rest_.size()});
+    rest_.append(bytes.substr(0, taken));
+    bytes.remove_prefix(taken);
+    if (taken != end) continue;
+    bytes.remove_prefix(1);
+    on_line(rest_);
+    rest_.clear();
+  }
+}
+
+void LineSplitter::finish(const OnLine& on_line) {
+  if (!rest_.empty()) on_line(rest_);
+  rest_.clear();
+}
+
+void Sink::add_line(std::string_view prefix, std::string_view line) {
+  pending_.append(prefix).append(line).push_back('\n');
+}
+
+void Sink::write_some() {
+  const auto left = std::string_view(pending_).substr(written_);
+  const std::size_t newline = left.rfind('\n', kAtomicBytes - 1);
+  const ssize_t written =
+      ::write(fd_, left.data(), newline < kAtomicBytes ? newline + 1 : std::min(left.size(), kAtomicBytes));
+  if (written < 0 && errno != EINTR && errno != EAGAIN)
+    throw system_error("pass on the ranks' output to", fd_ == STDOUT_FILENO ? "stdout" : "stderr");
+  if (written > 0) written_ += static_cast<std::size_t>(written);
+  if (!empty()) return;
+  pending_.clear();
+  written_ = 0;
+}
+
+void Sink::flush() {
+  pollfd writable{.fd = fd_, .events = POLLOUT, .revents = 0};
+  while (!empty()) {
+    if (::poll(&writable, 1, -1) > 0) write_some();
+  }
+}
+
+UniqueFd RankStream::open() {
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw system_error("make", "a pipe");
+  pipe_.reset(ends[0]);
+  UniqueFd write_end(ends[1]);
+  if (::fcntl(pipe_.get(), F_SETFL, O_NONBLOCK) != 0) throw system_error("prepare", "a pipe");
+  return write_end;
+}
+
+// Bytes read; 0: nothing there now; -1: nothing will ever come.
+long RankStream::read_once() {
+  std::array<char, kPipeBytes> buffer;
+  const ssize_t bytes = ::read(pipe_.get(), buffer.data(), buffer.size());
+  if (bytes < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
+  if (bytes == 0) return -1;
+  lines_.feed({buffer.data(), static_cast<std::size_t>(bytes)}, [this](std::string_view line) { pass_on(line); });
+  return bytes;
+}
+
+void RankStream::read_some() {
+  if (read_once() < 0) close();
+}
+
+// What the dead rank wrote is in the pipe already: the pipe's size bounds it, so no time limit is needed.
+void RankStream::drain() {
+  if (!pipe_) return;
+  const long capacity = std::max(::fcntl(pipe_.get(), F_GETPIPE_SZ), static_cast<int>(kPipeBytes));
+  for (long total = 0; total < capacity;) {
+    const long bytes = read_once();
+    if (bytes <= 0) break;
+    total += bytes;
+  }
+  close();
+}
+
+void RankStream::close() {
+  pipe_.reset();
+  lines_.finish([this](std::string_view line) { pass_on(line); });
+}
+
+void RankStream::pass_on(std::string_view line) {
+  sink_->add_line(prefix_, line);
+  keep_last(last_lines_, line);
+}
+
+std::vector<std::string> last_lines_of_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  in.seekg(0, std::ios::end);
+  const auto size = static_cast<std::streamoff>(in.tellg());
+  in.seekg(std::max<std::streamoff>(0, size - static_cast<std::streamoff>(kPipeBytes)));
+  std::deque<std::string> lines;
+  for (std::string line; std::getline(in, line);) keep_last(lines, line.substr(0, kLongestLine));
+  return {lines.begin(), lines.end()};
+}
+
+}  // namespace lockstep

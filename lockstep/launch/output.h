@@ -1,0 +1,75 @@
+// launch/output.h: what the ranks print, on its way through the launcher: whole lines, with the rank before them.
+//
+// Flow:    a rank's stdout or stderr -> pipe -> LineSplitter -> Sink -> this process's stdout or stderr
+// Threads: one
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+constexpr std::size_t kLongestLine = 16 * 1024;  // a longer one is passed on in pieces
+constexpr std::size_t kLastLines = 20;           // kept of every stream
+
+// Cuts a stream of bytes into lines, without their newline.
+class LineSplitter {
+ public:
+  using OnLine = std::function<void(std::string_view line)>;
+
+  void feed(std::string_view bytes, const OnLine& on_line);
+  void finish(const OnLine& on_line);  // the last line, where it has no newline
+
+ private:
+  std::string rest_;
+};
+
+// Writes to a descriptor it does not own, without ever waiting in a write: a reader that has stopped must not keep the
+// launcher from its signals. Lines stay whole, also between programs that share the descriptor (up to 4096 bytes).
+class Sink {
+ public:
+  explicit Sink(int fd) : fd_(fd) {}
+  int fd() const { return fd_; }
+  bool empty() const { return written_ == pending_.size(); }
+  void add_line(std::string_view prefix, std::string_view line);
+  void write_some();  // call when poll says that fd() can be written to; throws SystemError
+  void flush();       // blocks until everything is written
+
+ private:
+  int fd_;
+  std::string pending_;
+  std::size_t written_ = 0;  // of pending_
+};
+
+// The reading end of one stream of one rank.
+class RankStream {
+ public:
+  RankStream(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(&sink) {}
+
+  UniqueFd open();  // returns the end to write to; throws SystemError
+  int fd() const { return pipe_.get(); }
+  const Sink& sink() const { return *sink_; }
+  void read_some();  // what is there now, up to 64 KiB; closes at the end
+  void drain();      // what is left when the rank is dead, even if another process keeps the pipe open; then closes
+  const std::deque<std::string>& last_lines() const { return last_lines_; }
+
+ private:
+  long read_once();
+  void close();
+  void pass_on(std::string_view line);
+
+  UniqueFd pipe_;
+  std::string prefix_;
+  Sink* sink_;
+  LineSplitter lines_;
+  std::deque<std::string> last_lines_;
+};
+
+std::vector<std::string> last_lines_of_file(const std::string& path);  // empty if it can't be read
+
+}  // namespace lockstep

@@ -1,0 +1,166 @@
+#include "lockstep/launch/process.h"
+
+#include <fcntl.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
+
+// A child whose parent died before the prctl would wait for a signal that never comes: hence the second look.
+void die_with(pid_t parent) {
+  if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) throw system_error("tie to its parent", "a child process");
+  if (::getppid() != parent) ::_exit(kFailed);
+}
+
+void redirect(int from, int to) {
+  if (from >= 0 && ::dup2(from, to) < 0) throw system_error("redirect", concat("descriptor ", to));
+}
+
+void close_stdin() {
+  const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (!nothing) throw system_error("open", "/dev/null");
+  redirect(nothing.get(), STDIN_FILENO);
+}
+
+// What the child does before its program. The group is written down before the look at the parent: either whoever
+// cleans up after a dead parent finds the group, or the child sees that its parent is gone.
+void set_up(const ProcessOptions& options, pid_t parent) {
+  if (::setpgid(0, 0) != 0) throw system_error("make a process group for", "a child process");
+  if (options.group != nullptr) options.group->store(::getpid());
+  die_with(parent);
+  redirect(options.output_fd, STDOUT_FILENO);
+  redirect(options.error_fd, STDERR_FILENO);
+  close_stdin();
+  for (const auto& [name, value] : options.variables) ::setenv(name.c_str(), value.c_str(), 1);
+  if (!options.cores.empty()) pin_this_thread(options.cores);
+  ::sigprocmask(SIG_SETMASK, &options.signal_mask, nullptr);
+}
+
+void execute(const std::vector<std::string>& command) {
+  std::vector<char*> arguments;
+  for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  ::execvp(arguments.front(), arguments.data());
+  throw system_error("start", command.front());
+}
+
+int run_body(const std::function<int()>& body) {
+  try {
+    return body();
+  } catch (const UsageError& error) {
+    std::cerr << error.what() << std::endl;
+    return kUsage;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    return kFailed;
+  }
+}
+
+// Ends without the parent's destructors and atexit handlers: what they clean up still belongs to the parent.
+[[noreturn]] void exit_after(const std::function<int()>& body) {
+  const int code = run_body(body);
+  std::cout.flush();
+  std::fflush(nullptr);
+  ::_exit(code);
+}
+
+void write_report(int report, const std::string& text) {
+  const ssize_t ignored = ::write(report, text.data(), text.size());  // less than a pipe holds; the parent reads all
+  static_cast<void>(ignored);
+}
+
+// The parent reads `report`: text if the child could not start, its end when it has (exec closes it).
+[[noreturn]] void be_child(const ProcessOptions& options, pid_t parent, UniqueFd report) {
+  try {
+    set_up(options, parent);
+    if (!options.body) execute(options.command);
+  } catch (const Error& error) {
+    write_report(report.get(), error.text().what);
+    ::_exit(kFailed);
+  }
+  for (const int fd : options.close_in_child) ::close(fd);
+  report.reset();
+  exit_after(options.body);
+}
+
+std::string read_to_end(int fd) {
+  std::string text;
+  std::array<char, 512> buffer;
+  for (;;) {
+    const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes <= 0) return text;
+    text.append(buffer.data(), static_cast<std::size_t>(bytes));
+  }
+}
+
+void wait_for(pid_t pid) {
+  while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace
+
+UniqueFd open_pidfd(pid_t pid) {
+  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // close-on-exec by itself
+  if (!fd) throw system_error("watch", concat("process ", pid));
+  return fd;
+}
+
+Process::Process(const ProcessOptions& options) {
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw system_error("make", "a pipe");
+  UniqueFd read_end(ends[0]);
+  UniqueFd write_end(ends[1]);
+  std::cout.flush();
+  std::fflush(nullptr);  // or a body's child would write it again
+  const pid_t parent = ::getpid();
+  pid_ = ::fork();
+  if (pid_ < 0) throw system_error("start", "another process");
+  if (pid_ == 0) be_child(options, parent, std::move(write_end));
+  write_end.reset();
+  const std::string trouble = read_to_end(read_end.get());
+  if (!trouble.empty()) {
+    wait_for(pid_);
+    throw SystemError({.what = trouble,
+                       .here = join(options.command, " "),
+                       .likely = "a name that is misspelt or not in PATH, or a file that may not be executed",
+                       .next = "check the name, and that the file is executable on this machine"});
+  }
+  pidfd_ = open_pidfd(pid_);
+}
+
+Process::~Process() {
+  if (pid_ < 0) return;
+  signal_group(SIGKILL);
+  wait_for(pid_);
+}
+
+std::optional<ExitStatus> Process::status() const {
+  siginfo_t info{};
+  while (::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0)
+    if (errno != EINTR) throw system_error("ask for the state of", concat("process ", pid_));
+  if (info.si_pid == 0) return {};
+  if (info.si_code == CLD_EXITED) return ExitStatus{.exit_code = info.si_status};
+  return ExitStatus{.signal = info.si_status};
+}
+
+void Process::signal_group(int signal) const { ::kill(-pid_, signal); }
+
+}  // namespace lockstep

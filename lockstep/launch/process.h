@@ -1,0 +1,63 @@
+// launch/process.h: one child process, in a process group of its own, that never outlives the one who started it.
+//
+// Flow:    launcher -> here -> fork, and exec or a function of this program
+// Owns:    the child: the destructor kills its whole group and waits for it
+// Threads: start it from the main thread while it is the only one (it forks, and the child dies with that thread)
+#pragma once
+
+#include <signal.h>
+
+#include <atomic>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/base/cores.h"
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+struct ProcessOptions {
+  std::vector<std::string> command;                            // PROGRAM ARGS; looked up in PATH
+  std::function<int()> body;                                   // runs instead of a command; its result is the exit code
+  std::vector<std::pair<std::string, std::string>> variables;  // set in the child's environment
+  CoreSet cores;                                               // empty: those of the parent
+  int output_fd = -1;                                          // becomes its stdout; -1: the parent's
+  int error_fd = -1;                                           // becomes its stderr; -1: the parent's
+  sigset_t signal_mask{};                                      // what it starts with
+  std::atomic<pid_t>* group = nullptr;  // where the child writes its process group before it starts
+  std::vector<int> close_in_child;      // exec closes these by itself, a body would keep them
+};
+
+struct ExitStatus {
+  int exit_code = 0;
+  int signal = 0;  // 0: it exited by itself
+};
+
+class Process {
+ public:
+  // Returns once the program or body is about to run. stdin is /dev/null. Throws SystemError: no such program, a core
+  // that may not be used, no processes left; then nothing is left behind.
+  explicit Process(const ProcessOptions& options);
+  ~Process();
+  Process(Process&& other) noexcept : pid_(std::exchange(other.pid_, -1)), pidfd_(std::move(other.pidfd_)) {}
+  Process& operator=(Process&&) = delete;
+
+  int pid() const { return pid_; }
+  int pidfd() const { return pidfd_.get(); }  // readable once it has ended
+
+  // How it ended, or nothing while it runs. Does not wait for it, so its pid stays taken and signal_group stays safe.
+  std::optional<ExitStatus> status() const;
+
+  void signal_group(int signal) const;  // it and everything it started that is still in its group
+
+ private:
+  pid_t pid_ = -1;
+  UniqueFd pidfd_;
+};
+
+UniqueFd open_pidfd(pid_t pid);  // throws SystemError
+
+}  // namespace lockstep

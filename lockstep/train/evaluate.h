@@ -1,0 +1,26 @@
+// train/evaluate.h: loss and accuracy over a validation set, which the ranks share.
+//
+// Ranks:   every rank calls it; each computes its part, and all get the same exact result
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/collective/world.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/model/task.h"
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep {
+
+struct Evaluation {
+  double loss = 0;      // mean over all samples
+  double accuracy = 0;  // share of samples whose largest output is the target
+  std::int64_t samples = 0;
+};
+
+// In evaluation mode and without gradients, in batches of `batch_size` per rank. Each sample counts once, whatever the
+// number of ranks. output must be (B, classes). Blocks; sends 24 bytes. S0.
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const Dataset& dataset,
+                    std::int64_t batch_size);
+
+}  // namespace lockstep

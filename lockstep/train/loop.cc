@@ -1,0 +1,202 @@
+#include "lockstep/train/loop.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/optimizer/schedule.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/snapshot.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+ScheduleOptions schedule_options(const TrainOptions& options, std::int64_t steps_per_epoch) {
+  static const std::map<std::string, ScheduleKind> kKinds = {
+      {"constant", ScheduleKind::kConstant}, {"cosine", ScheduleKind::kCosine}, {"step", ScheduleKind::kStep}};
+  const auto steps = static_cast<double>(steps_per_epoch);
+  return {.kind = kKinds.at(options.schedule),
+          .warmup_steps = options.warmup_epochs * steps,
+          .total_steps = static_cast<double>(options.epochs) * steps,
+          .drop_every = options.drop_every_epochs * steps,
+          .drop_factor = options.drop_factor};
+}
+
+double base_learning_rate(const TrainOptions& options) {
+  static const std::map<std::string, LrScaling> kScalings = {
+      {"none", LrScaling::kNone}, {"sqrt", LrScaling::kSqrt}, {"linear", LrScaling::kLinear}};
+  return scaled_learning_rate(options.lr, kScalings.at(options.lr_scaling), options.batch_size,
+                              options.lr_base_batch_size);
+}
+
+std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
+  std::vector<NamedTensor> gradients;
+  for (const auto& [name, parameter] : named_parameters(model))
+    if (parameter.grad().defined()) gradients.push_back({name, parameter.grad()});
+  return gradients;
+}
+
+std::string headline(const World& world, const Loader& loader, const TrainOptions& options) {
+  return concat(options.model, " on ", loader.dataset().name(), ": ", options.strategy, ", ", world.size(),
+                world.size() == 1 ? " rank" : " ranks", " on ", world.device().str(), ", batch ", options.batch_size,
+                ", ", options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
+}
+
+}  // namespace
+
+TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
+                           const TrainOptions& options)
+    : world_(world),
+      task_(task),
+      validation_(datasets.validation),
+      strategy_(strategy),
+      options_(options),
+      loader_(world, datasets.train, {.batch_size = options.batch_size, .seed = options.seed}),
+      progress_(Progress::Style::kNone) {
+  if (world.rank() == 0) {
+    if (!options.checkpoint_dir.empty()) checkpoints_.emplace(options.checkpoint_dir);
+    if (!options.quiet) progress_ = Progress(Progress::style_for_stderr());
+    if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
+  }
+  if (options.resume) resume();
+}
+
+RunMetrics TrainingLoop::run() {
+  const Stopwatch watch;
+  progress_.begin_run(headline(world_, loader_, options_));
+  while (position_.epoch < options_.epochs && !is_last_step()) train_epoch();
+  const RunMetrics metrics = summary(watch.seconds());
+  metrics_.write(metrics);
+  progress_.end_run(metrics);
+  return metrics;
+}
+
+void TrainingLoop::train_epoch() {
+  progress_.begin_epoch(position_.epoch, options_.epochs, position_.step_in_epoch, loader_.steps_per_epoch());
+  for (Batch& batch : loader_.epoch(position_.epoch, position_.step_in_epoch)) {
+    train_step(batch);
+    if (is_last_step()) break;
+  }
+  if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
+}
+
+void TrainingLoop::train_step(const Batch& batch) {
+  const Stopwatch watch;
+  const BatchTotals totals = strategy_.compute(batch);
+  require_finite_loss(totals);
+  set_learning_rate(strategy_.optimizer(), learning_rate());
+  strategy_.update();
+  record_step(totals, watch.seconds());
+  if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
+}
+
+// Before the update: the parameters are still good. All ranks see the same loss, so all of them stop here.
+void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
+  if (std::isfinite(totals.mean_loss)) return;
+  std::string first = first_non_finite(named_parameters(strategy_.model()));
+  std::string where = "parameter ";
+  if (first.empty()) {
+    first = first_non_finite(gradients_of(strategy_.model()));
+    where = "gradient of ";
+  }
+  throw NonFiniteError(
+      {.what = concat("the loss is ", totals.mean_loss, " at step ", position_.step, " (epoch ", position_.epoch, "); ",
+                      first.empty() ? "all parameters and gradients are finite"
+                                    : concat("the first that is not finite is the ", where, first)),
+       .here = world_.describe(),
+       .likely = "a learning rate that is too high, or a sample with values that are not finite",
+       .next = options_.checkpoint_dir.empty() ? "try a lower --lr or --warmup-epochs"
+                                               : "the last checkpoint is good: --resume with a lower --lr"});
+}
+
+double TrainingLoop::learning_rate() const {
+  return base_learning_rate(options_) *
+         schedule_factor(schedule_options(options_, loader_.steps_per_epoch()), position_.step);
+}
+
+void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
+  const StepMetrics metrics{.epoch = position_.epoch,
+                            .step = position_.step,
+                            .loss = totals.mean_loss,
+                            .seconds = seconds,
+                            .samples = totals.samples};
+  ++position_.step;
+  ++position_.step_in_epoch;
+  position_.samples += totals.samples;
+  position_.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
+  position_.epoch_samples += totals.samples;
+  position_.epoch_seconds += seconds;
+  metrics_.write(metrics);
+  progress_.step(metrics);
+}
+
+bool TrainingLoop::is_last_step() const { return options_.max_steps > 0 && position_.step >= options_.max_steps; }
+
+void TrainingLoop::finish_epoch() {
+  last_epoch_ = {.epoch = position_.epoch,
+                 .seconds = position_.epoch_seconds,
+                 .samples = position_.epoch_samples,
+                 .train_loss = position_.epoch_loss / static_cast<double>(position_.epoch_samples),
+                 .val_loss = kNaN,
+                 .val_accuracy = kNaN};
+  if (validation_) {
+    const Evaluation found = evaluate(world_, task_, strategy_, *validation_, options_.batch_size);
+    last_epoch_.val_loss = found.loss;
+    last_epoch_.val_accuracy = found.accuracy;
+  }
+  metrics_.write(last_epoch_);
+  progress_.end_epoch(last_epoch_);
+  position_ = {.epoch = position_.epoch + 1, .step = position_.step, .samples = position_.samples};
+  if (options_.checkpoint_every == 0) save_checkpoint();
+}
+
+void TrainingLoop::save_checkpoint() {
+  if (options_.checkpoint_dir.empty()) return;
+  const TensorFile file = take_snapshot(world_, strategy_, position_, options_);
+  if (checkpoints_) checkpoints_->save(position_.step, file);
+}
+
+// Rank 0 chooses and reads the file, so that the machines need no common disk.
+void TrainingLoop::resume() {
+  std::string bytes;
+  std::string origin = "the checkpoint of rank 0";
+  if (checkpoints_) {
+    if (auto newest = checkpoints_->load_newest()) {
+      bytes = std::move(newest->bytes);
+      origin = newest->path;
+    }
+  }
+  bytes = send_to_all(world_, bytes);
+  if (bytes.empty()) {
+    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+    return;
+  }
+  position_ = restore_snapshot(from_safetensors(bytes, origin), world_, strategy_, options_);
+  if (checkpoints_) log_info(concat("resuming from ", origin, " at step ", position_.step));
+}
+
+RunMetrics TrainingLoop::summary(double seconds) const {
+  const PhaseTimes& phases = strategy_.phases();
+  return {.strategy = options_.strategy,
+          .model = options_.model,
+          .data = loader_.dataset().name(),
+          .ranks = world_.size(),
+          .devices = {world_.device().str()},
+          .epochs = position_.epoch,
+          .steps = position_.step,
+          .samples = position_.samples,
+          .seconds = seconds,
+          .train_loss = last_epoch_.train_loss,
+          .val_accuracy = last_epoch_.samples > 0 ? last_epoch_.val_accuracy : kNaN,
+          .forward_seconds = phases.forward,
+          .backward_seconds = phases.backward,
+          .exchange_seconds = phases.exchange,
+          .update_seconds = phases.update};
+}
+
+}  // namespace lockstep

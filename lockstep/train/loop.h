@@ -1,0 +1,73 @@
+// train/loop.h: the training loop. It knows no strategy by name.
+//
+// Flow:    data/loader.h -> Strategy::compute -> finite? -> learning rate -> Strategy::update -> metrics, checkpoints
+// Owns:    the loader and the position in the run; the strategy is the caller's
+// Threads: one thread
+// Ranks:   every rank runs it; rank 0 writes and shows
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/collective/world.h"
+#include "lockstep/data/loader.h"
+#include "lockstep/model/task.h"
+#include "lockstep/strategy/strategy.h"
+#include "lockstep/train/metrics.h"
+#include "lockstep/train/options.h"
+#include "lockstep/train/progress.h"
+
+namespace lockstep {
+
+// Where a run stands; everything that a checkpoint has to know beside tensors.
+struct Position {
+  std::int64_t epoch = 0;
+  std::int64_t step_in_epoch = 0;
+  std::int64_t step = 0;     // since the start
+  std::int64_t samples = 0;  // since the start
+  // Of the current epoch so far:
+  double epoch_loss = 0;  // sum over samples
+  std::int64_t epoch_samples = 0;
+  double epoch_seconds = 0;
+};
+
+class TrainingLoop {
+ public:
+  // Resumes from the checkpoint folder if options.resume. Throws UsageError, CheckpointError.
+  TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
+               const TrainOptions& options);
+
+  // Trains to the end of the last epoch, or to --max-steps. Returns what the run's last metrics line says.
+  // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
+  // SystemError (a checkpoint or metrics file that can't be written).
+  RunMetrics run();
+
+ private:
+  void train_epoch();
+  void train_step(const Batch& batch);
+  void require_finite_loss(const BatchTotals& totals) const;
+  double learning_rate() const;
+  void record_step(const BatchTotals& totals, double seconds);
+  void finish_epoch();
+  bool is_last_step() const;
+
+  void save_checkpoint();
+  void resume();
+  RunMetrics summary(double seconds) const;
+
+  World world_;
+  Task task_;
+  std::shared_ptr<const Dataset> validation_;
+  Strategy& strategy_;
+  TrainOptions options_;
+  Loader loader_;
+  Position position_;
+  std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
+  MetricsFile metrics_;
+  Progress progress_;
+  EpochMetrics last_epoch_;
+};
+
+}  // namespace lockstep

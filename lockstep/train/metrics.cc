@@ -1,0 +1,64 @@
+#include "lockstep/train/metrics.h"
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+
+using Json = nlohmann::ordered_json;  // NaN and infinity are written as null
+
+MetricsFile::MetricsFile(const std::string& path, bool append)
+    : path_(path), out_(path, append ? std::ios::app : std::ios::trunc) {
+  if (!out_) throw system_error("write the metrics to", path);
+}
+
+void MetricsFile::line(const std::string& json) {
+  if (path_.empty()) return;
+  out_ << json << '\n' << std::flush;
+  if (!out_) throw system_error("write the metrics to", path_);
+}
+
+void MetricsFile::write(const StepMetrics& m) {
+  line(Json{{"event", "step"},
+            {"epoch", m.epoch},
+            {"step", m.step},
+            {"loss", m.loss},
+            {"seconds", m.seconds},
+            {"samples", m.samples}}
+           .dump());
+}
+
+void MetricsFile::write(const EpochMetrics& m) {
+  line(Json{{"event", "epoch"},
+            {"epoch", m.epoch},
+            {"seconds", m.seconds},
+            {"samples", m.samples},
+            {"samples_per_second", m.samples_per_second()},
+            {"train_loss", m.train_loss},
+            {"val_loss", m.val_loss},
+            {"val_accuracy", m.val_accuracy}}
+           .dump());
+}
+
+void MetricsFile::write(const RunMetrics& m) {
+  line(Json{{"event", "run"},
+            {"strategy", m.strategy},
+            {"model", m.model},
+            {"data", m.data},
+            {"ranks", m.ranks},
+            {"devices", m.devices},
+            {"epochs", m.epochs},
+            {"steps", m.steps},
+            {"samples", m.samples},
+            {"seconds", m.seconds},
+            {"train_loss", m.train_loss},
+            {"val_accuracy", m.val_accuracy},
+            {"forward_seconds", m.forward_seconds},
+            {"backward_seconds", m.backward_seconds},
+            {"exchange_seconds", m.exchange_seconds},
+            {"update_seconds", m.update_seconds}}
+           .dump());
+}
+
+}  // namespace lockstep

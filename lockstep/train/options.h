@@ -1,0 +1,63 @@
+// train/options.h: every option of `lockstep train` and lockstep::run(), and how the command line fills it.
+//
+// Flow:    argv, --config FILE -> here -> train/run.h
+// Threads: a value
+// Ranks:   every rank parses the same command line
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace CLI {
+class App;
+}
+
+namespace lockstep {
+
+struct TrainOptions {
+  std::string model = "lenet";
+  std::string data = "fashion-mnist";
+  std::string data_dir;  // empty: where Debian puts the dataset
+  std::string strategy = "ddp";
+  std::string ranks = "1";  // a number, or "auto": one per core; where no launcher has started ranks already
+  std::int64_t epochs = 5;
+  std::int64_t batch_size = 256;  // global: over all ranks
+  std::uint64_t seed = 1;
+  std::string device = "auto";  // auto | cpu | cuda
+  int threads = 0;              // per rank; 0: cores / ranks
+  std::string layout = "auto";  // auto | contiguous | channels_last
+  double timeout = 300;         // seconds that any wait for another rank may take
+
+  std::string optimizer = "sgd";  // sgd | adamw
+  double lr = 0.05;
+  double momentum = 0.9;
+  bool nesterov = false;
+  double weight_decay = 0;
+  std::string lr_scaling = "none";  // none | sqrt | linear
+  std::int64_t lr_base_batch_size = 256;
+  std::string schedule = "constant";  // constant | cosine | step
+  double warmup_epochs = 0;
+  double drop_every_epochs = 1;
+  double drop_factor = 0.1;
+
+  std::string metrics;
+  std::string checkpoint_dir;
+  std::int64_t checkpoint_every = 0;  // steps; 0: at the end of each epoch
+  bool resume = false;
+  std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
+  bool quiet = false;
+};
+
+// Adds the options to `app`; `with_task` leaves out --model and, for a task with data of its own, --data.
+void add_options(CLI::App& app, TrainOptions& options, bool with_task);
+
+// Values that no parser can judge by themselves. Throws UsageError naming the option.
+void check_options(const TrainOptions& options);
+
+// --ranks as a number: "auto" is the number of cores that this process may use.
+int rank_count(const TrainOptions& options);
+
+}  // namespace lockstep

@@ -1,0 +1,91 @@
+#include "lockstep/train/progress.h"
+
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kBarWidth = 24;
+constexpr double kBarEvery = 0.1;     // seconds
+constexpr double kPlainEvery = 10.0;  // seconds
+
+std::string bar(std::int64_t done, std::int64_t steps) {
+  const auto filled = static_cast<std::size_t>(done * kBarWidth / steps);
+  return concat('[', std::string(filled, '#'), std::string(kBarWidth - filled, '.'), ']');
+}
+
+std::string right(const std::string& text, std::size_t width) {
+  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
+}
+
+std::string value_or_dash(double value, int digits) { return std::isnan(value) ? "-" : fixed(value, digits); }
+
+}  // namespace
+
+Progress::Style Progress::style_for_stderr() { return ::isatty(STDERR_FILENO) != 0 ? Style::kBar : Style::kPlain; }
+
+void Progress::begin_run(const std::string& headline) {
+  if (style_ == Style::kNone) return;
+  std::cout << headline << "\n"
+            << "  epoch       time   samples/s   train loss   val loss   val accuracy" << std::endl;
+}
+
+void Progress::begin_epoch(std::int64_t epoch, std::int64_t epochs, std::int64_t first_step, std::int64_t steps) {
+  epoch_ = epoch;
+  epochs_ = epochs;
+  done_ = first_step_ = first_step;
+  steps_ = steps;
+  samples_ = 0;
+  epoch_watch_ = Stopwatch();
+  last_shown_ = 0;
+}
+
+std::string Progress::status(const StepMetrics& metrics) const {
+  const double seconds = epoch_watch_.seconds();
+  const double per_step = seconds / static_cast<double>(done_ - first_step_);
+  const std::int64_t steps_left = steps_ - done_ + (epochs_ - epoch_ - 1) * steps_;
+  return concat("epoch ", epoch_ + 1, "/", epochs_, "  step ", done_, "/", steps_, "  loss ", fixed(metrics.loss, 4),
+                "  ", with_thousands(std::llround(static_cast<double>(samples_) / seconds)), " samples/s  ",
+                human_seconds(per_step * static_cast<double>(steps_left)), " left");
+}
+
+void Progress::step(const StepMetrics& metrics) {
+  ++done_;
+  samples_ += metrics.samples;
+  const double now = epoch_watch_.seconds();
+  const double every = style_ == Style::kBar ? kBarEvery : kPlainEvery;
+  if (style_ == Style::kNone || now - last_shown_ < every) return;
+  last_shown_ = now;
+  if (style_ == Style::kBar)
+    std::cerr << '\r' << bar(done_, steps_) << ' ' << status(metrics) << "\033[K" << std::flush;
+  else
+    std::cerr << status(metrics) << std::endl;
+}
+
+void Progress::clear_bar() const {
+  if (style_ == Style::kBar) std::cerr << "\r\033[K" << std::flush;
+}
+
+void Progress::end_epoch(const EpochMetrics& m) {
+  if (style_ == Style::kNone) return;
+  clear_bar();
+  std::cout << right(std::to_string(m.epoch + 1), 7) << right(human_seconds(m.seconds), 11)
+            << right(with_thousands(std::llround(m.samples_per_second())), 12) << right(fixed(m.train_loss, 4), 13)
+            << right(value_or_dash(m.val_loss, 4), 11) << right(value_or_dash(m.val_accuracy, 4), 15) << std::endl;
+}
+
+void Progress::end_run(const RunMetrics& m) {
+  if (style_ == Style::kNone) return;
+  clear_bar();
+  std::cout << "done: " << m.steps << " steps in " << human_seconds(m.seconds);
+  if (!std::isnan(m.val_accuracy)) std::cout << ", validation accuracy " << fixed(m.val_accuracy, 4);
+  std::cout << std::endl;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,45 @@
+// train/progress.h: what a person sees: a table with a line per epoch on stdout; between its lines, on stderr, a bar that
+// rewrites itself on a terminal, or a plain line now and then in a pipe.
+//
+// Flow:    train/loop.h -> here -> the terminal
+// Threads: one thread
+// Ranks:   rank 0 shows; on the others every call does nothing
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/train/metrics.h"
+
+namespace lockstep {
+
+class Progress {
+ public:
+  enum class Style { kNone, kPlain, kBar };
+  static Style style_for_stderr();  // kBar on a terminal, else kPlain
+
+  explicit Progress(Style style) : style_(style) {}
+
+  void begin_run(const std::string& headline);
+  void begin_epoch(std::int64_t epoch, std::int64_t epochs, std::int64_t first_step, std::int64_t steps);
+  void step(const StepMetrics& metrics);
+  void end_epoch(const EpochMetrics& metrics);
+  void end_run(const RunMetrics& metrics);
+
+ private:
+  std::string status(const StepMetrics& metrics) const;
+  void clear_bar() const;
+
+  Style style_;
+  std::int64_t epoch_ = 0;
+  std::int64_t epochs_ = 0;
+  std::int64_t done_ = 0;       // steps of this epoch
+  std::int64_t steps_ = 0;      // of this epoch in all
+  std::int64_t first_step_ = 0;
+  std::int64_t samples_ = 0;    // since the epoch began here
+  Stopwatch epoch_watch_;
+  double last_shown_ = 0;
+};
+
+}  // namespace lockstep

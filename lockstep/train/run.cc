@@ -1,0 +1,138 @@
+#include "lockstep/train/run.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <functional>
+#include <iostream>
+
+#include <ATen/Parallel.h>
+#include <CLI/CLI.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/backend.h"
+#include "lockstep/launch/environment.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/train/builtin.h"
+#include "lockstep/train/loop.h"
+#include "lockstep/train/options.h"
+
+namespace lockstep {
+namespace {
+
+using MakeTask = std::function<Task(const TrainOptions&)>;
+
+constexpr int kUsageExit = 2;
+constexpr int kFailureExit = 1;
+
+// A step allocates and frees the same tens of megabytes of activations. By default glibc gives them back to the kernel
+// each time and faults every page in again: a quarter of LeNet's step (docs/design/lenet-step.md). So it keeps them.
+void keep_freed_memory() {
+  ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  ::mallopt(M_TRIM_THRESHOLD, -1);
+}
+
+torch::DeviceType chosen_device(const std::string& name) {
+  const bool cuda = name == "cuda" || (name == "auto" && cuda_is_available());
+  return cuda ? torch::kCUDA : torch::kCPU;
+}
+
+void use_threads(const TrainOptions& options, const World& world) {
+  const int share = std::max(1, static_cast<int>(world.cores().size()) / std::max(1, world.local_size()));
+  // Ranks that were pinned see only their own cores; others share all that they see.
+  const char* told = std::getenv("OMP_NUM_THREADS");
+  int from_launcher = 0;
+  const bool has_told = told != nullptr && parse_int(told, from_launcher) && from_launcher > 0;
+  at::set_num_threads(options.threads > 0 ? options.threads : has_told ? from_launcher : share);
+}
+
+Datasets load_data(const Task& task, const TrainOptions& options) {
+  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options);
+}
+
+StrategyOptions strategy_options(const TrainOptions& o) {
+  return {.name = o.strategy,
+          .optimizer = o.optimizer,
+          .sgd = {.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay},
+          .adamw = {.lr = o.lr, .weight_decay = o.weight_decay},
+          .seed = o.seed,
+          .layout = o.layout};
+}
+
+// One rank, from its first connection to its last step.
+int train_rank(const TrainOptions& options, const MakeTask& make_task) {
+  keep_freed_memory();
+  const Task task = make_task(options);
+  const Datasets datasets = load_data(task, options);
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
+  const World world = World::from_env({.device = chosen_device(options.device), .timeout = timeout});
+  use_threads(options, world);
+  const auto strategy = make_strategy(world, task, strategy_options(options));
+  TrainingLoop(world, task, datasets, *strategy, options).run();
+  return 0;
+}
+
+LaunchOptions launch_options(const TrainOptions& options, int ranks) {
+  LaunchOptions launch;
+  launch.ranks = ranks;
+  launch.threads_per_rank = options.threads;
+  launch.output = RankOutput::kFirst;
+  return launch;
+}
+
+int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
+  const LaunchOptions launching = launch_options(options, rank_count(options));
+  const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
+  if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
+  return result.exit_code;
+}
+
+// What every rank would complain about is said once, before any is started.
+void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
+  check_options(options);
+  const Task task = make_task(options);
+  if (options.batch_size < ranks) DistributedSampler({.samples = 1, .batch_size = options.batch_size, .ranks = ranks});
+  if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
+}
+
+int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
+  const JobEnvironment job = read_job_environment();
+  const bool start_here = job.launcher == "none" && rank_count(options) > 1;
+  check_before_start(options, make_task, start_here ? rank_count(options) : job.world_size);
+  return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
+}
+
+int exit_code_of(const std::exception& error) {
+  return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
+}
+
+int run_program(int argc, char** argv, const std::string& description, bool with_task, const MakeTask& make_task) {
+  CLI::App app(description);
+  TrainOptions options;
+  add_options(app, options, with_task);
+  try {
+    app.parse(argc, argv);
+    return run_parsed(options, make_task);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsageExit;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    return exit_code_of(error);
+  }
+}
+
+}  // namespace
+
+int run(int argc, char** argv, const Task& task) {
+  return run_program(argc, argv, "Trains " + task.name + " with lockstep", /*with_task=*/true,
+                     [&task](const TrainOptions&) { return task; });
+}
+
+int run_builtin(int argc, char** argv) {
+  return run_program(argc, argv, "Trains a model", /*with_task=*/false,
+                     [](const TrainOptions& options) { return builtin_task(options.model); });
+}
+
+}  // namespace lockstep

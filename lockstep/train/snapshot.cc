@@ -1,0 +1,134 @@
+#include "lockstep/train/snapshot.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <cstring>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+torch::Tensor generator_state() { return at::globalContext().defaultGenerator(torch::kCPU).get_state(); }
+
+void set_generator_state(const torch::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(torch::kCPU);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) {
+  std::vector<NamedTensor> tensors = named_parameters(model);
+  for (auto& buffer : named_buffers(model)) tensors.push_back(std::move(buffer));
+  return tensors;
+}
+
+// What decides the run's course; a resumed run must have the same.
+Json course(const TrainOptions& options) {
+  return {{"model", options.model},         {"data", options.data},           {"batch_size", options.batch_size},
+          {"seed", options.seed},           {"optimizer", options.optimizer}, {"lr", options.lr},
+          {"momentum", options.momentum},   {"nesterov", options.nesterov},   {"weight_decay", options.weight_decay},
+          {"lr_scaling", options.lr_scaling}, {"schedule", options.schedule}, {"warmup_epochs", options.warmup_epochs},
+          {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
+}
+
+Json to_json(const Position& p) {
+  return {{"epoch", p.epoch},           {"step_in_epoch", p.step_in_epoch}, {"step", p.step},
+          {"samples", p.samples},       {"epoch_loss", p.epoch_loss},       {"epoch_samples", p.epoch_samples},
+          {"epoch_seconds", p.epoch_seconds}};
+}
+
+Position to_position(const Json& json) {
+  return {.epoch = json.at("epoch"),
+          .step_in_epoch = json.at("step_in_epoch"),
+          .step = json.at("step"),
+          .samples = json.at("samples"),
+          .epoch_loss = json.at("epoch_loss"),
+          .epoch_samples = json.at("epoch_samples"),
+          .epoch_seconds = json.at("epoch_seconds")};
+}
+
+void require_same_course(const Json& saved, const TrainOptions& options) {
+  const Json now = course(options);
+  for (const auto& [option, value] : saved.items())
+    if (!now.contains(option) || now[option] != value)
+      throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
+                                            now.contains(option) ? now[option].dump() : "unknown"),
+                             .likely = "--resume with other options than the run was started with",
+                             .next = "give the same options, or start a new run in another --checkpoint-dir"});
+}
+
+void copy_saved(const TensorFile& file, const std::string& name, const torch::Tensor& into) {
+  const auto found = file.tensors.find(name);
+  if (found == file.tensors.end() || found->second.sizes() != into.sizes())
+    throw CheckpointError({.what = concat("the checkpoint has no tensor ", name, " of shape ", into.sizes()),
+                           .likely = "a checkpoint of another model",
+                           .next = "resume with the model that the run was started with"});
+  into.copy_(found->second);
+}
+
+Optimizer::StateTensors saved_state(const TensorFile& file, const std::string& prefix) {
+  Optimizer::StateTensors state;
+  for (auto it = file.tensors.lower_bound(prefix); it != file.tensors.end() && it->first.starts_with(prefix); ++it)
+    if (it->first.find('.', prefix.size()) == std::string::npos) state[it->first.substr(prefix.size())] = it->second;
+  return state;
+}
+
+}  // namespace
+
+std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
+  for (const auto& [name, tensor] : tensors)
+    if (tensor.is_floating_point() && !torch::isfinite(tensor).all().item<bool>()) return name;
+  return {};
+}
+
+TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position,
+                         const TrainOptions& options) {
+  const std::string bad = first_non_finite(named_parameters(strategy.model()));
+  if (!bad.empty())
+    throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
+                          .likely = "a learning rate that is too high",
+                          .next = "go on from the checkpoint before with a lower --lr"});
+  const torch::Tensor generators = world.all_gather(generator_state());
+  if (world.rank() != 0) return {};
+  TensorFile file;
+  file.metadata = {{"lockstep.position", to_json(position).dump()}, {"lockstep.course", course(options).dump()}};
+  for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) file.tensors["model." + name] = tensor;
+  for (const auto& [name, tensor] : named_parameters(strategy.model()))
+    for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
+      file.tensors[concat("optimizer.", name, ".", key)] = state;
+  for (int rank = 0; rank < world.size(); ++rank) file.tensors[concat("rng.", rank)] = generators[rank];
+  return file;
+}
+
+Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy,
+                          const TrainOptions& options) try {
+  const torch::NoGradGuard no_grad;
+  require_same_course(Json::parse(file.metadata.at("lockstep.course")), options);
+  for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
+  for (const auto& [name, tensor] : named_parameters(strategy.model()))
+    strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
+  const auto generator = file.tensors.find(concat("rng.", world.rank()));
+  if (generator != file.tensors.end()) set_generator_state(generator->second);
+  return to_position(Json::parse(file.metadata.at("lockstep.position")));
+} catch (const std::out_of_range&) {
+  throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
+                         .next = "name the --checkpoint-dir of a run"});
+}
+
+std::string send_to_all(const World& world, const std::string& bytes) {
+  const torch::Tensor size = torch::tensor({static_cast<std::int64_t>(bytes.size())});
+  world.broadcast(size);
+  torch::Tensor buffer = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
+  if (world.rank() == 0) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
+  world.broadcast(buffer);
+  return {static_cast<const char*>(buffer.const_data_ptr()), buffer.nbytes()};
+}
+
+}  // namespace lockstep

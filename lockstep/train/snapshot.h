@@ -1,0 +1,37 @@
+// train/snapshot.h: everything that training depends on, as one TensorFile: a resumed run has the bits of one that was
+// never interrupted.
+//
+//   model.NAME               parameters and buffers
+//   optimizer.NAME.KEY       the optimizer's state of a parameter
+//   rng.RANK                 the state of a rank's random generator
+//   metadata                 position in the run, and the options that must not change
+//
+// Flow:    strategy/ + Position <-> here <-> checkpoint/
+// Threads: one thread
+// Ranks:   take_snapshot and send_snapshot are collective
+#pragma once
+
+#include <string>
+
+#include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/collective/world.h"
+#include "lockstep/strategy/strategy.h"
+#include "lockstep/train/loop.h"
+
+namespace lockstep {
+
+// Every rank gives its generator's state; rank 0 gets the whole file, the others an empty one.
+// Throws NonFiniteError naming the first parameter that is not finite: such a model is not worth keeping.
+TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Puts model, optimizer, generator and position back. A rank that the file knows no generator of keeps its own.
+// Throws CheckpointError: a tensor that is missing or of another shape, another model, batch size, seed or optimizer.
+Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy, const TrainOptions& options);
+
+// Rank 0's bytes on every rank.
+std::string send_to_all(const World& world, const std::string& bytes);
+
+// The first tensor that holds NaN or infinity: its name, or "" if there is none.
+std::string first_non_finite(const std::vector<NamedTensor>& tensors);
+
+}  // namespace lockstep

@@ -1,0 +1,25 @@
+# The rooms without torch: the tests that the tsan preset runs.
+add_executable(rank_probe launch/rank_probe.cc)
+target_link_libraries(rank_probe PRIVATE lockstep_core)
+
+add_executable(core_test
+  launch/child.cc
+  launch/command_test.cc
+  launch/mpirun_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/base/cores_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/base/error_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/base/file_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/base/log_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/base/text_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/environment_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/launcher_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/output_test.cc
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/process_test.cc
+)
+target_compile_definitions(core_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"
+  RANK_PROBE="$<TARGET_FILE:rank_probe>"
+)
+target_link_libraries(core_test PRIVATE lockstep_core GTest::gtest_main)
+add_dependencies(core_test lockstep_command rank_probe)
+gtest_discover_tests(core_test TEST_PREFIX core. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 60)

@@ -1,0 +1,88 @@
+#include "tests/launch/child.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::testing {
+namespace {
+
+[[noreturn]] void become(const std::vector<std::string>& command, const std::string& output, const std::string& error) {
+  ::signal(SIGINT, SIG_DFL);  // a test run in the background ignores it
+  ::dup2(::open(output.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600), STDOUT_FILENO);
+  ::dup2(::open(error.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600), STDERR_FILENO);
+  std::vector<char*> arguments;
+  for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  ::execvp(arguments.front(), arguments.data());
+  ::_exit(127);
+}
+
+}  // namespace
+
+bool wait_until(const std::function<bool()>& condition, std::chrono::milliseconds patience) {
+  for (const Deadline deadline = Deadline::after(patience); !deadline.passed();) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return condition();
+}
+
+bool is_running(int pid) {
+  try {
+    const std::string stat = read_file(concat("/proc/", pid, "/stat"));
+    const char state = stat.at(stat.rfind(')') + 2);
+    return state != 'Z' && state != 'X';
+  } catch (const SystemError&) {
+    return false;
+  }
+}
+
+TemporaryFolder::TemporaryFolder() {
+  std::string name = std::filesystem::temp_directory_path() / "lockstep-test-XXXXXX";
+  if (::mkdtemp(name.data()) == nullptr) throw system_error("make", name);
+  path_ = name;
+}
+
+TemporaryFolder::~TemporaryFolder() { std::filesystem::remove_all(path_); }
+
+int TemporaryFolder::pid_in(const std::string& name) const {
+  return wait_until([&] { return has(name); }) ? std::stoi(read_file(path_ / name)) : 0;
+}
+
+Child::Child(const std::vector<std::string>& command) : pid_(::fork()) {
+  if (pid_ == 0) become(command, folder_.file("out"), folder_.file("err"));
+}
+
+Child::~Child() {
+  if (has_ended()) return;
+  signal(SIGKILL);
+  ::waitpid(pid_, nullptr, 0);
+}
+
+void Child::signal(int number) const { ::kill(pid_, number); }
+
+int Child::wait() {
+  return wait_until([this] { return has_ended(); }) ? exit_code_ : -1;
+}
+
+bool Child::has_ended() {
+  int status = 0;
+  if (ended_ || ::waitpid(pid_, &status, WNOHANG) != pid_) return ended_;
+  exit_code_ = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  return ended_ = true;
+}
+
+std::string Child::output() const { return read_file(folder_.file("out")); }
+std::string Child::error() const { return read_file(folder_.file("err")); }
+
+}  // namespace lockstep::testing

@@ -1,0 +1,58 @@
+// tests/launch/child.h: programs that a test starts, watches and signals; and the folder where they leave their traces.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace lockstep::testing {
+
+constexpr auto kPatience = std::chrono::seconds(20);  // for what should take a moment; sanitizers are slow
+
+// Asks again until the answer is yes; false if that takes longer than `patience`.
+bool wait_until(const std::function<bool()>& condition, std::chrono::milliseconds patience = kPatience);
+
+bool is_running(int pid);  // not ended; a process that nobody has waited for yet has ended
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  std::string path() const { return path_; }
+  std::string file(const std::string& name) const { return path_ / name; }
+  bool has(const std::string& name) const { return std::filesystem::exists(path_ / name); }
+  int pid_in(const std::string& name) const;  // waits for the file; 0 if it does not come
+
+ private:
+  std::filesystem::path path_;
+};
+
+// A program with its stdout and stderr in files. Killed, if it still runs, when this goes away.
+class Child {
+ public:
+  explicit Child(const std::vector<std::string>& command);
+  ~Child();
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+
+  int pid() const { return pid_; }
+  void signal(int number) const;
+  int wait();  // its exit code, or 128 + signal; -1 if it does not end
+  std::string output() const;
+  std::string error() const;
+
+ private:
+  bool has_ended();
+
+  TemporaryFolder folder_;
+  int pid_ = -1;
+  int exit_code_ = -1;
+  bool ended_ = false;
+};
+
+}  // namespace lockstep::testing
