@@ -2,10 +2,10 @@
 # Installs what building lockstep needs, and nothing that is there already:
 # Debian's packages system-wide, libtorch out of its PyPI wheel into .deps/ of this checkout.
 #
-#   tools/setup.sh demo     to build and to train
-#   tools/setup.sh test     that, and what the tests need
-#   tools/setup.sh cuda     that, and the CUDA libraries of libtorch
-#   tools/setup.sh bench    the peers of the benchmarks: full PyTorch, in .deps/peers
+#   tools/setup.sh demo      to build and to train
+#   tools/setup.sh test      that, and what the tests need
+#   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
+#                            benchmarks, and what the cuda preset builds against
 #
 # A second run needs no network. Root, or a user with sudo, is needed only while packages are missing.
 set -euo pipefail
@@ -15,12 +15,11 @@ readonly torch_version=2.11.0
 readonly deps=.deps
 
 demo_packages=(
-  g++ cmake ninja-build make ccache mold git ca-certificates python3 python3-pip
+  g++ cmake ninja-build make ccache mold python3 python3-pip
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libxxhash-dev libgloo-dev
   dataset-fashion-mnist
 )
-test_packages=(libgtest-dev googletest openmpi-bin libopenmpi-dev mpich libmpich-dev iproute2)
-bench_packages=(python3-venv)
+test_packages=(libgtest-dev openmpi-bin mpich)
 
 missing_packages() {
   local name
@@ -51,24 +50,32 @@ install_wheels() {
   echo "setup: fetching $* into $folder"
   rm -rf "$folder"
   mkdir -p "$folder"
-  python3 -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target "$folder" "$@"
+  python3 -m pip install --quiet --disable-pip-version-check --no-warn-script-location --root-user-action=ignore \
+    --no-compile --target "$folder" "$@"
   touch "$folder/.complete"
 }
 
 install_libtorch() {
-  install_wheels "$deps/libtorch" "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
-}
-
-# The wheel's own list of CUDA libraries, less the compilers (triton) that only Python uses.
-install_cuda_libraries() {
-  local wanted
-  mapfile -t wanted < <(sed -n 's/^Requires-Dist: \(nvidia-[^;]*\|cuda-toolkit[^;]*\).*/\1/p' \
-    "$deps/libtorch/torch-$torch_version.dist-info/METADATA" | tr -d ' ')
-  echo "${wanted[@]}"
+  install_wheels "$deps/libtorch" --no-deps \
+    "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
 }
 
 case "${1:-}" in
-  demo) install_packages "${demo_packages[@]}" && install_libtorch ;;
-  test) install_packages "${demo_packages[@]}" "${test_packages[@]}" && install_libtorch ;;
-  *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  demo)
+    install_packages "${demo_packages[@]}"
+    install_libtorch
+    ;;
+  test)
+    install_packages "${demo_packages[@]}" "${test_packages[@]}"
+    install_libtorch
+    ;;
+  pytorch)
+    install_packages "${demo_packages[@]}" "${test_packages[@]}"
+    install_libtorch
+    install_wheels "$deps/pytorch" "torch==$torch_version" numpy
+    ;;
+  *)
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
 esac

@@ -3,9 +3,8 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <array>
 #include <cerrno>
-#include <fstream>
-#include <iterator>
 
 #include "lockstep/base/error.h"
 
@@ -61,11 +60,16 @@ void write_file(const std::filesystem::path& path, const std::string& content) {
 }
 
 std::string read_file(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw system_error("read", path);
-  std::string content{std::istreambuf_iterator<char>(in), {}};
-  if (in.bad()) throw system_error("read", path);
-  return content;
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) throw system_error("read", path);
+  std::string content;
+  std::array<char, 64 * 1024> buffer;
+  for (;;) {
+    const ssize_t bytes = ::read(fd.get(), buffer.data(), buffer.size());
+    if (bytes == 0) return content;
+    if (bytes < 0 && errno != EINTR) throw system_error("read", path);
+    if (bytes > 0) content.append(buffer.data(), static_cast<std::size_t>(bytes));
+  }
 }
 
 }  // namespace lockstep

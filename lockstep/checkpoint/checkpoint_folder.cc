@@ -67,7 +67,7 @@ std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() const {
   for (const fs::path& path : files) {
     try {
       std::string bytes = read_file(path);
-      from_safetensors(bytes, path);
+      from_safetensors(bytes, path, Checksum::kRequired);
       return Loaded{path, std::move(bytes)};
     } catch (const Error& error) {
       log_warning(concat("passing over a checkpoint: ", error.text().what));

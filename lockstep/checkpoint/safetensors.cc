@@ -53,7 +53,7 @@ CheckpointError damaged(const std::string& origin, const std::string& what) {
                           .next = "remove it to resume from the checkpoint before it"});
 }
 
-std::string checksum(const std::string& bytes) {
+std::string hash_of(const std::string& bytes) {
   std::array<char, 17> text{};
   std::snprintf(text.data(), text.size(), "%016llx",
                 static_cast<unsigned long long>(XXH3_64bits(bytes.data(), bytes.size())));
@@ -82,12 +82,13 @@ Json make_header(const TensorFile& file) {
   return header;
 }
 
-void verify_checksum(std::string bytes, std::size_t header_end, const std::string& origin) {
+void verify_checksum(std::string bytes, std::size_t header_end, const std::string& origin, Checksum checksum) {
   const std::size_t position = checksum_position(bytes, header_end);
+  if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged(origin, "it has no checksum");
   if (position == std::string::npos) return;
   const std::string recorded = bytes.substr(position, 16);
   bytes.replace(position, 16, kNoChecksum);
-  if (checksum(bytes) != recorded) throw damaged(origin, "its checksum does not match its content");
+  if (hash_of(bytes) != recorded) throw damaged(origin, "its checksum does not match its content");
 }
 
 std::size_t read_header_length(const std::string& bytes, const std::string& origin) {
@@ -145,14 +146,14 @@ std::string to_safetensors(const TensorFile& file) {
     const torch::Tensor values = tensor.detach().to(torch::kCPU).contiguous();
     bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
   }
-  bytes.replace(checksum_position(bytes, kLengthBytes + length), 16, checksum(bytes));
+  bytes.replace(checksum_position(bytes, kLengthBytes + length), 16, hash_of(bytes));
   return bytes;
 }
 
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin) {
+TensorFile from_safetensors(const std::string& bytes, const std::string& origin, Checksum checksum) {
   const std::size_t length = read_header_length(bytes, origin);
   const std::string_view all(bytes);
-  verify_checksum(bytes, kLengthBytes + length, origin);
+  verify_checksum(bytes, kLengthBytes + length, origin, checksum);
   try {
     return read_entries(Json::parse(all.substr(kLengthBytes, length)), all.substr(kLengthBytes + length), origin);
   } catch (const nlohmann::json::exception& error) {
@@ -164,6 +165,8 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file)
   write_file(path, to_safetensors(file));
 }
 
-TensorFile load_safetensors(const std::filesystem::path& path) { return from_safetensors(read_file(path), path); }
+TensorFile load_safetensors(const std::filesystem::path& path, Checksum checksum) {
+  return from_safetensors(read_file(path), path, checksum);
+}
 
 }  // namespace lockstep

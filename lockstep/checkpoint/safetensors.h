@@ -24,12 +24,16 @@ struct TensorFile {
 // tensors: any layout and device. Throws UsageError for a dtype that the format does not know.
 std::string to_safetensors(const TensorFile& file);
 
-// Every length and offset is checked before it is believed. Files of other tools, without a checksum, are read too.
+// Other tools write no checksum; lockstep's own files always have one.
+enum class Checksum { kRequired, kOptional };
+
+// Every length and offset is checked before it is believed.
 // Throws CheckpointError naming `origin` and what is wrong with it.
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin);
+TensorFile from_safetensors(const std::string& bytes, const std::string& origin,
+                            Checksum checksum = Checksum::kOptional);
 
 // Atomically, see base/file.h. Throws SystemError.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file);
-TensorFile load_safetensors(const std::filesystem::path& path);
+TensorFile load_safetensors(const std::filesystem::path& path, Checksum checksum = Checksum::kOptional);
 
 }  // namespace lockstep

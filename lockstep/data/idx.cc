@@ -40,9 +40,13 @@ class Reader {
     int code = Z_OK;
     const char* message = gzerror(file_.get(), &code);
     if (got < 0 || (code != Z_OK && code != Z_STREAM_END && code != Z_BUF_ERROR)) throw bad(message, "a damaged file");
+    ended_early_ = code == Z_BUF_ERROR;
     offset_ += static_cast<std::size_t>(got);
     return static_cast<std::size_t>(got);
   }
+
+  // The last read met the end of the file inside of compressed data or of the checksum behind it.
+  bool ended_early() const { return ended_early_; }
 
   DataError bad(const std::string& what, const std::string& likely) const {
     return DataError({.what = concat(path_.filename().string(), ": ", what),
@@ -55,6 +59,7 @@ class Reader {
   std::filesystem::path path_;
   std::unique_ptr<gzFile_s, GzClose> file_;
   std::size_t offset_ = 0;  // of the uncompressed content
+  bool ended_early_ = false;
 };
 
 void read_exactly(Reader& reader, std::uint8_t* into, std::size_t bytes, const char* part) {
@@ -103,6 +108,7 @@ std::vector<std::uint8_t> read_values(Reader& reader, std::size_t count) {
   }
   std::uint8_t extra = 0;
   if (reader.read(&extra, 1) != 0) throw reader.bad("goes on after its last value", "a wrong header");
+  if (reader.ended_early()) throw reader.bad("truncated in its checksum", "an interrupted download");
   return values;
 }
 

@@ -49,23 +49,39 @@ Variables without(Variables variables, const std::vector<std::string>& names) {
 
 void expect_error(const Variables& variables, const std::vector<std::string>& parts) {
   const std::string message = error_of(variables);
-  for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << part << " not in\n" << message;
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << part << " not in\n" << message;
 }
 
-const Variables kTorchrun = {{"RANK", "5"},        {"WORLD_SIZE", "8"},      {"LOCAL_RANK", "1"},
-                             {"GROUP_RANK", "1"},  {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "gpu-a"},
-                             {"MASTER_PORT", "29500"}, {"TORCHELASTIC_RUN_ID", "none"}};
+const Variables kTorchrun = {{"RANK", "5"},
+                             {"WORLD_SIZE", "8"},
+                             {"LOCAL_RANK", "1"},
+                             {"GROUP_RANK", "1"},
+                             {"LOCAL_WORLD_SIZE", "4"},
+                             {"MASTER_ADDR", "gpu-a"},
+                             {"MASTER_PORT", "29500"},
+                             {"TORCHELASTIC_RUN_ID", "none"}};
 
-const Variables kSlurm = {{"SLURM_PROCID", "3"},  {"SLURM_NTASKS", "5"},  {"SLURM_LOCALID", "1"},
-                          {"SLURM_NODEID", "1"},  {"SLURM_JOB_ID", "77"}, {"SLURM_STEP_ID", "2"},
-                          {"SLURM_TASKS_PER_NODE", "2(x2),1"}, {"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "29500"}};
+const Variables kSlurm = {{"SLURM_PROCID", "3"},
+                          {"SLURM_NTASKS", "5"},
+                          {"SLURM_LOCALID", "1"},
+                          {"SLURM_NODEID", "1"},
+                          {"SLURM_JOB_ID", "77"},
+                          {"SLURM_STEP_ID", "2"},
+                          {"SLURM_TASKS_PER_NODE", "2(x2),1"},
+                          {"MASTER_ADDR", "gpu-a"},
+                          {"MASTER_PORT", "29500"}};
 
 const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
                             {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
                             {"OMPI_COMM_WORLD_NODE_RANK", "1"},  {"PMIX_NAMESPACE", "2101477377"}};
 
-const Variables kMpich = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"},
-                          {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}};
+const Variables kMpich = {{"PMI_RANK", "1"},
+                          {"PMI_SIZE", "2"},
+                          {"MPI_LOCALRANKID", "1"},
+                          {"MPI_LOCALNRANKS", "2"},
+                          {"MASTER_ADDR", "127.0.0.1"},
+                          {"MASTER_PORT", "29500"}};
 
 TEST(Environment, without_a_launcher_is_one_rank) {
   const JobEnvironment job = read({});
@@ -146,8 +162,8 @@ TEST(Environment, reads_slurm) {
 }
 
 TEST(Environment, a_step_of_slurm_counts_before_its_job) {
-  const JobEnvironment job = read(with(kSlurm, {{"SLURM_NTASKS", "16"}, {"SLURM_STEP_NUM_TASKS", "4"},
-                                                {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"}}));
+  const JobEnvironment job = read(
+      with(kSlurm, {{"SLURM_NTASKS", "16"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"}}));
   EXPECT_EQ(job.world_size, 4);
   EXPECT_EQ(source_of(job, "world_size"), "SLURM_STEP_NUM_TASKS");
 }
@@ -178,7 +194,8 @@ TEST(Environment, reads_open_mpi) {
 }
 
 TEST(Environment, the_machine_of_an_open_mpi_rank_is_that_of_its_daemon) {
-  const Variables two_machines = with(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "1"}});
+  const Variables two_machines =
+      with(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "1"}});
   const char* uri = "2101477376.1;tcp://192.0.2.2:52235";
   EXPECT_EQ(read(with(two_machines, {{"OMPI_MCA_orte_local_daemon_uri", uri}})).node_rank, 1);
   EXPECT_EQ(read(with(two_machines, {{"PMIX_SERVER_URI41", "prterun-a.b-17@0.1;tcp4://1.2.3.4:5"}})).node_rank, 1);

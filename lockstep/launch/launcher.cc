@@ -4,11 +4,10 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <sys/signalfd.h>
+#include <signal.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +18,7 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/launch/events.h"
 #include "lockstep/launch/guardian.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
@@ -68,65 +68,6 @@ UniqueFd reserve_port(int& port) {
   port = ntohs(address.sin_port);
   return fd;
 }
-
-// While it lives SIGINT and SIGTERM, unless they are ignored, arrive at fd(); and ended children stay to be waited for.
-class SignalReader {
- public:
-  SignalReader() {
-    ::sigemptyset(&caught_);
-    for (const int signal : {SIGINT, SIGTERM}) {
-      struct sigaction action {};
-      ::sigaction(signal, nullptr, &action);
-      if (action.sa_handler != SIG_IGN) ::sigaddset(&caught_, signal);
-    }
-    fd_.reset(::signalfd(-1, &caught_, SFD_CLOEXEC | SFD_NONBLOCK));
-    if (!fd_) throw system_error("make", "a descriptor for signals");
-    struct sigaction keep_children {};
-    keep_children.sa_handler = SIG_DFL;
-    ::sigaction(SIGCHLD, &keep_children, &old_child_action_);
-    ::sigprocmask(SIG_BLOCK, &caught_, &old_mask_);
-  }
-  ~SignalReader() {
-    ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
-    ::sigaction(SIGCHLD, &old_child_action_, nullptr);
-  }
-  SignalReader(const SignalReader&) = delete;
-  SignalReader& operator=(const SignalReader&) = delete;
-
-  int fd() const { return fd_.get(); }
-  const sigset_t& mask_before() const { return old_mask_; }
-
-  int next() const {  // 0: none
-    signalfd_siginfo info{};
-    return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo) : 0;
-  }
-
- private:
-  sigset_t caught_{};
-  sigset_t old_mask_{};
-  struct sigaction old_child_action_ {};
-  UniqueFd fd_;
-};
-
-// poll() with a function to call per descriptor.
-class Poller {
- public:
-  void add(int fd, short events, std::function<void()> on_ready) {
-    fds_.push_back({.fd = fd, .events = events, .revents = 0});
-    on_ready_.push_back(std::move(on_ready));
-  }
-
-  void wait(int timeout_ms) {
-    const int ready = ::poll(fds_.data(), fds_.size(), timeout_ms);
-    if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
-    for (std::size_t i = 0; ready > 0 && i < fds_.size(); ++i)
-      if (fds_[i].revents != 0) on_ready_[i]();
-  }
-
- private:
-  std::vector<pollfd> fds_;
-  std::vector<std::function<void()>> on_ready_;
-};
 
 struct Rank {
   Rank(int number, const std::string& prefix, Sink& output_sink, Sink& error_sink)
@@ -294,14 +235,14 @@ class Job {
   }
 
   void kill_all() {
-    for (const auto& rank : ranks_) rank->process->signal_group(SIGKILL);
+    for (const auto& rank : ranks_) ;
     kill_at_.reset();
   }
 
   // The ranks are dead but not yet waited for, so their process groups still are theirs.
   void end_what_ranks_left() {
     for (const auto& rank : ranks_) {
-      rank->process->signal_group(SIGKILL);
+      ;
       rank->output.drain();
       rank->error.drain();
     }
@@ -342,7 +283,7 @@ LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
 
 std::string likely_cause(int signal) {
   switch (signal) {
-    case 0: return "an error in the program; it may be in the last lines of its stderr";
+    case 0: return "an error in the program";
     case SIGKILL: return "out of memory on this machine, or killed by somebody";
     case SIGINT:
     case SIGTERM:
@@ -371,11 +312,12 @@ std::string describe(const RankFailure& failure, const LaunchOptions& options) {
                               ? concat("was ended by signal ", failure.signal, " (", ::strsignal(failure.signal), ")")
                               : concat("exited with code ", failure.exit_code);
   const std::string log = concat(options.log_dir, "/rank", failure.rank, ".err");
-  const Error error("RankFailed", {.what = concat("rank ", failure.rank, " ", how),
-                                   .here = concat("rank ", failure.rank, " of ", options.nodes * options.ranks,
-                                                  ", pid ", failure.pid),
-                                   .likely = likely_cause(failure.signal),
-                                   .next = options.output == RankOutput::kSplit ? "read " + log : ""});
+  const Error error(
+      "RankFailed",
+      {.what = concat("rank ", failure.rank, " ", how),
+       .here = concat("rank ", failure.rank, " of ", options.nodes * options.ranks, ", pid ", failure.pid),
+       .likely = likely_cause(failure.signal),
+       .next = options.output == RankOutput::kSplit ? "read " + log : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -133,7 +133,10 @@ Process::Process(const ProcessOptions& options) {
   const pid_t parent = ::getpid();
   pid_ = ::fork();
   if (pid_ < 0) throw system_error("start", "another process");
-  if (pid_ == 0) be_child(options, parent, std::move(write_end));
+  if (pid_ == 0) {
+    read_end.reset();
+    be_child(options, parent, std::move(write_end));
+  }
   write_end.reset();
   const std::string trouble = read_to_end(read_end.get());
   if (!trouble.empty()) {

@@ -12,14 +12,19 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
 
 namespace lockstep::testing {
 namespace {
 
-[[noreturn]] void become(const std::vector<std::string>& command, const std::string& output, const std::string& error) {
+UniqueFd create(const std::string& path) {
+  return UniqueFd(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+}
+
+[[noreturn]] void become(const std::vector<std::string>& command, int output, int error) {
   ::signal(SIGINT, SIG_DFL);  // a test run in the background ignores it
-  ::dup2(::open(output.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600), STDOUT_FILENO);
-  ::dup2(::open(error.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600), STDERR_FILENO);
+  ::dup2(output, STDOUT_FILENO);
+  ::dup2(error, STDERR_FILENO);
   std::vector<char*> arguments;
   for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
@@ -59,8 +64,11 @@ int TemporaryFolder::pid_in(const std::string& name) const {
   return wait_until([&] { return has(name); }) ? std::stoi(read_file(path_ / name)) : 0;
 }
 
-Child::Child(const std::vector<std::string>& command) : pid_(::fork()) {
-  if (pid_ == 0) become(command, folder_.file("out"), folder_.file("err"));
+Child::Child(const std::vector<std::string>& command) {
+  const UniqueFd output = create(folder_.file("out"));
+  const UniqueFd error = create(folder_.file("err"));
+  pid_ = ::fork();
+  if (pid_ == 0) become(command, output.get(), error.get());
 }
 
 Child::~Child() {

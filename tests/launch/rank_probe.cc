@@ -140,7 +140,8 @@ int serve(sockaddr_in address) {
   const UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
   const int on = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || ::listen(fd.get(), 8) != 0) return 1;
+  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || ::listen(fd.get(), 8) != 0)
+    return 1;
   for (int peers = std::stoi(variable("WORLD_SIZE")) - 1; peers > 0; --peers)
     if (!UniqueFd(::accept(fd.get(), nullptr, nullptr))) return 1;
   return 0;

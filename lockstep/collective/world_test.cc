@@ -1,0 +1,149 @@
+#include "lockstep/collective/world.h"
+
+#include <atomic>
+#include <set>
+
+#include "lockstep/base/deadline.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+
+class WorldOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, WorldOfSize, ::testing::Values(1, 2, 3, 4, 7));
+
+constexpr std::int64_t kSizes[] = {0, 1, 5, 1000, 70001};
+
+// Small integers: sums are exact in any order.
+torch::Tensor values_of(int rank, std::int64_t size, torch::ScalarType dtype) {
+  return (torch::arange(size).remainder(7) + rank).to(dtype);
+}
+
+TEST_P(WorldOfSize, all_reduce_gives_every_rank_the_exact_result) {
+  run_ranks(GetParam(), [](World& world) {
+    const int n = world.size();
+    for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kInt64}) {
+      for (const std::int64_t size : kSizes) {
+        torch::Tensor sum = values_of(world.rank(), size, dtype);
+        world.all_reduce(sum);
+        EXPECT_TRUE(torch::equal(sum, values_of(0, size, dtype) * n + n * (n - 1) / 2));
+        torch::Tensor largest = values_of(world.rank(), size, dtype);
+        world.all_reduce(largest, ReduceOp::kMax);
+        EXPECT_TRUE(torch::equal(largest, values_of(n - 1, size, dtype)));
+        torch::Tensor smallest = values_of(world.rank(), size, dtype);
+        world.all_reduce(smallest, ReduceOp::kMin);
+        EXPECT_TRUE(torch::equal(smallest, values_of(0, size, dtype)));
+      }
+    }
+  });
+}
+
+TEST_P(WorldOfSize, broadcast_gives_every_rank_the_roots_values) {
+  run_ranks(GetParam(), [](World& world) {
+    for (int root = 0; root < world.size(); ++root) {
+      torch::Tensor tensor = values_of(world.rank(), 1000, torch::kFloat32);
+      world.broadcast(tensor, root);
+      EXPECT_TRUE(torch::equal(tensor, values_of(root, 1000, torch::kFloat32)));
+    }
+  });
+}
+
+TEST_P(WorldOfSize, all_gather_gives_the_tensors_in_rank_order) {
+  run_ranks(GetParam(), [](World& world) {
+    const torch::Tensor gathered = world.all_gather(values_of(world.rank(), 13, torch::kUInt8));
+    ASSERT_EQ(gathered.size(0), world.size());
+    for (int rank = 0; rank < world.size(); ++rank)
+      EXPECT_TRUE(torch::equal(gathered[rank], values_of(rank, 13, torch::kUInt8)));
+  });
+}
+
+TEST_P(WorldOfSize, exchange_texts_gives_the_texts_in_rank_order) {
+  run_ranks(GetParam(), [](World& world) {
+    for (const std::string& word : {std::string("a"), std::string(), std::string("longer")}) {
+      const auto texts = world.exchange_texts("words", word + std::to_string(world.rank()));
+      ASSERT_EQ(texts.size(), static_cast<std::size_t>(world.size()));
+      for (int rank = 0; rank < world.size(); ++rank)
+        EXPECT_EQ(texts[static_cast<std::size_t>(rank)], word + std::to_string(rank));
+    }
+  });
+}
+
+TEST_P(WorldOfSize, barrier_lets_nobody_pass_before_everybody_came) {
+  std::atomic<int> came{0};
+  run_ranks(GetParam(), [&](World& world) {
+    for (int round = 1; round <= 5; ++round) {
+      ++came;
+      world.barrier();
+      EXPECT_GE(came.load(), round * world.size());
+      world.barrier();
+    }
+  });
+}
+
+TEST_P(WorldOfSize, ranks_as_threads_know_who_they_are) {
+  std::mutex mutex;
+  std::set<int> ranks;
+  run_ranks(GetParam(), [&](World& world) {
+    EXPECT_EQ(world.size(), GetParam());
+    EXPECT_EQ(world.local_rank(), world.rank());
+    EXPECT_EQ(world.local_size(), world.size());
+    EXPECT_FALSE(world.cores().empty());
+    EXPECT_TRUE(world.device().is_cpu());
+    const std::lock_guard lock(mutex);
+    ranks.insert(world.rank());
+  });
+  EXPECT_EQ(ranks.size(), static_cast<std::size_t>(GetParam()));
+}
+
+TEST(World, several_collectives_can_be_under_way) {
+  run_ranks(3, [](World& world) {
+    std::vector<torch::Tensor> tensors;
+    std::vector<Work> under_way;
+    for (int i = 0; i < 8; ++i) {
+      tensors.push_back(torch::full({1000}, static_cast<float>(i + world.rank())));
+      under_way.push_back(world.all_reduce_async(tensors.back()));
+    }
+    for (std::size_t i = 0; i < under_way.size(); ++i) {
+      under_way[i].wait();
+      EXPECT_TRUE(torch::equal(tensors[i], torch::full({1000}, 3 * static_cast<float>(i) + 3)));
+    }
+  });
+}
+
+TEST(World, an_exception_in_one_rank_ends_the_others_and_comes_out) {
+  const Stopwatch watch;
+  const auto fail_in_rank_1 = [](World& world) {
+    if (world.rank() == 1) throw DataError({.what = "rank 1 found a bad file"});
+    torch::Tensor tensor = torch::ones({10});
+    world.all_reduce(tensor);
+  };
+  EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(3, fail_in_rank_1); }), "rank 1 found a bad file"));
+  EXPECT_LT(watch.seconds(), 60) << "far below the world's timeout of five minutes";
+}
+
+TEST(World, a_rank_that_does_not_come_is_named_at_the_deadline) {
+  const auto rank_1_stays_away = [](World& world) {
+    if (world.rank() != 1) static_cast<void>(world.exchange_texts("shapes", "x"));
+  };
+  const WorldOptions impatient{.timeout = std::chrono::milliseconds(300)};
+  const std::string message = message_of<RendezvousError>([&] { run_ranks(3, rank_1_stays_away, impatient); });
+  EXPECT_TRUE(contains(message, "no word from rank 1 about shapes"));
+}
+
+TEST(World, refuses_a_gpu_in_a_build_without_cuda_or_a_machine_without_gpus) {
+  const std::string message = message_of<DeviceError>([] { World::single({.device = torch::kCUDA}); });
+  EXPECT_TRUE(contains(message, "next:"));
+}
+
+TEST(RequireDevice, names_the_tensor_that_is_elsewhere) {
+  const torch::Tensor meta = torch::empty({2}, torch::kMeta);
+  const std::string message = message_of<DeviceError>([&] { require_device(meta, torch::kCPU, "fc1.weight"); });
+  EXPECT_TRUE(contains(message, "fc1.weight is on meta, but cpu is needed"));
+  EXPECT_NO_THROW(require_device(torch::empty({2}), torch::kCPU, "fc1.weight"));
+}
+
+}  // namespace
+}  // namespace lockstep

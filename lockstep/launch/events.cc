@@ -1,0 +1,56 @@
+#include "lockstep/launch/events.h"
+
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+namespace {
+
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  ::sigaction(signal, nullptr, &action);
+  return action.sa_handler == SIG_IGN;
+}
+
+}  // namespace
+
+SignalReader::SignalReader() {
+  ::sigemptyset(&caught_);
+  for (const int signal : {SIGINT, SIGTERM})
+    if (!is_ignored(signal)) ::sigaddset(&caught_, signal);
+  fd_.reset(::signalfd(-1, &caught_, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!fd_) throw system_error("make", "a descriptor for signals");
+  struct sigaction keep_children {};
+  keep_children.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &keep_children, &old_child_action_);
+  ::sigprocmask(SIG_BLOCK, &caught_, &old_mask_);
+}
+
+SignalReader::~SignalReader() {
+  ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
+  ::sigaction(SIGCHLD, &old_child_action_, nullptr);
+}
+
+int SignalReader::next() const {
+  signalfd_siginfo info{};
+  return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo) : 0;
+}
+
+void Poller::add(int fd, short events, std::function<void()> on_ready) {
+  fds_.push_back({.fd = fd, .events = events, .revents = 0});
+  on_ready_.push_back(std::move(on_ready));
+}
+
+void Poller::wait(int timeout_ms) {
+  const int ready = ::poll(fds_.data(), fds_.size(), timeout_ms);
+  if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
+  for (std::size_t i = 0; ready > 0 && i < fds_.size(); ++i)
+    if (fds_[i].revents != 0) on_ready_[i]();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,47 @@
+// launch/events.h: what the launcher waits for, all in one poll(): signals, ends of processes, output.
+//
+// Threads: one, the only one of its process: a signal may be delivered to any thread that does not block it
+#pragma once
+
+#include <poll.h>
+#include <signal.h>
+
+#include <functional>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+// While it lives SIGINT and SIGTERM, unless they are ignored, can be read from fd() and do nothing else; and children
+// that end stay to be waited for, even if this process was started with SIGCHLD ignored.
+class SignalReader {
+ public:
+  SignalReader();   // throws SystemError
+  ~SignalReader();  // signals are as before; what has not been read takes effect
+  SignalReader(const SignalReader&) = delete;
+  SignalReader& operator=(const SignalReader&) = delete;
+
+  int fd() const { return fd_.get(); }
+  int next() const;                                          // 0: none
+  const sigset_t& mask_before() const { return old_mask_; }  // what children start with
+
+ private:
+  sigset_t caught_{};
+  sigset_t old_mask_{};
+  struct sigaction old_child_action_ {};
+  UniqueFd fd_;
+};
+
+// poll() with a function to call per descriptor.
+class Poller {
+ public:
+  void add(int fd, short events, std::function<void()> on_ready);
+  void wait(int timeout_ms);  // blocks until one is ready, -1: without limit; throws SystemError
+
+ private:
+  std::vector<pollfd> fds_;
+  std::vector<std::function<void()>> on_ready_;
+};
+
+}  // namespace lockstep

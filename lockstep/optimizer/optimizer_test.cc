@@ -1,0 +1,150 @@
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "lockstep/optimizer/adamw.h"
+#include "lockstep/optimizer/schedule.h"
+#include "lockstep/optimizer/sgd.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+
+using Tensors = std::vector<torch::Tensor>;
+
+// Parameters of odd sizes and layouts, in float64; the second one never gets a gradient.
+Tensors make_parameters() {
+  torch::manual_seed(3);
+  const auto f64 = torch::TensorOptions().dtype(torch::kFloat64);
+  Tensors parameters = {torch::randn({5, 3}, f64), torch::randn({7}, f64),
+                        torch::randn({4, 3, 3, 3}, f64).contiguous(torch::MemoryFormat::ChannelsLast)};
+  for (auto& parameter : parameters) parameter.set_requires_grad(true);
+  return parameters;
+}
+
+void set_gradients(const Tensors& parameters, int step) {
+  torch::manual_seed(100 + step);
+  for (std::size_t i : {0, 2}) parameters[i].mutable_grad() = torch::randn_like(parameters[i].detach());
+}
+
+void expect_same(const Tensors& a, const Tensors& b) {
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-12, 1e-12)) << "parameter " << i;
+}
+
+void expect_same_course(torch::optim::Optimizer& mine, const Tensors& my_parameters, torch::optim::Optimizer& theirs,
+                        const Tensors& their_parameters) {
+  for (int step = 0; step < 5; ++step) {
+    set_gradients(my_parameters, step);
+    set_gradients(their_parameters, step);
+    mine.step();
+    theirs.step();
+    expect_same(my_parameters, their_parameters);
+  }
+}
+
+TEST(SGD, follows_libtorchs_sgd) {
+  struct Case {
+    double momentum;
+    bool nesterov;
+    double weight_decay;
+  };
+  for (const Case& c : {Case{0, false, 0}, Case{0.9, false, 0}, Case{0.9, true, 0}, Case{0.8, true, 0.01}}) {
+    const Tensors mine = make_parameters();
+    const Tensors theirs = make_parameters();
+    SGD sgd(mine, {.lr = 0.1, .momentum = c.momentum, .nesterov = c.nesterov, .weight_decay = c.weight_decay});
+    torch::optim::SGD reference(
+        theirs,
+        torch::optim::SGDOptions(0.1).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.weight_decay));
+    expect_same_course(sgd, mine, reference, theirs);
+  }
+}
+
+TEST(AdamW, follows_libtorchs_adamw) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  AdamW adamw(mine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1});
+  torch::optim::AdamW reference(theirs, torch::optim::AdamWOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1));
+  expect_same_course(adamw, mine, reference, theirs);
+}
+
+template <class O, class Options>
+void expect_state_survives_a_copy(const Options& options) {
+  const Tensors first = make_parameters();
+  const Tensors second = make_parameters();
+  O original(first, options);
+  for (int step = 0; step < 3; ++step) {
+    set_gradients(first, step);
+    original.step();
+  }
+  O restarted(second, options);
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    second[i].copy_(first[i]);
+    restarted.set_state(second[i], original.state_of(first[i]));
+  }
+  set_gradients(first, 3);
+  set_gradients(second, 3);
+  original.step();
+  restarted.step();
+  for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i], second[i]));
+  EXPECT_TRUE(original.state_of(first[1]).empty()) << "a parameter without a gradient has no state";
+}
+
+TEST(SGD, goes_on_from_a_saved_state) { expect_state_survives_a_copy<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9}); }
+TEST(AdamW, goes_on_from_a_saved_state) { expect_state_survives_a_copy<AdamW>(AdamWOptions{}); }
+
+TEST(SGD, refuses_a_state_of_another_shape) {
+  const Tensors parameters = make_parameters();
+  SGD sgd(parameters, {.momentum = 0.9});
+  const std::string message =
+      message_of<CheckpointError>([&] { sgd.set_state(parameters[0], {{"momentum_buffer", torch::zeros({2})}}); });
+  EXPECT_TRUE(contains(message, "momentum_buffer"));
+}
+
+TEST(SGD, refuses_options_that_make_no_sense) {
+  EXPECT_THROW(SGD(make_parameters(), {.lr = -1}), UsageError);
+  EXPECT_THROW(SGD(make_parameters(), {.lr = 1, .nesterov = true}), UsageError);
+  EXPECT_THROW(AdamW(make_parameters(), {.beta1 = 1}), UsageError);
+}
+
+TEST(SGD, runs_a_closure_and_returns_its_loss) {
+  const Tensors parameters = make_parameters();
+  SGD sgd(parameters, {.lr = 0.5});
+  const torch::Tensor loss = sgd.step([&] {
+    torch::Tensor sum = parameters[0].sum();
+    sum.backward();
+    return sum;
+  });
+  EXPECT_TRUE(torch::allclose(loss - parameters[0].sum(), torch::full({}, 7.5, torch::kFloat64)));
+}
+
+TEST(Schedule, set_learning_rate_reaches_every_group) {
+  SGD sgd(make_parameters(), {.lr = 1});
+  set_learning_rate(sgd, 0.25);
+  EXPECT_EQ(sgd.param_groups()[0].options().get_lr(), 0.25);
+}
+
+TEST(Schedule, warms_up_linearly_and_then_follows_its_kind) {
+  const ScheduleOptions cosine{.kind = ScheduleKind::kCosine, .warmup_steps = 4, .total_steps = 12};
+  EXPECT_DOUBLE_EQ(schedule_factor(cosine, 0), 0.25);
+  EXPECT_DOUBLE_EQ(schedule_factor(cosine, 3), 1);
+  EXPECT_DOUBLE_EQ(schedule_factor(cosine, 4), 1);
+  EXPECT_DOUBLE_EQ(schedule_factor(cosine, 8), 0.5);
+  EXPECT_NEAR(schedule_factor(cosine, 12), 0, 1e-15);
+  const ScheduleOptions steps{.kind = ScheduleKind::kStep, .drop_every = 10, .drop_factor = 0.1};
+  EXPECT_DOUBLE_EQ(schedule_factor(steps, 9), 1);
+  EXPECT_DOUBLE_EQ(schedule_factor(steps, 25), 0.01);
+  EXPECT_DOUBLE_EQ(schedule_factor({}, 1000), 1);
+}
+
+TEST(Schedule, scales_with_the_batch_S3) {
+  EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kSqrt, 400, 100), 0.002);
+  EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kLinear, 400, 100), 0.004);
+  EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kNone, 400, 100), 0.001);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,218 @@
+#include "lockstep/strategy/ddp.h"
+
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+
+#include <mutex>
+
+#include "lockstep/data/sampler.h"
+#include "lockstep/model/lenet.h"
+#include "lockstep/strategy/strategy.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+
+using Tensors = std::vector<torch::Tensor>;
+
+constexpr std::int64_t kBatch = 10;  // 3, 4 and 7 do not divide it
+constexpr int kSteps = 20;
+
+Task lenet_task(torch::ScalarType dtype) {
+  Task task = classification_task<LeNet>("lenet");
+  task.make_model = [dtype] {
+    LeNet net;
+    net->to(dtype);
+    return net.ptr();
+  };
+  return task;
+}
+
+Batch global_batch(int step, torch::ScalarType dtype) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + step));
+  return {torch::randn({kBatch, 1, 28, 28}, generator, torch::TensorOptions().dtype(torch::kFloat64)).to(dtype),
+          torch::randint(0, 10, {kBatch}, generator, torch::kInt64)};
+}
+
+Batch part_of(const Batch& batch, const World& world) {
+  const Range mine = even_part(batch.size(), world.rank(), world.size());
+  return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
+}
+
+struct Course {
+  Tensors parameters;
+  std::vector<double> losses;
+};
+
+// Trains on `ranks` ranks and returns what rank 0 ended with; all ranks must agree to the bit.
+Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOptions& options) {
+  Course course;
+  std::mutex mutex;
+  run_ranks(ranks, [&](World& world) {
+    const auto strategy = make_strategy(world, lenet_task(dtype), options);
+    std::vector<double> losses;
+    for (int step = 0; step < steps; ++step) {
+      losses.push_back(strategy->compute(part_of(global_batch(step, dtype), world)).mean_loss);
+      strategy->update();
+    }
+    for (const auto& [name, tensor] : named_parameters(strategy->model())) {
+      const torch::Tensor all = world.all_gather(dense_view(tensor));
+      for (int rank = 1; rank < world.size(); ++rank) EXPECT_TRUE(torch::equal(all[rank], all[0])) << name;
+    }
+    const std::lock_guard lock(mutex);
+    if (world.rank() != 0) return;
+    course.losses = losses;
+    for (const auto& parameter : strategy->model().parameters()) course.parameters.push_back(parameter.detach());
+  });
+  return course;
+}
+
+void expect_close(const Course& many, const Course& one, double tolerance) {
+  ASSERT_EQ(many.parameters.size(), one.parameters.size());
+  for (std::size_t i = 0; i < one.parameters.size(); ++i) {
+    const double difference = (many.parameters[i] - one.parameters[i]).norm().item<double>();
+    EXPECT_LE(difference, tolerance * one.parameters[i].norm().item<double>()) << "parameter " << i;
+  }
+  for (std::size_t i = 0; i < one.losses.size(); ++i)
+    EXPECT_NEAR(many.losses[i], one.losses[i], tolerance * std::abs(one.losses[i])) << "step " << i;
+}
+
+class DdpOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
+
+TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
+  const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
+  expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+}
+
+TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
+  const StrategyOptions options{.optimizer = "adamw", .adamw = {.lr = 1e-3}, .seed = 4};
+  expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+}
+
+TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {
+  const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 4};
+  expect_close(train(GetParam(), 1, torch::kFloat32, options), train(1, 1, torch::kFloat32, options), 1e-5);
+}
+
+TEST(Ddp, trains_when_a_batch_has_fewer_samples_than_ranks) {
+  std::vector<torch::Tensor> weights(2);
+  for (const int ranks : {1, 4}) {
+    run_ranks(ranks, [&](World& world) {
+      const auto strategy = make_strategy(world, lenet_task(torch::kFloat64), {.sgd = {.lr = 0.1}, .seed = 4});
+      Batch batch = global_batch(0, torch::kFloat64);
+      batch = {batch.data.slice(0, 0, 2), batch.target.slice(0, 0, 2)};
+      strategy->compute(part_of(batch, world));
+      strategy->update();
+      if (world.rank() == 0) weights[ranks == 1 ? 0 : 1] = strategy->model().parameters()[0].detach();
+    });
+  }
+  EXPECT_TRUE(torch::allclose(weights[0], weights[1], 1e-12, 1e-12));
+}
+
+TEST(Ddp, gives_every_rank_the_parameters_and_buffers_of_rank_0) {
+  run_ranks(3, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4));
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& tensor : net->parameters()) tensor.fill_(world.rank() + 1);
+      for (auto& tensor : net->buffers()) tensor.fill_(world.rank() + 1);
+    }
+    const DistributedDataParallel ddp(world, *net);
+    for (const auto& tensor : net->parameters()) EXPECT_TRUE(tensor.eq(1).all().item<bool>());
+    for (const auto& tensor : net->buffers()) EXPECT_TRUE(tensor.eq(1).all().item<bool>());
+  });
+}
+
+TEST(Ddp, sends_rank_0s_buffers_after_each_backward) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(2));
+    DistributedDataParallel ddp(world, *net);
+    ddp.backward(net->forward(torch::full({4, 2}, 10.0F * static_cast<float>(world.rank()))).sum(), 4);
+    EXPECT_TRUE(torch::equal(net->named_buffers()["0.running_mean"], torch::zeros({2}))) << world.rank();
+  });
+}
+
+TEST(Ddp, works_with_any_optimizer_of_torch_and_a_plain_backward) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear net(2, 1);
+    torch::optim::Adam adam(net->parameters(), 0.1);
+    const DistributedDataParallel ddp(world, *net, adam);
+    net->forward(torch::full({1, 2}, 1.0F + static_cast<float>(world.rank()))).sum().backward();
+    EXPECT_TRUE(torch::equal(net->weight.grad(), torch::full({1, 2}, 1.5F)));
+    adam.step();
+    const torch::Tensor weights = world.all_gather(net->weight.detach());
+    EXPECT_TRUE(torch::equal(weights[0], weights[1]));
+  });
+}
+
+TEST(Ddp, leaves_frozen_parameters_out) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+    for (auto& parameter : net->parameters()) parameter.set_requires_grad(parameter.size(0) == 1);
+    DistributedDataParallel ddp(world, *net);
+    ddp.backward(net->forward(torch::ones({1, 2})).sum(), 1);
+    EXPECT_FALSE(net->parameters()[0].grad().defined());
+    EXPECT_TRUE(net->parameters()[2].grad().defined());
+  });
+}
+
+TEST(Ddp, names_the_tensor_in_which_models_differ_before_any_is_sent) {
+  const auto with_odd_rank_1 = [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, world.rank() == 1 ? 6 : 5));
+    DistributedDataParallel(world, *net);
+  };
+  const std::string message = message_of<MismatchError>([&] { run_ranks(3, with_odd_rank_1); });
+  EXPECT_TRUE(contains(message, "rank 0 and rank 1 differ at tensor 2: 1.weight float[5, 4]"));
+  EXPECT_TRUE(contains(message, "1.weight float[6, 4]"));
+}
+
+TEST(Ddp, names_a_model_that_lacks_a_parameter) {
+  const auto with_small_rank_0 = [](World& world) {
+    torch::nn::Linear net(torch::nn::LinearOptions(3, 4).bias(world.rank() == 1));
+    DistributedDataParallel(world, *net);
+  };
+  EXPECT_TRUE(contains(message_of<MismatchError>([&] { run_ranks(2, with_small_rank_0); }),
+                       "(no such tensor) on rank 0, bias float[4]"));
+}
+
+TEST(Ddp, refuses_an_optimizer_of_another_model) {
+  torch::nn::Linear net(2, 1), other(2, 1);
+  const SGD sgd(other->parameters(), {.lr = 1});
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd); }),
+                       "not a parameter of the module"));
+}
+
+TEST(Ddp, brings_out_what_one_rank_throws_in_the_middle_of_backward) {
+  const auto throw_in_rank_1 = [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 1));
+    DistributedDataParallel ddp(world, *net, {.bucket_bytes = 8});
+    const torch::Tensor hidden = net[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 4}));
+    if (world.rank() == 1)
+      hidden.register_hook([](torch::Tensor) -> torch::Tensor { throw DataError({.what = "thrown in backward"}); });
+    ddp.backward(net[1]->as<torch::nn::Linear>()->forward(hidden).sum(), 2);
+  };
+  EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, throw_in_rank_1); }), "thrown in backward"));
+}
+
+TEST(Strategy, refuses_unknown_names_and_says_what_there_is) {
+  const auto refusal = [](const StrategyOptions& options) {
+    return message_of<UsageError>([&] { make_strategy(World::single(), lenet_task(torch::kFloat32), options); });
+  };
+  EXPECT_TRUE(contains(refusal({.name = "dpp"}), "one of single, ddp"));
+  EXPECT_TRUE(contains(refusal({.optimizer = "adagrad"}), "no such optimizer: adagrad"));
+  EXPECT_TRUE(contains(refusal({.layout = "nhwc"}), "no such layout: nhwc"));
+}
+
+TEST(Strategy, single_refuses_several_ranks) {
+  const auto make = [](World& world) { make_strategy(world, lenet_task(torch::kFloat32), {.name = "single"}); };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, make); }), "there are 2"));
+}
+
+}  // namespace
+}  // namespace lockstep

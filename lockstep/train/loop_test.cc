@@ -1,0 +1,233 @@
+#include "lockstep/train/loop.h"
+
+#include <torch/nn/functional/dropout.h>
+#include <torch/nn/modules/linear.h>
+
+#include <cmath>
+#include <limits>
+#include <mutex>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/train/evaluate.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using testing::TempFolder;
+
+// Points on two sides of a line; sample `poisoned` holds NaN.
+class Points : public Dataset {
+ public:
+  explicit Points(std::int64_t size, std::int64_t poisoned = -1) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(9));
+    data_ = torch::randn({size, 4}, generator);
+    target_ = data_.sum(1).gt(0).to(torch::kInt64);
+    if (poisoned >= 0) data_[poisoned][0] = std::numeric_limits<float>::quiet_NaN();
+  }
+  std::string name() const override { return "points"; }
+  std::int64_t size() const override { return data_.size(0); }
+  Batch make_batch(std::span<const std::int64_t> indices) const override {
+    const torch::Tensor index = torch::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()), torch::kInt64);
+    return {data_.index_select(0, index), target_.index_select(0, index)};
+  }
+
+ private:
+  torch::Tensor data_;
+  torch::Tensor target_;
+};
+
+// Dropout, so that a resumed run needs the generators too.
+Task dropout_task() {
+  return {.make_model = [] { return torch::nn::Linear(4, 2).ptr(); },
+          .forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+            const auto options = torch::nn::functional::DropoutFuncOptions().p(0.2).training(model.is_training());
+            return dynamic_cast<torch::nn::LinearImpl&>(model).forward(torch::nn::functional::dropout(data, options));
+          },
+          .loss = [](const torch::Tensor& output,
+                     const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+          .name = "points"};
+}
+
+TrainOptions small_options() {
+  TrainOptions options;
+  options.model = "points";
+  options.epochs = 3;
+  options.batch_size = 8;
+  options.lr = 0.1;
+  options.schedule = "cosine";
+  options.quiet = true;
+  return options;
+}
+
+struct Outcome {
+  std::vector<torch::Tensor> parameters;
+  RunMetrics metrics;
+};
+
+Outcome run_alone(const TrainOptions& options, const Datasets& datasets) {
+  const World world = World::single();
+  const auto strategy = make_strategy(world, dropout_task(),
+                                      {.name = "single",
+                                       .optimizer = options.optimizer,
+                                       .sgd = {.lr = options.lr, .momentum = options.momentum},
+                                       .seed = options.seed});
+  Outcome outcome;
+  outcome.metrics = TrainingLoop(world, dropout_task(), datasets, *strategy, options).run();
+  for (const auto& parameter : strategy->model().parameters()) outcome.parameters.push_back(parameter.detach().clone());
+  return outcome;
+}
+
+Datasets points(std::int64_t poisoned = -1) {
+  return {.train = std::make_shared<Points>(50, poisoned), .validation = std::make_shared<Points>(31)};
+}
+
+void expect_same_bits(const Outcome& a, const Outcome& b) {
+  ASSERT_EQ(a.parameters.size(), b.parameters.size());
+  for (std::size_t i = 0; i < a.parameters.size(); ++i) EXPECT_TRUE(torch::equal(a.parameters[i], b.parameters[i]));
+  EXPECT_EQ(a.metrics.train_loss, b.metrics.train_loss);
+  EXPECT_EQ(a.metrics.val_accuracy, b.metrics.val_accuracy);
+  EXPECT_EQ(a.metrics.steps, b.metrics.steps);
+  EXPECT_EQ(a.metrics.samples, b.metrics.samples);
+}
+
+class Resuming : public ::testing::TestWithParam<std::tuple<std::string, int>> {};
+INSTANTIATE_TEST_SUITE_P(Points, Resuming,
+                         ::testing::Combine(::testing::Values("sgd", "adamw"), ::testing::Values(1, 6, 7, 10, 20)));
+
+TEST_P(Resuming, continues_with_the_bits_of_an_uninterrupted_run) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.optimizer = std::get<0>(GetParam());
+  const Outcome uninterrupted = run_alone(options, points());
+
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 1;
+  options.max_steps = std::get<1>(GetParam());
+  run_alone(options, points());
+  options.max_steps = 0;
+  options.resume = true;
+  expect_same_bits(run_alone(options, points()), uninterrupted);
+}
+
+TEST(TrainingLoop, resumes_from_the_checkpoint_before_a_damaged_one) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  const Outcome uninterrupted = run_alone(options, points());
+  options.checkpoint_dir = folder.path();
+  options.max_steps = 14;  // the ends of epochs 0 and 1
+  run_alone(options, points());
+  write_file(folder / "step-00000014.safetensors", "damaged");
+  options.max_steps = 0;
+  options.resume = true;
+  expect_same_bits(run_alone(options, points()), uninterrupted);
+}
+
+TEST(TrainingLoop, refuses_to_resume_with_other_options) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  run_alone(options, points());
+  options.resume = true;
+  options.lr = 0.7;
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }),
+                       "the checkpoint was made with lr = 0.1, now it is 0.7"));
+}
+
+TEST(TrainingLoop, stops_at_a_loss_that_is_not_finite_and_keeps_the_good_checkpoint) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 1;
+  const std::string message = message_of<NonFiniteError>([&] { run_alone(options, points(/*poisoned=*/17)); });
+  EXPECT_TRUE(contains(message, "the loss is nan at step "));
+  EXPECT_TRUE(contains(message, "the first that is not finite is the gradient of weight"));
+  const auto newest = CheckpointFolder(folder.path()).load_newest();
+  for (const auto& [name, tensor] : from_safetensors(newest->bytes, "newest").tensors)
+    EXPECT_TRUE(torch::isfinite(tensor).all().item<bool>()) << name;
+}
+
+TEST(TrainingLoop, writes_metrics_in_the_documented_format) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.metrics = folder / "run.jsonl";
+  run_alone(options, points());
+  std::map<std::string, int> events;
+  nlohmann::json last;
+  for (const auto& line : split(read_file(options.metrics), '\n')) {
+    if (line.empty()) continue;
+    last = nlohmann::json::parse(line);
+    ++events[last["event"]];
+    if (last["event"] != "step") continue;
+    for (const char* key : {"epoch", "step", "loss", "seconds", "samples"}) EXPECT_TRUE(last[key].is_number()) << key;
+  }
+  EXPECT_EQ(events["step"], 21);
+  EXPECT_EQ(events["epoch"], 3);
+  EXPECT_EQ(last["event"], "run");
+  EXPECT_EQ(last["ranks"], 1);
+  EXPECT_EQ(last["samples"], 150);
+  EXPECT_GT(last["val_accuracy"], 0.5);
+}
+
+TEST(TrainingLoop, says_which_metrics_file_it_cannot_write) {
+  TrainOptions options = small_options();
+  options.metrics = "/no/such/folder/run.jsonl";
+  EXPECT_TRUE(contains(message_of<SystemError>([&] { run_alone(options, points()); }), "/no/such/folder/run.jsonl"));
+}
+
+TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
+  const TempFolder folder;
+  const auto run_on_3 = [&](TrainOptions options) {
+    Outcome outcome;
+    std::mutex mutex;
+    run_ranks(3, [&](World& world) {
+      Task task = dropout_task();  // without dropout: ranks that are threads share torch's generator
+      task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+        return dynamic_cast<torch::nn::LinearImpl&>(model).forward(data);
+      };
+      const auto strategy = make_strategy(world, task, {.sgd = {.lr = options.lr, .momentum = 0.9}});
+      const RunMetrics metrics = TrainingLoop(world, task, points(), *strategy, options).run();
+      const std::lock_guard lock(mutex);
+      if (world.rank() != 0) return;
+      outcome.metrics = metrics;
+      for (const auto& p : strategy->model().parameters()) outcome.parameters.push_back(p.detach().clone());
+    });
+    return outcome;
+  };
+  TrainOptions options = small_options();
+  const Outcome uninterrupted = run_on_3(options);
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 3;
+  options.max_steps = 10;
+  run_on_3(options);
+  options.max_steps = 0;
+  options.resume = true;
+  expect_same_bits(run_on_3(options), uninterrupted);
+}
+
+TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {
+  std::vector<Evaluation> found;
+  std::mutex mutex;
+  for (const int ranks : {1, 2, 3, 4, 7}) {
+    run_ranks(ranks, [&](World& world) {
+      const auto strategy = make_strategy(world, dropout_task(), {.seed = 3});
+      const Evaluation mine = evaluate(world, dropout_task(), *strategy, Points(101), 8);
+      EXPECT_TRUE(strategy->model().is_training());
+      const std::lock_guard lock(mutex);
+      found.push_back(mine);
+    });
+  }
+  for (const Evaluation& each : found) {
+    EXPECT_EQ(each.samples, 101);
+    EXPECT_EQ(each.accuracy, found[0].accuracy);
+    EXPECT_NEAR(each.loss, found[0].loss, 1e-6);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,228 @@
+// The `lockstep` command as a process: signals to it, its death, its options and exit codes.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+
+#include <array>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "tests/launch/child.h"
+
+namespace lockstep::testing {
+namespace {
+
+using Words = std::vector<std::string>;
+
+Words lockstep_run(const Words& options, const Words& probe) {
+  Words command = {LOCKSTEP_COMMAND, "run"};
+  command.insert(command.end(), options.begin(), options.end());
+  command.insert(command.end(), {"--", RANK_PROBE});
+  command.insert(command.end(), probe.begin(), probe.end());
+  return command;
+}
+
+std::vector<int> pids_of_ranks(const TemporaryFolder& folder, int ranks) {
+  std::vector<int> pids;
+  for (int rank = 0; rank < ranks; ++rank) pids.push_back(folder.pid_in(concat("rank", rank)));
+  return pids;
+}
+
+void expect_all_gone(const std::vector<int>& pids) {
+  for (const int pid : pids)
+    EXPECT_TRUE(pid > 0 && wait_until([pid] { return !is_running(pid); }, std::chrono::seconds(2))) << pid;
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST(LockstepRun, passes_sigterm_on_to_the_ranks) {
+  const TemporaryFolder folder;
+  Child launcher(lockstep_run({"--nproc-per-node", "2"}, {"exit-on-sigterm", folder.path()}));
+  const auto ranks = pids_of_ranks(folder, 2);
+  launcher.signal(SIGTERM);
+  EXPECT_EQ(launcher.wait(), 128 + SIGTERM);
+  EXPECT_TRUE(folder.has("rank0.stopped"));
+  EXPECT_TRUE(folder.has("rank1.stopped"));
+  expect_all_gone(ranks);
+}
+
+TEST(LockstepRun, kills_ranks_that_ignore_sigterm_after_the_grace_period) {
+  const TemporaryFolder folder;
+  Child launcher(lockstep_run({"--nproc-per-node", "2", "--grace", "0.2"}, {"ignore-sigterm", folder.path()}));
+  const auto ranks = pids_of_ranks(folder, 2);
+  launcher.signal(SIGTERM);
+  EXPECT_EQ(launcher.wait(), 128 + SIGTERM);
+  expect_all_gone(ranks);
+}
+
+TEST(LockstepRun, a_second_sigint_kills_at_once) {
+  const TemporaryFolder folder;
+  Child launcher(lockstep_run({"--nproc-per-node", "2", "--grace", "3600"}, {"ignore-sigterm", folder.path()}));
+  const auto ranks = pids_of_ranks(folder, 2);
+  EXPECT_TRUE(wait_until([&launcher] {  // again and again: two SIGINT that wait at the same time are one
+    launcher.signal(SIGINT);
+    return !is_running(launcher.pid());
+  }));
+  EXPECT_EQ(launcher.wait(), 128 + SIGINT);
+  expect_all_gone(ranks);
+}
+
+TEST(LockstepRun, killed_it_takes_ranks_and_what_they_started_with_it) {
+  const TemporaryFolder folder;
+  Child launcher(lockstep_run({"--nproc-per-node", "3"}, {"hang-with-grandchild", folder.path()}));
+  auto pids = pids_of_ranks(folder, 3);
+  for (int rank = 0; rank < 3; ++rank) pids.push_back(folder.pid_in(concat("grandchild", rank)));
+  launcher.signal(SIGKILL);
+  EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
+  expect_all_gone(pids);
+}
+
+TEST(LockstepRun, ends_what_a_failed_rank_started) {
+  const TemporaryFolder folder;
+  Child launcher(lockstep_run({"--nproc-per-node", "2"}, {"hang-with-grandchild", folder.path()}));
+  auto pids = pids_of_ranks(folder, 2);
+  for (int rank = 0; rank < 2; ++rank) pids.push_back(folder.pid_in(concat("grandchild", rank)));
+  ::kill(pids[1], SIGKILL);
+  EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
+  EXPECT_TRUE(contains(launcher.error(), "rank 1 was ended by signal 9")) << launcher.error();
+  expect_all_gone(pids);
+}
+
+// A pipe from this test's child to this test, as `lockstep run … | reader` has it.
+struct Pipe {
+  Pipe() {
+    std::array<int, 2> ends{};
+    if (::pipe(ends.data()) != 0) return;
+    reader.reset(ends[0]);
+    writer.reset(ends[1]);
+    ::fcntl(reader.get(), F_SETFD, FD_CLOEXEC);
+  }
+  UniqueFd reader;
+  UniqueFd writer;
+};
+
+std::string run_into(const Pipe& pipe, const Words& probe) {
+  return concat("exec ", LOCKSTEP_COMMAND, " run --grace 0.2 ", RANK_PROBE, " ", join(probe, " "), " >&",
+                pipe.writer.get(), " 2>&1 ", pipe.writer.get(), ">&-");
+}
+
+TEST(LockstepRun, whoever_reads_its_output_sees_the_end_of_it_when_it_is_killed) {
+  const TemporaryFolder folder;
+  Pipe pipe;
+  Child launcher({"sh", "-c", run_into(pipe, {"hang", folder.path()})});
+  const auto ranks = pids_of_ranks(folder, 1);
+  pipe.writer.reset();
+  launcher.signal(SIGKILL);
+  pollfd end{.fd = pipe.reader.get(), .events = POLLIN, .revents = 0};
+  char byte = 0;
+  ASSERT_EQ(::poll(&end, 1, 2000), 1);
+  EXPECT_EQ(::read(pipe.reader.get(), &byte, 1), 0);
+  expect_all_gone(ranks);
+}
+
+TEST(LockstepRun, a_reader_that_has_stopped_does_not_keep_it_from_its_signals) {
+  Pipe pipe;
+  Child launcher({"sh", "-c", run_into(pipe, {"lines", "1000000"})});
+  const auto is_full = [&pipe] {
+    pollfd room{.fd = pipe.writer.get(), .events = POLLOUT, .revents = 0};
+    return ::poll(&room, 1, 0) == 0;
+  };
+  ASSERT_TRUE(wait_until(is_full));
+  EXPECT_TRUE(wait_until([&launcher] {  // the first stops the ranks, the next this waiting for the reader
+    launcher.signal(SIGTERM);
+    return !is_running(launcher.pid());
+  }));
+  EXPECT_EQ(launcher.wait(), 128 + SIGTERM);
+}
+
+TEST(LockstepRun, two_at_the_same_time_have_different_ports) {
+  const TemporaryFolder folders[2];
+  const std::string script = "echo $MASTER_PORT; exec \"$0\" hang \"$1\"";
+  Child one({LOCKSTEP_COMMAND, "run", "sh", "-c", script, RANK_PROBE, folders[0].path()});
+  Child other({LOCKSTEP_COMMAND, "run", "sh", "-c", script, RANK_PROBE, folders[1].path()});
+  const auto has_port = [](const Child& child) { return contains(child.output(), "\n"); };
+  ASSERT_TRUE(wait_until([&] { return has_port(one) && has_port(other); }));
+  EXPECT_NE(one.output(), other.output());
+  for (Child* child : {&one, &other}) child->signal(SIGTERM);
+  EXPECT_EQ(one.wait(), 128 + SIGTERM);
+  EXPECT_EQ(other.wait(), 128 + SIGTERM);
+}
+
+TEST(LockstepRun, takes_the_spellings_of_torchrun) {
+  Child with_dashes({LOCKSTEP_COMMAND, "run", "--nproc-per-node=2", "--", RANK_PROBE, "variables", "WORLD_SIZE"});
+  Child with_underscores({LOCKSTEP_COMMAND, "run", "--nproc_per_node", "2", RANK_PROBE, "variables", "WORLD_SIZE"});
+  EXPECT_EQ(with_dashes.wait(), 0);
+  EXPECT_EQ(with_underscores.wait(), 0);
+  EXPECT_TRUE(contains(with_dashes.output(), "[rank 1] WORLD_SIZE=2 ")) << with_dashes.output();
+  EXPECT_TRUE(contains(with_underscores.output(), "[rank 1] WORLD_SIZE=2 ")) << with_underscores.output();
+}
+
+TEST(LockstepRun, leaves_the_program_its_own_options) {
+  for (const Words& dashes : {Words{}, Words{"--"}}) {
+    Words command = {LOCKSTEP_COMMAND, "run", "--no-pin"};
+    command.insert(command.end(), dashes.begin(), dashes.end());
+    command.insert(command.end(), {"echo", "--nnodes", "7", "--", "-x", "--help"});
+    Child child(command);
+    EXPECT_EQ(child.wait(), 0) << child.error();
+    EXPECT_EQ(child.output(), "[rank 0] --nnodes 7 -- -x --help\n");
+  }
+}
+
+TEST(LockstepRun, wrong_options_exit_with_2) {
+  for (const Words& options : std::vector<Words>{{"--bogus", "true"},
+                                                 {"--nproc-per-node", "many", "true"},
+                                                 {"--nproc-per-node", "0", "true"},
+                                                 {"--grace", "-1", "true"},
+                                                 {"--output", "nowhere", "true"},
+                                                 {"--output", "split", "true"},
+                                                 {"--nnodes", "2", "--master-port", "29500", "true"},
+                                                 {}}) {
+    Words command = {LOCKSTEP_COMMAND, "run"};
+    command.insert(command.end(), options.begin(), options.end());
+    Child child(command);
+    EXPECT_EQ(child.wait(), 2) << join(options, " ");
+    EXPECT_NE(child.error(), "");
+  }
+}
+
+TEST(LockstepRun, no_such_program_exits_with_1_and_names_it) {
+  Child child({LOCKSTEP_COMMAND, "run", "no-such-program"});
+  EXPECT_EQ(child.wait(), 1);
+  EXPECT_TRUE(contains(child.error(), "no-such-program")) << child.error();
+}
+
+TEST(LockstepEnv, shows_every_setting_and_its_source) {
+  Child child({"env", "RANK=1", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500", LOCKSTEP_COMMAND, "env"});
+  EXPECT_EQ(child.wait(), 0) << child.error();
+  for (const char* part :
+       {"MASTER_PORT", "29500", "job_id", "cores_of_rank", "threads_per_rank", "CUDA_VISIBLE_DEVICES"})
+    EXPECT_TRUE(contains(child.output(), part)) << part << " not in\n" << child.output();
+}
+
+TEST(LockstepEnv, fails_in_a_partial_environment) {
+  Child child({"env", "RANK=1", LOCKSTEP_COMMAND, "env"});
+  EXPECT_EQ(child.wait(), 1);
+  EXPECT_TRUE(contains(child.error(), "missing: WORLD_SIZE, MASTER_ADDR, MASTER_PORT")) << child.error();
+}
+
+TEST(Lockstep, lists_its_subcommands_and_version) {
+  Child alone({LOCKSTEP_COMMAND});
+  EXPECT_EQ(alone.wait(), 0);
+  EXPECT_TRUE(contains(alone.output(), "  run ")) << alone.output();
+  Child version({LOCKSTEP_COMMAND, "--version"});
+  EXPECT_EQ(version.wait(), 0);
+  EXPECT_TRUE(version.output().starts_with("lockstep ")) << version.output();
+}
+
+TEST(Lockstep, an_unknown_subcommand_exits_with_2_and_names_the_nearest) {
+  Child child({LOCKSTEP_COMMAND, "rnu"});
+  EXPECT_EQ(child.wait(), 2);
+  EXPECT_TRUE(contains(child.error(), "'rnu'") && contains(child.error(), "lockstep run")) << child.error();
+  Child unlike({LOCKSTEP_COMMAND, "--frobnicate"});
+  EXPECT_EQ(unlike.wait(), 2);
+}
+
+}  // namespace
+}  // namespace lockstep::testing
