@@ -1,0 +1,298 @@
+// `lockstep train` and a user's program, really started: what they print, how they end, and what a user's mistakes say.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <map>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "tests/launch/child.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::Child;
+using testing::contains;
+using testing::TempFolder;
+using Words = std::vector<std::string>;
+
+struct Ended {
+  int exit_code;
+  std::string output;
+  std::string error;
+};
+
+Ended run(const Words& command) {
+  Child child(command);
+  const int exit_code = child.wait();
+  return {exit_code, child.output(), child.error()};
+}
+
+Words operator+(Words words, const Words& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1"};
+const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
+
+Words with_variables(const std::map<std::string, std::string>& variables, const Words& command) {
+  Words words = {"/usr/bin/env"};
+  for (const auto& [name, value] : variables) words.push_back(name + "=" + value);
+  return words + command;
+}
+
+std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
+  std::vector<nlohmann::json> lines;
+  for (const auto& line : split(read_file(path), '\n'))
+    if (!line.empty()) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+// The losses of the first steps: what tells whether two ways to start make the same training.
+std::vector<double> losses_in(const std::filesystem::path& path) {
+  std::vector<double> losses;
+  for (const auto& line : metrics_in(path))
+    if (line["event"] == "step") losses.push_back(line["loss"]);
+  return losses;
+}
+
+void expect_close(const std::vector<double>& a, const std::vector<double>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-4 * std::abs(b[i])) << "step " << i;
+}
+
+class StartedRanks : public ::testing::Test {
+ protected:
+  Words steps_into(const std::string& file) {
+    return kTrain + Words{"--max-steps", "4", "--batch-size", "32", "--quiet", "--metrics", folder / file};
+  }
+  std::vector<double> losses_of_one_rank() {
+    EXPECT_EQ(run(steps_into("one.jsonl")).exit_code, 0);
+    return losses_in(folder / "one.jsonl");
+  }
+  TempFolder folder;
+};
+
+TEST_F(StartedRanks, train_as_one_rank_does_when_lockstep_starts_them) {
+  const Ended ended = run(steps_into("three.jsonl") + Words{"--ranks", "3"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  expect_close(losses_in(folder / "three.jsonl"), losses_of_one_rank());
+  EXPECT_EQ(metrics_in(folder / "three.jsonl").back()["ranks"], 3);
+}
+
+TEST_F(StartedRanks, train_as_one_rank_does_under_open_mpi) {
+  const Words mpirun = {"mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"};
+  const Ended ended = run(mpirun + steps_into("mpi.jsonl"));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  expect_close(losses_in(folder / "mpi.jsonl"), losses_of_one_rank());
+}
+
+TEST_F(StartedRanks, train_as_one_rank_does_under_mpich) {
+  const Ended ended = run(Words{"mpirun.mpich", "-np", "2"} + steps_into("mpi.jsonl"));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  expect_close(losses_in(folder / "mpi.jsonl"), losses_of_one_rank());
+}
+
+TEST_F(StartedRanks, train_as_one_rank_does_under_lockstep_run) {
+  const Words start = {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--"};
+  const Ended ended = run(start + steps_into("run.jsonl"));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  expect_close(losses_in(folder / "run.jsonl"), losses_of_one_rank());
+}
+
+TEST_F(StartedRanks, leave_no_meeting_file_behind) {
+  const TempFolder runtime;
+  const Words mpirun = {"mpirun.mpich", "-np", "2"};
+  const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  std::size_t files = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(runtime.path())) files += !entry.is_directory();
+  EXPECT_EQ(files, 0U);
+}
+
+TEST(Train, prints_a_table_with_a_line_per_epoch) {
+  const TempFolder folder;
+  const Ended ended = run(kProgram + Words{"--epochs", "2", "--batch-size", "1000", "--ranks", "2"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.output, "epoch       time   samples/s   train loss   val loss   val accuracy"));
+  EXPECT_TRUE(contains(ended.output, "\n      1  "));
+  EXPECT_TRUE(contains(ended.output, "\n      2  "));
+  EXPECT_TRUE(contains(ended.output, "done: 120 steps"));
+}
+
+TEST(Train, is_silent_when_told_to) {
+  const Ended ended = run(kProgram + Words{"--epochs", "1", "--max-steps", "2", "--ranks", "2", "--quiet"});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.output, "");
+  EXPECT_EQ(ended.error, "");
+}
+
+TEST(Train, lists_every_strategy_in_its_help) {
+  const Ended ended = run({LOCKSTEP_COMMAND, "train", "--help"});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(contains(ended.output, "single"));
+  EXPECT_TRUE(contains(ended.output, "ddp"));
+}
+
+TEST(Train, reads_options_from_a_toml_file) {
+  const TempFolder folder;
+  write_file(folder / "run.toml", concat("max-steps = 2\nquiet = true\nmetrics = \"", (folder / "m").string(), "\"\n"));
+  EXPECT_EQ(run(kProgram + Words{"--config", folder / "run.toml"}).exit_code, 0);
+  EXPECT_EQ(losses_in(folder / "m").size(), 2U);
+}
+
+TEST(Train, resumes_ranks_with_the_bits_of_an_uninterrupted_run) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& name, const Words& more) {
+    const Ended ended = run(kProgram + Words{"--ranks", "2", "--batch-size", "500", "--epochs", "1", "--quiet",
+                                             "--metrics", folder / (name + ".jsonl"), "--checkpoint-dir",
+                                             folder / name, "--checkpoint-every", "4"} + more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  };
+  train("whole", {"--max-steps", "12"});
+  train("parts", {"--max-steps", "5"});
+  train("parts", {"--max-steps", "12", "--resume"});
+  const std::string last = "step-00000012.safetensors";
+  const auto whole = metrics_in(folder / "whole.jsonl");
+  const auto parts = metrics_in(folder / "parts.jsonl");
+  EXPECT_EQ(whole[11]["loss"], parts[parts.size() - 2]["loss"]);
+  // Seconds differ between the runs, and with them the metadata; the tensors may not.
+  const std::string a = read_file(folder / "whole" / last);
+  const std::string b = read_file(folder / "parts" / last);
+  const auto tensors = [](const std::string& bytes) {
+    return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
+  };
+  EXPECT_EQ(tensors(a), tensors(b));
+}
+
+// What a user does wrong, and what lockstep says.
+
+TEST(Mistake, no_such_data) {
+  const Ended folder = run(kTrain + Words{"--data-dir", "/no/such/folder", "--ranks", "2"});
+  EXPECT_EQ(folder.exit_code, 1);
+  EXPECT_TRUE(contains(folder.error, "can't open /no/such/folder/train-images-idx3-ubyte.gz"));
+  EXPECT_TRUE(contains(folder.error, "dataset-fashion-mnist"));
+  const Ended name = run(kTrain + Words{"--data", "imagenet"});
+  EXPECT_EQ(name.exit_code, 2);
+  EXPECT_TRUE(contains(name.error, "no such value for --data: imagenet"));
+}
+
+TEST(Mistake, no_such_model) {
+  const Ended ended = run(kTrain + Words{"--model", "lennet", "--ranks", "2"});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "no such value for --model: lennet"));
+  EXPECT_TRUE(contains(ended.error, "lenet"));
+}
+
+TEST(Mistake, no_such_strategy_or_option) {
+  EXPECT_EQ(run(kTrain + Words{"--strategy", "horovod"}).exit_code, 2);
+  EXPECT_EQ(run(kTrain + Words{"--no-such-option"}).exit_code, 2);
+  EXPECT_EQ(run(kTrain + Words{"--ranks", "many"}).exit_code, 2);
+  EXPECT_EQ(run(kTrain + Words{"--resume"}).exit_code, 2);
+}
+
+TEST(Mistake, batch_smaller_than_ranks) {
+  const Ended ended = run(kTrain + Words{"--batch-size", "3", "--ranks", "4"});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "--batch-size 3 is smaller than the number of ranks, 4"));
+}
+
+TEST(Mistake, unwritable_checkpoint_folder) {
+  const Ended ended = run(kTrain + Words{"--checkpoint-dir", "/proc/checkpoints", "--ranks", "2"});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "can't write checkpoints into /proc/checkpoints"));
+}
+
+TEST(Mistake, no_gpu) {
+  const Ended ended = run(kTrain + Words{"--device", "cuda", "--max-steps", "1"});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "DeviceError"));
+}
+
+int listen_on_free_port(const UniqueFd& fd) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
+  EXPECT_EQ(::listen(fd.get(), 1), 0);
+  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+  return ntohs(address.sin_port);
+}
+
+TEST(Mistake, port_in_use) {
+  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const std::string port = std::to_string(listen_on_free_port(fd));
+  const Ended ended = run(with_variables({{"RANK", "0"},
+                                          {"WORLD_SIZE", "2"},
+                                          {"LOCAL_RANK", "0"},
+                                          {"LOCAL_WORLD_SIZE", "2"},
+                                          {"MASTER_ADDR", "127.0.0.1"},
+                                          {"MASTER_PORT", port}},
+                                         kTrain));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, concat("rank 0 can't listen on 127.0.0.1:", port)));
+  EXPECT_TRUE(contains(ended.error, "MASTER_PORT"));
+}
+
+TEST(Mistake, rank_0_does_not_come) {
+  const Ended ended = run(with_variables({{"RANK", "1"},
+                                          {"WORLD_SIZE", "2"},
+                                          {"LOCAL_RANK", "1"},
+                                          {"LOCAL_WORLD_SIZE", "2"},
+                                          {"MASTER_ADDR", "127.0.0.1"},
+                                          {"MASTER_PORT", "9"}},
+                                         kTrain + Words{"--timeout", "0.5"}));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "rank 1 found nobody at 127.0.0.1:9"));
+}
+
+TEST(Mistake, variables_of_a_launcher_that_are_incomplete) {
+  const Ended ended = run(with_variables({{"RANK", "1"}, {"WORLD_SIZE", "2"}}, kTrain));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "MASTER_ADDR"));
+}
+
+Ended run_misbehaving(const std::string& how) {
+  return run(with_variables({{"MISBEHAVE", how}}, kProgram + Words{"--ranks", "3", "--max-steps", "50", "--quiet"}));
+}
+
+TEST(Mistake, a_rank_that_exits_with_3) {
+  const Ended ended = run_misbehaving("exit");
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_TRUE(contains(ended.error, "rank 1"));
+  EXPECT_TRUE(contains(ended.error, "3"));
+}
+
+TEST(Mistake, a_rank_that_is_killed) {
+  const Ended ended = run_misbehaving("kill");
+  EXPECT_EQ(ended.exit_code, 128 + 9);
+  EXPECT_TRUE(contains(ended.error, "rank 1"));
+  EXPECT_TRUE(contains(ended.error, "signal 9"));
+}
+
+TEST(Mistake, models_that_differ_between_ranks) {
+  const Ended ended = run_misbehaving("other_model");
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "rank 0 and rank 1 differ at tensor 0: 0.weight float[16, 784]"));
+  EXPECT_TRUE(contains(ended.error, "0.weight float[17, 784]"));
+}
+
+TEST(Mistake, a_learning_rate_that_makes_the_loss_nan) {
+  const TempFolder folder;
+  const Ended ended = run(kProgram + Words{"--ranks", "2", "--lr", "1e30", "--checkpoint-dir", folder.path(),
+                                           "--checkpoint-every", "1", "--quiet"});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "NonFiniteError"));
+  EXPECT_TRUE(contains(ended.error, "step 1"));
+  EXPECT_TRUE(contains(ended.error, "weight"));
+}
+
+}  // namespace
+}  // namespace lockstep
