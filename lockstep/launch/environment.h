@@ -25,8 +25,8 @@ struct JobEnvironment {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
-  int local_size = 1;  // ranks on this machine
-  int node_rank = 0;
+  int local_size = 1;       // ranks on this machine
+  int node_rank = 0;        // the same for the ranks of a machine; Open MPI counts from 1 if mpirun's own has no ranks
   std::string master_addr;  // empty: the ranks are on one machine and meet through job_id
   int master_port = 0;
   std::string job_id;  // the same for all ranks of a job, unlike that of any other job of this user on this machine
@@ -36,7 +36,8 @@ struct JobEnvironment {
 using VariableLookup = std::function<std::optional<std::string>(const std::string& name)>;
 
 // Tries torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `lockstep run` sets the same),
-// Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank.
+// Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank. Slurm's count only in what srun
+// starts: an mpirun inside a Slurm job comes before them.
 // Throws EnvironmentError: a partial set (names what is missing), values that are no numbers or contradict each other
 // (rank >= size), several machines without MASTER_ADDR. S1.
 JobEnvironment read_job_environment(const VariableLookup& lookup);

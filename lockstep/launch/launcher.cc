@@ -235,14 +235,14 @@ class Job {
   }
 
   void kill_all() {
-    for (const auto& rank : ranks_) ;
+    for (const auto& rank : ranks_) rank->process->signal_group(SIGKILL);
     kill_at_.reset();
   }
 
   // The ranks are dead but not yet waited for, so their process groups still are theirs.
   void end_what_ranks_left() {
     for (const auto& rank : ranks_) {
-      ;
+      rank->process->signal_group(SIGKILL);
       rank->output.drain();
       rank->error.drain();
     }

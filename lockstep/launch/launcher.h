@@ -33,12 +33,12 @@ struct LaunchOptions {
   int threads_per_rank = 0;  // 0: cores of this machine / ranks, at least 1
   bool pin = true;           // each rank to its own cores
   RankOutput output = RankOutput::kPrefix;
-  std::string log_dir;                                          // kSplit only; made if missing
-  std::chrono::milliseconds grace = std::chrono::seconds(5);    // between SIGTERM and SIGKILL
+  std::string log_dir;                                        // kSplit only; made if missing
+  std::chrono::milliseconds grace = std::chrono::seconds(5);  // between SIGTERM and SIGKILL
 };
 
 struct RankFailure {
-  int rank = 0;                         // the first that failed
+  int rank = 0;  // the first that failed
   int pid = 0;
   int exit_code = 0;                    // when it exited by itself
   int signal = 0;                       // when a signal ended it
@@ -51,8 +51,9 @@ struct LaunchResult {
 };
 
 // Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails the others get SIGTERM and, after
-// the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL,
-// the ranks and what they started are killed too.
+// the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by
+// SIGKILL, the ranks and what they started are killed too.
+//
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);
 

@@ -108,9 +108,9 @@ int exit_code_of(const std::exception& error) {
   return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
 }
 
-int run_program(int argc, char** argv, const std::string& description, bool with_task, const MakeTask& make_task) {
+int run_program(int argc, char** argv, const std::string& description, bool with_task, TrainOptions options,
+                const MakeTask& make_task) {
   CLI::App app(description);
-  TrainOptions options;
   add_options(app, options, with_task);
   try {
     app.parse(argc, argv);
@@ -126,12 +126,14 @@ int run_program(int argc, char** argv, const std::string& description, bool with
 }  // namespace
 
 int run(int argc, char** argv, const Task& task) {
-  return run_program(argc, argv, "Trains " + task.name + " with lockstep", /*with_task=*/true,
+  TrainOptions defaults;
+  defaults.model = task.name;
+  return run_program(argc, argv, "Trains " + task.name + " with lockstep", /*with_task=*/true, defaults,
                      [&task](const TrainOptions&) { return task; });
 }
 
 int run_builtin(int argc, char** argv) {
-  return run_program(argc, argv, "Trains a model", /*with_task=*/false,
+  return run_program(argc, argv, "Trains a model", /*with_task=*/false, {},
                      [](const TrainOptions& options) { return builtin_task(options.model); });
 }
 

@@ -1,0 +1,43 @@
+#!/usr/bin/env python3
+"""From the command to the first all-reduce of two ranks: lockstep beside torchrun and Python, in turn.
+
+    bench/startup.py [ROUNDS]
+"""
+import subprocess
+import sys
+import time
+
+from common import BIN, LOCKSTEP, PYTORCH, ROOT, machine, median, peer_environment, require_peers, save, spread
+
+COMMANDS = {
+    "lockstep run": ([LOCKSTEP, "run", "--nproc-per-node", "2", "--", BIN / "first_all_reduce"], None),
+    "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                  ROOT / "bench/peers/first_all_reduce.py"], peer_environment()),
+}
+
+
+def seconds_to_first_all_reduce(command, environment):
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as job:
+        for line in job.stdout:
+            if "reduced 2" in line:
+                return time.perf_counter() - start
+    raise RuntimeError(f"{command[0]} never got there")
+
+
+def main():
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    require_peers()
+    print(f"start to first all-reduce, 2 ranks; {rounds} rounds in turn\n{machine()}\n")
+    seconds = {name: [] for name in COMMANDS}
+    for _ in range(rounds):
+        for name, (command, environment) in COMMANDS.items():
+            seconds[name].append(seconds_to_first_all_reduce(command, environment))
+    base = median(seconds["lockstep run"])
+    for name, values in seconds.items():
+        print(f"{name:16} {median(values):6.2f} s   ({spread(values)})   {median(values) / base:5.1f} x")
+    save("startup", {"rounds": rounds, "seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+// collective/shm/reduce_kernels.h: reduces n arrays into one result, element by element, and stores it in m places.
+//
+// Each result is ((x0 op x1) op x2) ... in the order of the sources, so its bits do not depend on the vector width, on
+// where an array is cut into slices, or on which rank does the work.
+//
+// Flow:    memory of all ranks -> vector registers -> memory of all ranks; every byte is read and written once
+// Threads: no state; any thread
+// Ranks:   no communication
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "lockstep/collective/shm/types.h"
+
+namespace lockstep::shm {
+
+struct Reduction {
+  std::span<const std::byte* const> sources;  // n >= 1 arrays of `count` elements, any alignment
+  std::span<std::byte* const> destinations;   // m >= 1; each is one of the sources or overlaps none of them
+  std::size_t count = 0;
+  int divisor = 1;         // kMean: what the sum is divided by
+  bool streaming = false;  // store past the caches: for destinations that nobody reads soon
+};
+
+bool defined(DType dtype, ReduceOp op);  // no bit operations on floats, no mean of bool
+
+void reduce(const Reduction& reduction, DType dtype, ReduceOp op);  // requires defined(dtype, op)
+
+// What `reduce` chooses from by asking the processor; named so that tests can compare them.
+enum class Kernels { kBaseline, kAvx512 };
+bool supported(Kernels kernels);
+void reduce_with(Kernels kernels, const Reduction& reduction, DType dtype, ReduceOp op);
+
+}  // namespace lockstep::shm

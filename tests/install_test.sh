@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs the build tree $1, builds examples/ against it as a user has it, and runs them on two ranks.
+set -euo pipefail
+build=$1
+source=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+cmake --install "$build" --prefix "$work/installed" >/dev/null
+cmake -S "$source/examples" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$work/installed"
+cmake --build "$work/build"
+
+unset LD_LIBRARY_PATH
+"$work/installed/bin/lockstep" run --nproc-per-node 2 -- "$work/build/own_loop" | tee "$work/loop.log"
+grep --quiet 'epoch 1 loss 0\.' "$work/loop.log"
+"$work/build/own_task" --ranks 2 --epochs 1 | tee "$work/task.log"
+grep --quiet 'done: 235 steps' "$work/task.log"
+"$work/installed/bin/lockstep" train --max-steps 2 --quiet
+echo "an installed lockstep works"
