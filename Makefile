@@ -1,27 +1,44 @@
-# Two commands are all a newcomer needs: `make demo` and `make test`.
+# Two commands are all a newcomer needs: `make demo` and `make test`. `make help` lists the rest.
 JOBS ?= $(shell nproc)
 demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --epochs 5 --batch-size 256 \
                --lr 0.1 --momentum 0.9 --nesterov --schedule cosine --warmup-epochs 0.5
 
-.PHONY: demo test soak cuda bench release format clean
+.PHONY: help demo test soak cuda bench format clean
 
-demo: setup-demo release  ## trains LeNet on Fashion-MNIST on every core
-	build/release/bin/lockstep train $(demo_options)
+help:
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
-test: setup-test  ## builds and runs the tests: release, and ThreadSanitizer on what has no torch
-	cmake --preset tsan
-	cmake --build --preset tsan -j $(JOBS)
-	ctest --preset tsan -j $(JOBS)
-	cmake --preset release
-	cmake --build --preset release -j $(JOBS)
-	ctest --preset release -j $(JOBS)
-
-release:
+demo: setup-demo  ## trains LeNet on Fashion-MNIST on every core, in 5 epochs
 	cmake --preset release -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_BENCH=OFF
 	cmake --build --preset release -j $(JOBS)
+	build/release/bin/lockstep train $(demo_options)
+
+test: setup-test test-tsan test-release  ## builds and runs the tests: release, and ThreadSanitizer on what has no torch
+
+soak: setup-test test-tsan test-asan  ## every sanitizer over everything, and longer rounds
+	LOCKSTEP_SOAK_ROUNDS=200 ctest --preset asan -R '[Ss]oak|mutated|dies|survives' -j $(JOBS)
+
+cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
+	cmake --preset cuda
+	cmake --build --preset cuda -j $(JOBS)
+	if [ -e /dev/nvidia0 ]; then ctest --preset cuda; else echo "no GPU here: compiled and linked, not run"; fi
+
+bench: setup-pytorch  ## lockstep beside PyTorch, in turn
+	cmake --preset release -DLOCKSTEP_BENCH=ON
+	cmake --build --preset release -j $(JOBS)
+	bench/startup.py
+	bench/lenet.py
+
+test-%:
+	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)
+	cmake --build --preset $* -j $(JOBS)
+	ctest --preset $* -j $(JOBS)
 
 setup-%:
 	tools/setup.sh $*
 
-clean:
+format:  ## clang-format over the sources
+	git ls-files '*.h' '*.cc' | xargs clang-format -i
+
+clean:  ## forgets every build
 	rm -rf build

@@ -29,11 +29,20 @@ target_include_directories(lockstep::c10 SYSTEM INTERFACE
 target_link_options(lockstep::c10 INTERFACE ${lockstep_nvidia_lib_dirs} -Wl,--disable-new-dtags)
 target_link_libraries(lockstep::torch_cpu INTERFACE lockstep::c10)
 
+# With CUDA: the headers of the toolkit and of NCCL come out of the wheel's own dependencies; no toolkit is needed.
 if(LOCKSTEP_CUDA)
+  set(lockstep_nvidia_dir ${LOCKSTEP_TORCH_DIR}/../nvidia)
+  if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cuda.so OR NOT EXISTS ${lockstep_nvidia_dir}/nccl/include/nccl.h)
+    message(FATAL_ERROR "lockstep: no CUDA libraries beside ${LOCKSTEP_TORCH_DIR}.\n"
+      "  next: run tools/setup.sh pytorch, or point -DLOCKSTEP_TORCH_DIR at a full installation of torch 2.11")
+  endif()
   foreach(library c10_cuda torch_cuda)
     add_library(lockstep::${library} SHARED IMPORTED)
     set_target_properties(lockstep::${library} PROPERTIES
       IMPORTED_LOCATION ${LOCKSTEP_TORCH_DIR}/lib/lib${library}.so)
     target_link_libraries(lockstep::${library} INTERFACE lockstep::c10)
   endforeach()
+  target_link_libraries(lockstep::torch_cuda INTERFACE lockstep::c10_cuda)
+  target_include_directories(lockstep::c10_cuda SYSTEM INTERFACE
+    ${lockstep_nvidia_dir}/cu13/include ${lockstep_nvidia_dir}/nccl/include)
 endif()

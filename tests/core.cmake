@@ -23,3 +23,7 @@ target_compile_definitions(core_test PRIVATE
 target_link_libraries(core_test PRIVATE lockstep_core GTest::gtest_main)
 add_dependencies(core_test lockstep_command rank_probe)
 gtest_discover_tests(core_test TEST_PREFIX core. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 60)
+
+# The layout: who includes whom, the map in HACKING.md, the programs in README.md.
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+add_test(NAME layout.the_rooms_are_in_order COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/check_rooms.py)

@@ -21,8 +21,10 @@ class TempFolder {
   ~TempFolder() { std::filesystem::remove_all(path_); }
   TempFolder(const TempFolder&) = delete;
   TempFolder& operator=(const TempFolder&) = delete;
+  std::string path() const { return path_; }
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-  const std::filesystem::path& path() const { return path_; }
+  std::string file(const std::string& name) const { return path_ / name; }
+  bool has(const std::string& name) const { return std::filesystem::exists(path_ / name); }
 
  private:
   std::filesystem::path path_;

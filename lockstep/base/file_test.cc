@@ -10,14 +10,14 @@
 namespace lockstep {
 namespace {
 
-using testing::TemporaryFolder;
+using testing::TempFolder;
 
-std::ptrdiff_t files_in(const TemporaryFolder& folder) {
+std::ptrdiff_t files_in(const TempFolder& folder) {
   return std::distance(std::filesystem::directory_iterator(folder.path()), std::filesystem::directory_iterator());
 }
 
 TEST(File, comes_back_as_it_was_written) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   const std::string content("a\0\n\xff", 4);
   write_file(folder.file("f"), content);
   EXPECT_EQ(read_file(folder.file("f")), content);
@@ -27,7 +27,7 @@ TEST(File, comes_back_as_it_was_written) {
 }
 
 TEST(AtomicFile, without_commit_leaves_the_old_file) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   write_file(folder.file("f"), "old");
   {
     AtomicFile file(folder.file("f"));

@@ -56,12 +56,19 @@ torch::Device device_of_rank(torch::DeviceType type, int local_rank) {
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(cuda_device_index(local_rank))};
 }
 
+// Where no launcher has narrowed this process to its own cores, its even share of the machine's.
+CoreSet cores_of(const JobEnvironment& job) {
+  const CoreSet usable = usable_cores();
+  const bool narrowed = static_cast<long>(usable.size()) < ::sysconf(_SC_NPROCESSORS_ONLN);
+  return narrowed ? usable : cores_of_rank(usable, job.local_rank, job.local_size);
+}
+
 StatePtr make_state(const JobEnvironment& job, const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->job = job;
   state->timeout = options.timeout;
   state->device = device_of_rank(options.device, job.local_rank);
-  state->cores = usable_cores();
+  state->cores = cores_of(job);
   return state;
 }
 

@@ -1,5 +1,6 @@
 #include "lockstep/gradient/reducer.h"
 
+#include <bit>
 #include <functional>
 #include <limits>
 #include <mutex>
@@ -135,11 +136,10 @@ class Reducer::Impl {
       for (Slot& slot : bucket.slots)
         if (!slot.ready) pack(bucket, slot);
     send_full_buckets();
-    for (Bucket& bucket : buckets_) take_back(bucket);
-    wait_for_totals();
-    const torch::Tensor totals = totals_.cpu();
-    const auto* values = totals.const_data_ptr<double>();
-    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
+    const BatchTotals totals = wait_for_totals();
+    for (Bucket& bucket : buckets_) take_back(bucket, scale_ / static_cast<double>(totals.samples));
+    learn_scale(totals);
+    return totals;
   }
 
  private:
@@ -169,15 +169,22 @@ class Reducer::Impl {
     active_ = true;
   }
 
-  void wait_for_totals() {
+  BatchTotals wait_for_totals() {
     if (totals_work_) totals_work_->wait();
     totals_work_.reset();
+    const torch::Tensor totals = totals_.cpu();
+    const auto* values = totals.const_data_ptr<double>();
+    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
   }
 
-  // m_j / n, a scalar on the device.
-  torch::Tensor weight() {
-    wait_for_totals();
-    return static_cast<double>(samples_) / totals_[0];
+  void learn_scale(const BatchTotals& totals) {
+    if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
+  }
+
+  // m_j / s. The first step has no step before it, and waits.
+  double weight() {
+    if (scale_ == 0) learn_scale(wait_for_totals());
+    return static_cast<double>(samples_) / scale_;
   }
 
   // On autograd's thread.
@@ -202,7 +209,7 @@ class Reducer::Impl {
     const torch::Tensor& gradient = slot.parameter.tensor.grad();
     const bool has_one = gradient.defined() && samples_ > 0;
     if (has_one)
-      at::mul_out(slot.gradient, in_parameter_order(slot.parameter, gradient), weight());
+      at::mul_out(slot.gradient, in_parameter_order(slot.parameter, gradient), torch::scalar_tensor(weight(), torch::kFloat64));
     else
       slot.gradient.zero_();
     slot.flag.fill_(has_one ? 1 : 0);
@@ -216,21 +223,22 @@ class Reducer::Impl {
       buckets_[next_to_send_].work.emplace(world_.all_reduce_async(buckets_[next_to_send_].flat));
   }
 
-  void take_back(Bucket& bucket) {
+  void take_back(Bucket& bucket, double factor) {
     const torch::NoGradGuard no_grad;
     bucket.work->wait();
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
     for (Slot& slot : bucket.slots)
-      if (*count++ > 0) store_mean(slot);
+      if (*count++ > 0) store_mean(slot, factor);
   }
 
-  void store_mean(Slot& slot) {
+  void store_mean(Slot& slot, double factor) {
     const torch::Tensor& parameter = slot.parameter.tensor;
     torch::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined() || gradient.strides() != parameter.strides())
       gradient = torch::empty_like(parameter, parameter.options().requires_grad(false));
-    dense_view(gradient).copy_(slot.gradient);
+    torch::Tensor values = dense_view(gradient);
+    at::mul_out(values, slot.gradient, torch::scalar_tensor(factor, torch::kFloat64));
   }
 
   World world_;
@@ -242,6 +250,7 @@ class Reducer::Impl {
   std::int64_t samples_ = 0;     // m_j
   torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
+  double scale_ = 0;             // s; 0 before the first step
   std::size_t next_to_send_ = 0;
 };
 

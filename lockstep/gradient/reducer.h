@@ -7,9 +7,12 @@
 //
 // The result is S1's weighted mean  sum_j (m_j / n) grad_j  over ranks j with m_j samples each, n = sum_j m_j: exact for
 // uneven parts. One step:
-//   begin()   all-reduces (m_j, m_j loss_j): 16 bytes, done long before the first bucket is full
-//   hooks     a gradient is ready: scaled by m_j / n into its bucket. Bucket full, and those before it sent: all-reduce
-//   finish()  buckets that never filled are sent too; waits; the means go back into .grad
+//   begin()   starts to all-reduce (m_j, m_j loss_j): 16 bytes
+//   hooks     a gradient is ready: times m_j / s into its bucket. Bucket full, and those before it sent: all-reduce
+//   finish()  buckets that never filled are sent too; waits; times s / n the sums go back into .grad
+// n is not known while backward runs, and waiting for it would put a round trip before the first gradient. So gradients
+// are scaled by what every rank knows already: s, the power of two below the last step's n. It keeps small dtypes from
+// overflowing and rounds nothing.
 //
 // Parameters that took no part on some ranks count as zero there. Beside its gradients a bucket carries one flag per
 // parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank: no walk of

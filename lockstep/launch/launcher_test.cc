@@ -20,7 +20,7 @@
 namespace lockstep {
 namespace {
 
-using testing::TemporaryFolder;
+using testing::TempFolder;
 
 struct Launched {
   LaunchResult result;
@@ -139,14 +139,14 @@ TEST(Launch, describes_a_failure) {
 }
 
 TEST(Launch, kills_a_rank_that_ignores_sigterm_after_the_grace_period) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   const std::string script = concat("if [ $RANK = 0 ]; then exec ", RANK_PROBE, " ignore-sigterm ", folder.path(),
                                     "; fi; ", "while [ ! -e ", folder.file("rank0"), " ]; do sleep 0.01; done; exit 5");
   const Stopwatch watch;
   const LaunchResult result = launch({.ranks = 2, .grace = std::chrono::milliseconds(200)}, {"sh", "-c", script});
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_GE(watch.seconds(), 0.2);
-  EXPECT_FALSE(testing::is_running(folder.pid_in("rank0")));
+  EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
 }
 
 TEST(Launch, names_a_program_that_does_not_exist) {
@@ -173,7 +173,7 @@ TEST(Launch, refuses_options_that_make_no_sense) {
 }
 
 TEST(Launch, split_output_goes_into_files) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   const LaunchOptions options{.ranks = 2, .output = RankOutput::kSplit, .log_dir = folder.file("new/logs")};
   const Launched launched = launch_probe(options, {"lines", "1"});
   EXPECT_EQ(launched.output + launched.error, "");
@@ -216,10 +216,10 @@ TEST(Launch, rank_0_can_keep_this_process_output) {
 }
 
 TEST(Launch, does_not_wait_for_a_process_that_keeps_the_output_of_a_dead_rank) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   const Launched launched = launch_probe({.ranks = 1}, {"leave-grandchild", folder.path()});
   EXPECT_EQ(launched.output, "[rank 0] last words\n");
-  const int grandchild = folder.pid_in("grandchild0");
+  const int grandchild = testing::pid_in(folder, "grandchild0");
   EXPECT_TRUE(testing::is_running(grandchild)) << "it left the rank's process group";
   ::kill(grandchild, SIGKILL);
 }

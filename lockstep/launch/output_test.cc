@@ -76,7 +76,7 @@ TEST(RankStream, drains_without_waiting_for_a_pipe_that_stays_open) {
 }
 
 TEST(Sink, writes_everything_with_its_prefix) {
-  const testing::TemporaryFolder folder;
+  const testing::TempFolder folder;
   const UniqueFd fd(::open(folder.file("out").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
   Sink sink(fd.get());
   const std::string line(3000, 'x');
@@ -89,7 +89,7 @@ TEST(Sink, writes_everything_with_its_prefix) {
 }
 
 TEST(LastLinesOfFile, are_at_most_twenty) {
-  const testing::TemporaryFolder folder;
+  const testing::TempFolder folder;
   std::string text;
   for (int line = 0; line < 20000; ++line) text += concat("line ", line, "\n");
   write_file(folder.file("err"), text);

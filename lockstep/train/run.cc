@@ -39,13 +39,13 @@ torch::DeviceType chosen_device(const std::string& name) {
   return cuda ? torch::kCUDA : torch::kCPU;
 }
 
+// --threads, else what OMP_NUM_THREADS says (a launcher's doing), else a thread for each of this rank's cores.
 void use_threads(const TrainOptions& options, const World& world) {
-  const int share = std::max(1, static_cast<int>(world.cores().size()) / std::max(1, world.local_size()));
-  // Ranks that were pinned see only their own cores; others share all that they see.
   const char* told = std::getenv("OMP_NUM_THREADS");
-  int from_launcher = 0;
-  const bool has_told = told != nullptr && parse_int(told, from_launcher) && from_launcher > 0;
-  at::set_num_threads(options.threads > 0 ? options.threads : has_told ? from_launcher : share);
+  int threads = options.threads;
+  if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
+    threads = static_cast<int>(world.cores().size());
+  at::set_num_threads(threads);
 }
 
 Datasets load_data(const Task& task, const TrainOptions& options) {

@@ -52,16 +52,8 @@ bool is_running(int pid) {
   }
 }
 
-TemporaryFolder::TemporaryFolder() {
-  std::string name = std::filesystem::temp_directory_path() / "lockstep-test-XXXXXX";
-  if (::mkdtemp(name.data()) == nullptr) throw system_error("make", name);
-  path_ = name;
-}
-
-TemporaryFolder::~TemporaryFolder() { std::filesystem::remove_all(path_); }
-
-int TemporaryFolder::pid_in(const std::string& name) const {
-  return wait_until([&] { return has(name); }) ? std::stoi(read_file(path_ / name)) : 0;
+int pid_in(const TempFolder& folder, const std::string& name) {
+  return wait_until([&] { return folder.has(name); }) ? std::stoi(read_file(folder / name)) : 0;
 }
 
 Child::Child(const std::vector<std::string>& command) {

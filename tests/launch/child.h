@@ -1,11 +1,12 @@
-// tests/launch/child.h: programs that a test starts, watches and signals; and the folder where they leave their traces.
+// tests/launch/child.h: programs that a test starts, watches and signals.
 #pragma once
 
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <string>
 #include <vector>
+
+#include "tests/support.h"
 
 namespace lockstep::testing {
 
@@ -16,21 +17,7 @@ bool wait_until(const std::function<bool()>& condition, std::chrono::millisecond
 
 bool is_running(int pid);  // not ended; a process that nobody has waited for yet has ended
 
-class TemporaryFolder {
- public:
-  TemporaryFolder();
-  ~TemporaryFolder();
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  std::string path() const { return path_; }
-  std::string file(const std::string& name) const { return path_ / name; }
-  bool has(const std::string& name) const { return std::filesystem::exists(path_ / name); }
-  int pid_in(const std::string& name) const;  // waits for the file; 0 if it does not come
-
- private:
-  std::filesystem::path path_;
-};
+int pid_in(const TempFolder& folder, const std::string& name);  // waits for the file; 0 if it does not come
 
 // A program with its stdout and stderr in files. Killed, if it still runs, when this goes away.
 class Child {
@@ -49,7 +36,7 @@ class Child {
  private:
   bool has_ended();
 
-  TemporaryFolder folder_;
+  TempFolder folder_;
   int pid_ = -1;
   int exit_code_ = -1;
   bool ended_ = false;

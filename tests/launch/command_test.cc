@@ -24,9 +24,9 @@ Words lockstep_run(const Words& options, const Words& probe) {
   return command;
 }
 
-std::vector<int> pids_of_ranks(const TemporaryFolder& folder, int ranks) {
+std::vector<int> pids_of_ranks(const TempFolder& folder, int ranks) {
   std::vector<int> pids;
-  for (int rank = 0; rank < ranks; ++rank) pids.push_back(folder.pid_in(concat("rank", rank)));
+  for (int rank = 0; rank < ranks; ++rank) pids.push_back(testing::pid_in(folder, concat("rank", rank)));
   return pids;
 }
 
@@ -38,7 +38,7 @@ void expect_all_gone(const std::vector<int>& pids) {
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(LockstepRun, passes_sigterm_on_to_the_ranks) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "2"}, {"exit-on-sigterm", folder.path()}));
   const auto ranks = pids_of_ranks(folder, 2);
   launcher.signal(SIGTERM);
@@ -49,7 +49,7 @@ TEST(LockstepRun, passes_sigterm_on_to_the_ranks) {
 }
 
 TEST(LockstepRun, kills_ranks_that_ignore_sigterm_after_the_grace_period) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "2", "--grace", "0.2"}, {"ignore-sigterm", folder.path()}));
   const auto ranks = pids_of_ranks(folder, 2);
   launcher.signal(SIGTERM);
@@ -58,7 +58,7 @@ TEST(LockstepRun, kills_ranks_that_ignore_sigterm_after_the_grace_period) {
 }
 
 TEST(LockstepRun, a_second_sigint_kills_at_once) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "2", "--grace", "3600"}, {"ignore-sigterm", folder.path()}));
   const auto ranks = pids_of_ranks(folder, 2);
   EXPECT_TRUE(wait_until([&launcher] {  // again and again: two SIGINT that wait at the same time are one
@@ -70,20 +70,20 @@ TEST(LockstepRun, a_second_sigint_kills_at_once) {
 }
 
 TEST(LockstepRun, killed_it_takes_ranks_and_what_they_started_with_it) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "3"}, {"hang-with-grandchild", folder.path()}));
   auto pids = pids_of_ranks(folder, 3);
-  for (int rank = 0; rank < 3; ++rank) pids.push_back(folder.pid_in(concat("grandchild", rank)));
+  for (int rank = 0; rank < 3; ++rank) pids.push_back(testing::pid_in(folder, concat("grandchild", rank)));
   launcher.signal(SIGKILL);
   EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
   expect_all_gone(pids);
 }
 
 TEST(LockstepRun, ends_what_a_failed_rank_started) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "2"}, {"hang-with-grandchild", folder.path()}));
   auto pids = pids_of_ranks(folder, 2);
-  for (int rank = 0; rank < 2; ++rank) pids.push_back(folder.pid_in(concat("grandchild", rank)));
+  for (int rank = 0; rank < 2; ++rank) pids.push_back(testing::pid_in(folder, concat("grandchild", rank)));
   ::kill(pids[1], SIGKILL);
   EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
   EXPECT_TRUE(contains(launcher.error(), "rank 1 was ended by signal 9")) << launcher.error();
@@ -109,7 +109,7 @@ std::string run_into(const Pipe& pipe, const Words& probe) {
 }
 
 TEST(LockstepRun, whoever_reads_its_output_sees_the_end_of_it_when_it_is_killed) {
-  const TemporaryFolder folder;
+  const TempFolder folder;
   Pipe pipe;
   Child launcher({"sh", "-c", run_into(pipe, {"hang", folder.path()})});
   const auto ranks = pids_of_ranks(folder, 1);
@@ -138,7 +138,7 @@ TEST(LockstepRun, a_reader_that_has_stopped_does_not_keep_it_from_its_signals) {
 }
 
 TEST(LockstepRun, two_at_the_same_time_have_different_ports) {
-  const TemporaryFolder folders[2];
+  const TempFolder folders[2];
   const std::string script = "echo $MASTER_PORT; exec \"$0\" hang \"$1\"";
   Child one({LOCKSTEP_COMMAND, "run", "sh", "-c", script, RANK_PROBE, folders[0].path()});
   Child other({LOCKSTEP_COMMAND, "run", "sh", "-c", script, RANK_PROBE, folders[1].path()});

@@ -48,7 +48,7 @@ struct Job {
     return values;
   }
 
-  TemporaryFolder folder;
+  TempFolder folder;
   int exit_code = -1;
   std::string error;
   std::vector<Settings> settings;

@@ -1,0 +1,141 @@
+#include "lockstep/collective/shm/algorithms.h"
+
+#include <array>
+#include <bit>
+
+#include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/reduce_kernels.h"
+#include "lockstep/collective/shm/split.h"
+
+namespace lockstep::shm {
+namespace {
+
+// The arrays of all ranks, filled with their inputs and announced.
+class SharedArrays {
+ public:
+  SharedArrays(GroupState& group, const AllReduce& call)
+      : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)) {
+    group_.begin({.operation = Operation::kAllReduce,
+                  .dtype = call.dtype,
+                  .op = call.op,
+                  .algorithm = call.algorithm,
+                  .count = call.count});
+    mine_ = static_cast<std::byte*>(call.output);
+    if (group_.locate(mine_, bytes_).kind == Place::Kind::kPrivate) {
+      copy_ = group_.machine().arena(group_.machine_rank(group_.rank()))->allocate(bytes_);
+      mine_ = copy_.data();
+    }
+    copy_bytes(mine_, static_cast<const std::byte*>(call.input), bytes_);
+    group_.arrive(group_.locate(mine_, bytes_), group_.locate(mine_, bytes_));
+  }
+
+  std::size_t bytes() const { return bytes_; }
+  std::byte* of(int rank) const { return group_.pointer(group_.announcement(rank).output(), bytes_); }
+
+  // target = the reduction of `inputs`, for one part; `last` if nothing is to be added any more.
+  void reduce_part(std::span<const std::byte* const> inputs, std::byte* target, std::size_t count, bool last) const {
+    const bool divide_later = call_.op == ReduceOp::kMean && !last;
+    const std::array targets{target};
+    reduce({.sources = inputs, .destinations = targets, .count = count, .divisor = group_.size()}, call_.dtype,
+           divide_later ? ReduceOp::kSum : call_.op);
+  }
+
+  // After step `steps - 1`: nobody returns before all are done with its array.
+  void finish(int steps) {
+    group_.meet(static_cast<std::uint32_t>(steps));
+    group_.end(static_cast<std::uint32_t>(steps));
+    copy_bytes(static_cast<std::byte*>(call_.output), mine_, bytes_);
+  }
+
+ private:
+  GroupState& group_;
+  const AllReduce& call_;
+  std::size_t bytes_;
+  std::byte* mine_ = nullptr;
+  Memory copy_;
+};
+
+void reduce_everything(GroupState& group, const SharedArrays& arrays, std::size_t count) {
+  const GroupState::Touch touch(group);
+  for (int peer = 0; peer < group.size(); ++peer) group.sources[static_cast<std::size_t>(peer)] = arrays.of(peer);
+  arrays.reduce_part(group.sources, arrays.of(0), count, true);
+}
+
+void copy_array(GroupState& group, const SharedArrays& arrays, int from) {
+  const GroupState::Touch touch(group);
+  copy_bytes(arrays.of(group.rank()), arrays.of(from), arrays.bytes());
+}
+
+// Adds (or copies) the left neighbour's part to the own one.
+void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DType dtype, bool add, bool last) {
+  const GroupState::Touch touch(group);
+  const int left = (group.rank() + group.size() - 1) % group.size();
+  const std::size_t offset = part.begin * size_of(dtype);
+  std::byte* const own = arrays.of(group.rank()) + offset;
+  const std::byte* const theirs = arrays.of(left) + offset;
+  if (add) arrays.reduce_part(std::array<const std::byte*, 2>{theirs, own}, own, part.count, last);
+  else copy_bytes(own, theirs, part.count * size_of(dtype));
+}
+
+void add_child(GroupState& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {
+  const GroupState::Touch touch(group);
+  std::byte* const own = arrays.of(group.rank());
+  arrays.reduce_part(std::array<const std::byte*, 2>{own, arrays.of(child)}, own, count, last);
+}
+
+}  // namespace
+
+void all_reduce_central(GroupState& group, const AllReduce& call) {
+  SharedArrays arrays(group, call);
+  if (group.rank() == 0) {
+    reduce_everything(group, arrays, call.count);
+    group.post(1);
+  } else {
+    group.wait_for(0, 1);
+    copy_array(group, arrays, 0);
+  }
+  arrays.finish(2);
+}
+
+// Part s starts its way at rank s and is complete at rank s-1. A rank overwrites a part only after its right neighbour
+// has read it: in step p+j its left neighbour is done with step p+j-1, hence, p-1 places on, its right one with j+1.
+void all_reduce_ring(GroupState& group, const AllReduce& call) {
+  SharedArrays arrays(group, call);
+  const int p = group.size();
+  const Split split = Split::even(call.count, p, kCacheLine / size_of(call.dtype));
+  const int left = (group.rank() + p - 1) % p;
+  for (int step = 1; step <= 2 * p - 2; ++step) {
+    if (step > 1) group.wait_for(left, static_cast<std::uint32_t>(step - 1));
+    const bool add = step < p;
+    const int part = (group.rank() - step + (add ? 0 : p) + 2 * p) % p;
+    take_from_left(group, arrays, split[part], call.dtype, add, step == p - 1);
+    group.post(static_cast<std::uint32_t>(step));
+  }
+  arrays.finish(2 * p - 1);
+}
+
+void all_reduce_tree(GroupState& group, const AllReduce& call) {
+  SharedArrays arrays(group, call);
+  const int rank = group.rank();
+  const int levels = std::bit_width(static_cast<unsigned>(group.size() - 1));
+  std::uint32_t step = 0;
+  for (int level = 0; level < levels; ++level) {
+    const int distance = 1 << level;
+    if (rank % (2 * distance) == 0 && rank + distance < group.size()) {
+      group.wait_for(rank + distance, step);
+      add_child(group, arrays, rank + distance, call.count, level == levels - 1);
+    }
+    group.post(++step);
+  }
+  for (int level = levels - 1; level >= 0; --level) {
+    const int distance = 1 << level;
+    if (rank % (2 * distance) == distance) {
+      group.wait_for(rank - distance, step);
+      copy_array(group, arrays, rank - distance);
+    }
+    group.post(++step);
+  }
+  arrays.finish(static_cast<int>(step) + 1);
+}
+
+}  // namespace lockstep::shm

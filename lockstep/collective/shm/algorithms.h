@@ -1,0 +1,25 @@
+// collective/shm/algorithms.h: all_reduce the way other systems do it, for comparison: central, ring and tree.
+//
+// All three work in place on one array of K bytes per rank that all ranks can reach: the output where it lies in an
+// arena or ranks are threads, else a copy in the arena. Rank r has finished step k when its flag says so.
+//
+//   central  rank 0 reads all p arrays and writes its own (p+1 times K past one core); then p-1 ranks copy K each
+//   ring     2(p-1) steps of K/p: in step k rank r takes one part from its left neighbour, first adding, then copying
+//   tree     2 log2(p) steps of K: partners at distance 1, 2, 4, ... are added pairwise up to rank 0, then copied down
+//
+// ring and tree round float16 and bfloat16 after every step.
+//
+// Threads: the group's rules
+// Ranks:   all
+#pragma once
+
+#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/shm/group_state.h"
+
+namespace lockstep::shm {
+
+void all_reduce_central(GroupState& group, const AllReduce& call);
+void all_reduce_ring(GroupState& group, const AllReduce& call);
+void all_reduce_tree(GroupState& group, const AllReduce& call);
+
+}  // namespace lockstep::shm

@@ -1,0 +1,136 @@
+#include "lockstep/collective/shm/group_state.h"
+
+#include <sched.h>
+
+#include <exception>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::shm {
+
+GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
+                       std::chrono::milliseconds timeout)
+    : sources(ranks.size()),
+      destinations(ranks.size()),
+      machine_(std::move(machine)),
+      area_(area),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      waiter_(*machine_, *this, timeout) {}
+
+void GroupState::begin(const Intent& intent) {
+  machine_->throw_if_poisoned(here());
+  intent_ = intent;
+  ++sequence_;
+}
+
+void GroupState::arrive(Place input, Place output, std::size_t longest_message) {
+  Announcement& mine = area_.announcement(rank_, sequence_);
+  mine.write(intent_, input, output, longest_message);
+  mine.arrived.raise(sequence_);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank_) continue;
+    Flag& arrived = area_.announcement(peer, sequence_).arrived;
+    waiter_.until(arrived, machine_rank(peer), [&] { return arrived.load() == sequence_; });
+  }
+  compare(intent_);
+}
+
+void GroupState::compare(const Intent& mine) const {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank_ || announcement(peer).says(mine)) continue;
+    disagree(peer, to_string(mine), to_string(announcement(peer).read_intent()));
+  }
+}
+
+void GroupState::disagree(int peer, const std::string& mine, const std::string& theirs) const {
+  throw MismatchError({.what = concat("rank ", rank_, " wants ", mine, ", rank ", peer, " wants ", theirs),
+                       .here = here(),
+                       .peer = machine_->describe(machine_rank(peer)),
+                       .likely = "ranks whose models, batches or branches differ, so that their calls do too",
+                       .next = "make every rank call the same collectives in the same order with the same shapes"});
+}
+
+void GroupState::wait_for(int peer, std::uint32_t step) {
+  Flag& phase = area_.progress(peer).phase;
+  const std::uint32_t target = phase_ + step;
+  waiter_.until(phase, machine_rank(peer), [&] { return phase.reached(target); });
+}
+
+void GroupState::wait_all(std::uint32_t step) {
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank_) wait_for(peer, step);
+}
+
+std::byte* GroupState::make_staging() {
+  if (staging_.data() == nullptr) {
+    staging_ = machine_->arena(machine_rank(rank_))->allocate(2 * staging_bytes());
+    area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
+  }
+  return staging_.data();
+}
+
+const std::byte* GroupState::staging(int peer, std::uint32_t turn) const {
+  const Place place{.kind = Place::Kind::kArena,
+                    .owner = static_cast<std::uint16_t>(machine_rank(peer)),
+                    .at = area_.progress(peer).staging.load(std::memory_order_relaxed)};
+  return machine_->pointer(place, 2 * staging_bytes()) + turn % 2 * staging_bytes();
+}
+
+// A peer may still be reading or writing memory of this rank that its caller frees when it sees the exception.
+// By now the machine is poisoned, so that nobody starts.
+void GroupState::after_failure() const {
+  try {
+    throw;
+  } catch (const MismatchError&) {
+    return;
+  } catch (const PeerLost&) {
+  } catch (const std::exception& error) {
+    machine_->poison(Cause::kFailed, machine_rank(rank_), concat("rank ", machine_rank(rank_), " failed"), error.what());
+  }
+  for (int peer = 0; peer < size() && machine_->shares_ordinary_memory(); ++peer)
+    while (area_.progress(peer).touching.load() != 0) ::sched_yield();
+}
+
+GroupState::Touch::Touch(const GroupState& group) : group_(group) {
+  if (!group_.machine_->shares_ordinary_memory()) return;
+  std::atomic<std::uint32_t>& touching = group_.area_.progress(group_.rank_).touching;
+  touching.fetch_add(1);  // sequentially consistent, as is the poisoning: either it is seen here, or this is waited for
+  if (!group_.machine_->poisoned()) return;
+  touching.fetch_sub(1);
+  group_.machine_->throw_if_poisoned(group_.here());
+}
+
+GroupState::Touch::~Touch() {
+  if (group_.machine_->shares_ordinary_memory())
+    group_.area_.progress(group_.rank_).touching.fetch_sub(1, std::memory_order_release);
+}
+
+std::string GroupState::here() const {
+  return concat("rank ", rank_, " of ", size(), " in ", to_string(intent_), ", collective ", sequence_);
+}
+
+std::string GroupState::everyone() const {
+  std::vector<std::string> lines;
+  for (int rank = 0; rank < size(); ++rank) lines.push_back(doing(rank));
+  return join(lines, "\n          ");
+}
+
+const Announcement& GroupState::last_of(int rank) const {
+  const Announcement& one = area_.announcement(rank, 0);
+  const Announcement& other = area_.announcement(rank, 1);
+  return one.arrived.reached(other.arrived.load()) ? one : other;
+}
+
+std::string GroupState::doing(int rank) const {
+  const std::string who = machine_->describe(machine_rank(rank));
+  const Announcement& last = last_of(rank);
+  const std::uint32_t number = last.arrived.load();
+  if (number == 0) return who + ": no collective yet";
+  const std::uint32_t here = last_of(rank_).arrived.load();
+  return concat(who, ": ", to_string(last.read_intent()), ", collective ", number,
+                number == here ? "" : concat(" (this rank: ", here, ")"));
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,121 @@
+// collective/shm/group_state.h: one rank's side of one group: how it enters a collective with the others, and the steps
+// it takes with them. The collectives (reduction.h, exchange.h, algorithms.h) are written in these verbs.
+//
+//   begin(intent)        number s of the group begins; slot and counts of s may be written
+//   arrive(in, out)      announces intent and places in one cache line, waits for all others, compares what all want
+//   post(k), wait_all(k) step k of this collective: raise the own flag, wait for those of the others
+//   end(k)               k steps were used; all ranks say the same number
+//
+// arrive() returns only once all ranks have left collective s-1. So everything that s-1 used may be used again, and a
+// collective whose data fits the slots needs no second wait at all.
+//
+// Owns:    numbers of the collective and step; the staging memory; scratch lists of p entries
+// Threads: one at a time
+// Ranks:   every rank of the group makes the same calls in the same order
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/shm/control_block.h"
+#include "lockstep/collective/shm/machine.h"
+#include "lockstep/collective/shm/waiting.h"
+
+namespace lockstep::shm {
+
+class GroupState final : public Narrator {
+ public:
+  // `ranks`: the machine's ranks of this group's ranks 0, 1, ...
+  GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
+             std::chrono::milliseconds timeout);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int machine_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  Machine& machine() const { return *machine_; }
+  const std::shared_ptr<Machine>& shared_machine() const { return machine_; }
+  const GroupArea& area() const { return area_; }
+  Waiter& waiter() { return waiter_; }
+
+  // Runs a collective. Whatever it throws except MismatchError (which all ranks throw alike, before any data moved)
+  // leaves the machine poisoned and no peer using this rank's memory.
+  template <class Body>
+  void run(const Body& body) {
+    waiter_.begin_call();
+    try {
+      body();
+    } catch (...) {
+      after_failure();
+      throw;
+    }
+  }
+
+  void begin(const Intent& intent);
+  void arrive(Place input, Place output, std::size_t longest_message = 0);
+
+  void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
+  void wait_for(int peer, std::uint32_t step);
+  void wait_all(std::uint32_t step);
+  void meet(std::uint32_t step) {
+    post(step);
+    wait_all(step);
+  }
+  void end(std::uint32_t steps) { phase_ += steps; }
+
+  const Announcement& announcement(int peer) const { return area_.announcement(peer, sequence_); }
+  std::byte* slot(int peer) const { return area_.slot(peer, sequence_); }
+  std::uint64_t* counts(int peer) const { return area_.counts(peer, sequence_); }
+
+  Place locate(const void* address, std::size_t bytes) const { return machine_->locate(address, bytes); }
+  std::byte* pointer(Place place, std::size_t bytes) const { return machine_->pointer(place, bytes); }
+
+  // Staging memory, two halves of staging_bytes(). The own one is made at first use and announced by the next post().
+  std::size_t staging_bytes() const { return machine_->staging_bytes(); }
+  std::byte* make_staging();
+  const std::byte* staging(int peer, std::uint32_t turn) const;
+
+  // Inside a catch block: what `run` does there.
+  void after_failure() const;
+
+  // Names rank and call on both sides of a disagreement. Throws MismatchError.
+  [[noreturn]] void disagree(int peer, const std::string& mine, const std::string& theirs) const;
+
+  // While this lives, this rank reads or writes memory that belongs to another thread: that thread does not get an
+  // error, and so can't free it, before this is gone. Throws PeerLost instead of starting once the machine is poisoned.
+  class Touch {
+   public:
+    explicit Touch(const GroupState& group);
+    ~Touch();
+    Touch(const Touch&) = delete;
+    Touch& operator=(const Touch&) = delete;
+
+   private:
+    const GroupState& group_;
+  };
+
+  std::string here() const override;
+  std::string everyone() const override;
+
+  std::vector<const std::byte*> sources;  // scratch, one entry per rank
+  std::vector<std::byte*> destinations;
+
+ private:
+  void compare(const Intent& mine) const;
+  const Announcement& last_of(int rank) const;
+  std::string doing(int rank) const;
+
+  std::shared_ptr<Machine> machine_;
+  GroupArea area_;
+  std::vector<int> ranks_;
+  int rank_;
+  Waiter waiter_;
+  std::uint32_t sequence_ = 0;  // of the collective under way, or of the last one
+  std::uint32_t phase_ = 0;     // steps used by all collectives before this one
+  Intent intent_;
+  Memory staging_;
+};
+
+}  // namespace lockstep::shm

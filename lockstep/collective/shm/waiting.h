@@ -1,0 +1,74 @@
+// collective/shm/waiting.h: how a rank waits for another: it spins for a moment, then sleeps in slices; between slices
+// it looks whether anything went wrong.
+//
+// Flow:    a Flag of a peer -> here -> the collective goes on, or PeerLost
+// Owns:    the deadline of the call under way
+// Threads: one thread at a time; cancel() from any
+// Ranks:   a rank that gives up poisons the machine, so that all others give up within one slice
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <type_traits>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/collective/shm/flag.h"
+#include "lockstep/collective/shm/machine.h"
+
+namespace lockstep::shm {
+
+// Who waits, in words; only asked when something is wrong.
+class Narrator {
+ public:
+  virtual std::string here() const = 0;      // "rank 0 of 4 in all_reduce of 100 float32 (sum)"
+  virtual std::string everyone() const = 0;  // a line per rank: what it is doing
+
+ protected:
+  ~Narrator() = default;
+};
+
+inline constexpr int kNobody = -1;
+
+class Waiter {
+ public:
+  Waiter(const Machine& machine, const Narrator& narrator, std::chrono::milliseconds timeout);
+
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
+  // The deadline starts anew with the first wait of this call that has to sleep.
+  void begin_call() { deadline_.reset(); }
+  void begin_call(Deadline deadline) { deadline_ = deadline; }
+
+  // Returns once done() is true; `flag` changes when that may have become so; `peer` (a rank of the machine, or
+  // kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or is too late.
+  template <class Done>
+  void until(Flag& flag, int peer, const Done& done) {
+    for (int i = 0; i < spins_; ++i) {
+      if (done()) return;
+      pause();
+    }
+    sleep_until(flag, peer, &done, [](const void* call) { return (*static_cast<const Done*>(call))(); });
+  }
+
+  // Ends a wait under way, and every later one, with PeerLost: its group is being closed.
+  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+
+ private:
+  using Predicate = bool (*)(const void* call);
+
+  void sleep_until(Flag& flag, int peer, const void* call, Predicate done);
+  void throw_if_hopeless(int peer, const void* call, Predicate done);
+  void give_up(Cause cause, int peer, const std::string& what, const std::string& about);
+
+  const Machine& machine_;
+  const Narrator& narrator_;
+  std::chrono::milliseconds timeout_;
+  std::optional<Deadline> deadline_;
+  std::atomic<bool> cancelled_{false};
+  int spins_;
+  int yields_;
+};
+
+}  // namespace lockstep::shm
