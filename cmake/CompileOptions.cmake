@@ -14,7 +14,7 @@ endif()
 # One set of flags for libraries and programs, so that they can share one precompiled header.
 add_compile_options(-fPIC -pthread -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual
   -Wno-missing-field-initializers  # designated initialisers leave out what keeps its default
-  -Wno-restrict -Wno-stringop-overflow)  # false alarms of g++ 12 on std::string (gcc bug 105651)
+  -Wno-restrict)                   # false alarms of g++ 12 on std::string (gcc bug 105651)
 add_link_options(-pthread)
 if(LOCKSTEP_SANITIZE)
   add_compile_options(-fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=undefined)

@@ -161,6 +161,7 @@ class Reducer::Impl {
     samples_ = samples;
     totals_ = make_totals(samples, loss, world_.device());
     totals_work_.emplace(world_.all_reduce_async(totals_));
+    if (scale_ == 0) learn_scale(wait_for_totals());  // the first step has none before it
     next_to_send_ = 0;
     for (Bucket& bucket : buckets_) {
       bucket.pending = bucket.slots.size();
@@ -181,11 +182,7 @@ class Reducer::Impl {
     if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
   }
 
-  // m_j / s. The first step has no step before it, and waits.
-  double weight() {
-    if (scale_ == 0) learn_scale(wait_for_totals());
-    return static_cast<double>(samples_) / scale_;
-  }
+  double weight() const { return static_cast<double>(samples_) / scale_; }  // m_j / s
 
   // On autograd's thread.
   void on_ready(Bucket& bucket, Slot& slot) {
@@ -250,7 +247,7 @@ class Reducer::Impl {
   std::int64_t samples_ = 0;     // m_j
   torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
-  double scale_ = 0;             // s; 0 before the first step
+  double scale_ = 0;             // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "lockstep/base/text.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -86,7 +87,7 @@ TEST_P(ReducerOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_b
     for (int i = 0; i < 9; ++i) {
       torch::Tensor p = torch::ones({2, 3, 2, i + 1}, i % 3 == 0 ? torch::kFloat32 : torch::kFloat64);
       if (i % 2 == 0) p = p.contiguous(torch::MemoryFormat::ChannelsLast);
-      parameters.push_back({"p" + std::to_string(i), p.set_requires_grad(true)});
+      parameters.push_back({concat("p", i), p.set_requires_grad(true)});
     }
     Reducer reducer(world, parameters, {.bucket_bytes = 200});
     torch::Tensor loss = torch::zeros({}, torch::kFloat64);

@@ -114,9 +114,9 @@ struct Progress {
 
 // A message from one rank to another.
 struct alignas(kCacheLine) Letter {
-  static constexpr std::uint32_t kFree = 0, kSent = 1, kAnswered = 2;
+  static constexpr std::uint32_t kFree = 0, kSent = 1, kTaken = 2, kAnswered = 3;
 
-  std::atomic<std::uint32_t> state;   // kFree -> sender: kSent -> receiver: kFree, or kAnswered and sender: kFree
+  std::atomic<std::uint32_t> state;   // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
   std::atomic<std::uint32_t> order;   // counts the messages of this pair: tags are served first in, first out
   std::atomic<std::uint32_t> filled;  // staged: chunks that the sender wrote
   std::atomic<std::uint32_t> emptied; // staged: chunks that the receiver copied

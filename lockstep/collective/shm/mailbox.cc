@@ -217,16 +217,23 @@ void Receiving::answer(std::uint32_t state) {
 }  // namespace
 
 Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
-    : group_(group), waiter_(group.machine(), *this, timeout), sent_(static_cast<std::size_t>(group.size())) {}
+    : group_(group), timeout_(timeout), waiter_(group.machine(), *this, timeout), sent_(static_cast<std::size_t>(group.size())) {}
 
 Mailbox::~Mailbox() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
     if (!items_.empty()) waiter_.cancel();
+    changed_.notify_all();
   }
   bell().ring();
   if (thread_.joinable()) thread_.join();
+}
+
+void Mailbox::set_timeout(std::chrono::milliseconds timeout) {
+  drain();
+  timeout_ = timeout;
+  waiter_.set_timeout(timeout);
 }
 
 void Mailbox::send(const Send& call) { finish_now(make(call)); }
@@ -270,7 +277,7 @@ std::shared_ptr<WorkState> Mailbox::enqueue(std::unique_ptr<Transfer> transfer) 
   auto state = std::make_shared<WorkState>();
   {
     const std::lock_guard lock(mutex_);
-    items_.push_back({std::move(transfer), state});
+    items_.push_back({std::move(transfer), state, Deadline::after(timeout_)});
     if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     changed_.notify_all();
   }
@@ -284,26 +291,73 @@ void Mailbox::drain() const {
 }
 
 void Mailbox::work() {
-  while (true) {
-    int peer = kNobody;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
-      if (items_.empty()) return;
-      doing_ = items_.front().transfer->describe();
-      peer = machine_rank_of(*items_.front().transfer);
-    }
-    waiter_.begin_call();
+  while (begin_round()) {
     try {
       group_.machine().throw_if_poisoned(here());
       const std::uint32_t rung = bell().load();
-      progress_all();
-      const std::lock_guard lock(mutex_);
-      if (items_.empty()) continue;
-      waiter_.until(bell(), peer, [&] { return bell().load() != rung; });
+      if (progress_all()) continue;
+      waiter_.until(bell(), waiting_for_, [&] { return bell().load() != rung; });
     } catch (...) {
       group_.after_failure();
-      fail_all();
+      fail_all(std::current_exception());
     }
   }
 }
+
+// Sleeps until there is something to do; false once the mailbox is closed and empty.
+bool Mailbox::begin_round() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
+  if (items_.empty()) return false;
+  const Item& oldest = items_.front();
+  doing_ = oldest.transfer->describe();
+  waiting_for_ = machine_rank_of(*oldest.transfer);
+  waiter_.begin_call(oldest.deadline);
+  return true;
+}
+
+// One step of each transfer; true if any is done.
+bool Mailbox::progress_all() {
+  std::vector<Item*> items;
+  {
+    const std::lock_guard lock(mutex_);
+    for (Item& item : items_) items.push_back(&item);
+  }
+  std::vector<const Transfer*> unfinished;
+  bool any = false;
+  for (Item* const item : items) {
+    const bool must_wait = std::ranges::any_of(unfinished, [&](auto* one) { return one->holds_up(*item->transfer); });
+    if (!must_wait && step(*item)) any = true;
+    else unfinished.push_back(item->transfer.get());
+  }
+  const std::lock_guard lock(mutex_);
+  items_.remove_if([](const Item& item) { return item.state->finished(); });
+  changed_.notify_all();
+  return any;
+}
+
+// A disagreement ends the one transfer; anything else ends all.
+bool Mailbox::step(Item& item) {
+  try {
+    if (!item.transfer->progress()) return false;
+    item.state->source = item.transfer->source;
+    item.state->finish();
+  } catch (const MismatchError&) {
+    item.state->finish(std::current_exception());
+  }
+  return true;
+}
+
+void Mailbox::fail_all(const std::exception_ptr& error) {
+  const std::lock_guard lock(mutex_);
+  for (const Item& item : items_) item.state->finish(error);
+  items_.clear();
+  changed_.notify_all();
+}
+
+std::string Mailbox::here() const {
+  const std::lock_guard lock(mutex_);
+  return concat("rank ", group_.rank(), " of ", group_.size(), " in ", doing_);
+}
+
+}  // namespace lockstep::shm

@@ -15,6 +15,8 @@
 // Ranks:   the two that are named; no order with respect to collectives
 #pragma once
 
+#include <condition_variable>
+#include <exception>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -45,7 +47,7 @@ class Mailbox final : public Narrator {
   Mailbox(GroupState& group, std::chrono::milliseconds timeout);
   ~Mailbox();  // gives up what is under way
 
-  void set_timeout(std::chrono::milliseconds timeout) { waiter_.set_timeout(timeout); }
+  void set_timeout(std::chrono::milliseconds timeout);
 
   void send(const Send& call);
   int receive(const Receive& call);
@@ -60,6 +62,7 @@ class Mailbox final : public Narrator {
   struct Item {
     std::unique_ptr<Transfer> transfer;
     std::shared_ptr<WorkState> state;
+    Deadline deadline;
   };
 
   std::unique_ptr<Transfer> make(const Send& call);
@@ -70,12 +73,15 @@ class Mailbox final : public Narrator {
   int machine_rank_of(const Transfer& transfer) const;
 
   void work();
-  void progress_all();
+  bool begin_round();
+  bool progress_all();
   bool step(Item& item);
-  void fail_all();
+  void fail_all(const std::exception_ptr& error);
 
   GroupState& group_;
+  std::chrono::milliseconds timeout_;
   Waiter waiter_;
+  int waiting_for_ = kNobody;
   std::vector<std::uint32_t> sent_;  // letters so far, to each rank
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

@@ -23,24 +23,27 @@ void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done)
   if (!deadline_) deadline_ = Deadline::after(timeout_);
   while (true) {
     const std::uint32_t seen = flag.load();
-    if (done(call)) return;
-    throw_if_hopeless(peer, call, done);
+    if (done(call) || look_around(peer, call, done)) return;
     flag.sleep_while(seen, kLongestSleep);
   }
 }
 
-void Waiter::throw_if_hopeless(int peer, const void* call, Predicate done) {
+// Throws if this wait can't end well. True if it has ended meanwhile.
+bool Waiter::look_around(int peer, const void* call, Predicate done) {
   machine_.poison_if_any_died();
   machine_.throw_if_poisoned(narrator_.here());
   if (cancelled_.load(std::memory_order_relaxed))
     give_up(Cause::kFailed, kNobody, "a group was closed while a collective of it was under way", narrator_.here());
-  if (peer != kNobody && machine_.left(peer) && !done(call))
+  if (peer != kNobody && machine_.left(peer)) {
+    if (done(call)) return true;  // the last thing that it did
     give_up(Cause::kLeft, peer, concat("rank ", peer, " has left, but others still call"), machine_.describe(peer));
+  }
   if (deadline_->passed())
     give_up(Cause::kStalled, peer,
             concat(peer == kNobody ? "no rank" : concat("rank ", peer), " answered within ",
                    human_seconds(std::chrono::duration<double>(timeout_).count())),
             narrator_.everyone());
+  return false;
 }
 
 void Waiter::give_up(Cause cause, int peer, const std::string& what, const std::string& about) {

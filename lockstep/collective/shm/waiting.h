@@ -41,7 +41,7 @@ class Waiter {
   void begin_call() { deadline_.reset(); }
   void begin_call(Deadline deadline) { deadline_ = deadline; }
 
-  // Returns once done() is true; `flag` changes when that may have become so; `peer` (a rank of the machine, or
+  // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of the machine, or
   // kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or is too late.
   template <class Done>
   void until(Flag& flag, int peer, const Done& done) {
@@ -59,7 +59,7 @@ class Waiter {
   using Predicate = bool (*)(const void* call);
 
   void sleep_until(Flag& flag, int peer, const void* call, Predicate done);
-  void throw_if_hopeless(int peer, const void* call, Predicate done);
+  bool look_around(int peer, const void* call, Predicate done);
   void give_up(Cause cause, int peer, const std::string& what, const std::string& about);
 
   const Machine& machine_;

@@ -1,0 +1,106 @@
+// tests/shm/support.h: ranks as threads and as processes, for the tests of the shared-memory core.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/collective/shm/rendezvous.h"
+
+namespace lockstep::shm::testing {
+
+inline Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
+
+// What each rank threw; leaves the group in good order if it threw nothing.
+inline std::vector<std::exception_ptr> run_threads(int size, const std::function<void(Group&)>& body,
+                                                   const Options& options = {.timeout = std::chrono::seconds(20)}) {
+  std::vector<Group> groups = make_thread_group(size, options);
+  std::vector<std::exception_ptr> errors(groups.size());
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < groups.size(); ++i)
+    threads.emplace_back([&, i] {
+      Group group = std::move(groups[i]);
+      try {
+        body(group);
+        group.leave();
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+inline void expect_none(const std::vector<std::exception_ptr>& errors) {
+  for (const std::exception_ptr& error : errors) {
+    if (!error) continue;
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& caught) {
+      ADD_FAILURE() << caught.what();
+    }
+  }
+}
+
+// Forks; in the child runs `body` and exits with its result, or 99 after printing what it threw.
+inline pid_t fork_child(const std::function<int()>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  if (pid != 0) return pid;
+  int code = 99;
+  try {
+    code = body();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+  std::fflush(nullptr);
+  ::_exit(code);
+}
+
+inline int exit_code_of(pid_t pid) {
+  int status = 0;
+  while (::waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+// Ranks as processes; rank 0 is a child too. Each body's result is that rank's exit code, 128+n for a signal.
+inline std::vector<pid_t> start_processes(int size, const std::function<int(Group&)>& body, Host& host,
+                                          const Options& options) {
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < size; ++rank)
+    pids.push_back(fork_child([&, rank] {
+      Group group = rank == 0 ? host.connect(soon()) : join_host(host.address(), rank, size, soon(), options);
+      const int code = body(group);
+      group.leave();
+      return code;
+    }));
+  return pids;
+}
+
+inline std::vector<int> run_processes(int size, const std::function<int(Group&)>& body,
+                                      const Options& options = {.timeout = std::chrono::seconds(20)}) {
+  Host host(size, options);
+  std::vector<int> codes;
+  for (const pid_t pid : start_processes(size, body, host, options)) codes.push_back(exit_code_of(pid));
+  return codes;
+}
+
+inline std::ptrdiff_t open_descriptors() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
+}
+
+}  // namespace lockstep::shm::testing
