@@ -10,14 +10,16 @@
 #include <thread>
 
 #include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/backend.h"
+#include "lockstep/collective/c10d_transport.h"
 #include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/shm_transport.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {
@@ -29,21 +31,29 @@ class WorldState {
   torch::Device device = torch::kCPU;
   CoreSet cores;
   std::chrono::milliseconds timeout{};
-  c10::intrusive_ptr<c10d::Store> store;  // none in a world of one
-  BackendPtr gloo;                        // host memory
-  BackendPtr nccl;                        // CUDA, where the device is one
+  c10::intrusive_ptr<c10d::Store> store;  // none in a world of one or of threads
+  std::unique_ptr<Transport> host;        // for tensors in host memory
+  std::unique_ptr<Transport> cuda;        // where the device is one
   int exchanges = 0;                      // texts exchanged so far: keys are never used twice
 
   std::string describe() const {
-    std::array<char, HOST_NAME_MAX + 1> host{};
-    ::gethostname(host.data(), host.size() - 1);
-    return concat("rank ", job.rank, " of ", job.world_size, " on ", host.data());
+    std::array<char, HOST_NAME_MAX + 1> name{};
+    ::gethostname(name.data(), name.size() - 1);
+    return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
   }
 
-  c10d::Backend& backend_for(const torch::Tensor& tensor, const char* operation) const {
-    if (tensor.is_cpu()) return *gloo;
+  Transport& transport_for(const torch::Tensor& tensor, const char* operation) const {
+    if (!tensor.is_contiguous())
+      throw UsageError({.what = concat("the tensor given to ", operation, " is not contiguous: shape ", tensor.sizes(),
+                                       ", strides ", tensor.strides()),
+                        .here = describe(),
+                        .next = "exchange tensor.contiguous() and copy the result back"});
+    if (tensor.is_cpu()) return *host;
     require_device(tensor, device, concat("the tensor given to ", operation));
-    return *nccl;
+    if (cuda) return *cuda;
+    throw DeviceError({.what = concat(operation, " of a CUDA tensor between ranks that are threads"),
+                       .here = describe(),
+                       .next = "start the ranks as processes: `lockstep run` or --ranks"});
   }
 };
 
@@ -72,45 +82,22 @@ StatePtr make_state(const JobEnvironment& job, const WorldOptions& options) {
   return state;
 }
 
-void connect(WorldState& state, c10::intrusive_ptr<c10d::Store> store, const std::string& address) {
-  state.store = std::move(store);
-  const BackendOptions options{state.job.rank, state.job.world_size, address, state.timeout};
-  state.gloo = make_gloo(state.store, options);
-  if (state.device.is_cuda()) state.nccl = make_nccl(state.store, options);
+TransportOptions transport_options(const WorldState& state) {
+  return {.rank = state.job.rank,
+          .size = state.job.world_size,
+          .describe = state.describe(),
+          .address = address_towards(state.job),
+          .timeout = state.timeout};
 }
 
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
-    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
-  }
-  return c10d::ReduceOp::SUM;
+// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher.
+std::string machine_id(const JobEnvironment& job) {
+  return concat(read_file("/proc/sys/kernel/random/boot_id"), job.node_rank);
 }
 
-PeerLost peer_lost(const WorldState& state, const std::string& operation, const std::exception& cause) {
-  return PeerLost({.what = concat(operation, " failed: ", split(cause.what(), '\n').front()),
-                   .here = state.describe(),
-                   .likely = "another rank died, failed or stopped; the launcher names the first",
-                   .next = "run again with --resume to go on from the last checkpoint"});
-}
-
-// Issues one collective; what Gloo or NCCL throws, now or while waiting, becomes PeerLost.
-template <class Issue>
-Work issue(const StatePtr& state, const std::string& operation, Issue&& call) {
-  c10::intrusive_ptr<c10d::Work> work;
-  try {
-    work = call();
-  } catch (const std::exception& error) {
-    throw peer_lost(*state, operation, error);
-  }
-  return Work([state, operation, work] {
-    try {
-      work->wait();
-    } catch (const std::exception& error) {
-      throw peer_lost(*state, operation, error);
-    }
-  });
+bool on_one_machine(const World& world, const JobEnvironment& job) {
+  const auto machines = world.exchange_texts("the machines", machine_id(job));
+  return std::all_of(machines.begin(), machines.end(), [&](const auto& each) { return each == machines.front(); });
 }
 
 std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) {
@@ -129,8 +116,33 @@ void wait_for_keys(const WorldState& state, const std::vector<std::string>& keys
                          .next = "look at its output"});
 }
 
-std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+std::vector<std::string> exchange_through_store(WorldState& state, const std::string& topic, const std::string& mine) {
+  const int round = state.exchanges++;
+  std::vector<std::string> keys;
+  for (int i = 0; i < state.job.world_size; ++i) keys.push_back(concat("text/", round, "/", i));
+  state.store->set(keys[static_cast<std::size_t>(state.job.rank)], std::vector<std::uint8_t>(mine.begin(), mine.end()));
+  wait_for_keys(state, keys, topic);
+  std::vector<std::string> texts;
+  for (const auto& key : keys) {
+    const std::vector<std::uint8_t> bytes = state.store->get(key);
+    texts.emplace_back(bytes.begin(), bytes.end());
+  }
+  return texts;
+}
+
+// First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
+std::vector<std::string> exchange_as_tensors(const World& world, const std::string& mine) {
+  const torch::Tensor lengths = world.all_gather(torch::tensor({static_cast<std::int64_t>(mine.size())}));
+  const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
+  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
+  const torch::Tensor all = world.all_gather(padded);
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const auto* text = all[rank].const_data_ptr<std::uint8_t>();
+    texts.emplace_back(text, text + lengths[rank].item<std::int64_t>());
+  }
+  return texts;
+}
 
 }  // namespace
 
@@ -138,10 +150,18 @@ void Work::wait() { waiter_(); }
 
 World World::from_env(const WorldOptions& options) {
   const JobEnvironment job = read_job_environment();
-  StatePtr state = make_state(job, options);
+  const World world(make_state(job, options));
   set_log_rank(job.rank, job.world_size);
-  if (job.world_size > 1) connect(*state, connect_store(job, options.timeout), address_towards(job));
-  return World(std::move(state));
+  if (job.world_size > 1) world.connect();
+  return world;
+}
+
+void World::connect() const {
+  state_->store = connect_store(state_->job, state_->timeout);
+  const TransportOptions options = transport_options(*state_);
+  state_->host = on_one_machine(*this, state_->job) ? make_shared_memory(*this, options)
+                                                    : make_gloo(state_->store, options);
+  if (state_->device.is_cuda()) state_->cuda = make_nccl(state_->store, options);
 }
 
 World World::single(const WorldOptions& options) { return World(make_state(JobEnvironment{}, options)); }
@@ -159,47 +179,28 @@ void World::all_reduce(const torch::Tensor& tensor, ReduceOp op) const { all_red
 
 Work World::all_reduce_async(const torch::Tensor& tensor, ReduceOp op) const {
   if (size() == 1) return Work([] {});
-  return issue(state_, "all_reduce", [&] {
-    std::vector<torch::Tensor> tensors{tensor};
-    c10d::AllreduceOptions options;
-    options.reduceOp = to_c10d(op);
-    return state_->backend_for(tensor, "all_reduce").allreduce(tensors, options);
-  });
+  return state_->transport_for(tensor, "all_reduce").all_reduce_async(tensor, op);
 }
 
 void World::broadcast(const torch::Tensor& tensor, int root) const {
-  if (size() == 1) return;
-  issue(state_, "broadcast", [&] {
-    std::vector<torch::Tensor> tensors{tensor};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    return state_->backend_for(tensor, "broadcast").broadcast(tensors, options);
-  }).wait();
+  if (size() > 1) state_->transport_for(tensor, "broadcast").broadcast(tensor, root);
 }
 
 torch::Tensor World::all_gather(const torch::Tensor& tensor) const {
   if (size() == 1) return tensor.detach().unsqueeze(0).clone();
-  std::vector<std::vector<torch::Tensor>> gathered(1);
-  for (int i = 0; i < size(); ++i) gathered[0].push_back(torch::empty_like(tensor));
-  issue(state_, "all_gather", [&] {
-    std::vector<torch::Tensor> tensors{tensor};
-    return state_->backend_for(tensor, "all_gather").allgather(gathered, tensors, {});
-  }).wait();
-  return torch::stack(gathered[0]);
+  return state_->transport_for(tensor, "all_gather").all_gather(tensor);
+}
+
+torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
+  if (size() == 1 || !options.device().is_cpu()) return torch::empty(sizes, options);
+  return state_->host->allocate(sizes, options);
 }
 
 void World::barrier() const { all_reduce(torch::zeros({1})); }
 
 std::vector<std::string> World::exchange_texts(const std::string& topic, const std::string& mine) const {
   if (size() == 1) return {mine};
-  const int round = state_->exchanges++;
-  std::vector<std::string> keys;
-  for (int i = 0; i < size(); ++i) keys.push_back(concat("text/", round, "/", i));
-  state_->store->set(keys[static_cast<std::size_t>(rank())], bytes_of(mine));
-  wait_for_keys(*state_, keys, topic);
-  std::vector<std::string> texts;
-  for (const auto& key : keys) texts.push_back(text_of(state_->store->get(key)));
-  return texts;
+  return state_->host ? exchange_as_tensors(*this, mine) : exchange_through_store(*state_, topic, mine);
 }
 
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
@@ -236,26 +237,37 @@ JobEnvironment job_of_thread(int rank, int ranks) {
   return job;
 }
 
+void use_share_of_cores(int rank, int ranks) {
+  const CoreSet mine = cores_of_rank(usable_cores(), rank, ranks);
+  pin_this_thread(mine);
+  at::set_num_threads(static_cast<int>(mine.size()));
+}
+
+std::string reason_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
+  }
+}
+
 }  // namespace
 
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
-  const CoreSet all_cores = usable_cores();
-  const auto store = c10::make_intrusive<c10d::HashStore>();
+  auto transports = make_shared_memory_of_threads(ranks, options.timeout);
   FirstError first_error;
   const auto run_rank = [&](int rank) {
+    World world = World::single();
     try {
-      pin_this_thread(cores_of_rank(all_cores, rank, ranks));
-      at::set_num_threads(std::max(1, static_cast<int>(all_cores.size()) / ranks));
-      World world(make_state(job_of_thread(rank, ranks), options));
-      if (ranks > 1) connect(*world.state_, store, "127.0.0.1");
-      // Kept before the world is closed: what that does to the other ranks must not be taken for the cause.
-      try {
-        body(world);
-      } catch (...) {
-        first_error.keep(std::current_exception());
-      }
+      use_share_of_cores(rank, ranks);
+      world.state_ = make_state(job_of_thread(rank, ranks), options);
+      world.state_->host = std::move(transports[static_cast<std::size_t>(rank)]);
+      body(world);
     } catch (...) {
       first_error.keep(std::current_exception());
+      if (world.state_->host) world.state_->host->fail(reason_of(std::current_exception()));
     }
   };
   std::vector<std::thread> threads;

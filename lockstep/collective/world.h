@@ -74,16 +74,21 @@ class World {
   // The tensors of all ranks in rank order, shape (N, ...). tensor: as for all_reduce.
   [[nodiscard]] torch::Tensor all_gather(const torch::Tensor& tensor) const;
 
+  // An uninitialised tensor whose collectives copy nothing: where the ranks of a machine share memory, it lies where the
+  // others can read it. It may outlive the world. Elsewhere, torch::empty. Throws SystemError: no memory left.
+  [[nodiscard]] torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
+
   // Returns once every rank has called it.
   void barrier() const;
 
-  // Every rank's text in rank order, through the store and not through the collectives: for what has to agree before
-  // any tensor is sent. Texts may differ in length. Throws RendezvousError naming the ranks that did not come.
+  // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.
+  // Throws PeerLost; RendezvousError naming the ranks that did not come.
   [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
 
  private:
   friend void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options);
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
+  void connect() const;
   std::shared_ptr<WorldState> state_;
 };
 

@@ -55,12 +55,12 @@ std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTe
   return buckets;
 }
 
-Bucket make_bucket(const std::vector<NamedTensor>& parameters) {
+Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters) {
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) values += tensor.numel();
   const auto count = static_cast<std::int64_t>(parameters.size());
   Bucket bucket;
-  bucket.flat = torch::zeros({values + count}, parameters.front().tensor.options().requires_grad(false));
+  bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
   bucket.flags = bucket.flat.narrow(0, values, count);
   std::int64_t offset = 0;
   for (const auto& parameter : parameters) {
@@ -115,7 +115,8 @@ class Reducer::Impl {
   Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options)
       : world_(std::move(world)) {
     if (world_.size() == 1) return;
-    for (const auto& group : cut_into_buckets(parameters, options.bucket_bytes)) buckets_.push_back(make_bucket(group));
+    for (const auto& group : cut_into_buckets(parameters, options.bucket_bytes))
+      buckets_.push_back(make_bucket(world_, group));
     for (Bucket& bucket : buckets_)
       for (Slot& slot : bucket.slots) install_hook(bucket, slot);
   }

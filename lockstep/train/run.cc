@@ -12,7 +12,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/backend.h"
+#include "lockstep/collective/c10d_transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/train/builtin.h"

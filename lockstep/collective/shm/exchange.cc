@@ -63,7 +63,8 @@ class Exchange {
 
 void Exchange::arrive() {
   const Place place = show();
-  if (place.kind == Place::Kind::kSlot) copy_bytes(group_.slot(group_.rank()), plan_.input, plan_.input_bytes);
+  if (place.kind == Place::Kind::kSlot && group_.size() > 1)
+    copy_bytes(group_.slot(group_.rank()), plan_.input, plan_.input_bytes);
   group_.arrive(place, {}, plan_.longest_message());
 }
 

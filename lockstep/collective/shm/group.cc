@@ -72,9 +72,7 @@ class SubgroupOffers {
     gather_for_subgroup(group, mine_.data(), all_.data(), words_ * sizeof(std::int64_t));
     for (int rank = 0; rank < group.size(); ++rank)
       for (const int member : list_of(rank))
-        if (list_of(member) != list_of(rank))
-          group.disagree(member, concat("what rank ", rank, " wants, a sub-group of ", text_of(rank)),
-                         "a sub-group of " + text_of(member));
+        if (list_of(member) != list_of(rank)) disagree(group, rank, member);
   }
 
   std::uint64_t offset_from(int rank) const { return static_cast<std::uint64_t>(all_[at(rank)]); }
@@ -87,6 +85,14 @@ class SubgroupOffers {
     for (std::size_t i = 1; i < words_ && all_[at(rank) + i] >= 0; ++i)
       list.push_back(static_cast<int>(all_[at(rank) + i]));
     return list;
+  }
+
+  [[noreturn]] void disagree(const GroupState& group, int one, int other) const {
+    throw MismatchError({.what = concat("rank ", one, " wants a sub-group of ", text_of(one), ", rank ", other,
+                                        " one of ", text_of(other)),
+                         .here = group.here(),
+                         .likely = "ranks that compute their groups from different numbers",
+                         .next = "give the same list on all its ranks; other lists may not overlap it"});
   }
 
   std::string text_of(int rank) const {

@@ -10,9 +10,11 @@
 
 namespace lockstep::shm {
 
-// Waiting. A spin that succeeds costs 0.2 us, a futex wake-up 20 to 50 us: with a core per rank it pays to spin for
-// about as long as a wake-up takes. With fewer cores the peer needs this core to get anywhere: yield to it.
-inline constexpr int kSpins = 4000;
+// Waiting. A spin that succeeds costs 0.2 us, a futex wake-up 20 to 50 us. So it pays to spin for a while, and then, for
+// about as long as a wake-up takes, to yield: even with a core per rank the peer may happen to wait for this very core.
+// With fewer cores than ranks it does so more often than not.
+inline constexpr int kSpins = 400;
+inline constexpr int kYields = 200;
 inline constexpr int kSpinsWhenCrowded = 20;
 inline constexpr int kYieldsWhenCrowded = 50;
 inline constexpr std::chrono::milliseconds kLongestSleep{10};  // how often a sleeper looks for trouble

@@ -13,7 +13,7 @@ Waiter::Waiter(const Machine& machine, const Narrator& narrator, std::chrono::mi
       narrator_(narrator),
       timeout_(timeout),
       spins_(machine.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
-      yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : 0) {}
+      yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
 void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done) {
   for (int i = 0; i < yields_; ++i) {

@@ -1,0 +1,29 @@
+// collective/c10d_transport.h: c10d's backends as transports: Gloo for host tensors, NCCL for CUDA's.
+//
+// Flow:    collective/rendezvous.h -> here -> collective/world.h
+// Owns:    a backend's connections and threads
+// Ranks:   every rank makes its transports at the same time, with the same store
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+
+#include "lockstep/collective/transport.h"
+
+namespace lockstep {
+
+// Blocks until this rank is connected to all others. Throws RendezvousError.
+std::unique_ptr<Transport> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
+
+// Throws DeviceError in a build without CUDA.
+std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
+
+// The GPU of a local rank. Throws DeviceError: a build without CUDA, no GPU, fewer GPUs than ranks; says what
+// CUDA_VISIBLE_DEVICES holds. S3.
+int cuda_device_index(int local_rank);
+
+// Whether --device auto should choose CUDA: a build with CUDA on a machine with a GPU that is visible.
+bool cuda_is_available();
+
+}  // namespace lockstep

@@ -1,0 +1,297 @@
+// What all collectives have in common: order, disagreement, sub-groups, calls that do not block, errors.
+#include "lockstep/collective/shm/group.h"
+
+#include <atomic>
+#include <numeric>
+#include <random>
+
+#include "tests/shm/support.h"
+#include "tests/support.h"
+
+namespace lockstep::shm {
+namespace {
+
+using lockstep::testing::contains;
+using testing::expect_none;
+using testing::run_threads;
+
+std::string text_of(const std::exception_ptr& error) {
+  if (!error) return "nothing";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  }
+}
+
+class Sizes : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Shm, Sizes, ::testing::Values(1, 2, 3, 4, 7));
+
+TEST_P(Sizes, barrier_lets_nobody_through_before_the_last) {
+  std::atomic<int> arrived{0};
+  expect_none(run_threads(GetParam(), [&](Group& group) {
+    for (int round = 1; round <= 50; ++round) {
+      ++arrived;
+      group.barrier();
+      EXPECT_GE(arrived.load(), round * GetParam());
+      group.barrier();
+    }
+  }));
+}
+
+TEST(group, disagreement_is_named_on_all_ranks_and_the_group_stays_usable) {
+  expect_none(run_threads(3, [](Group& group) {
+    std::vector<float> data(200);
+    for (int round = 0; round < 3; ++round) {
+      const std::string message = lockstep::testing::message_of<MismatchError>([&] {
+        if (group.rank() == 1) group.broadcast({.data = data.data(), .count = 7, .root = 2});
+        else group.all_reduce({.input = data.data(), .output = data.data(), .count = 100});
+      });
+      EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (sum)"));
+      EXPECT_TRUE(contains(message, "broadcast of 7 float32 with root 2"));
+      EXPECT_TRUE(contains(message, "rank 1"));
+    }
+    float one = 1;
+    group.all_reduce({.input = &one, .output = &one, .count = 1});
+    EXPECT_EQ(one, 3);
+  }));
+}
+
+TEST(group, every_part_of_an_intent_is_compared) {
+  expect_none(run_threads(2, [](Group& group) {
+    std::vector<float> data(64);
+    const bool odd = group.rank() == 1;
+    const auto differs = [&](const AllReduce& call) { EXPECT_THROW(group.all_reduce(call), MismatchError); };
+    const AllReduce same{.input = data.data(), .output = data.data(), .count = 16};
+    AllReduce other = same;
+    other.count = odd ? 15 : 16;
+    differs(other);
+    other = same;
+    other.dtype = odd ? DType::kInt32 : DType::kFloat32;
+    differs(other);
+    other = same;
+    other.op = odd ? ReduceOp::kMax : ReduceOp::kSum;
+    differs(other);
+    other = same;
+    other.algorithm = odd ? Algorithm::kRing : Algorithm::kDirect;
+    differs(other);
+    EXPECT_THROW(group.broadcast({.data = data.data(), .count = 4, .root = odd ? 1 : 0}), MismatchError);
+    const std::vector<std::size_t> counts = odd ? std::vector<std::size_t>{1, 3} : std::vector<std::size_t>{2, 2};
+    EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data() + 32, .counts = counts}), MismatchError);
+    EXPECT_THROW(group.all_to_all({.input = data.data(),
+                                   .output = data.data() + 32,
+                                   .send_counts = {1, 2},
+                                   .receive_counts = {1, 1}}),
+                 MismatchError);
+  }));
+}
+
+TEST(group, refuses_arguments_that_make_no_sense) {
+  expect_none(run_threads(2, [](Group& group) {
+    std::vector<float> data(8);
+    EXPECT_THROW(group.broadcast({.data = data.data(), .count = 1, .root = 2}), UsageError);
+    EXPECT_THROW(group.all_reduce({.input = data.data(), .output = data.data(), .count = 1, .op = ReduceOp::kBitOr}),
+                 UsageError);
+    EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data(), .counts = {1}}), UsageError);
+    EXPECT_THROW(group.all_to_all({.input = data.data(), .output = data.data(), .count = 2}), UsageError);
+    EXPECT_THROW((void)group.subgroup({0, 0}), UsageError);
+    group.barrier();
+  }));
+}
+
+TEST(group, a_rank_that_throws_fails_the_others_at_once) {
+  const Stopwatch watch;
+  const auto errors = run_threads(4, [](Group& group) {
+    if (group.rank() == 2) throw std::runtime_error("no more data");
+    for (int i = 0; i < 1000000; ++i) group.barrier();
+  });
+  EXPECT_LT(watch.seconds(), 2);
+  for (const int rank : {0, 1, 3}) {
+    EXPECT_TRUE(contains(text_of(errors[static_cast<std::size_t>(rank)]), "PeerLost: rank 2 failed"));
+  }
+}
+
+TEST(group, poison_tells_everybody_the_reason) {
+  const auto errors = run_threads(3, [](Group& group) {
+    if (group.rank() == 1) group.poison("the disk is full");
+    for (int i = 0; i < 1000000; ++i) group.barrier();
+  });
+  for (const auto& error : errors) EXPECT_TRUE(contains(text_of(error), "rank 1 failed: the disk is full"));
+}
+
+TEST(group, the_deadline_lists_what_every_rank_does) {
+  const auto errors = run_threads(
+      3,
+      [](Group& group) {
+        float value = 0;
+        group.all_reduce({.input = &value, .output = &value, .count = 1});
+        if (group.rank() == 1) {  // comes too late
+          while (true) {
+            try {
+              std::this_thread::sleep_for(std::chrono::milliseconds(20));
+              group.poison("unused");
+              group.barrier();
+            } catch (const PeerLost&) {
+              return;
+            }
+          }
+        }
+        std::vector<std::int64_t> data(10);
+        group.broadcast({.data = data.data(), .count = 10, .dtype = DType::kInt64});
+      },
+      {.timeout = std::chrono::milliseconds(5)});
+  const std::string message = text_of(errors[0]);
+  EXPECT_TRUE(contains(message, "PeerLost"));
+  EXPECT_TRUE(contains(message, "rank 0 of 3 in broadcast of 10 int64 with root 0, collective 2"));
+}
+
+TEST(group, a_rank_that_left_is_not_waited_for) {
+  const Stopwatch watch;
+  const auto errors = run_threads(2, [](Group& group) {
+    if (group.rank() == 0) group.barrier();
+  });
+  EXPECT_LT(watch.seconds(), 2);
+  EXPECT_TRUE(contains(text_of(errors[0]), "rank 1 has left"));
+}
+
+TEST(group, memory_of_a_failed_rank_is_not_touched_any_more) {
+  for (int round = 0; round < 20; ++round) {
+    const auto errors = run_threads(3, [round](Group& group) {
+      std::vector<float> data(1 << 16);  // freed as soon as this rank sees an error
+      for (int i = 0; i < 50; ++i) {
+        if (group.rank() == 1 && i == round) throw std::runtime_error("stop");
+        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size()});
+      }
+    });
+    EXPECT_TRUE(contains(text_of(errors[0]), "rank 1 failed"));
+  }
+}
+
+TEST_P(Sizes, subgroups_split_and_work_at_the_same_time_as_their_parent) {
+  expect_none(run_threads(GetParam(), [](Group& group) {
+    std::vector<int> mine;
+    for (int rank = group.size() - 1; rank >= 0; --rank)
+      if (rank % 2 == group.rank() % 2) mine.push_back(rank);
+    std::optional<Group> half = group.subgroup(mine);
+    ASSERT_TRUE(half.has_value());
+    EXPECT_EQ(mine[static_cast<std::size_t>(half->rank())], group.rank());
+    std::thread other([&] {
+      for (int i = 0; i < 200; ++i) {
+        int sum = group.rank();
+        half->all_reduce({.input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
+        EXPECT_EQ(sum, std::accumulate(mine.begin(), mine.end(), 0));
+      }
+    });
+    for (int i = 0; i < 200; ++i) {
+      int count = 1;
+      group.all_reduce({.input = &count, .output = &count, .count = 1, .dtype = DType::kInt32});
+      EXPECT_EQ(count, group.size());
+    }
+    other.join();
+  }));
+}
+
+TEST(group, a_rank_outside_a_subgroup_gets_none) {
+  expect_none(run_threads(3, [](Group& group) {
+    for (int i = 0; i < 20; ++i) {  // their memory is used again
+      const auto pair = group.subgroup({2, 0});
+      EXPECT_EQ(pair.has_value(), group.rank() != 1);
+    }
+    const std::vector<int> overlapping = group.rank() == 0 ? std::vector<int>{0, 1} : std::vector<int>{1, 2};
+    EXPECT_THROW((void)group.subgroup(overlapping), MismatchError);
+  }));
+}
+
+TEST_P(Sizes, started_calls_are_made_in_order) {
+  expect_none(run_threads(GetParam(), [](Group& group) {
+    std::vector<std::vector<float>> data(20, std::vector<float>(3000));
+    std::vector<Work> works;
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      std::fill(data[i].begin(), data[i].end(), static_cast<float>(i));
+      works.push_back(group.start(AllReduce{.input = data[i].data(), .output = data[i].data(), .count = 3000}));
+    }
+    float value = 1;
+    group.all_reduce({.input = &value, .output = &value, .count = 1});
+    EXPECT_EQ(value, static_cast<float>(group.size()));
+    for (std::size_t i = 0; i < works.size(); ++i) {
+      works[i].wait(testing::soon());
+      EXPECT_TRUE(works[i].done());
+      EXPECT_EQ(data[i][2999], static_cast<float>(i * static_cast<std::size_t>(group.size())));
+    }
+  }));
+}
+
+TEST(group, a_started_call_throws_where_it_is_waited_for) {
+  expect_none(run_threads(2, [](Group& group) {
+    float value = 0;
+    const Work work = group.start(Broadcast{.data = &value, .count = 1, .root = group.rank()});
+    EXPECT_THROW(work.wait(testing::soon()), MismatchError);
+    group.barrier();
+  }));
+}
+
+TEST(group, closing_gives_up_what_was_started) {
+  const Stopwatch watch;
+  const auto errors = run_threads(2, [](Group& group) {
+    float value = 0;
+    const Work work = group.start(Broadcast{.data = &value, .count = 1});
+    if (group.rank() == 0) throw std::runtime_error("enough");
+    work.wait(testing::soon());
+    group.barrier();
+  });
+  EXPECT_LT(watch.seconds(), 5);
+}
+
+// The same random sequence on all ranks, on the group and its halves at once, from several threads.
+void random_calls(Group& group, unsigned seed, int calls) {
+  std::mt19937 random(seed);
+  const int p = group.size();
+  for (int call = 0; call < calls; ++call) {
+    const auto count = static_cast<std::size_t>(random() % (call % 10 == 0 ? 20000 : 50));
+    const int root = static_cast<int>(random() % static_cast<unsigned>(p));
+    std::vector<std::int32_t> data(count, group.rank() + 1);
+    std::vector<std::int32_t> all(count * static_cast<std::size_t>(p));
+    switch (random() % 5) {
+      case 0:
+        group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32});
+        for (const auto value : data) ASSERT_EQ(value, p * (p + 1) / 2);
+        break;
+      case 1:
+        group.broadcast({.data = data.data(), .count = count, .dtype = DType::kInt32, .root = root});
+        for (const auto value : data) ASSERT_EQ(value, root + 1);
+        break;
+      case 2:
+        group.all_gather({.input = data.data(), .output = all.data(), .count = count, .dtype = DType::kInt32});
+        for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], static_cast<std::int32_t>(i / count) + 1);
+        break;
+      case 3:
+        group.reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32, .root = root});
+        break;
+      default: group.barrier();
+    }
+  }
+}
+
+TEST_P(Sizes, random_sequences_on_several_groups_at_once) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  for (const bool shared : {true, false})
+    expect_none(run_threads(
+        GetParam(),
+        [seed](Group& group) {
+          std::vector<int> mine;
+          for (int rank = 0; rank < group.size(); ++rank)
+            if (rank / 2 == group.rank() / 2) mine.push_back(rank);
+          std::optional<Group> pair = group.subgroup(mine);
+          std::optional<Group> twin = group.subgroup(mine);
+          std::thread one([&] { random_calls(*pair, seed + 1, 150); });
+          std::thread other([&] { random_calls(*twin, seed + 2, 150); });
+          random_calls(group, seed, 150);
+          one.join();
+          other.join();
+        },
+        {.timeout = std::chrono::seconds(20), .staging_bytes = 4096, .share_ordinary_memory = shared}));
+}
+
+}  // namespace
+}  // namespace lockstep::shm
