@@ -3,6 +3,9 @@ JOBS ?= $(shell nproc)
 demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --epochs 5 --batch-size 256 \
                --lr 0.1 --momentum 0.9 --nesterov --schedule cosine --warmup-epochs 0.5
 
+# Set-up, build and test take turns, also under make -j.
+.NOTPARALLEL:
+
 .PHONY: help demo test soak cuda bench format clean
 
 help:

@@ -2,8 +2,10 @@
 // memory, beside what copying memory costs in the same run.
 //
 //   shm_core [--ranks 2,4,8] [--max-bytes 268435456] [--algorithm direct|central|ring|tree]
+//            [--staging-bytes N]
 //
-// Every figure is the median over rounds of the slowest rank's time per call. Ranks are processes.
+// Every figure is the median over rounds of the slowest rank's time per call. Ranks are processes, each on its
+// own share of the cores.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -28,6 +31,7 @@ struct Settings {
   std::vector<int> ranks{2, 4, 8};
   std::size_t max_bytes = std::size_t{256} << 20;
   Algorithm algorithm = Algorithm::kDirect;
+  Options options{};
 };
 
 constexpr int kRounds = 9;
@@ -61,8 +65,8 @@ void fill(void* data, std::size_t bytes) {
   std::fill_n(floats, bytes / sizeof(float), 1e-3F);
 }
 
-// Copies half of the bytes from one array to the other: like a rank's part of an all_reduce between two, one stream in
-// and one out, all ranks at once.
+// The limit to compare with: every rank copies that many bytes at once. In place, an all_reduce between two moves as
+// much: K/2 of two arrays in, and out again.
 double copy_seconds(Group& group, const std::byte* from, std::byte* to, std::size_t bytes) {
   return measure(group, repeats_for(bytes, group.size()), [=] { std::memcpy(to, from, bytes); });
 }
@@ -92,7 +96,10 @@ void bench_ranks(Group& group, const Settings& settings) {
     const int repeats = repeats_for(bytes, group.size());
     const auto reduce_in = [&](std::byte* data) {
       return measure(group, repeats, [&, data] {
-        group.all_reduce({.input = data, .output = data, .count = bytes / 4, .op = ReduceOp::kMean,
+        group.all_reduce({.input = data,
+                          .output = data,
+                          .count = bytes / 4,
+                          .op = ReduceOp::kMean,
                           .algorithm = settings.algorithm});
       });
     };
@@ -105,6 +112,7 @@ void bench_ranks(Group& group, const Settings& settings) {
 int run_rank(Host& host, int rank, int size, const Settings& settings) {
   try {
     const Deadline deadline = Deadline::after(std::chrono::seconds(30));
+    pin_this_thread(cores_of_rank(usable_cores(), rank, size));
     Group group = rank == 0 ? host.connect(deadline) : join_host(host.address(), rank, size, deadline);
     bench_ranks(group, settings);
     group.leave();
@@ -116,7 +124,7 @@ int run_rank(Host& host, int rank, int size, const Settings& settings) {
 }
 
 int bench_processes(int size, const Settings& settings) {
-  Host host(size);
+  Host host(size, settings.options);
   for (int rank = 0; rank < size; ++rank)
     if (::fork() == 0) ::_exit(run_rank(host, rank, size, settings));
   int worst = 0;
@@ -135,6 +143,7 @@ Settings parse(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
     if (name == "--max-bytes") settings.max_bytes = std::stoull(argv[i + 1]);
+    if (name == "--staging-bytes") settings.options.staging_bytes = std::stoull(argv[i + 1]);
     if (name == "--algorithm") settings.algorithm = algorithm_named(argv[i + 1]);
     if (name != "--ranks") continue;
     settings.ranks.clear();

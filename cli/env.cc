@@ -28,10 +28,11 @@ Setting threads_per_rank(std::size_t cores) {
 }
 
 std::vector<Setting> all_settings() {
-  std::vector<Setting> settings = read_job_environment().settings;
-  const CoreSet cores = usable_cores();
+  const JobEnvironment job = read_job_environment();
+  std::vector<Setting> settings = job.settings;
+  const CoreSet cores = cores_of(job, usable_cores());
   settings.push_back({"cores_online", concat(::sysconf(_SC_NPROCESSORS_ONLN)), "this machine"});
-  settings.push_back({"cores_of_rank", to_string(cores), "this process's affinity"});
+  settings.push_back({"cores_of_rank", to_string(cores), "this process's affinity, or its share of it"});
   settings.push_back(threads_per_rank(cores.size()));
   for (const char* name : {"CUDA_VISIBLE_DEVICES", "LOCKSTEP_LOG", "OMP_NUM_THREADS"})
     settings.push_back(variable(name));

@@ -39,7 +39,9 @@ target_compile_definitions(reference_test PRIVATE
 target_link_libraries(reference_test PRIVATE lockstep GTest::gtest_main)
 gtest_discover_tests(reference_test TEST_PREFIX reference. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
-# A user's own project against the install tree.
+# A user's own project against the install tree: as it is installed, so without sanitizers.
+if(NOT LOCKSTEP_SANITIZE)
 add_test(NAME install.a_users_project_builds_and_trains
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/install_test.sh ${CMAKE_BINARY_DIR})
 set_tests_properties(install.a_users_project_builds_and_trains PROPERTIES TIMEOUT 300)
+endif()

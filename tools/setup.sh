@@ -42,17 +42,18 @@ install_packages() {
   as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-# Installs wheels into the folder $1 and leaves a stamp, so that a half-finished download is begun again.
+# Installs wheels into the folder $1 and leaves a stamp that names them: a half-finished download is begun again, and so is
+# one of other versions.
 install_wheels() {
   local folder=$1
   shift
-  [ ! -e "$folder/.complete" ] || return 0
+  [ "$(cat "$folder/.complete" 2>/dev/null)" != "$*" ] || return 0
   echo "setup: fetching $* into $folder"
   rm -rf "$folder"
   mkdir -p "$folder"
   python3 -m pip install --quiet --disable-pip-version-check --no-warn-script-location --root-user-action=ignore \
     --no-compile --target "$folder" "$@"
-  touch "$folder/.complete"
+  echo "$*" >"$folder/.complete"
 }
 
 install_libtorch() {

@@ -24,8 +24,10 @@ spdlog::level::level_enum to_spdlog(LogLevel level) {
 std::shared_ptr<spdlog::logger> make_logger() {
   auto logger = std::make_shared<spdlog::logger>("lockstep", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   logger->set_pattern("lockstep: %^%l%$: %v");
-  const char* level = std::getenv("LOCKSTEP_LOG");
-  logger->set_level(level != nullptr ? spdlog::level::from_str(level) : spdlog::level::info);
+  const char* told = std::getenv("LOCKSTEP_LOG");
+  const std::string name = told != nullptr ? told : "info";
+  const auto level = spdlog::level::from_str(name);  // off for a name that it does not know
+  logger->set_level(level == spdlog::level::off && name != "off" ? spdlog::level::info : level);
   return logger;
 }
 

@@ -27,6 +27,17 @@ bool is_checkpoint(const fs::path& path) {
   return path.filename().string().starts_with(kPrefix) && path.extension() == kSuffix;
 }
 
+void remove_half_written(const fs::path& folder) {
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.path().filename().string().find(".safetensors.tmp-") != std::string::npos) fs::remove(entry.path());
+}
+
+// Longer names have more digits, so they are later.
+bool is_later(const fs::path& a, const fs::path& b) {
+  const std::string name_a = a.filename(), name_b = b.filename();
+  return name_a.size() != name_b.size() ? name_a.size() > name_b.size() : name_a > name_b;
+}
+
 void require_writable(const fs::path& folder) try {
   fs::create_directories(folder);
   const fs::path probe = folder / ".writable";
@@ -43,23 +54,24 @@ void require_writable(const fs::path& folder) try {
 
 CheckpointFolder::CheckpointFolder(fs::path folder, int keep) : folder_(std::move(folder)), keep_(keep) {
   require_writable(folder_);
+  remove_half_written(folder_);
 }
 
 std::vector<fs::path> CheckpointFolder::newest_first() const {
   std::vector<fs::path> files;
   for (const auto& entry : fs::directory_iterator(folder_))
     if (is_checkpoint(entry.path())) files.push_back(entry.path());
-  std::sort(files.begin(), files.end(), [](const fs::path& a, const fs::path& b) {
-    const auto length = [](const fs::path& path) { return path.filename().string().size(); };
-    return length(a) != length(b) ? length(a) > length(b) : a > b;
-  });
+  std::sort(files.begin(), files.end(), is_later);
   return files;
 }
 
 void CheckpointFolder::save(std::int64_t step, const TensorFile& file) {
-  save_safetensors(folder_ / file_name(step), file);
-  const auto files = newest_first();
-  for (std::size_t i = static_cast<std::size_t>(keep_); i < files.size(); ++i) fs::remove(files[i]);
+  const fs::path path = folder_ / file_name(step);
+  save_safetensors(path, file);
+  int kept = 0;
+  std::error_code ignored;  // a file that can't be removed is only a file too many
+  for (const fs::path& each : newest_first())
+    if (is_later(each, path) || ++kept > keep_) fs::remove(each, ignored);
 }
 
 std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() const {

@@ -17,13 +17,15 @@ namespace lockstep {
 
 class CheckpointFolder {
  public:
-  // Makes the folder if it is missing, and proves that files can be written in it: not only after the first epoch.
-  // Throws CheckpointError.
+  // Makes the folder if it is missing, proves that files can be written in it (and not only after the first epoch), and
+  // removes what a killed writer left half-written. Throws CheckpointError.
   explicit CheckpointFolder(std::filesystem::path folder, int keep = 2);
 
-  // Writes the checkpoint of `step` atomically, then removes those beyond the newest `keep`. A failure leaves the older
-  // ones as they are. Throws SystemError.
+  // Writes the checkpoint of `step` atomically, then removes the older ones beyond `keep`, and later ones: a run that was
+  // resumed below them has left them behind. A failure to write leaves all as they are. Throws SystemError.
   void save(std::int64_t step, const TensorFile& file);
+
+  bool empty() const { return newest_first().empty(); }
 
   struct Loaded {
     std::filesystem::path path;

@@ -86,6 +86,21 @@ TEST(CheckpointFolder, keeps_the_newest_and_nothing_half_written) {
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-100000000.safetensors");
 }
 
+TEST(CheckpointFolder, forgets_later_checkpoints_of_a_run_that_was_resumed_below_them) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  for (const int step : {1, 2, 3}) checkpoints.save(step, sample());
+  checkpoints.save(1, sample());
+  EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"step-00000001.safetensors"});
+}
+
+TEST(CheckpointFolder, removes_what_a_killed_writer_left) {
+  const TempFolder folder;
+  write_file(folder / "step-00000002.safetensors.tmp-4711", "half");
+  EXPECT_TRUE(CheckpointFolder(folder.path()).empty());
+  EXPECT_TRUE(names_in(folder.path()).empty());
+}
+
 TEST(CheckpointFolder, passes_over_a_damaged_file) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path());

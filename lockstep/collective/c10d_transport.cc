@@ -67,14 +67,16 @@ class C10dTransport : public Transport {
   void fail(const std::string&) override {}  // the closed connection tells the others
 
  private:
-  // Issues one collective; what the backend throws, now or while waiting, becomes PeerLost.
+  // Issues one collective. What the backend throws at once is about the arguments; what it throws later, about a peer.
   template <class Call>
   Work issue(const char* operation, Call&& call) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
       work = call();
-    } catch (const std::exception& error) {
-      throw peer_lost(operation, options_.describe, error);
+    } catch (const std::exception& error) {  // before anything was sent
+      throw UsageError({.what = concat(operation, " refused: ", split(error.what(), '\n').front()),
+                        .here = options_.describe,
+                        .likely = "a dtype or a layout that c10d does not exchange"});
     }
     return Work([operation, work, here = options_.describe] {
       try {
@@ -130,7 +132,7 @@ std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& stor
       c10::make_intrusive<c10d::ProcessGroupNCCL>(with_prefix(store, "nccl"), options.rank, options.size, nccl), options);
 }
 
-bool cuda_is_available() { return c10::cuda::device_count() > 0; }
+int cuda_device_count() { return c10::cuda::device_count(); }
 
 int cuda_device_index(int local_rank) {
   const int devices = c10::cuda::device_count();
@@ -149,7 +151,7 @@ std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>&, con
   return {};
 }
 
-bool cuda_is_available() { return false; }
+int cuda_device_count() { return 0; }
 
 int cuda_device_index(int) {
   throw DeviceError({.what = "this lockstep was built without CUDA",

@@ -23,7 +23,6 @@ std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& stor
 // CUDA_VISIBLE_DEVICES holds. S3.
 int cuda_device_index(int local_rank);
 
-// Whether --device auto should choose CUDA: a build with CUDA on a machine with a GPU that is visible.
-bool cuda_is_available();
+int cuda_device_count();  // GPUs that are visible; 0 in a build without CUDA
 
 }  // namespace lockstep

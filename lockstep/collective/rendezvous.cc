@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -15,7 +16,6 @@
 #include <fstream>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -89,21 +89,35 @@ int port_of(const UniqueFd& fd) {
                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
-bool answers(const Endpoint& endpoint) {
+bool answers(const Endpoint& endpoint, const Deadline& deadline) {
   const AddressList address = resolve(endpoint);
-  const UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  return fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0;
+  const UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) return false;
+  if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return true;
+  pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+  int error = 0;
+  socklen_t size = sizeof error;
+  return errno == EINPROGRESS && ::poll(&connected, 1, static_cast<int>(deadline.left().count())) == 1 &&
+         ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
 // c10d's client waits a second between attempts; a rank that is a moment early would lose that second.
 void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  while (!answers(endpoint)) {
+  while (!answers(endpoint, deadline)) {
     if (deadline.passed())
       throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
                              .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
                              .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
     std::this_thread::sleep_for(kRetryEvery);
   }
+}
+
+c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, const c10d::TCPStoreOptions& options) try {
+  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
+} catch (const std::exception& error) {
+  throw RendezvousError({.what = concat("no store at ", endpoint.text(), ": ", split(error.what(), '\n').front()),
+                         .likely = "another program answers at this port, or rank 0 died",
+                         .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
 c10::intrusive_ptr<c10d::Store> serve_store(const Endpoint& endpoint, UniqueFd listener, milliseconds timeout) {
@@ -113,7 +127,7 @@ c10::intrusive_ptr<c10d::Store> serve_store(const Endpoint& endpoint, UniqueFd l
   options.waitWorkers = false;
   options.timeout = timeout;
   options.masterListenFd = listener.release();
-  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
+  return make_store(endpoint, options);
 }
 
 c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
@@ -121,7 +135,23 @@ c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEn
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(endpoint.port);
   options.timeout = timeout;
-  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
+  return make_store(endpoint, options);
+}
+
+bool is_loopback(const addrinfo& address) {
+  if (address.ai_family == AF_INET)
+    return ntohl(reinterpret_cast<const sockaddr_in*>(address.ai_addr)->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address.ai_addr)->sin6_addr);
+}
+
+// Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
+void require_reachable(const Endpoint& endpoint, const JobEnvironment& job) {
+  if (job.local_size == job.world_size || !is_loopback(*resolve(endpoint))) return;
+  throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host, " is a loopback address here, but the ranks are on ",
+                                        "several machines"),
+                         .here = concat("rank ", job.rank, " of ", job.world_size),
+                         .likely = "a name that /etc/hosts gives to 127.0.0.1 or 127.0.1.1",
+                         .next = "give the address at which the other machines reach this one"});
 }
 
 // torchrun's agent keeps the store itself, across restarts of the ranks: each try gets keys of its own.
@@ -137,6 +167,7 @@ std::string attempt() {
 
 c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milliseconds timeout) {
   const Endpoint endpoint{job.master_addr, job.master_port};
+  require_reachable(endpoint, job);
   const bool serve = job.rank == 0 && !agent_serves_store();
   auto store = serve ? serve_store(endpoint, listen_on(endpoint), timeout) : join_store(endpoint, job, timeout);
   return c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
@@ -147,21 +178,12 @@ c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milli
 // pid and the time that pid was started into a file named after the job. The others read it until it is there and that
 // very process is alive, so that a file left by a killed job is never believed. Rank 0 removes the file once all came.
 
-std::string start_time_of(pid_t pid) {
-  std::ifstream stat(concat("/proc/", pid, "/stat"));
-  std::string text{std::istreambuf_iterator<char>(stat), {}};
-  const std::size_t name_end = text.rfind(')');
-  if (name_end == std::string::npos) return {};
-  std::istringstream fields(text.substr(name_end + 1));
-  std::string field;
-  for (int i = 3; i <= 22; ++i) fields >> field;  // proc(5): starttime is field 22, the state after the name is 3
-  return field;
-}
-
-// /run/user/UID where there is one, else a folder in /tmp that nobody else may enter.
+// In XDG_RUNTIME_DIR where it exists (Slurm passes on the value of the machine that submitted), else in /tmp: a folder that
+// nobody else may enter.
 fs::path private_folder() {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  const fs::path folder = fs::path(runtime != nullptr ? runtime : "/tmp") / concat("lockstep-", ::getuid());
+  const bool exists = runtime != nullptr && fs::is_directory(runtime);
+  const fs::path folder = fs::path(exists ? runtime : "/tmp") / concat("lockstep-", ::getuid());
   ::mkdir(folder.c_str(), 0700);
   struct stat info{};
   if (::lstat(folder.c_str(), &info) != 0) throw system_error("make the folder", folder);
@@ -179,13 +201,21 @@ fs::path meeting_file(const JobEnvironment& job) {
   return private_folder() / concat("job-", name);
 }
 
+bool is_running(pid_t pid, const std::string& started) {
+  try {
+    return start_time_of(pid) == started;
+  } catch (const SystemError&) {
+    return false;
+  }
+}
+
 std::optional<int> port_of_living_rank0(const fs::path& file) {
   std::ifstream in(file);
   int port = 0;
   pid_t pid = 0;
   std::string started;
   if (!(in >> port >> pid >> started)) return std::nullopt;
-  return start_time_of(pid) == started ? std::optional<int>(port) : std::nullopt;
+  return is_running(pid, started) ? std::optional<int>(port) : std::nullopt;
 }
 
 int wait_for_port(const fs::path& file, const JobEnvironment& job, const Deadline& deadline) {

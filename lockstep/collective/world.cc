@@ -42,16 +42,20 @@ class WorldState {
     return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
   }
 
-  Transport& transport_for(const torch::Tensor& tensor, const char* operation) const {
+  // Also in a world of one: what would fail on many ranks fails on one.
+  void require_exchangeable(const torch::Tensor& tensor, const char* operation) const {
     if (!tensor.is_contiguous())
       throw UsageError({.what = concat("the tensor given to ", operation, " is not contiguous: shape ", tensor.sizes(),
                                        ", strides ", tensor.strides()),
                         .here = describe(),
                         .next = "exchange tensor.contiguous() and copy the result back"});
+    if (!tensor.is_cpu()) require_device(tensor, device, concat("the tensor given to ", operation));
+  }
+
+  Transport& transport_for(const torch::Tensor& tensor) const {
     if (tensor.is_cpu()) return *host;
-    require_device(tensor, device, concat("the tensor given to ", operation));
     if (cuda) return *cuda;
-    throw DeviceError({.what = concat(operation, " of a CUDA tensor between ranks that are threads"),
+    throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",
                        .here = describe(),
                        .next = "start the ranks as processes: `lockstep run` or --ranks"});
   }
@@ -66,19 +70,12 @@ torch::Device device_of_rank(torch::DeviceType type, int local_rank) {
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(cuda_device_index(local_rank))};
 }
 
-// Where no launcher has narrowed this process to its own cores, its even share of the machine's.
-CoreSet cores_of(const JobEnvironment& job) {
-  const CoreSet usable = usable_cores();
-  const bool narrowed = static_cast<long>(usable.size()) < ::sysconf(_SC_NPROCESSORS_ONLN);
-  return narrowed ? usable : cores_of_rank(usable, job.local_rank, job.local_size);
-}
-
 StatePtr make_state(const JobEnvironment& job, const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->job = job;
   state->timeout = options.timeout;
   state->device = device_of_rank(options.device, job.local_rank);
-  state->cores = cores_of(job);
+  state->cores = cores_of(job, usable_cores());
   return state;
 }
 
@@ -100,32 +97,33 @@ bool on_one_machine(const World& world, const JobEnvironment& job) {
   return std::all_of(machines.begin(), machines.end(), [&](const auto& each) { return each == machines.front(); });
 }
 
-std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) {
+std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
   std::vector<std::string> missing;
   for (std::size_t rank = 0; rank < keys.size(); ++rank)
     if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
   return join(missing, ", ");
+} catch (const std::exception&) {
+  return "0, which keeps the store";
 }
 
-void wait_for_keys(const WorldState& state, const std::vector<std::string>& keys, const std::string& topic) try {
-  state.store->wait(keys, state.timeout);
-} catch (const std::exception&) {
-  throw RendezvousError({.what = concat("no word from rank ", missing_ranks(*state.store, keys), " about ", topic),
-                         .here = state.describe(),
-                         .likely = "that rank died, or does not make the same calls in the same order",
-                         .next = "look at its output"});
+RendezvousError no_word(const WorldState& state, const std::vector<std::string>& keys, const std::string& topic) {
+  return RendezvousError({.what = concat("no word from rank ", missing_ranks(*state.store, keys), " about ", topic),
+                          .here = state.describe(),
+                          .likely = "that rank died, or does not make the same calls in the same order",
+                          .next = "look at its output"});
 }
 
 std::vector<std::string> exchange_through_store(WorldState& state, const std::string& topic, const std::string& mine) {
   const int round = state.exchanges++;
   std::vector<std::string> keys;
   for (int i = 0; i < state.job.world_size; ++i) keys.push_back(concat("text/", round, "/", i));
-  state.store->set(keys[static_cast<std::size_t>(state.job.rank)], std::vector<std::uint8_t>(mine.begin(), mine.end()));
-  wait_for_keys(state, keys, topic);
   std::vector<std::string> texts;
-  for (const auto& key : keys) {
-    const std::vector<std::uint8_t> bytes = state.store->get(key);
-    texts.emplace_back(bytes.begin(), bytes.end());
+  try {
+    state.store->set(keys[static_cast<std::size_t>(state.job.rank)], std::vector<std::uint8_t>(mine.begin(), mine.end()));
+    state.store->wait(keys, state.timeout);
+    for (const auto& bytes : state.store->multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
+  } catch (const std::exception&) {
+    throw no_word(state, keys, topic);
   }
   return texts;
 }
@@ -178,17 +176,21 @@ std::string World::describe() const { return state_->describe(); }
 void World::all_reduce(const torch::Tensor& tensor, ReduceOp op) const { all_reduce_async(tensor, op).wait(); }
 
 Work World::all_reduce_async(const torch::Tensor& tensor, ReduceOp op) const {
+  state_->require_exchangeable(tensor, "all_reduce");
   if (size() == 1) return Work([] {});
-  return state_->transport_for(tensor, "all_reduce").all_reduce_async(tensor, op);
+  Work work = state_->transport_for(tensor).all_reduce_async(tensor, op);
+  return Work([state = state_, work]() mutable { work.wait(); });  // the world lives as long as what it has under way
 }
 
 void World::broadcast(const torch::Tensor& tensor, int root) const {
-  if (size() > 1) state_->transport_for(tensor, "broadcast").broadcast(tensor, root);
+  state_->require_exchangeable(tensor, "broadcast");
+  if (size() > 1) state_->transport_for(tensor).broadcast(tensor, root);
 }
 
 torch::Tensor World::all_gather(const torch::Tensor& tensor) const {
+  state_->require_exchangeable(tensor, "all_gather");
   if (size() == 1) return tensor.detach().unsqueeze(0).clone();
-  return state_->transport_for(tensor, "all_gather").all_gather(tensor);
+  return state_->transport_for(tensor).all_gather(tensor);
 }
 
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {

@@ -61,11 +61,13 @@ class World {
   std::string describe() const;  // "rank 2 of 4 on gpu-a"
 
   // Reduces in place: afterwards every rank holds the same bits. tensor: any shape, contiguous, the same shape and dtype
-  // on all ranks, on device() or on the CPU. Sends 2(N-1)/N * K per rank (ring) for K bytes.
-  // Throws DeviceError (elsewhere than where this world exchanges), PeerLost.
+  // on all ranks, on device() or on the CPU. Between machines it sends 2(N-1)/N * K per rank (ring) for K bytes; within
+  // one it sends nothing and reads and writes K per rank.
+  // Throws UsageError (not contiguous), DeviceError (elsewhere than where this world exchanges), MismatchError (ranks
+  // that give different shapes or make different calls), PeerLost.
   void all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
 
-  // The same, without blocking. The tensor must not be touched until the Work was waited for.
+  // The same, without blocking. The tensor must not be touched until the Work was waited for. Within one machine the exchange takes place in the wait (docs/design/exchange.md says why).
   [[nodiscard]] Work all_reduce_async(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum) const;
 
   // Every rank's tensor becomes root's. tensor: as for all_reduce. Sends at most K log2(N) from the root.

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/collective/c10d_transport.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -133,9 +134,38 @@ TEST(World, a_rank_that_does_not_come_is_named_at_the_deadline) {
   EXPECT_TRUE(contains(message, "rank 1"));
 }
 
-TEST(World, refuses_a_gpu_in_a_build_without_cuda_or_a_machine_without_gpus) {
-  const std::string message = message_of<DeviceError>([] { World::single({.device = torch::kCUDA}); });
-  EXPECT_TRUE(contains(message, "next:"));
+TEST(World, gives_a_gpu_only_where_there_is_one) {
+  const auto single_on_gpu = [] { return World::single({.device = torch::kCUDA}); };
+  if (cuda_device_count() > 0)
+    EXPECT_TRUE(single_on_gpu().device().is_cuda());
+  else
+    EXPECT_TRUE(contains(message_of<DeviceError>(single_on_gpu), "next:"));
+}
+
+TEST(World, refuses_a_tensor_elsewhere_or_with_gaps_on_one_rank_and_on_two) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [](World& world) {
+      EXPECT_THROW(world.all_reduce(torch::empty({2}, torch::kMeta)), DeviceError);
+      EXPECT_THROW(world.broadcast(torch::ones({4, 4}).t()), UsageError);
+    });
+  }
+}
+
+TEST(World, names_both_sides_when_ranks_give_different_shapes) {
+  const auto give_different_shapes = [](World& world) { world.all_reduce(torch::ones({10 + world.rank()})); };
+  const std::string message = message_of<MismatchError>([&] { run_ranks(2, give_different_shapes); });
+  EXPECT_TRUE(contains(message, "all_reduce of 10 float32"));
+  EXPECT_TRUE(contains(message, "all_reduce of 11 float32"));
+}
+
+TEST(World, allocates_tensors_that_outlive_it) {
+  torch::Tensor kept;
+  run_ranks(2, [&](World& world) {
+    const torch::Tensor tensor = world.allocate({3, 5}, torch::kFloat32).fill_(world.rank() + 1);
+    world.all_reduce(tensor);
+    if (world.rank() == 0) kept = tensor;
+  });
+  EXPECT_TRUE(torch::equal(kept, torch::full({3, 5}, 3.0F)));
 }
 
 TEST(RequireDevice, names_the_tensor_that_is_elsewhere) {

@@ -32,15 +32,18 @@ Range even_part(std::int64_t total, int index, int parts) {
   return {total * index / parts, total * (index + 1) / parts};
 }
 
+void require_batch_for_ranks(std::int64_t batch_size, int ranks) {
+  if (batch_size < ranks)
+    throw UsageError({.what = concat("--batch-size ", batch_size, " is smaller than the number of ranks, ", ranks),
+                      .likely = "--batch-size counts the samples of all ranks together",
+                      .next = "give a larger batch, or start fewer ranks"});
+}
+
 DistributedSampler::DistributedSampler(const SamplerOptions& options)
     : options_(options), order_(static_cast<std::size_t>(options.samples)) {
   if (options.samples <= 0)
     throw UsageError({.what = "the dataset has no samples", .likely = "an empty file or split"});
-  if (options.batch_size < options.ranks)
-    throw UsageError({.what = concat("--batch-size ", options.batch_size, " is smaller than the number of ranks, ",
-                                     options.ranks),
-                      .likely = "--batch-size counts the samples of all ranks together",
-                      .next = "give a larger batch, or start fewer ranks"});
+  require_batch_for_ranks(options.batch_size, options.ranks);
   std::iota(order_.begin(), order_.end(), std::int64_t{0});
 }
 

@@ -40,6 +40,9 @@ class DistributedSampler {
   std::vector<std::int64_t> order_;
 };
 
+// Throws UsageError unless every rank can have a sample of a full batch.
+void require_batch_for_ranks(std::int64_t batch_size, int ranks);
+
 // Element range [begin, end) of `index` out of `parts` contiguous parts whose sizes differ by at most one.
 struct Range {
   std::int64_t begin = 0;

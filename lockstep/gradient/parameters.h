@@ -29,7 +29,7 @@ std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
 // Throws UsageError for a tensor with gaps or overlaps.
 torch::Tensor dense_view(const torch::Tensor& tensor);
 
-// Compares name, dtype, shape and strides of every tensor over the ranks through the store, before any tensor is sent.
+// Compares name, dtype, shape, strides and requires_grad of every tensor over the ranks, before any of them is sent.
 // Throws MismatchError naming both ranks and the first tensor that differs.
 void require_same_model(const World& world, const std::vector<NamedTensor>& tensors);
 

@@ -112,8 +112,8 @@ class ReadyHook : public torch::autograd::FunctionPostHook {
 class Reducer::Impl {
  public:
   // In a world of one there is nothing to exchange: no buckets, no hooks.
-  Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options)
-      : world_(std::move(world)) {
+  Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options, OnFinished on_finished)
+      : world_(std::move(world)), on_finished_(std::move(on_finished)) {
     if (world_.size() == 1) return;
     for (const auto& group : cut_into_buckets(parameters, options.bucket_bytes))
       buckets_.push_back(make_bucket(world_, group));
@@ -127,12 +127,19 @@ class Reducer::Impl {
 
   void begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
+    if (active_) throw unfinished();
     start_exchange(samples, loss);
   }
 
   BatchTotals finish() {
+    const BatchTotals totals = complete_exchange();
+    if (on_finished_) on_finished_(totals);
+    return totals;
+  }
+
+ private:
+  BatchTotals complete_exchange() {
     const std::lock_guard lock(mutex_);
-    active_ = false;
     for (Bucket& bucket : buckets_)
       for (Slot& slot : bucket.slots)
         if (!slot.ready) pack(bucket, slot);
@@ -140,10 +147,10 @@ class Reducer::Impl {
     const BatchTotals totals = wait_for_totals();
     for (Bucket& bucket : buckets_) take_back(bucket, scale_ / static_cast<double>(totals.samples));
     learn_scale(totals);
+    active_ = false;
     return totals;
   }
 
- private:
   void install_hook(Bucket& bucket, Slot& slot) {
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     auto hook = std::make_unique<ReadyHook>([this, &bucket, &slot] { on_ready(bucket, slot); });
@@ -194,6 +201,13 @@ class Reducer::Impl {
     send_full_buckets();
   }
 
+  UsageError unfinished() const {
+    return UsageError({.what = "backward() was called after one that failed half-way",
+                       .here = world_.describe(),
+                       .likely = "an exception in backward() that was caught and passed over",
+                       .next = "let it end the program, and go on from a checkpoint"});
+  }
+
   UsageError ready_twice(const std::string& name) const {
     return UsageError({.what = concat("the gradient of ", name, " became ready twice in one backward()"),
                        .here = world_.describe(),
@@ -240,6 +254,7 @@ class Reducer::Impl {
   }
 
   World world_;
+  OnFinished on_finished_;
   std::vector<Bucket> buckets_;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
 
@@ -252,8 +267,9 @@ class Reducer::Impl {
   std::size_t next_to_send_ = 0;
 };
 
-Reducer::Reducer(World world, std::vector<NamedTensor> parameters, const ReducerOptions& options)
-    : impl_(std::make_unique<Impl>(std::move(world), parameters, options)) {}
+Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options,
+                 OnFinished on_finished)
+    : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
 void Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { impl_->begin(samples, loss); }
 BatchTotals Reducer::finish() { return impl_->finish(); }

@@ -12,7 +12,7 @@
 //   finish()  buckets that never filled are sent too; waits; times s / n the sums go back into .grad
 // n is not known while backward runs, and waiting for it would put a round trip before the first gradient. So gradients
 // are scaled by what every rank knows already: s, the power of two below the last step's n. It keeps small dtypes from
-// overflowing and rounds nothing.
+// overflowing.
 //
 // Parameters that took no part on some ranks count as zero there. Beside its gradients a bucket carries one flag per
 // parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank: no walk of
@@ -22,6 +22,7 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -41,13 +42,18 @@ struct BatchTotals {
 
 class Reducer {
  public:
-  // Parameters are put into buckets in reverse order: the order in which backward() tends to reach them.
-  Reducer(World world, std::vector<NamedTensor> parameters, const ReducerOptions& options = {});
+  using OnFinished = std::function<void(const BatchTotals&)>;
+
+  // Parameters are put into buckets in reverse order: the order in which backward() tends to reach them. `on_finished` is
+  // called at the end of each finish(), also of the one that a plain loss.backward() makes by itself.
+  Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options = {},
+          OnFinished on_finished = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Before backward(): this rank's number of samples and mean loss. Does not block.
+  // Before backward(): this rank's number of samples and mean loss. Blocks only in the first step, to learn s.
+  // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
   void begin(std::int64_t samples, const torch::Tensor& loss);
 
   // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.

@@ -42,20 +42,13 @@ bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
 }
 
-// When a process was started, in clock ticks since boot: with its pid, a name that is never given twice.
-std::string start_time(int pid) {
-  const std::string stat = read_file(concat("/proc/", pid, "/stat"));
-  constexpr std::size_t kStartTime = 20;  // fields after the name, which itself may hold blanks and brackets
-  return split(stat.substr(stat.rfind(')') + 1), ' ').at(kStartTime);
-}
-
 // Names the process that made the other end of socket `fd`; nothing if `fd` is no socket or that process can't be seen.
 std::optional<std::string> identity_of_peer(int fd) {
   ucred peer{};
   socklen_t size = sizeof peer;
   if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) return {};
   try {
-    return concat(peer.pid, "-", start_time(peer.pid));
+    return concat(peer.pid, "-", start_time_of(peer.pid));
   } catch (const SystemError&) {
     return {};
   }
@@ -202,7 +195,7 @@ class Reader {
   }
 
   void set_job_id_of_process() {
-    set(job_.job_id, "job_id", concat(::getpid(), "-", start_time(::getpid())), "this process");
+    set(job_.job_id, "job_id", concat(::getpid(), "-", start_time_of(::getpid())), "this process");
   }
 
   // All of the variables that are set, joined.
@@ -346,5 +339,17 @@ std::optional<std::string> variable_of_this_process(const std::string& name) {
 JobEnvironment read_job_environment(const VariableLookup& lookup) { return Reader(lookup).read(); }
 
 JobEnvironment read_job_environment() { return read_job_environment(variable_of_this_process); }
+
+CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
+  const auto online = static_cast<std::size_t>(::sysconf(_SC_NPROCESSORS_ONLN));
+  const bool bound = usable.size() * static_cast<std::size_t>(job.local_size) <= online;
+  return bound ? usable : cores_of_rank(usable, job.local_rank, job.local_size);
+}
+
+std::string start_time_of(int pid) {
+  const std::string stat = read_file(concat("/proc/", pid, "/stat"));
+  constexpr std::size_t kStartTime = 20;  // fields after the name, which itself may hold blanks and brackets
+  return split(stat.substr(stat.rfind(')') + 1), ' ').at(kStartTime);
+}
 
 }  // namespace lockstep

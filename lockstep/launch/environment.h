@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/cores.h"
+
 namespace lockstep {
 
 // One resolved value and where it came from: {"rank", "2", "OMPI_COMM_WORLD_RANK"}. `lockstep env` prints these.
@@ -42,5 +44,13 @@ using VariableLookup = std::function<std::optional<std::string>(const std::strin
 // (rank >= size), several machines without MASTER_ADDR. S1.
 JobEnvironment read_job_environment(const VariableLookup& lookup);
 JobEnvironment read_job_environment();  // of this process
+
+// The cores of this rank, out of those that it may use. Where a launcher has bound the ranks, or a cpuset leaves each of
+// them no more than its share, all of them; else an even share: ranks that were not bound don't crowd on each other.
+CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable);
+
+// When a process was started, in clock ticks since boot: with its pid, a name that is never given twice.
+// Throws SystemError: no such process.
+std::string start_time_of(int pid);
 
 }  // namespace lockstep

@@ -142,7 +142,8 @@ class Job {
         {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
-    if (std::getenv("OMP_NUM_THREADS") == nullptr) result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
+    if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
+      result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
     return result;
   }
 

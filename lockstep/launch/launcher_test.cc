@@ -88,14 +88,15 @@ TEST(Launch, all_ranks_can_meet_at_the_reserved_port) {
   EXPECT_EQ(launch_probe({.ranks = 3}, {"meet"}).result.exit_code, 0);
 }
 
-TEST(Launch, sets_the_number_of_threads_unless_the_user_did) {
+TEST(Launch, sets_the_number_of_threads_that_it_was_told_or_else_the_users) {
   const std::vector<std::string> show = {"variables", "OMP_NUM_THREADS"};
   ::unsetenv("OMP_NUM_THREADS");
   EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=3"),
             std::string::npos);
   EXPECT_NE(launch_probe({.ranks = 100, .pin = false}, show).output.find("OMP_NUM_THREADS=1 "), std::string::npos);
   ::setenv("OMP_NUM_THREADS", "5", 1);
-  EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=5"),
+  EXPECT_NE(launch_probe({.ranks = 1}, show).output.find("OMP_NUM_THREADS=5"), std::string::npos);
+  EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=3"),
             std::string::npos);
   ::unsetenv("OMP_NUM_THREADS");
 }

@@ -31,6 +31,8 @@ struct Task {
   std::function<torch::Tensor(torch::nn::Module& model, const torch::Tensor& data)> forward;
   // output and (B) target -> the mean loss over the B samples, a scalar
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
+  // How many of the samples the output has right, a scalar; empty: no accuracy is reported.
+  std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
   // What to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;
   std::string name = "task";  // for tables and metrics
@@ -45,6 +47,9 @@ Task classification_task(std::string name) {
           },
           .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
             return torch::cross_entropy_loss(output, target);
+          },
+          .correct = [](const torch::Tensor& output, const torch::Tensor& target) {
+            return output.argmax(1).eq(target).sum();
           },
           .name = std::move(name)};
 }

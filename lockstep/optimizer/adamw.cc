@@ -65,7 +65,7 @@ void AdamW::update(torch::optim::OptimizerParamGroup& group, const std::vector<t
     auto& state = state_[parameter.unsafeGetTensorImpl()];
     if (!state) state = fresh_state(parameter);
     auto& adam = static_cast<AdamWState&>(*state);
-    gradients.push_back(parameter.grad());
+    gradients.push_back(gradient_like(parameter));
     exp_avgs.push_back(adam.exp_avg);
     exp_avg_sqs.push_back(adam.exp_avg_sq);
     steps.push_back(adam.step.add_(1));

@@ -25,10 +25,16 @@ void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
   for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
 }
 
+torch::Tensor gradient_like(const torch::Tensor& parameter) {
+  const torch::Tensor& gradient = parameter.grad();
+  if (gradient.strides() == parameter.strides()) return gradient;
+  return torch::empty_like(parameter, parameter.options().requires_grad(false)).copy_(gradient);
+}
+
 torch::Tensor restored(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
   const auto found = state.find(name);
-  if (found == state.end() || found->second.sizes() != like.sizes())
-    throw CheckpointError({.what = concat("no optimizer state \"", name, "\" of shape ", like.sizes()),
+  if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
+    throw CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", like.dtype().name(), like.sizes()),
                            .likely = "a checkpoint of another optimizer or model",
                            .next = "resume with the options that the run was started with"});
   return torch::empty_like(like, like.options().requires_grad(false)).copy_(found->second);

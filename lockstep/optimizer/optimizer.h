@@ -38,6 +38,9 @@ class Optimizer : public torch::optim::Optimizer {
 // For all groups; what schedules do each step.
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
 
+// The gradient in the parameter's memory order, as the fused kernels take it for granted; a copy only where it differs.
+torch::Tensor gradient_like(const torch::Tensor& parameter);
+
 // The tensor `name` of a saved state as a fresh copy for `like`. Throws CheckpointError.
 torch::Tensor restored(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like);
 

@@ -70,6 +70,33 @@ TEST(AdamW, follows_libtorchs_adamw) {
   expect_same_course(adamw, mine, reference, theirs);
 }
 
+TEST(SGD, trains_16_bit_parameters_of_any_size) {
+  for (const auto dtype : {torch::kBFloat16, torch::kFloat16}) {
+    for (const std::int64_t size : {1, 8, 9, 64, 65}) {
+      const torch::Tensor mine = torch::ones({size}, dtype).set_requires_grad(true);
+      const torch::Tensor theirs = torch::ones({size}, dtype).set_requires_grad(true);
+      SGD sgd({mine}, {.lr = 0.5, .momentum = 0.5, .nesterov = true});
+      torch::optim::SGD reference({theirs}, torch::optim::SGDOptions(0.5).momentum(0.5).nesterov(true));
+      for (int step = 0; step < 3; ++step) {
+        mine.mutable_grad() = torch::ones({size}, dtype);
+        theirs.mutable_grad() = torch::ones({size}, dtype);
+        sgd.step();
+        reference.step();
+      }
+      EXPECT_TRUE(torch::allclose(mine.to(torch::kFloat32), theirs.to(torch::kFloat32), 1e-2, 1e-2)) << size;
+      EXPECT_LT(mine.max().item<float>(), 0);
+    }
+  }
+}
+
+TEST(SGD, takes_a_gradient_in_another_memory_order) {
+  const torch::Tensor p = torch::zeros({2, 3}, torch::kFloat32).set_requires_grad(true);
+  const torch::Tensor gradient = torch::arange(6, torch::kFloat32).reshape({3, 2}).t();
+  p.mutable_grad() = gradient;
+  SGD({p}, {.lr = 1}).step();
+  EXPECT_TRUE(torch::equal(p.detach(), -gradient));
+}
+
 template <class O, class Options>
 void expect_state_survives_a_copy(const Options& options) {
   const Tensors first = make_parameters();

@@ -24,6 +24,9 @@ class SGD : public Optimizer {
 
  protected:
   void update(torch::optim::OptimizerParamGroup& group, const std::vector<torch::Tensor>& parameters) override;
+
+ private:
+  torch::Tensor momentum_buffer(const torch::Tensor& parameter);
 };
 
 }  // namespace lockstep

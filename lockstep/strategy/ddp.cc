@@ -41,7 +41,8 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
     : world_(synchronised(std::move(world), module)),
       parameters_(trainable(named_parameters(module))),
       buffers_(options.broadcast_buffers ? named_buffers(module) : std::vector<NamedTensor>{}),
-      reducer_(world_, parameters_, {.bucket_bytes = options.bucket_bytes}) {}
+      reducer_(world_, parameters_, {.bucket_bytes = options.bucket_bytes},
+               [this](const BatchTotals& totals) { finish_backward(totals); }) {}
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module,
                                                  const torch::optim::Optimizer& optimizer, const Options& options)
@@ -53,9 +54,13 @@ void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t s
   reducer_.begin(samples, loss);
   if (samples > 0) loss.backward();
   const Stopwatch exchange;
-  last_batch_ = reducer_.finish();
-  broadcast_tensors(world_, buffers_);
+  reducer_.finish();
   exchange_seconds_ = exchange.seconds();
+}
+
+void DistributedDataParallel::finish_backward(const BatchTotals& totals) {
+  last_batch_ = totals;
+  broadcast_tensors(world_, buffers_);
 }
 
 }  // namespace lockstep

@@ -40,10 +40,10 @@ class DistributedDataParallel {
   // Runs loss.backward() and exchanges while it runs. loss: this rank's mean over its `samples`, a scalar. A rank without
   // samples passes no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients are
   // there. Sends 2(N-1)/N * K.
-  // Throws PeerLost, and what backward() throws.
+  // Throws PeerLost, and what backward() throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // A plain loss.backward() works too: every rank then counts the same, and last_batch() knows no loss.
+  // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN).
 
   // Of the last backward(), over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const { return last_batch_; }
@@ -52,6 +52,8 @@ class DistributedDataParallel {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  void finish_backward(const BatchTotals& totals);
+
   World world_;
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 
+#include <cmath>
 #include <mutex>
 
 #include "lockstep/data/sampler.h"
@@ -136,6 +137,36 @@ TEST(Ddp, sends_rank_0s_buffers_after_each_backward) {
     ddp.backward(net->forward(torch::full({4, 2}, 10.0F * static_cast<float>(world.rank()))).sum(), 4);
     EXPECT_TRUE(torch::equal(net->named_buffers()["0.running_mean"], torch::zeros({2}))) << world.rank();
   });
+}
+
+TEST(Ddp, sends_rank_0s_buffers_after_a_plain_backward) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(2));
+    const DistributedDataParallel ddp(world, *net);
+    net->forward(torch::full({4, 2}, 10.0F * static_cast<float>(world.rank()))).sum().backward();
+    EXPECT_TRUE(torch::equal(net->named_buffers()["0.running_mean"], torch::zeros({2}))) << world.rank();
+    EXPECT_EQ(ddp.last_batch().samples, 2);
+    EXPECT_TRUE(std::isnan(ddp.last_batch().mean_loss));
+  });
+}
+
+TEST(Ddp, names_a_parameter_that_only_one_rank_has_frozen) {
+  const auto freeze_on_rank_1 = [](World& world) {
+    torch::nn::Linear net(3, 4);
+    net->bias.set_requires_grad(world.rank() != 1);
+    DistributedDataParallel(world, *net);
+  };
+  EXPECT_TRUE(contains(message_of<MismatchError>([&] { run_ranks(2, freeze_on_rank_1); }), "trained on rank 0, bias"));
+}
+
+TEST(Ddp, refuses_to_go_on_after_a_backward_that_failed) {
+  torch::nn::Linear net(2, 1);
+  DistributedDataParallel ddp(World::single(), *net);
+  const torch::Tensor input = torch::ones({1, 2}, torch::TensorOptions().requires_grad(true));
+  input.register_hook([](torch::Tensor) -> torch::Tensor { throw DataError({.what = "thrown in backward"}); });
+  EXPECT_THROW(ddp.backward(net->forward(input).sum(), 1), DataError);
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { ddp.backward(net->forward(torch::ones({1, 2})).sum(), 1); }),
+                       "failed half-way"));
 }
 
 TEST(Ddp, works_with_any_optimizer_of_torch_and_a_plain_backward) {

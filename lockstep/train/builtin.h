@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-std::vector<std::string> model_names();
+std::vector<std::string> model_names();  // for --help
 Task builtin_task(const std::string& model);  // throws UsageError naming the models there are
 
 std::vector<std::string> dataset_names();

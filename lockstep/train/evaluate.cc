@@ -1,6 +1,7 @@
 #include "lockstep/train/evaluate.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -8,6 +9,8 @@
 
 namespace lockstep {
 namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // Sums over samples; float64 holds every count exactly.
 struct Sums {
@@ -20,7 +23,7 @@ Sums evaluate_batch(const Task& task, Strategy& strategy, const Batch& batch) {
   const torch::Tensor output = strategy.forward(batch.data);
   const auto samples = static_cast<double>(batch.size());
   return {.loss = task.loss(output, batch.target).item<double>() * samples,
-          .correct = output.argmax(1).eq(batch.target).sum().item<double>(),
+          .correct = task.correct ? task.correct(output, batch.target).item<double>() : kNaN,
           .samples = samples};
 }
 

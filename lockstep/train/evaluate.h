@@ -14,12 +14,12 @@ namespace lockstep {
 
 struct Evaluation {
   double loss = 0;      // mean over all samples
-  double accuracy = 0;  // share of samples whose largest output is the target
+  double accuracy = 0;  // share of samples that are right, as task.correct counts them; NaN without it
   std::int64_t samples = 0;
 };
 
 // In evaluation mode and without gradients, in batches of `batch_size` per rank. Each sample counts once, whatever the
-// number of ranks. output must be (B, classes). Blocks; sends 24 bytes. S0.
+// number of ranks. Blocks; sends 24 bytes. S0.
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const Dataset& dataset,
                     std::int64_t batch_size);
 

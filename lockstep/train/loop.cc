@@ -57,19 +57,29 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       strategy_(strategy),
       options_(options),
       loader_(world, datasets.train, {.batch_size = options.batch_size, .seed = options.seed}),
-      progress_(Progress::Style::kNone) {
+      progress_(Progress::Style::kNone),
+      last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
   if (world.rank() == 0) {
-    if (!options.checkpoint_dir.empty()) checkpoints_.emplace(options.checkpoint_dir);
+    if (!options.checkpoint_dir.empty()) open_checkpoints();
     if (!options.quiet) progress_ = Progress(Progress::style_for_stderr());
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
 }
 
+void TrainingLoop::open_checkpoints() {
+  checkpoints_.emplace(options_.checkpoint_dir);
+  if (!options_.resume && !checkpoints_->empty())
+    throw CheckpointError({.what = concat(options_.checkpoint_dir, " holds checkpoints of another run"),
+                           .likely = "the same command as before, without --resume",
+                           .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
+}
+
 RunMetrics TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, options_));
   while (position_.epoch < options_.epochs && !is_last_step()) train_epoch();
+  if (position_.step != saved_step_) save_checkpoint();
   const RunMetrics metrics = summary(watch.seconds());
   metrics_.write(metrics);
   progress_.end_run(metrics);
@@ -78,20 +88,22 @@ RunMetrics TrainingLoop::run() {
 
 void TrainingLoop::train_epoch() {
   progress_.begin_epoch(position_.epoch, options_.epochs, position_.step_in_epoch, loader_.steps_per_epoch());
+  Stopwatch since_last_step;
   for (Batch& batch : loader_.epoch(position_.epoch, position_.step_in_epoch)) {
-    train_step(batch);
+    data_seconds_ += since_last_step.seconds();
+    train_step(batch, since_last_step);
     if (is_last_step()) break;
+    since_last_step = Stopwatch();
   }
   if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
 }
 
-void TrainingLoop::train_step(const Batch& batch) {
-  const Stopwatch watch;
+void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   const BatchTotals totals = strategy_.compute(batch);
   require_finite_loss(totals);
   set_learning_rate(strategy_.optimizer(), learning_rate());
   strategy_.update();
-  record_step(totals, watch.seconds());
+  record_step(totals, since_last_step.seconds());
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
 }
 
@@ -159,6 +171,7 @@ void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty()) return;
   const TensorFile file = take_snapshot(world_, strategy_, position_, options_);
   if (checkpoints_) checkpoints_->save(position_.step, file);
+  saved_step_ = position_.step;
 }
 
 // Rank 0 chooses and reads the file, so that the machines need no common disk.
@@ -177,6 +190,8 @@ void TrainingLoop::resume() {
     return;
   }
   position_ = restore_snapshot(from_safetensors(bytes, origin), world_, strategy_, options_);
+  saved_step_ = position_.step;
+  metrics_.write_resume(position_.step);
   if (checkpoints_) log_info(concat("resuming from ", origin, " at step ", position_.step));
 }
 
@@ -192,7 +207,8 @@ RunMetrics TrainingLoop::summary(double seconds) const {
           .samples = position_.samples,
           .seconds = seconds,
           .train_loss = last_epoch_.train_loss,
-          .val_accuracy = last_epoch_.samples > 0 ? last_epoch_.val_accuracy : kNaN,
+          .val_accuracy = last_epoch_.val_accuracy,
+          .data_seconds = data_seconds_,
           .forward_seconds = phases.forward,
           .backward_seconds = phases.backward,
           .exchange_seconds = phases.exchange,

@@ -35,7 +35,8 @@ struct Position {
 
 class TrainingLoop {
  public:
-  // Resumes from the checkpoint folder if options.resume. Throws UsageError, CheckpointError.
+  // Resumes from the checkpoint folder if options.resume; else the folder must have no checkpoints yet.
+  // Throws UsageError, CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
 
@@ -46,13 +47,14 @@ class TrainingLoop {
 
  private:
   void train_epoch();
-  void train_step(const Batch& batch);
+  void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;
   void record_step(const BatchTotals& totals, double seconds);
   void finish_epoch();
   bool is_last_step() const;
 
+  void open_checkpoints();
   void save_checkpoint();
   void resume();
   RunMetrics summary(double seconds) const;
@@ -68,6 +70,8 @@ class TrainingLoop {
   MetricsFile metrics_;
   Progress progress_;
   EpochMetrics last_epoch_;
+  double data_seconds_ = 0;       // spent on loading batches
+  std::int64_t saved_step_ = -1;  // of the last checkpoint
 };
 
 }  // namespace lockstep

@@ -51,6 +51,8 @@ Task dropout_task() {
           },
           .loss = [](const torch::Tensor& output,
                      const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+          .correct = [](const torch::Tensor& output,
+                        const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
           .name = "points"};
 }
 
@@ -137,6 +139,26 @@ TEST(TrainingLoop, refuses_to_resume_with_other_options) {
   options.lr = 0.7;
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }),
                        "the checkpoint was made with lr = 0.1, now it is 0.7"));
+  options.lr = 0.1;
+  options.drop_factor = 0.5;
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "drop_factor"));
+}
+
+TEST(TrainingLoop, refuses_a_folder_that_holds_another_run) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  run_alone(options, points());
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "checkpoints of another run"));
+}
+
+TEST(TrainingLoop, saves_the_last_step_whatever_the_interval) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 5;
+  run_alone(options, points());
+  EXPECT_TRUE(folder.has("step-00000021.safetensors"));
 }
 
 TEST(TrainingLoop, stops_at_a_loss_that_is_not_finite_and_keeps_the_good_checkpoint) {

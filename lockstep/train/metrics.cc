@@ -41,6 +41,8 @@ void MetricsFile::write(const EpochMetrics& m) {
            .dump());
 }
 
+void MetricsFile::write_resume(std::int64_t step) { line(Json{{"event", "resume"}, {"step", step}}.dump()); }
+
 void MetricsFile::write(const RunMetrics& m) {
   line(Json{{"event", "run"},
             {"strategy", m.strategy},
@@ -54,6 +56,7 @@ void MetricsFile::write(const RunMetrics& m) {
             {"seconds", m.seconds},
             {"train_loss", m.train_loss},
             {"val_accuracy", m.val_accuracy},
+            {"data_seconds", m.data_seconds},
             {"forward_seconds", m.forward_seconds},
             {"backward_seconds", m.backward_seconds},
             {"exchange_seconds", m.exchange_seconds},

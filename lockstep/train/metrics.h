@@ -42,7 +42,8 @@ struct RunMetrics {
   double seconds = 0;
   double train_loss = 0;
   double val_accuracy = 0;
-  double forward_seconds = 0;  // of rank 0, added up over the steps
+  double data_seconds = 0;  // of rank 0, added up over the steps, like those below
+  double forward_seconds = 0;
   double backward_seconds = 0;
   double exchange_seconds = 0;
   double update_seconds = 0;
@@ -55,6 +56,7 @@ class MetricsFile {
   void write(const StepMetrics& metrics);
   void write(const EpochMetrics& metrics);
   void write(const RunMetrics& metrics);
+  void write_resume(std::int64_t step);  // lines of steps from here on take the place of earlier ones
 
  private:
   void line(const std::string& json);

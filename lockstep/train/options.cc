@@ -23,11 +23,12 @@ std::string strategy_table() {
   return table;
 }
 
-void add_data_options(CLI::App& app, TrainOptions& o, bool with_task) {
-  if (!with_task) {
-    app.add_option("--model", o.model, "model to train");
-    app.add_option("--data", o.data, "dataset to train on");
-  }
+void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
+  if (!choices.models.empty())
+    app.add_option("--model", o.model, concat("model to train: ", join(choices.models, ", ")))->capture_default_str();
+  if (!choices.datasets.empty())
+    app.add_option("--data", o.data, concat("dataset to train on: ", join(choices.datasets, ", ")))
+        ->capture_default_str();
   app.add_option("--data-dir", o.data_dir, "folder that holds the dataset");
   app.add_option("--epochs", o.epochs, "passes over the dataset")->capture_default_str();
   app.add_option("--batch-size", o.batch_size, "global batch, over all ranks")->capture_default_str();
@@ -54,7 +55,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--lr", o.lr, "learning rate")->capture_default_str();
   app.add_option("--momentum", o.momentum, "sgd only")->capture_default_str();
   app.add_flag("--nesterov", o.nesterov, "sgd only");
-  app.add_option("--weight-decay", o.weight_decay)->capture_default_str();
+  app.add_option("--weight-decay", o.weight_decay, "shrinks the weights in each step")->capture_default_str();
   app.add_option("--lr-scaling", o.lr_scaling, "how --lr grows with the batch")
       ->check(CLI::IsMember({"none", "sqrt", "linear"}))
       ->capture_default_str();
@@ -83,8 +84,8 @@ void require(bool good, const std::string& what, const std::string& next) {
 
 }  // namespace
 
-void add_options(CLI::App& app, TrainOptions& options, bool with_task) {
-  add_data_options(app, options, with_task);
+void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
+  add_data_options(app, options, choices);
   add_strategy_options(app, options);
   add_optimizer_options(app, options);
   add_output_options(app, options);
@@ -100,6 +101,9 @@ void check_options(const TrainOptions& o) {
   require(o.lr_base_batch_size > 0, "--lr-base-batch-size is not positive", "give the batch that --lr suits");
   require(o.timeout > 0, concat("--timeout ", o.timeout, " is not positive"), "give seconds, such as 300");
   require(o.threads >= 0, concat("--threads ", o.threads, " is negative"), "give 0 for cores / ranks");
+  require(o.checkpoint_every >= 0, concat("--checkpoint-every ", o.checkpoint_every, " is negative"), "0: each epoch");
+  require(o.max_steps >= 0, concat("--max-steps ", o.max_steps, " is negative"), "0: after the epochs");
+  require(o.lr >= 0, concat("--lr ", o.lr, " is negative"), "give a rate such as 0.05");
   require(o.drop_every_epochs > 0, "--drop-every-epochs is not positive", "give epochs, such as 30");
   require(!o.resume || !o.checkpoint_dir.empty(), "--resume without --checkpoint-dir", "name the folder to resume from");
   require(!o.nesterov || o.momentum > 0, "--nesterov without --momentum", "give a momentum such as 0.9");

@@ -51,8 +51,13 @@ struct TrainOptions {
   bool quiet = false;
 };
 
-// Adds the options to `app`; `with_task` leaves out --model and, for a task with data of its own, --data.
-void add_options(CLI::App& app, TrainOptions& options, bool with_task);
+// Which choices the command line leaves to its user.
+struct Choices {
+  std::vector<std::string> models;    // empty: the program brings its own
+  std::vector<std::string> datasets;  // likewise
+};
+
+void add_options(CLI::App& app, TrainOptions& options, const Choices& choices);
 
 // Values that no parser can judge by themselves. Throws UsageError naming the option.
 void check_options(const TrainOptions& options);

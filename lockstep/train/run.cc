@@ -34,8 +34,9 @@ void keep_freed_memory() {
   ::mallopt(M_TRIM_THRESHOLD, -1);
 }
 
-torch::DeviceType chosen_device(const std::string& name) {
-  const bool cuda = name == "cuda" || (name == "auto" && cuda_is_available());
+// auto: a GPU for every rank of this machine, or the CPU for all.
+torch::DeviceType chosen_device(const std::string& name, int local_size) {
+  const bool cuda = name == "cuda" || (name == "auto" && cuda_device_count() >= local_size);
   return cuda ? torch::kCUDA : torch::kCPU;
 }
 
@@ -67,7 +68,7 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const Task task = make_task(options);
   const Datasets datasets = load_data(task, options);
   const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
-  const World world = World::from_env({.device = chosen_device(options.device), .timeout = timeout});
+  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size), .timeout = timeout});
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options));
   TrainingLoop(world, task, datasets, *strategy, options).run();
@@ -92,15 +93,15 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
 // What every rank would complain about is said once, before any is started.
 void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
   check_options(options);
-  const Task task = make_task(options);
-  if (options.batch_size < ranks) DistributedSampler({.samples = 1, .batch_size = options.batch_size, .ranks = ranks});
+  static_cast<void>(make_task(options));
+  require_batch_for_ranks(options.batch_size, ranks);
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
 int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   const JobEnvironment job = read_job_environment();
   const bool start_here = job.launcher == "none" && rank_count(options) > 1;
-  check_before_start(options, make_task, start_here ? rank_count(options) : job.world_size);
+  if (start_here || job.rank == 0) check_before_start(options, make_task, start_here ? rank_count(options) : job.world_size);
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
 }
 
@@ -108,10 +109,10 @@ int exit_code_of(const std::exception& error) {
   return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
 }
 
-int run_program(int argc, char** argv, const std::string& description, bool with_task, TrainOptions options,
+int run_program(int argc, char** argv, const std::string& description, const Choices& choices, TrainOptions options,
                 const MakeTask& make_task) {
   CLI::App app(description);
-  add_options(app, options, with_task);
+  add_options(app, options, choices);
   try {
     app.parse(argc, argv);
     return run_parsed(options, make_task);
@@ -128,12 +129,13 @@ int run_program(int argc, char** argv, const std::string& description, bool with
 int run(int argc, char** argv, const Task& task) {
   TrainOptions defaults;
   defaults.model = task.name;
-  return run_program(argc, argv, "Trains " + task.name + " with lockstep", /*with_task=*/true, defaults,
+  const Choices choices{.datasets = task.make_data ? std::vector<std::string>{} : dataset_names()};
+  return run_program(argc, argv, "Trains " + task.name + " with lockstep", choices, defaults,
                      [&task](const TrainOptions&) { return task; });
 }
 
 int run_builtin(int argc, char** argv) {
-  return run_program(argc, argv, "Trains a model", /*with_task=*/false, {},
+  return run_program(argc, argv, "Trains a model", {.models = model_names(), .datasets = dataset_names()}, {},
                      [](const TrainOptions& options) { return builtin_task(options.model); });
 }
 

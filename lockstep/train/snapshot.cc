@@ -34,7 +34,10 @@ Json course(const TrainOptions& options) {
   return {{"model", options.model},         {"data", options.data},           {"batch_size", options.batch_size},
           {"seed", options.seed},           {"optimizer", options.optimizer}, {"lr", options.lr},
           {"momentum", options.momentum},   {"nesterov", options.nesterov},   {"weight_decay", options.weight_decay},
-          {"lr_scaling", options.lr_scaling}, {"schedule", options.schedule}, {"warmup_epochs", options.warmup_epochs},
+          {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
+          {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
+          {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
+          {"layout", options.layout},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }
 
@@ -66,8 +69,8 @@ void require_same_course(const Json& saved, const TrainOptions& options) {
 
 void copy_saved(const TensorFile& file, const std::string& name, const torch::Tensor& into) {
   const auto found = file.tensors.find(name);
-  if (found == file.tensors.end() || found->second.sizes() != into.sizes())
-    throw CheckpointError({.what = concat("the checkpoint has no tensor ", name, " of shape ", into.sizes()),
+  if (found == file.tensors.end() || found->second.sizes() != into.sizes() || found->second.dtype() != into.dtype())
+    throw CheckpointError({.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
                            .likely = "a checkpoint of another model",
                            .next = "resume with the model that the run was started with"});
   into.copy_(found->second);

@@ -8,7 +8,7 @@
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
-// Ranks:   take_snapshot and send_snapshot are collective
+// Ranks:   take_snapshot and send_to_all are collective
 #pragma once
 
 #include <string>

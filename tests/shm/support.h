@@ -6,12 +6,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <functional>
 #include <iterator>
-#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +21,13 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/shm/rendezvous.h"
+
+// Sanitizers slow everything down; bounds on time are multiplied by this.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define LOCKSTEP_TEST_PATIENCE 10
+#else
+#define LOCKSTEP_TEST_PATIENCE 1
+#endif
 
 namespace lockstep::shm::testing {
 

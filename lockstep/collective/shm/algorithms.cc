@@ -73,8 +73,10 @@ void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DT
   const std::size_t offset = part.begin * size_of(dtype);
   std::byte* const own = arrays.of(group.rank()) + offset;
   const std::byte* const theirs = arrays.of(left) + offset;
-  if (add) arrays.reduce_part(std::array<const std::byte*, 2>{theirs, own}, own, part.count, last);
-  else copy_bytes(own, theirs, part.count * size_of(dtype));
+  if (add)
+    arrays.reduce_part(std::array<const std::byte*, 2>{theirs, own}, own, part.count, last);
+  else
+    copy_bytes(own, theirs, part.count * size_of(dtype));
 }
 
 void add_child(GroupState& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {

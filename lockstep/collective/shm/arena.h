@@ -68,7 +68,9 @@ class Memory {
   std::uint64_t offset() const { return offset_; }  // what a peer needs to find it
 
   template <class T>
-  T* as() const { return reinterpret_cast<T*>(data_); }
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
 
  private:
   friend class Arena;

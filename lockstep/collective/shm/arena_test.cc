@@ -111,23 +111,23 @@ TEST(arena, a_file_size_limit_is_an_error_and_not_a_signal) {
 
 // Memory that a collective needs for itself: the peers learn of it.
 TEST(arena, refused_staging_memory_fails_all_ranks) {
-  const auto codes = run_processes(
-      2,
-      [](Group& group) {
-        const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
-        if (group.rank() == 1) ::setrlimit(RLIMIT_FSIZE, &limit);
-        std::vector<float> data(1 << 20);
-        try {
-          group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size()});
-        } catch (const SystemError&) {
-          ::_exit(group.rank() == 1 ? 0 : 1);
-        } catch (const PeerLost& error) {
-          const bool named = std::string(error.what()).find("rank 1 failed") != std::string::npos;
-          ::_exit(group.rank() == 0 && named ? 0 : 2);
-        }
-        return 3;
-      },
-      {.timeout = std::chrono::seconds(20), .staging_bytes = 4 << 20});
+  const auto codes =
+      run_processes(2,
+                    [](Group& group) {
+                      const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+                      if (group.rank() == 1) ::setrlimit(RLIMIT_FSIZE, &limit);
+                      std::vector<float> data(1 << 20);
+                      try {
+                        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size()});
+                      } catch (const SystemError&) {
+                        ::_exit(group.rank() == 1 ? 0 : 1);
+                      } catch (const PeerLost& error) {
+                        const bool named = std::string(error.what()).find("rank 1 failed") != std::string::npos;
+                        ::_exit(group.rank() == 0 && named ? 0 : 2);
+                      }
+                      return 3;
+                    },
+                    {.timeout = std::chrono::seconds(20), .staging_bytes = 4 << 20});
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 

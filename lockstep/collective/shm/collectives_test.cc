@@ -30,8 +30,10 @@ class Array {
  public:
   Array(Group& group, MemoryKind kind, std::size_t bytes) {
     const bool arena = kind == MemoryKind::kArena || (kind == MemoryKind::kMixed && group.rank() % 2 == 0);
-    if (arena) memory_ = group.allocate(bytes);
-    else ordinary_.resize(bytes);
+    if (arena)
+      memory_ = group.allocate(bytes);
+    else
+      ordinary_.resize(bytes);
     data_ = arena ? memory_.data() : ordinary_.data();
     std::fill_n(data_, bytes, std::byte{0x5a});
   }
@@ -89,7 +91,9 @@ void store(DType dtype, std::byte* data, std::size_t index, double value) {
 }
 
 template <class T>
-double wrapped(std::int64_t value) { return static_cast<double>(static_cast<T>(value)); }
+double wrapped(std::int64_t value) {
+  return static_cast<double>(static_cast<T>(value));
+}
 
 // What an integer of this dtype keeps of a value.
 double kept(DType dtype, std::int64_t value) {
@@ -174,8 +178,8 @@ TEST_P(Collectives, all_reduce_gives_every_rank_the_same_exact_result) {
         const Array data(group, kind(), count * size_of(dtype));
         fill(dtype, data.data(), group.rank(), count);
         group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = dtype, .op = op});
-        EXPECT_TRUE(same(data.data(), expected_reduction(dtype, op, size(), count),
-                         name_of(dtype, op, count, group.rank())));
+        EXPECT_TRUE(
+            same(data.data(), expected_reduction(dtype, op, size(), count), name_of(dtype, op, count, group.rank())));
       }
     });
   });
@@ -203,7 +207,8 @@ TEST_P(Collectives, all_reduce_by_every_algorithm) {
           fill(DType::kFloat32, input.data(), group.rank(), count);
           group.all_reduce(
               {.input = input.data(), .output = output.data(), .count = count, .op = op, .algorithm = algorithm});
-          EXPECT_TRUE(same(output.data(), expected_reduction(DType::kFloat32, op, size(), count), to_string(algorithm)));
+          EXPECT_TRUE(
+              same(output.data(), expected_reduction(DType::kFloat32, op, size(), count), to_string(algorithm)));
         }
   });
 }
@@ -247,7 +252,8 @@ std::size_t sum_of(const std::vector<std::size_t>& counts, int first) {
   return std::accumulate(counts.begin(), counts.begin() + first, std::size_t{0});
 }
 
-void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std::vector<std::size_t>& counts, bool even) {
+void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std::vector<std::size_t>& counts,
+                          bool even) {
   const std::size_t total = sum_of(counts, group.size());
   const std::size_t mine = counts[static_cast<std::size_t>(group.rank())];
   const Array input(group, kind, total * size_of(dtype));
@@ -268,7 +274,8 @@ TEST_P(Collectives, reduce_scatter_gives_each_rank_its_part) {
   run([&](Group& group) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64, DType::kUInt8})
       for (const std::size_t count : {0, 1, 33, 1000, 5003}) {
-        check_reduce_scatter(group, kind(), dtype, std::vector<std::size_t>(static_cast<std::size_t>(size()), count), true);
+        check_reduce_scatter(group, kind(), dtype, std::vector<std::size_t>(static_cast<std::size_t>(size()), count),
+                             true);
         check_reduce_scatter(group, kind(), dtype, uneven_counts(size(), count), false);
       }
   });
@@ -339,7 +346,9 @@ TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
 }
 
 // Rank a sends (a + 2 b) % 4 * scale elements to rank b; each is a * 1000 + b * 10 + index % 7.
-std::size_t message_count(int from, int to, std::size_t scale) { return static_cast<std::size_t>((from + 2 * to) % 4) * scale; }
+std::size_t message_count(int from, int to, std::size_t scale) {
+  return static_cast<std::size_t>((from + 2 * to) % 4) * scale;
+}
 std::int64_t message_value(int from, int to, std::size_t index) {
   return from * 1000 + to * 10 + static_cast<std::int64_t>(index % 7);
 }

@@ -1,5 +1,7 @@
 #include "lockstep/collective/shm/control_block.h"
 
+#include <cstring>
+
 #include "lockstep/base/text.h"
 
 namespace lockstep::shm {
@@ -7,7 +9,7 @@ namespace {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
-std::uint64_t pack_words(const Intent& intent) {
+std::uint64_t pack(const Intent& intent) {
   return static_cast<std::uint64_t>(intent.operation) | static_cast<std::uint64_t>(intent.dtype) << 8 |
          static_cast<std::uint64_t>(intent.op) << 16 | static_cast<std::uint64_t>(intent.algorithm) << 24 |
          static_cast<std::uint64_t>(static_cast<std::uint32_t>(intent.root)) << 32;
@@ -41,28 +43,46 @@ std::string to_string(const Intent& intent) {
                 root_of(intent));
 }
 
-void Announcement::write(const Intent& what, Place input, Place output, std::uint64_t longest_message) {
-  intent[0].store(pack_words(what), kRelaxed);
+void Announcement::write_intent(const Intent& what) {
+  intent[0].store(pack(what), kRelaxed);
   intent[1].store(what.count, kRelaxed);
   intent[2].store(what.shape, kRelaxed);
-  places[0].store(input.at, kRelaxed);
-  places[1].store(output.at, kRelaxed);
+}
+
+void Announcement::write(const Intent& what, Place input, Place output, std::uint64_t longest_message) {
+  write_intent(what);
   kinds.store(pack_kind(input) | pack_kind(output) << 32, kRelaxed);
-  longest.store(longest_message, kRelaxed);
+  words[0].store(input.at, kRelaxed);
+  words[1].store(output.at, kRelaxed);
+  words[2].store(longest_message, kRelaxed);
+}
+
+void Announcement::write_line(const Intent& what, const std::byte* data, std::size_t bytes) {
+  write_intent(what);
+  kinds.store(pack_kind({.kind = Place::Kind::kLine}), kRelaxed);
+  std::array<std::uint64_t, 3> line{};
+  if (bytes > 0) std::memcpy(line.data(), data, bytes);
+  for (std::size_t i = 0; i < line.size(); ++i) words[i].store(line[i], kRelaxed);
+}
+
+void Announcement::read_line(std::byte* data) const {
+  std::array<std::uint64_t, 3> line{};
+  for (std::size_t i = 0; i < line.size(); ++i) line[i] = words[i].load(kRelaxed);
+  std::memcpy(data, line.data(), kLineBytes);
 }
 
 bool Announcement::says(const Intent& what) const {
-  return intent[0].load(kRelaxed) == pack_words(what) && intent[1].load(kRelaxed) == what.count &&
+  return intent[0].load(kRelaxed) == pack(what) && intent[1].load(kRelaxed) == what.count &&
          intent[2].load(kRelaxed) == what.shape;
 }
 
 Intent Announcement::read_intent() const {
-  const std::uint64_t words = intent[0].load(kRelaxed);
-  return {.operation = static_cast<Operation>(words & 0xff),
-          .dtype = static_cast<DType>(words >> 8 & 0xff),
-          .op = static_cast<ReduceOp>(words >> 16 & 0xff),
-          .algorithm = static_cast<Algorithm>(words >> 24 & 0xff),
-          .root = static_cast<std::int32_t>(words >> 32),
+  const std::uint64_t packed = intent[0].load(kRelaxed);
+  return {.operation = static_cast<Operation>(packed & 0xff),
+          .dtype = static_cast<DType>(packed >> 8 & 0xff),
+          .op = static_cast<ReduceOp>(packed >> 16 & 0xff),
+          .algorithm = static_cast<Algorithm>(packed >> 24 & 0xff),
+          .root = static_cast<std::int32_t>(packed >> 32),
           .count = intent[1].load(kRelaxed),
           .shape = intent[2].load(kRelaxed)};
 }
@@ -71,7 +91,7 @@ Place Announcement::read_place(int index) const {
   const std::uint64_t kind = kinds.load(kRelaxed) >> (32 * index);
   return {.kind = static_cast<Place::Kind>(kind & 0xff),
           .owner = static_cast<std::uint16_t>(kind >> 8 & 0xffff),
-          .at = places[static_cast<std::size_t>(index)].load(kRelaxed)};
+          .at = words[static_cast<std::size_t>(index)].load(kRelaxed)};
 }
 
 // Offsets inside the part of one rank, for groups of `size` ranks.

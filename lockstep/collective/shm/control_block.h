@@ -54,7 +54,7 @@ struct alignas(kCacheLine) Seat {
 };
 
 struct MachineBlock {
-  std::uint32_t size;           // ranks of the machine
+  std::uint32_t size;  // ranks of the machine
   std::uint32_t reserved;
   std::uint64_t staging_bytes;  // the leader's option, used by all
   Poison poison;
@@ -62,9 +62,9 @@ struct MachineBlock {
 
 // Where an array lies, in words that mean the same in every process.
 struct Place {
-  enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot };
+  enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
 
-  Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process
+  Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
   std::uint16_t owner = 0;     // kArena: the rank of the machine whose arena it is
   std::uint64_t at = 0;        // offset or address
 };
@@ -75,9 +75,9 @@ struct Intent {
   DType dtype = DType::kUInt8;
   ReduceOp op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kDirect;
-  std::int32_t root = -1;    // -1: the operation has none
-  std::uint64_t count = 0;   // elements
-  std::uint64_t shape = 0;   // a hash of the counts, where they differ from rank to rank
+  std::int32_t root = -1;   // -1: the operation has none
+  std::uint64_t count = 0;  // elements
+  std::uint64_t shape = 0;  // a hash of the counts, where they differ from rank to rank
 
   bool operator==(const Intent&) const = default;
 };
@@ -87,47 +87,53 @@ std::string to_string(const Intent& intent);  // "all_reduce of 100 float32 (sum
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it.
 // Relaxed atomics, because after a deadline it is read while its owner may be writing.
 struct alignas(kCacheLine) Announcement {
+  static constexpr std::size_t kLineBytes = 24;
+
   Flag arrived;  // the collective's number; raised last
   std::array<std::atomic<std::uint64_t>, 3> intent;
-  std::array<std::atomic<std::uint64_t>, 2> places;  // input, output
-  std::atomic<std::uint64_t> kinds;                  // of both places
-  std::atomic<std::uint64_t> longest;                // bytes of the longest message that this rank has for anyone
+  std::atomic<std::uint64_t> kinds;                 // of both places
+  std::array<std::atomic<std::uint64_t>, 3> words;  // where the input and the output lie, and the longest message;
+                                                    // kLine: the data
 
   void write(const Intent& what, Place input, Place output, std::uint64_t longest_message);
+  void write_line(const Intent& what, const std::byte* data, std::size_t bytes);  // at most kLineBytes
+  void read_line(std::byte* data) const;                                          // kLineBytes
   Intent read_intent() const;
   Place input() const { return read_place(0); }
   Place output() const { return read_place(1); }
-  bool says(const Intent& what) const;  // compares without unpacking
+  std::size_t longest() const { return words[2].load(std::memory_order_relaxed); }  // message that this rank has
+  bool says(const Intent& what) const;                                              // compares without unpacking
 
  private:
+  void write_intent(const Intent& what);
   Place read_place(int index) const;
 };
 static_assert(sizeof(Announcement) == kCacheLine);
 
 // Flags that are raised inside a collective and between collectives.
 struct Progress {
-  alignas(kCacheLine) Flag phase;                     // steps done, over all collectives of the group
-  std::atomic<std::uint32_t> touching;                // ranks as threads: how many of this one's calls use others' memory
-  std::atomic<std::uint64_t> staging;                 // where in this rank's arena its staging memory is
-  alignas(kCacheLine) Flag bell;                      // rung whenever a letter from or to this rank changes
+  alignas(kCacheLine) Flag phase;       // steps done, over all collectives of the group
+  std::atomic<std::uint32_t> touching;  // ranks as threads: how many of this one's calls use others' memory
+  std::atomic<std::uint64_t> staging;   // where in this rank's arena its staging memory is
+  alignas(kCacheLine) Flag bell;        // rung whenever a letter from or to this rank changes
 };
 
 // A message from one rank to another.
 struct alignas(kCacheLine) Letter {
   static constexpr std::uint32_t kFree = 0, kSent = 1, kTaken = 2, kAnswered = 3;
 
-  std::atomic<std::uint32_t> state;   // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
-  std::atomic<std::uint32_t> order;   // counts the messages of this pair: tags are served first in, first out
-  std::atomic<std::uint32_t> filled;  // staged: chunks that the sender wrote
-  std::atomic<std::uint32_t> emptied; // staged: chunks that the receiver copied
+  std::atomic<std::uint32_t> state;    // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
+  std::atomic<std::uint32_t> order;    // counts the messages of this pair: tags are served first in, first out
+  std::atomic<std::uint32_t> filled;   // staged: chunks that the sender wrote
+  std::atomic<std::uint32_t> emptied;  // staged: chunks that the receiver copied
   std::int64_t tag;
   std::uint64_t count;
   DType dtype;
-  Place::Kind kind;                   // kSlot: in `data`; kPrivate: staged, two chunks in turn at `at`
-  bool refused;                       // the receiver wanted something else
+  Place::Kind kind;  // kSlot: in `data`; kPrivate: staged, two chunks in turn at `at`
+  bool refused;      // the receiver wanted something else
   std::uint16_t owner;
   std::uint64_t at;
-  Intent wanted;                      // what the receiver wanted instead
+  Intent wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kLetterBytes> data;
 };
 

@@ -22,12 +22,13 @@ enum class Lanes { kOneForAll, kOneEach };
 
 // What this rank shows and what it wants.
 struct Plan {
-  explicit Plan(int size) : messages(static_cast<std::size_t>(size)), wanted(messages.size()), found_at(messages.size()) {}
+  explicit Plan(int size)
+      : messages(static_cast<std::size_t>(size)), wanted(messages.size()), found_at(messages.size()) {}
 
   const std::byte* input = nullptr;
   std::size_t input_bytes = 0;
   Lanes lanes = Lanes::kOneForAll;
-  std::vector<Bytes> messages;        // kOneEach: of the input, for each rank
+  std::vector<Bytes> messages;  // kOneEach: of the input, for each rank
   std::byte* output = nullptr;
   std::vector<Bytes> wanted;          // of the output, from each rank; count 0: nothing
   std::vector<std::size_t> found_at;  // where in a peer's input that begins
@@ -78,8 +79,7 @@ void Exchange::transfer() {
   std::size_t longest_staged = 0;
   for (int peer = 0; peer < group_.size(); ++peer) {
     const Place::Kind kind = place_of(peer).kind;
-    if (kind == Place::Kind::kPrivate)
-      longest_staged = std::max(longest_staged, std::size_t{group_.announcement(peer).longest.load()});
+    if (kind == Place::Kind::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
     read_in_place |= kind == Place::Kind::kArena || kind == Place::Kind::kAddress;
     if (peer == group_.rank() || kind != Place::Kind::kPrivate) copy_at_once(peer);
   }
@@ -96,7 +96,8 @@ void Exchange::copy_at_once(int peer) const {
   const std::size_t offset = plan_.found_at[static_cast<std::size_t>(peer)];
   if (peer == group_.rank()) return copy_bytes(plan_.output + want.begin, plan_.input + offset, want.count);
   const Place place = place_of(peer);
-  if (place.kind == Place::Kind::kSlot) return copy_bytes(plan_.output + want.begin, group_.slot(peer) + offset, want.count);
+  if (place.kind == Place::Kind::kSlot)
+    return copy_bytes(plan_.output + want.begin, group_.slot(peer) + offset, want.count);
   const GroupState::Touch touch(group_);
   copy_bytes(plan_.output + want.begin, group_.pointer(place, offset + want.count) + offset, want.count);
 }
@@ -142,8 +143,8 @@ void Exchange::copy_out(std::size_t chunk) {
     if (peer == group_.rank() || place_of(peer).kind != Place::Kind::kPrivate) continue;
     const Bytes part = part_of_chunk(wanted(peer).count, chunk);
     if (part.count == 0) continue;
-    copy_bytes(plan_.output + wanted(peer).begin + part.begin, group_.staging(peer, static_cast<std::uint32_t>(chunk)) + lane,
-         part.count);
+    copy_bytes(plan_.output + wanted(peer).begin + part.begin,
+               group_.staging(peer, static_cast<std::uint32_t>(chunk)) + lane, part.count);
   }
 }
 
@@ -181,11 +182,11 @@ void check_counts(const GroupState& group) {
       const std::uint64_t sent = group.counts(from)[to];
       const std::uint64_t expected = group.counts(to)[p + from];
       if (sent == expected) continue;
-      throw MismatchError({.what = concat("rank ", from, " sends ", sent, " elements to rank ", to,
-                                          ", which expects ", expected),
-                           .here = group.here(),
-                           .likely = "send_counts of one rank and receive_counts of another that do not match",
-                           .next = "exchange the counts first, with an even all_to_all"});
+      throw MismatchError(
+          {.what = concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected),
+           .here = group.here(),
+           .likely = "send_counts of one rank and receive_counts of another that do not match",
+           .next = "exchange the counts first, with an even all_to_all"});
     }
 }
 
@@ -243,17 +244,14 @@ void all_gather(GroupState& group, const AllGather& call) {
 }
 
 void gather(GroupState& group, const Gather& call) {
-  gather_parts(group,
-               {.operation = Operation::kGather,
-                .dtype = call.dtype,
-                .root = call.root,
-                .count = split_of(call.count, call.counts, group.size()).total(),
-                .shape = shape_of(call.counts)},
-               {.input = call.input,
-                .output = call.output,
-                .count = call.count,
-                .counts = call.counts,
-                .dtype = call.dtype});
+  gather_parts(
+      group,
+      {.operation = Operation::kGather,
+       .dtype = call.dtype,
+       .root = call.root,
+       .count = split_of(call.count, call.counts, group.size()).total(),
+       .shape = shape_of(call.counts)},
+      {.input = call.input, .output = call.output, .count = call.count, .counts = call.counts, .dtype = call.dtype});
 }
 
 void gather_for_subgroup(GroupState& group, const void* input, void* output, std::size_t bytes) {
@@ -288,10 +286,8 @@ void scatter(GroupState& group, const Scatter& call) {
 void all_to_all(GroupState& group, const AllToAll& call) {
   const std::size_t message = call.count * size_of(call.dtype);
   const bool even = call.send_counts.empty();
-  const Intent intent{.operation = Operation::kAllToAll,
-                      .dtype = call.dtype,
-                      .count = even ? call.count : 0,
-                      .shape = even ? 0U : 1U};
+  const Intent intent{
+      .operation = Operation::kAllToAll, .dtype = call.dtype, .count = even ? call.count : 0, .shape = even ? 0U : 1U};
   Plan plan(group.size());
   plan.lanes = Lanes::kOneEach;
   plan.input = static_cast<const std::byte*>(call.input);

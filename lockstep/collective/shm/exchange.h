@@ -1,5 +1,5 @@
-// collective/shm/exchange.h: the collectives that move data and compute nothing: barrier, broadcast, all_gather, gather,
-// scatter and all_to_all. Each rank shows something; each rank then copies what it wants of it.
+// collective/shm/exchange.h: the collectives that move data and compute nothing: barrier, broadcast, all_gather,
+// gather, scatter and all_to_all. Each rank shows something; each rank then copies what it wants of it.
 //
 // A rank shows its K bytes in one of three ways, and its peers learn which from its announcement:
 //

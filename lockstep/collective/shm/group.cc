@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
-#include <set>
 #include <type_traits>
 
 #include "lockstep/base/error.h"
@@ -179,10 +177,14 @@ void Group::run(const Call& call) {
   std::visit(
       [this, &call](const auto& one) {
         using Type = std::decay_t<decltype(one)>;
-        if constexpr (std::is_same_v<Type, Send>) parts_->mailbox.send(one);
-        else if constexpr (std::is_same_v<Type, Receive>) parts_->mailbox.receive(one);
-        else if (!parts_->worker.idle()) start(call).wait();
-        else parts_->state.run([&] { make_call(parts_->state, one); });
+        if constexpr (std::is_same_v<Type, Send>)
+          parts_->mailbox.send(one);
+        else if constexpr (std::is_same_v<Type, Receive>)
+          parts_->mailbox.receive(one);
+        else if (!parts_->worker.idle())
+          start(call).wait();
+        else
+          parts_->state.run([&] { make_call(parts_->state, one); });
       },
       call);
 }
@@ -203,8 +205,11 @@ Work Group::start(Call call) {
   return std::visit(
       [&](auto& one) {
         using Type = std::decay_t<decltype(one)>;
-        if constexpr (kIsMessage<Type>) return Work(parts_->mailbox.start(one));
-        else return Work(parts_->worker.start([&state, mine = std::move(one)] { state.run([&] { make_call(state, mine); }); }));
+        if constexpr (kIsMessage<Type>)
+          return Work(parts_->mailbox.start(one));
+        else
+          return Work(
+              parts_->worker.start([&state, mine = std::move(one)] { state.run([&] { make_call(state, mine); }); }));
       },
       call);
 }
@@ -223,7 +228,8 @@ std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
   });
   if (new_rank < 0) return std::nullopt;
   const int leader = ranks.front();
-  std::byte* const base = peer_memory(leader, offers.offset_from(leader), GroupArea::bytes(static_cast<int>(ranks.size())));
+  std::byte* const base =
+      peer_memory(leader, offers.offset_from(leader), GroupArea::bytes(static_cast<int>(ranks.size())));
   std::vector<int> machine_ranks;
   for (const int member : ranks) machine_ranks.push_back(state.machine_rank(member));
   auto parts = std::make_unique<Parts>(state.shared_machine(), GroupArea(base, static_cast<int>(ranks.size())),
@@ -236,7 +242,8 @@ std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
 void Group::poison(const std::string& reason) {
   const GroupState& state = parts_->state;
   const int rank = state.machine_rank(state.rank());
-  state.machine().poison(Cause::kFailed, rank, concat("rank ", rank, " failed: ", reason), state.machine().describe(rank));
+  state.machine().poison(Cause::kFailed, rank, concat("rank ", rank, " failed: ", reason),
+                         state.machine().describe(rank));
 }
 
 std::string Group::describe_ranks() const { return parts_->state.everyone(); }

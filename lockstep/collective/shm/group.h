@@ -14,8 +14,8 @@
 //   arenas, or ranks as threads  every rank reads K (K/p of each), writes K             2
 //   any other memory             the same, plus 2*K*(p-1)/p through staging memory      1 per chunk
 //
-// Memory from allocate() is read by peers where it lies. All other memory is staged in chunks, unless ranks are threads.
-// Input and output of a call may be the same memory, or must not overlap; all_to_all needs two.
+// Memory from allocate() is read by peers where it lies. All other memory is staged in chunks, unless ranks are
+// threads. Input and output of a call may be the same memory, or must not overlap; all_to_all needs two.
 //
 // Throws, from every call: MismatchError on all ranks if they want different things (the group stays usable);
 // PeerLost if a rank died, left, failed or did not come before the timeout (no group of the machine is usable any more,
@@ -96,8 +96,8 @@ struct Scatter {
 struct AllToAll {  // input: a part for each rank one after the other; output: a part from each rank likewise
   const void* input = nullptr;
   void* output = nullptr;
-  std::size_t count = 0;                      // of a part
-  std::vector<std::size_t> send_counts{};     // both or neither
+  std::size_t count = 0;                   // of a part
+  std::vector<std::size_t> send_counts{};  // both or neither
   std::vector<std::size_t> receive_counts{};
   DType dtype = DType::kFloat32;
 };

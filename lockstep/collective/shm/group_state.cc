@@ -13,6 +13,7 @@ GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::ve
                        std::chrono::milliseconds timeout)
     : sources(ranks.size()),
       destinations(ranks.size()),
+      lines(ranks.size()),
       machine_(std::move(machine)),
       area_(area),
       ranks_(std::move(ranks)),
@@ -20,15 +21,23 @@ GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::ve
       waiter_(*machine_, *this, timeout) {}
 
 void GroupState::begin(const Intent& intent) {
-  machine_->throw_if_poisoned(here());
+  if (machine_->poisoned()) machine_->throw_if_poisoned(here());
   intent_ = intent;
   ++sequence_;
 }
 
 void GroupState::arrive(Place input, Place output, std::size_t longest_message) {
-  Announcement& mine = area_.announcement(rank_, sequence_);
-  mine.write(intent_, input, output, longest_message);
-  mine.arrived.raise(sequence_);
+  area_.announcement(rank_, sequence_).write(intent_, input, output, longest_message);
+  wait_for_arrivals();
+}
+
+void GroupState::arrive_with(const std::byte* data, std::size_t bytes) {
+  area_.announcement(rank_, sequence_).write_line(intent_, data, bytes);
+  wait_for_arrivals();
+}
+
+void GroupState::wait_for_arrivals() {
+  area_.announcement(rank_, sequence_).arrived.raise(sequence_);
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank_) continue;
     Flag& arrived = area_.announcement(peer, sequence_).arrived;
@@ -87,7 +96,8 @@ void GroupState::after_failure() const {
     return;
   } catch (const PeerLost&) {
   } catch (const std::exception& error) {
-    machine_->poison(Cause::kFailed, machine_rank(rank_), concat("rank ", machine_rank(rank_), " failed"), error.what());
+    machine_->poison(Cause::kFailed, machine_rank(rank_), concat("rank ", machine_rank(rank_), " failed"),
+                     error.what());
   }
   for (int peer = 0; peer < size() && machine_->shares_ordinary_memory(); ++peer)
     while (area_.progress(peer).touching.load() != 0) ::sched_yield();
@@ -112,9 +122,9 @@ std::string GroupState::here() const {
 }
 
 std::string GroupState::everyone() const {
-  std::vector<std::string> lines;
-  for (int rank = 0; rank < size(); ++rank) lines.push_back(doing(rank));
-  return join(lines, "\n          ");
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size(); ++rank) all.push_back(doing(rank));
+  return join(all, "\n          ");
 }
 
 const Announcement& GroupState::last_of(int rank) const {

@@ -14,8 +14,8 @@
 // Ranks:   every rank of the group makes the same calls in the same order
 #pragma once
 
+#include <array>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -55,6 +55,7 @@ class GroupState final : public Narrator {
 
   void begin(const Intent& intent);
   void arrive(Place input, Place output, std::size_t longest_message = 0);
+  void arrive_with(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes
 
   void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
   void wait_for(int peer, std::uint32_t step);
@@ -99,10 +100,13 @@ class GroupState final : public Narrator {
   std::string here() const override;
   std::string everyone() const override;
 
-  std::vector<const std::byte*> sources;  // scratch, one entry per rank
+  // Scratch, one entry per rank.
+  std::vector<const std::byte*> sources;
   std::vector<std::byte*> destinations;
+  std::vector<std::array<std::byte, Announcement::kLineBytes>> lines;
 
  private:
+  void wait_for_arrivals();
   void compare(const Intent& mine) const;
   const Announcement& last_of(int rank) const;
   std::string doing(int rank) const;

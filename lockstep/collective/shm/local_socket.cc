@@ -24,7 +24,8 @@ UniqueFd make_socket() {
 sockaddr_un address_of(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof address.sun_path) throw SystemError({.what = "the path of a socket is too long", .here = path});
+  if (path.size() >= sizeof address.sun_path)
+    throw SystemError({.what = "the path of a socket is too long", .here = path});
   std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
   return address;
 }

@@ -42,12 +42,14 @@ struct Advice {
 
 Advice advice_for(Cause cause) {
   switch (cause) {
-    case Cause::kDied: return {"out of memory, a crash, or a signal", "read that rank's last lines; start the job again"};
+    case Cause::kDied:
+      return {"out of memory, a crash, or a signal", "read that rank's last lines; start the job again"};
     case Cause::kLeft: return {"ranks that do not make the same number of calls", "compare what the ranks call last"};
     case Cause::kStalled:
       return {"a rank that is stopped, hangs or is much slower than the others",
               "look at the rank that is behind; raise the timeout if it only needs longer"};
-    case Cause::kFailed: return {"that rank threw an exception", "read that rank's error first: this one follows from it"};
+    case Cause::kFailed:
+      return {"that rank threw an exception", "read that rank's error first: this one follows from it"};
   }
   return {"", ""};
 }
@@ -58,8 +60,8 @@ std::size_t control_bytes(int size) { return area_offset(size) + GroupArea::byte
 
 UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
   UniqueFd fd = make_segment("control", control_bytes(size), Growth::kFixed);
-  const MachineBlock start{.size = static_cast<std::uint32_t>(size), .reserved = 0, .staging_bytes = staging_bytes,
-                           .poison = {}};
+  const MachineBlock start{
+      .size = static_cast<std::uint32_t>(size), .reserved = 0, .staging_bytes = staging_bytes, .poison = {}};
   if (::pwrite(fd.get(), &start, sizeof start, 0) != static_cast<ssize_t>(sizeof start))
     throw system_error("write", "the control segment");
   return fd;
@@ -78,9 +80,7 @@ Machine::Machine(MachineParts parts)
   control_.at(0, control_bytes(size()));
 }
 
-Seat& Machine::seat(int rank) const {
-  return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank];
-}
+Seat& Machine::seat(int rank) const { return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank]; }
 
 void Machine::take_seat(int rank) {
   Seat& mine = seat(rank);
@@ -103,8 +103,7 @@ bool Machine::more_ranks_than_cores() const {
 GroupArea Machine::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
 
 Place Machine::locate(const void* address, std::size_t bytes) const {
-  if (share_ordinary_memory_)
-    return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
+  if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
   for (std::size_t rank = 0; rank < windows_.size(); ++rank)
     if (windows_[rank]->contains(address, bytes))
       return {.kind = Place::Kind::kArena,

@@ -20,8 +20,8 @@ namespace lockstep::shm {
 
 struct MachineParts {
   UniqueFd control;
-  std::vector<UniqueFd> memories;  // the segment of each rank's arena
-  std::vector<UniqueFd> pidfds;    // of each rank's process; none for the own rank, none at all for threads
+  std::vector<UniqueFd> memories;      // the segment of each rank's arena
+  std::vector<UniqueFd> pidfds;        // of each rank's process; none for the own rank, none at all for threads
   bool share_ordinary_memory = false;  // ranks are threads: their pointers mean the same to all
 };
 
@@ -39,8 +39,8 @@ class Machine {
   bool more_ranks_than_cores() const;
 
   Seat& seat(int rank) const;
-  void take_seat(int rank);                   // once, before the first collective
-  GroupArea group_area() const;               // of the group of all ranks
+  void take_seat(int rank);      // once, before the first collective
+  GroupArea group_area() const;  // of the group of all ranks
   const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[static_cast<std::size_t>(rank)]; }
 
   // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.

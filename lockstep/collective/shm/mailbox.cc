@@ -105,8 +105,7 @@ bool Sending::answered() {
   const bool refused = letter_->refused;
   const Intent wanted = letter_->wanted;
   letter_->state.store(Letter::kFree, kRelease);
-  if (refused)
-    group_.disagree(call_.to, describe(), concat("receive of ", wanted.count, " ", to_string(wanted.dtype)));
+  if (refused) group_.disagree(call_.to, describe(), concat("receive of ", wanted.count, " ", to_string(wanted.dtype)));
   return true;
 }
 
@@ -148,7 +147,9 @@ bool Receiving::take_letter() {
   const int first = call_.from == kAnyRank ? 0 : call_.from;
   const int last = call_.from == kAnyRank ? group_.size() - 1 : call_.from;
   for (int rank = first; rank <= last && letter_ == nullptr; ++rank) {
-    letter_ = oldest_from(rank);
+    // A first look may miss a letter that was sent while it went on, and see a later one. Whoever sees the later one
+    // sees the earlier one too when looking again.
+    letter_ = oldest_from(rank) == nullptr ? nullptr : oldest_from(rank);
     source = rank;
   }
   if (letter_ == nullptr) return false;
@@ -217,7 +218,10 @@ void Receiving::answer(std::uint32_t state) {
 }  // namespace
 
 Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
-    : group_(group), timeout_(timeout), waiter_(group.machine(), *this, timeout), sent_(static_cast<std::size_t>(group.size())) {}
+    : group_(group),
+      timeout_(timeout),
+      waiter_(group.machine(), *this, timeout),
+      sent_(static_cast<std::size_t>(group.size())) {}
 
 Mailbox::~Mailbox() {
   {
@@ -264,7 +268,7 @@ int Mailbox::finish_now(std::unique_ptr<Transfer> transfer) {
   lock.unlock();
   waiter_.begin_call();
   try {
-    group_.machine().throw_if_poisoned(here());
+    if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
     waiter_.until(bell(), machine_rank_of(*transfer), [&] { return transfer->progress(); });
   } catch (...) {
     group_.after_failure();
@@ -293,7 +297,7 @@ void Mailbox::drain() const {
 void Mailbox::work() {
   while (begin_round()) {
     try {
-      group_.machine().throw_if_poisoned(here());
+      if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
       const std::uint32_t rung = bell().load();
       if (progress_all()) continue;
       waiter_.until(bell(), waiting_for_, [&] { return bell().load() != rung; });
@@ -327,8 +331,10 @@ bool Mailbox::progress_all() {
   bool any = false;
   for (Item* const item : items) {
     const bool must_wait = std::ranges::any_of(unfinished, [&](auto* one) { return one->holds_up(*item->transfer); });
-    if (!must_wait && step(*item)) any = true;
-    else unfinished.push_back(item->transfer.get());
+    if (!must_wait && step(*item))
+      any = true;
+    else
+      unfinished.push_back(item->transfer.get());
   }
   const std::lock_guard lock(mutex_);
   items_.remove_if([](const Item& item) { return item.state->finished(); });

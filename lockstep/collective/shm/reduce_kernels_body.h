@@ -115,37 +115,53 @@ LOCKSTEP_INLINE void Float16::store(std::byte* to, Floats value) {
 
 struct Sum {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return a + b; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return a + b;
+  }
 };
 struct Product {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return a * b; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return a * b;
+  }
 };
 struct Min {  // b != b: NaN wins
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return (b < a) | (b != b) ? b : a; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return ((b < a) | (b != b)) ? b : a;
+  }
 };
 struct Max {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return (b > a) | (b != b) ? b : a; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return ((b > a) | (b != b)) ? b : a;
+  }
 };
 struct And {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return a & b; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return a & b;
+  }
 };
 struct Or {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return a | b; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return a | b;
+  }
 };
 struct Xor {
   template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) { return a ^ b; }
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return a ^ b;
+  }
 };
 
 // What is done to the total before it is stored.
 struct Keep {
   template <class E>
-  static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int) { return total; }
+  static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int) {
+    return total;
+  }
 };
 struct Divide {
   template <class E>
@@ -158,7 +174,8 @@ struct DivideInteger {  // sums are taken unsigned, because they may wrap
   template <class E>
   static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int divisor) {
     for (std::size_t lane = 0; lane < E::kLanes; ++lane)
-      total[lane] = static_cast<typename E::Scalar>(static_cast<std::int64_t>(static_cast<Signed>(total[lane])) / divisor);
+      total[lane] =
+          static_cast<typename E::Scalar>(static_cast<std::int64_t>(static_cast<Signed>(total[lane])) / divisor);
     return total;
   }
 };
@@ -187,8 +204,10 @@ LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, bool s
   for (std::size_t u = 0; u < N; ++u) total[u] = Finish::template apply<E>(total[u], job.divisor);
   for (std::byte* const to : job.destinations)
     for (std::size_t u = 0; u < N; ++u) {
-      if (stream && kStride == kVectorBytes) store_past_caches<E>(to + at * E::kBytes + u * kStride, total[u]);
-      else E::store(to + at * E::kBytes + u * kStride, total[u]);
+      if (stream && kStride == kVectorBytes)
+        store_past_caches<E>(to + at * E::kBytes + u * kStride, total[u]);
+      else
+        E::store(to + at * E::kBytes + u * kStride, total[u]);
     }
 }
 

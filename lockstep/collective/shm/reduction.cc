@@ -13,6 +13,8 @@ namespace {
 
 enum class Wanted { kByAll, kByRoot, kByOwner };  // whose output receives the result of a part
 
+bool within_reach(Place place) { return place.kind == Place::Kind::kArena || place.kind == Place::Kind::kAddress; }
+
 struct Job {
   const std::byte* input;
   std::byte* output;  // everything, or for kByOwner the own part
@@ -29,21 +31,24 @@ class Reducer {
 
   void run() {
     if (group_.size() == 1) return alone();
-    if (job_.split.total() * element_ <= one_shot_reduction_bytes(group_.size())) return one_shot();
-    group_.arrive(group_.locate(job_.input, job_.split.total() * element_), locate_output());
-    if (all_within_reach()) direct();
-    else staged();
+    show();
+    if (all_within_reach())
+      direct();
+    else if (fits_slot())
+      one_shot();
+    else
+      staged();
   }
 
  private:
   bool wants_everything() const {
     return job_.wanted == Wanted::kByAll || (job_.wanted == Wanted::kByRoot && job_.root == group_.rank());
   }
+  std::size_t bytes() const { return job_.split.total() * element_; }
   std::size_t bytes_of(Part part) const { return part.count * element_; }
+  bool fits_slot() const { return bytes() <= one_shot_reduction_bytes(group_.size()); }
 
-  Place locate_output() const {
-    return wants_everything() ? group_.locate(job_.output, job_.split.total() * element_) : Place{};
-  }
+  Place locate_output() const { return wants_everything() ? group_.locate(job_.output, bytes()) : Place{}; }
 
   void reduce_into(std::size_t count, std::size_t outputs) {
     reduce({.sources = group_.sources,
@@ -54,7 +59,9 @@ class Reducer {
   }
 
   void alone();
+  void show();
   void one_shot();
+  const std::byte* shown_by(int peer) const;
   bool all_within_reach() const;
   void direct();
   std::size_t find_outputs(std::size_t offset);
@@ -67,7 +74,7 @@ class Reducer {
   GroupState& group_;
   const Job& job_;
   std::size_t element_;
-  std::size_t lane_ = 0;        // bytes
+  std::size_t lane_ = 0;          // bytes
   std::byte* staging_ = nullptr;  // the own
 };
 
@@ -77,23 +84,56 @@ void Reducer::alone() {
   reduce_into(job_.split.total(), 1);
 }
 
+// Small data is shown where it costs least: in the announcement, then, if a peer could not reach it, in the slot.
+void Reducer::show() {
+  if (bytes() <= Announcement::kLineBytes && fits_slot()) return group_.arrive_with(job_.input, bytes());
+  Place input = group_.locate(job_.input, bytes());
+  const Place output = locate_output();
+  const bool out_of_reach =
+      input.kind == Place::Kind::kPrivate ||
+      (job_.wanted != Wanted::kByOwner && wants_everything() && output.kind == Place::Kind::kPrivate);
+  if (fits_slot() && (out_of_reach || bytes() <= kAlwaysOneShotBytes)) {
+    copy_bytes(group_.slot(group_.rank()), job_.input, bytes());
+    input = {.kind = Place::Kind::kSlot};
+  }
+  group_.arrive(input, output);
+}
+
+const std::byte* Reducer::shown_by(int peer) const {
+  const Place place = group_.announcement(peer).input();
+  if (place.kind == Place::Kind::kSlot) return group_.slot(peer);
+  if (place.kind != Place::Kind::kLine) return group_.pointer(place, bytes());
+  std::byte* const line = group_.lines[static_cast<std::size_t>(peer)].data();
+  group_.announcement(peer).read_line(line);
+  return line;
+}
+
 void Reducer::one_shot() {
-  const Part all{0, job_.split.total()};
-  copy_bytes(group_.slot(group_.rank()), job_.input, bytes_of(all));
-  group_.arrive({.kind = Place::Kind::kSlot}, {});
-  const Part part = job_.wanted == Wanted::kByOwner ? job_.split[group_.rank()] : all;
-  if (job_.wanted == Wanted::kByRoot && !wants_everything()) return;
-  for (int peer = 0; peer < group_.size(); ++peer)
-    group_.sources[static_cast<std::size_t>(peer)] = group_.slot(peer) + part.begin * element_;
-  group_.destinations[0] = job_.output;
-  reduce_into(part.count, 1);
+  const Part part = job_.wanted == Wanted::kByOwner ? job_.split[group_.rank()] : Part{0, job_.split.total()};
+  bool read_in_place = false;
+  for (int peer = 0; peer < group_.size(); ++peer) {
+    group_.sources[static_cast<std::size_t>(peer)] = shown_by(peer) + part.begin * element_;
+    read_in_place |= within_reach(group_.announcement(peer).input());
+  }
+  // Peers may still read this rank's input where it lies, and it may be its output too: by way of the slot then.
+  const bool wanted = job_.wanted == Wanted::kByOwner || wants_everything();
+  const bool shown_in_place = within_reach(group_.announcement(group_.rank()).input());
+  group_.destinations[0] = shown_in_place ? group_.slot(group_.rank()) : job_.output;
+  if (wanted) {
+    const GroupState::Touch touch(group_);
+    reduce_into(part.count, 1);
+  }
+  if (!read_in_place) return;
+  group_.meet(1);
+  group_.end(1);
+  if (wanted && shown_in_place) copy_bytes(job_.output, group_.slot(group_.rank()), bytes_of(part));
 }
 
 bool Reducer::all_within_reach() const {
   for (int peer = 0; peer < group_.size(); ++peer) {
-    if (group_.announcement(peer).input().kind == Place::Kind::kPrivate) return false;
     const bool written = job_.wanted == Wanted::kByAll || (job_.wanted == Wanted::kByRoot && peer == job_.root);
-    if (written && group_.announcement(peer).output().kind == Place::Kind::kPrivate) return false;
+    if (!within_reach(group_.announcement(peer).input())) return false;
+    if (written && !within_reach(group_.announcement(peer).output())) return false;
   }
   return true;
 }
@@ -105,7 +145,7 @@ void Reducer::direct() {
     const GroupState::Touch touch(group_);
     for (int peer = 0; peer < group_.size(); ++peer)
       group_.sources[static_cast<std::size_t>(peer)] =
-          group_.pointer(group_.announcement(peer).input(), job_.split.total() * element_) + offset;
+          group_.pointer(group_.announcement(peer).input(), bytes()) + offset;
     reduce_into(part.count, find_outputs(offset));
   }
   group_.meet(1);
@@ -123,7 +163,7 @@ std::size_t Reducer::find_outputs(std::size_t offset) {
   for (int peer = 0; peer < group_.size(); ++peer) {
     if (job_.wanted == Wanted::kByRoot && peer != job_.root) continue;
     const Place place = group_.announcement(peer).output();
-    std::byte* const output = group_.pointer(place, job_.split.total() * element_) + offset;
+    std::byte* const output = group_.pointer(place, bytes()) + offset;
     const auto end = outputs.begin() + static_cast<std::ptrdiff_t>(found);
     if (std::find(outputs.begin(), end, output) == end) outputs[found++] = output;
   }
@@ -166,15 +206,15 @@ void Reducer::reduce_lane(std::size_t chunk) {
   if (part.count == 0) return;
   const std::size_t my_lane = static_cast<std::size_t>(group_.rank()) * lane_;
   for (int peer = 0; peer < group_.size(); ++peer)
-    group_.sources[static_cast<std::size_t>(peer)] =
-        group_.staging(peer, static_cast<std::uint32_t>(chunk)) + my_lane;
+    group_.sources[static_cast<std::size_t>(peer)] = group_.staging(peer, static_cast<std::uint32_t>(chunk)) + my_lane;
   group_.sources[static_cast<std::size_t>(group_.rank())] = job_.input + part.begin * element_;
   std::size_t outputs = 0;
   if (job_.wanted != Wanted::kByOwner)
     group_.destinations[outputs++] = staging_ + chunk % 2 * group_.staging_bytes() + my_lane;
   if (job_.wanted == Wanted::kByOwner)
     group_.destinations[outputs++] = job_.output + (part.begin - job_.split[group_.rank()].begin) * element_;
-  else if (wants_everything()) group_.destinations[outputs++] = job_.output + part.begin * element_;
+  else if (wants_everything())
+    group_.destinations[outputs++] = job_.output + part.begin * element_;
   reduce_into(part.count, outputs);
 }
 
@@ -184,8 +224,8 @@ void Reducer::copy_out(std::size_t chunk) {
     const Part part = part_of_chunk(owner, chunk);
     if (part.count == 0) continue;
     copy_bytes(job_.output + part.begin * element_,
-                group_.staging(owner, static_cast<std::uint32_t>(chunk)) + static_cast<std::size_t>(owner) * lane_,
-                bytes_of(part));
+               group_.staging(owner, static_cast<std::uint32_t>(chunk)) + static_cast<std::size_t>(owner) * lane_,
+               bytes_of(part));
   }
 }
 
@@ -218,11 +258,7 @@ void all_reduce(GroupState& group, const AllReduce& call) {
 
 void reduce(GroupState& group, const Reduce& call) {
   run_job(group,
-          {.operation = Operation::kReduce,
-           .dtype = call.dtype,
-           .op = call.op,
-           .root = call.root,
-           .count = call.count},
+          {.operation = Operation::kReduce, .dtype = call.dtype, .op = call.op, .root = call.root, .count = call.count},
           {.input = static_cast<const std::byte*>(call.input),
            .output = static_cast<std::byte*>(call.output),
            .dtype = call.dtype,

@@ -185,7 +185,8 @@ void Gathering::welcome(int control, const Handles& own) {
     send_to(rank, message(Message::Kind::kWelcome, rank), {control});
     for (int other = 0; other < size_; ++other) {
       const Handles& handles = other == 0 ? own : peers_[static_cast<std::size_t>(other)].handles;
-      if (other != rank) send_to(rank, message(Message::Kind::kRank, other), {handles.memory.get(), handles.pidfd.get()});
+      if (other != rank)
+        send_to(rank, message(Message::Kind::kRank, other), {handles.memory.get(), handles.pidfd.get()});
     }
   }
 }

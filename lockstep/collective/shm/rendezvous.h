@@ -1,7 +1,7 @@
 // collective/shm/rendezvous.h: how the ranks of a machine come to share memory.
 //
-// Ranks as processes. Local rank 0 makes a Host: a folder with mode 0700 and a Unix socket in it. Its address reaches the
-// others by whatever store the job has. Then:
+// Ranks as processes. Local rank 0 makes a Host: a folder with mode 0700 and a Unix socket in it. Its address reaches
+// the others by whatever store the job has. Then:
 //
 //   peer -> host   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
 //                  of its own process
@@ -34,7 +34,7 @@ namespace lockstep::shm {
 
 struct Options {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of every wait in a collective; each rank's own
-  std::size_t staging_bytes = 0;      // 0: thresholds.h. The host's counts for all ranks
+  std::size_t staging_bytes = 0;                                // 0: thresholds.h. The host's counts for all ranks
   bool share_ordinary_memory = true;  // ranks as threads: read each other's memory wherever it lies
 };
 

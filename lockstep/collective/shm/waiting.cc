@@ -40,7 +40,7 @@ bool Waiter::look_around(int peer, const void* call, Predicate done) {
   }
   if (deadline_->passed())
     give_up(Cause::kStalled, peer,
-            concat(peer == kNobody ? "no rank" : concat("rank ", peer), " answered within ",
+            concat(peer == kNobody ? "no rank answered" : concat("rank ", peer, " did not answer"), " within ",
                    human_seconds(std::chrono::duration<double>(timeout_).count())),
             narrator_.everyone());
   return false;

@@ -11,7 +11,6 @@
 #include <chrono>
 #include <optional>
 #include <string>
-#include <type_traits>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/collective/shm/flag.h"
@@ -41,8 +40,9 @@ class Waiter {
   void begin_call() { deadline_.reset(); }
   void begin_call(Deadline deadline) { deadline_ = deadline; }
 
-  // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of the machine, or
-  // kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or is too late.
+  // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of
+  // the machine, or kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or
+  // is too late.
   template <class Done>
   void until(Flag& flag, int peer, const Done& done) {
     for (int i = 0; i < spins_; ++i) {

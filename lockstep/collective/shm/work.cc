@@ -28,8 +28,10 @@ bool WorkState::finished() const {
 bool WorkState::wait(const Deadline* deadline) const {
   std::unique_lock lock(mutex);
   const auto is_done = [this] { return done; };
-  if (deadline == nullptr) changed.wait(lock, is_done);
-  else if (!changed.wait_for(lock, deadline->left(), is_done)) return false;
+  if (deadline == nullptr)
+    changed.wait(lock, is_done);
+  else if (!changed.wait_for(lock, deadline->left(), is_done))
+    return false;
   if (error) std::rethrow_exception(error);
   return true;
 }

@@ -38,7 +38,7 @@ class Worker {
   ~Worker();  // tasks that did not begin are dropped; the one under way has to end by itself
 
   std::shared_ptr<WorkState> start(Task task);
-  bool idle() const;  // nothing under way or waiting
+  bool idle() const;   // nothing under way or waiting
   void drain() const;  // returns once idle
 
  private:
