@@ -18,8 +18,9 @@ demo: setup-demo  ## trains LeNet on Fashion-MNIST on every core, in 5 epochs
 
 test: setup-test test-tsan test-release  ## builds and runs the tests: release, and ThreadSanitizer on what has no torch
 
+soak: export LOCKSTEP_FAULT_ROUNDS = 200
+soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: setup-test test-tsan test-asan  ## every sanitizer over everything, and longer rounds
-	LOCKSTEP_SOAK_ROUNDS=200 ctest --preset asan -R '[Ss]oak|mutated|dies|survives' -j $(JOBS)
 
 cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
 	cmake --preset cuda
@@ -31,6 +32,7 @@ bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	cmake --build --preset release -j $(JOBS)
 	bench/startup.py
 	bench/lenet.py
+	bench/accuracy.py
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

@@ -46,9 +46,9 @@ RUNS = {
 def print_phases(runs, gflops):
     print(f"\na step of lockstep in ms, medians of {len(runs)} runs; sgemm reaches {gflops:.1f} GFLOP/s per core beside it")
     table = {}
-    for phase in ("forward", "backward", "exchange", "update"):
+    for phase in ("data", "forward", "backward", "exchange", "update"):
         table[phase] = median([run[f"{phase}_seconds"] for run in runs]) / STEPS * 1e3
-    table["data and the rest"] = median([run["seconds"] for run in runs]) / STEPS * 1e3 - sum(table.values())
+    table["the rest"] = median([run["seconds"] for run in runs]) / STEPS * 1e3 - sum(table.values())
     for phase, ms in table.items():
         ideal = FLOP.get(phase, 0) * BATCH / RANKS / gflops / 1e6
         share = f"   {ideal:6.2f} at the speed of sgemm: {ideal / ms:4.0%}" if ideal else ""

@@ -45,6 +45,12 @@ std::string message_of(Call&& call) {
   return {};
 }
 
+// How often a test repeats what is random: `usual` in `make test`, more in `make soak`, which sets the variable.
+inline int rounds(const char* variable, int usual) {
+  const char* told = std::getenv(variable);
+  return told != nullptr ? std::atoi(told) : usual;
+}
+
 // EXPECT_THAT(text, HasSubstr(part)) without gmock.
 inline ::testing::AssertionResult contains(const std::string& text, const std::string& part) {
   if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();

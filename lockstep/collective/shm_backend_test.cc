@@ -295,7 +295,7 @@ TEST_P(BackendOfSize, barrier_coalesced_and_empty_calls_return) {
     group->allreduce_coalesced(tensors)->wait();
     expect_equal(tensors, {sum_of_all(group->getSize()), sum_of_all(group->getSize(), 3).to(torch::kInt64),
                            torch::zeros({0})});
-    EXPECT_EQ(group->getSequenceNumberForGroup(), 2U);
+    EXPECT_EQ(group->getBackend(c10::kCPU)->getSequenceNumberForGroup(), 2U);
   });
 }
 

@@ -80,7 +80,7 @@ TEST(Idx, survives_mutated_files) {
   write_gz(folder / "whole.gz", kGood);
   std::mt19937 random(1);
   for (const std::string& original : {kGood, read_file(folder / "whole.gz")}) {
-    for (int round = 0; round < 300; ++round) {
+    for (int round = 0; round < testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 300); ++round) {
       std::string bytes = original;
       for (int change = 0; change < 3; ++change) bytes[random() % bytes.size()] = static_cast<char>(random());
       write_file(folder / "mutated", bytes);

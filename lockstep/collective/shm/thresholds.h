@@ -28,11 +28,11 @@ inline constexpr std::size_t kAlwaysOneShotBytes = 512;
 // Data of up to this many bytes per rank is passed through the slots, which saves the barrier at the end.
 inline constexpr std::size_t kOneShotExchangeBytes = 4096;
 
-// Staging: each rank copies this much, twice in turn, past its peers. Half of L2, so that what one rank wrote is still
-// in a shared cache when another reads it: 64 MiB of ordinary memory between two ranks then take 15 ms (2 MiB: 20 to
-// 30, 8 MiB: 30 to 40). Between cores that share no cache it is the other way round, because a line that another core
-// holds modified comes slower than one from memory: 75, 63 and 33 ms. Options::staging_bytes sets another value.
-inline constexpr std::size_t kStagingBytes = std::size_t{512} << 10;
+// Staging: each rank copies this much, twice in turn, past its peers. 64 MiB of ordinary memory between two ranks take,
+// with 512 KiB / 2 MiB / 8 MiB of staging memory: 8.0 / 8.2 / 11.4 ms where the two cores share a cache, and
+// 75 / 63 / 33 ms where they don't, because a line that another core holds modified comes slower than one that has
+// gone to memory meanwhile. Options::staging_bytes sets another value.
+inline constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
 
 static_assert(one_shot_reduction_bytes(2) <= kSlotBytes && kOneShotExchangeBytes <= kSlotBytes);
 

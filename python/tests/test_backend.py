@@ -1,0 +1,305 @@
+"""torch.distributed over lockstep:  python3 -m unittest discover -s python/tests"""
+
+import os
+import signal
+import tempfile
+import time
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+from support import run_ranks
+
+SIZES = (1, 2, 3, 4, 7)
+
+
+def data_of(rank, elements=1001, dtype=torch.float32):
+    """Small integers, so that sums are exact in any order."""
+    return (torch.arange(elements) % 5 + rank + 1).to(dtype)
+
+
+def sum_of_all(elements=1001):
+    return sum(data_of(rank, elements) for rank in range(dist.get_world_size()))
+
+
+def expect(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# ---- What the ranks do. Functions of this module, so that spawned processes find them.
+
+
+def reductions():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stacked = torch.stack([data_of(other) for other in range(size)])
+    for op, expected in (
+        (dist.ReduceOp.SUM, stacked.sum(0)),
+        (dist.ReduceOp.AVG, stacked.sum(0) / size),
+        (dist.ReduceOp.PRODUCT, stacked.prod(0)),
+        (dist.ReduceOp.MIN, stacked.amin(0)),
+        (dist.ReduceOp.MAX, stacked.amax(0)),
+    ):
+        tensor = data_of(rank)
+        dist.all_reduce(tensor, op)
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
+    works = [(tensor, dist.all_reduce(tensor, async_op=True)) for tensor in [data_of(rank) for _ in range(5)]]
+    for tensor, work in works:
+        work.wait()
+        expect(tensor, sum_of_all())
+    tensor = data_of(rank)
+    dist.reduce(tensor, size - 1)
+    expect(tensor, sum_of_all() if rank == size - 1 else data_of(rank))
+    output = torch.zeros(1001)
+    dist.reduce_scatter(output, [data_of(rank) * (i + 1) for i in range(size)])
+    expect(output, sum_of_all() * (rank + 1))
+    dist.reduce_scatter_tensor(output, torch.cat([data_of(rank) * (i + 1) for i in range(size)]))
+    expect(output, sum_of_all() * (rank + 1))
+
+
+def movements():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everybody = [data_of(other) for other in range(size)]
+    tensor = data_of(rank)
+    dist.broadcast(tensor, size - 1)
+    expect(tensor, everybody[-1])
+    outputs = [torch.zeros(1001) for _ in range(size)]
+    dist.all_gather(outputs, data_of(rank))
+    expect(outputs, everybody)
+    flat = torch.zeros(1001 * size)
+    dist.all_gather_into_tensor(flat, data_of(rank))
+    expect(flat, torch.cat(everybody))
+    outputs = [torch.zeros(1001) for _ in range(size)] if rank == 0 else None
+    dist.gather(data_of(rank), outputs, dst=0)
+    if rank == 0:
+        expect(outputs, everybody)
+    output = torch.zeros(1001)
+    dist.scatter(output, everybody if rank == 0 else None, src=0)
+    expect(output, data_of(rank))
+    sent = [torch.full((rank + other + 1,), 10 * rank + other) for other in range(size)]
+    received = [torch.zeros(rank + other + 1, dtype=torch.int64) for other in range(size)]
+    dist.all_to_all(received, sent)
+    expect(received, [torch.full((rank + other + 1,), 10 * other + rank) for other in range(size)])
+    flat = torch.zeros(size, dtype=torch.int64)
+    dist.all_to_all_single(flat, torch.full((size,), rank))
+    expect(flat, torch.arange(size))
+    dist.barrier()
+
+
+def objects():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    assert gathered == [{"rank": other, "text": "x" * other} for other in range(size)]
+    texts = ["hello", 3] if rank == 0 else [None, None]
+    dist.broadcast_object_list(texts, src=0)
+    assert texts == ["hello", 3]
+
+
+def messages():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.zeros(100_000)
+    exchange = [
+        dist.P2POp(dist.isend, data_of(rank, 100_000), (rank + 1) % size),
+        dist.P2POp(dist.irecv, received, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    expect(received, data_of((rank - 1) % size, 100_000))
+    if rank > 0:
+        dist.send(torch.full((3,), rank), 0)
+        return
+    tensor = torch.zeros(3, dtype=torch.int64)
+    senders = []
+    for _ in range(size - 1):
+        senders.append(dist.recv(tensor))
+        expect(tensor, torch.full((3,), senders[-1]))
+    assert sorted(senders) == list(range(1, size))
+
+
+def sub_groups():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    even = dist.new_group(range(0, size, 2))
+    odd = dist.new_group(range(1, size, 2)) if size > 1 else None
+    mine = odd if rank % 2 else even
+    members = list(range(rank % 2, size, 2))
+    in_mine, in_all = torch.full((1000,), rank), torch.full((1000,), rank)
+    works = [dist.all_reduce(in_all, async_op=True), dist.all_reduce(in_mine, group=mine, async_op=True)]
+    for work in reversed(works):
+        work.wait()
+    expect(in_all, torch.full((1000,), sum(range(size))))
+    expect(in_mine, torch.full((1000,), sum(members)))
+
+
+def functional_collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    expect(functional.all_reduce(data_of(rank), "sum", group) + 0, sum_of_all())
+    gathered = functional.all_gather_tensor(data_of(rank), 0, group) + 0
+    expect(gathered, torch.cat([data_of(other) for other in range(size)]))
+    parts = torch.cat([data_of(rank) * (i + 1) for i in range(size)])
+    expect(functional.reduce_scatter_tensor(parts, "sum", 0, group) + 0, sum_of_all() * (rank + 1))
+    expect(functional.all_to_all_single(torch.full((size,), rank), None, None, group) + 0, torch.arange(size))
+    both = functional.all_reduce_coalesced([data_of(rank), data_of(rank, 5)], "sum", group)
+    expect([one + 0 for one in both], [sum_of_all(), sum_of_all(5)])
+    expect(functional.broadcast(data_of(rank), 0, group) + 0, data_of(0))
+
+
+def everything():
+    reductions()
+    movements()
+    objects()
+    if dist.get_world_size() > 1:
+        messages()
+    sub_groups()
+    functional_collectives()
+
+
+def small_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+def batch_of(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(16, 20, generator=generator), torch.randint(5, (16,), generator=generator)
+
+
+def train(model, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        data, target = batch_of(dist.get_rank(), step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data), target).backward()
+        optimizer.step()
+
+
+def train_with_ddp(path):
+    model = DistributedDataParallel(small_model())
+    train(model)
+    torch.save(model.state_dict(), f"{path}.{dist.get_rank()}")
+
+
+def train_with_hook():
+    """A communication hook in Python, whose future is completed by the backend's own thread."""
+
+    def hook(state, bucket):
+        tensor = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    model = DistributedDataParallel(small_model())
+    model.register_comm_hook(None, hook)
+    train(model)
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    reference = parameters.clone()
+    dist.broadcast(reference, 0)
+    expect(parameters, reference)
+
+
+def reference_of_fsdp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+def train_with_fsdp(kind):
+    replica = DistributedDataParallel(reference_of_fsdp())
+    train(replica)
+    if kind == "fully_shard":
+        model = reference_of_fsdp()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        train(model)
+        parameters = [parameter.full_tensor() for parameter in model.parameters()]
+    else:
+        model = FullyShardedDataParallel(reference_of_fsdp(), device_id=torch.device("cpu"))
+        train(model)
+        with FullyShardedDataParallel.summon_full_params(model):
+            parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = torch.cat([parameter.detach().flatten() for parameter in replica.parameters()])
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in parameters]), expected)
+
+
+def mismatch():
+    tensor = torch.ones(dist.get_rank() + 1)
+    try:
+        dist.all_reduce(tensor)
+    except lockstep.MismatchError as error:
+        assert "rank 0" in str(error) and "rank 1" in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+def killed_peer():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(10))
+    except lockstep.PeerLost as error:
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - start < 2, "too late"
+        return
+    raise AssertionError("no error")
+
+
+def call_after_shutdown():
+    old = dist.group.WORLD._get_backend(torch.device("cpu"))
+    old.shutdown()
+    try:
+        old.allreduce([torch.ones(1)]).wait()
+    except lockstep.Error as error:
+        assert "after its shutdown" in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+class Collectives(unittest.TestCase):
+    def test_every_collective_is_exact_on_every_world_size(self):
+        for size in SIZES:
+            with self.subTest(size=size):
+                run_ranks(size, everything)
+
+
+class Training(unittest.TestCase):
+    def test_ddp_trains_to_the_same_parameters_as_over_gloo(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for backend in ("lockstep", "gloo"):
+                run_ranks(2, train_with_ddp, os.path.join(folder, backend), backend=backend)
+            for rank in range(2):
+                states = [torch.load(os.path.join(folder, f"{backend}.{rank}")) for backend in ("lockstep", "gloo")]
+                expect(*states)
+
+    def test_ddp_with_a_communication_hook_keeps_replicas_equal(self):
+        run_ranks(2, train_with_hook)
+
+    def test_fully_shard_trains_like_ddp(self):
+        run_ranks(2, train_with_fsdp, "fully_shard")
+
+    def test_fully_sharded_data_parallel_trains_like_ddp(self):
+        run_ranks(2, train_with_fsdp, "FullyShardedDataParallel")
+
+
+class Errors(unittest.TestCase):
+    def test_different_shapes_raise_on_both_ranks(self):
+        run_ranks(2, mismatch)
+
+    def test_a_killed_rank_raises_on_the_survivor(self):
+        with self.assertRaisesRegex(AssertionError, r"exit codes \[0, -9\], 0 ranks did not end"):
+            run_ranks(2, killed_peer)
+
+    def test_a_call_after_shutdown_raises(self):
+        run_ranks(2, call_after_shutdown)
+
+
+if __name__ == "__main__":
+    unittest.main()
