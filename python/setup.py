@@ -23,7 +23,7 @@ core = glob.glob(os.path.join(root, "lockstep/collective/shm/*.cc"))
 core = [path for path in core if not path.endswith("_test.cc")]
 core += [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
 
-with_torch = [os.path.join(root, "lockstep/collective/shm_backend.cc"), os.path.join(here, "lockstep/module.cc")]
+with_torch = [os.path.join(root, "lockstep/collective/shm_backend.cc"), os.path.join(here, "src/lockstep/module.cc")]
 
 setup(
     libraries=[
@@ -38,7 +38,14 @@ setup(
         )
     ],
     ext_modules=[
-        CppExtension("lockstep._C", sources=relative(with_torch), include_dirs=[root], extra_compile_args=flags)
+        # libstdc++ goes first: libtorch.so exports a std::filesystem of its own, which crashes.
+        CppExtension(
+            "lockstep._C",
+            sources=relative(with_torch),
+            include_dirs=[root],
+            libraries=["stdc++"],
+            extra_compile_args=flags,
+        )
     ],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -20,6 +20,7 @@ demo_packages=(
   dataset-fashion-mnist
 )
 test_packages=(libgtest-dev openmpi-bin mpich spin)
+bench_packages=(libopenmpi-dev libmpich-dev)
 
 missing_packages() {
   local name
@@ -71,7 +72,7 @@ case "${1:-}" in
     install_libtorch
     ;;
   pytorch)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}"
+    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     ;;

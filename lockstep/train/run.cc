@@ -109,13 +109,22 @@ int exit_code_of(const std::exception& error) {
   return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
 }
 
-int run_program(int argc, char** argv, const std::string& description, const Choices& choices, TrainOptions options,
-                const MakeTask& make_task) {
-  CLI::App app(description);
-  add_options(app, options, choices);
+// `name` as the user typed it; empty: the program's own.
+struct Program {
+  std::string description;
+  std::string name;
+  Choices choices;
+  TrainOptions defaults;
+  MakeTask make_task;
+};
+
+int run_program(int argc, char** argv, const Program& program) {
+  CLI::App app(program.description, program.name);
+  TrainOptions options = program.defaults;
+  add_options(app, options, program.choices);
   try {
     app.parse(argc, argv);
-    return run_parsed(options, make_task);
+    return run_parsed(options, program.make_task);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kUsageExit;
   } catch (const std::exception& error) {
@@ -127,16 +136,19 @@ int run_program(int argc, char** argv, const std::string& description, const Cho
 }  // namespace
 
 int run(int argc, char** argv, const Task& task) {
-  TrainOptions defaults;
-  defaults.model = task.name;
-  const Choices choices{.datasets = task.make_data ? std::vector<std::string>{} : dataset_names()};
-  return run_program(argc, argv, "Trains " + task.name + " with lockstep", choices, defaults,
-                     [&task](const TrainOptions&) { return task; });
+  Program program{.description = concat("Trains ", task.name, " with lockstep"),
+                  .make_task = [&task](const TrainOptions&) { return task; }};
+  program.defaults.model = task.name;
+  if (!task.make_data) program.choices.datasets = dataset_names();
+  return run_program(argc, argv, program);
 }
 
 int run_builtin(int argc, char** argv) {
-  return run_program(argc, argv, "Trains a model", {.models = model_names(), .datasets = dataset_names()}, {},
-                     [](const TrainOptions& options) { return builtin_task(options.model); });
+  return run_program(argc, argv,
+                     {.description = "Trains a model",
+                      .name = "lockstep train",
+                      .choices = {.models = model_names(), .datasets = dataset_names()},
+                      .make_task = [](const TrainOptions& options) { return builtin_task(options.model); }});
 }
 
 }  // namespace lockstep
