@@ -1,5 +1,6 @@
 #include "lockstep/train/loop.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -78,7 +79,7 @@ void TrainingLoop::open_checkpoints() {
 RunMetrics TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, options_));
-  while (position_.epoch < options_.epochs && !is_last_step()) train_epoch();
+  while (position_.step < last_step()) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
   const RunMetrics metrics = summary(watch.seconds());
   metrics_.write(metrics);
@@ -87,12 +88,16 @@ RunMetrics TrainingLoop::run() {
 }
 
 void TrainingLoop::train_epoch() {
-  progress_.begin_epoch(position_.epoch, options_.epochs, position_.step_in_epoch, loader_.steps_per_epoch());
+  progress_.begin_epoch({.epoch = position_.epoch,
+                         .epochs = options_.epochs,
+                         .done = position_.step_in_epoch,
+                         .steps = loader_.steps_per_epoch(),
+                         .run_steps_left = last_step() - position_.step});
   Stopwatch since_last_step;
   for (Batch& batch : loader_.epoch(position_.epoch, position_.step_in_epoch)) {
     data_seconds_ += since_last_step.seconds();
     train_step(batch, since_last_step);
-    if (is_last_step()) break;
+    if (position_.step >= last_step()) break;
     since_last_step = Stopwatch();
   }
   if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
@@ -147,7 +152,11 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
   progress_.step(metrics);
 }
 
-bool TrainingLoop::is_last_step() const { return options_.max_steps > 0 && position_.step >= options_.max_steps; }
+// How many steps the whole run has.
+std::int64_t TrainingLoop::last_step() const {
+  const std::int64_t all = options_.epochs * loader_.steps_per_epoch();
+  return options_.max_steps > 0 ? std::min(all, options_.max_steps) : all;
+}
 
 void TrainingLoop::finish_epoch() {
   last_epoch_ = {.epoch = position_.epoch,

@@ -52,7 +52,7 @@ class TrainingLoop {
   double learning_rate() const;
   void record_step(const BatchTotals& totals, double seconds);
   void finish_epoch();
-  bool is_last_step() const;
+  std::int64_t last_step() const;
 
   void open_checkpoints();
   void save_checkpoint();

@@ -36,11 +36,9 @@ void Progress::begin_run(const std::string& headline) {
             << "  epoch       time   samples/s   train loss   val loss   val accuracy" << std::endl;
 }
 
-void Progress::begin_epoch(std::int64_t epoch, std::int64_t epochs, std::int64_t first_step, std::int64_t steps) {
-  epoch_ = epoch;
-  epochs_ = epochs;
-  done_ = first_step_ = first_step;
-  steps_ = steps;
+void Progress::begin_epoch(const EpochPlan& plan) {
+  plan_ = plan;
+  steps_ = 0;
   samples_ = 0;
   epoch_watch_ = Stopwatch();
   last_shown_ = 0;
@@ -48,22 +46,22 @@ void Progress::begin_epoch(std::int64_t epoch, std::int64_t epochs, std::int64_t
 
 std::string Progress::status(const StepMetrics& metrics) const {
   const double seconds = epoch_watch_.seconds();
-  const double per_step = seconds / static_cast<double>(done_ - first_step_);
-  const std::int64_t steps_left = steps_ - done_ + (epochs_ - epoch_ - 1) * steps_;
-  return concat("epoch ", epoch_ + 1, "/", epochs_, "  step ", done_, "/", steps_, "  loss ", fixed(metrics.loss, 4),
-                "  ", with_thousands(std::llround(static_cast<double>(samples_) / seconds)), " samples/s  ",
-                human_seconds(per_step * static_cast<double>(steps_left)), " left");
+  const double left = seconds / static_cast<double>(steps_) * static_cast<double>(plan_.run_steps_left - steps_);
+  return concat("epoch ", plan_.epoch + 1, "/", plan_.epochs, "  step ", plan_.done + steps_, "/", plan_.steps,
+                "  loss ", fixed(metrics.loss, 4), "  ",
+                with_thousands(std::llround(static_cast<double>(samples_) / seconds)), " samples/s  ",
+                human_seconds(left), " left");
 }
 
 void Progress::step(const StepMetrics& metrics) {
-  ++done_;
+  ++steps_;
   samples_ += metrics.samples;
   const double now = epoch_watch_.seconds();
   const double every = style_ == Style::kBar ? kBarEvery : kPlainEvery;
   if (style_ == Style::kNone || now - last_shown_ < every) return;
   last_shown_ = now;
   if (style_ == Style::kBar)
-    std::cerr << '\r' << bar(done_, steps_) << ' ' << status(metrics) << "\033[K" << std::flush;
+    std::cerr << '\r' << bar(plan_.done + steps_, plan_.steps) << ' ' << status(metrics) << "\033[K" << std::flush;
   else
     std::cerr << status(metrics) << std::endl;
 }

@@ -14,6 +14,15 @@
 
 namespace lockstep {
 
+// What lies ahead when an epoch begins, or goes on after a resume.
+struct EpochPlan {
+  std::int64_t epoch = 0;       // from 0
+  std::int64_t epochs = 0;
+  std::int64_t done = 0;        // steps of this epoch
+  std::int64_t steps = 0;       // of this epoch in all
+  std::int64_t run_steps_left = 0;
+};
+
 class Progress {
  public:
   enum class Style { kNone, kPlain, kBar };
@@ -22,7 +31,7 @@ class Progress {
   explicit Progress(Style style) : style_(style) {}
 
   void begin_run(const std::string& headline);
-  void begin_epoch(std::int64_t epoch, std::int64_t epochs, std::int64_t first_step, std::int64_t steps);
+  void begin_epoch(const EpochPlan& plan);
   void step(const StepMetrics& metrics);
   void end_epoch(const EpochMetrics& metrics);
   void end_run(const RunMetrics& metrics);
@@ -32,12 +41,9 @@ class Progress {
   void clear_bar() const;
 
   Style style_;
-  std::int64_t epoch_ = 0;
-  std::int64_t epochs_ = 0;
-  std::int64_t done_ = 0;       // steps of this epoch
-  std::int64_t steps_ = 0;      // of this epoch in all
-  std::int64_t first_step_ = 0;
-  std::int64_t samples_ = 0;    // since the epoch began here
+  EpochPlan plan_;
+  std::int64_t steps_ = 0;    // since the epoch began here
+  std::int64_t samples_ = 0;  // likewise
   Stopwatch epoch_watch_;
   double last_shown_ = 0;
 };

@@ -15,10 +15,23 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-torch::Tensor generator_state() { return at::globalContext().defaultGenerator(torch::kCPU).get_state(); }
+// What a rank draws from: the CPU's generator, and its GPU's where it has one.
+std::vector<torch::Device> devices_with_generators(const World& world) {
+  std::vector<torch::Device> devices{torch::kCPU};
+  if (!world.device().is_cpu()) devices.push_back(world.device());
+  return devices;
+}
 
-void set_generator_state(const torch::Tensor& state) {
-  at::Generator generator = at::globalContext().defaultGenerator(torch::kCPU);
+std::string generator_name(torch::Device device, int rank) {
+  return concat("rng.", c10::DeviceTypeName(device.type(), /*lower_case=*/true), ".", rank);
+}
+
+torch::Tensor generator_state(torch::Device device) {
+  return at::globalContext().defaultGenerator(device).get_state();
+}
+
+void set_generator_state(torch::Device device, const torch::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   generator.set_state(state);
 }
@@ -98,15 +111,17 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
     throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
                           .likely = "a learning rate that is too high",
                           .next = "go on from the checkpoint before with a lower --lr"});
-  const torch::Tensor generators = world.all_gather(generator_state());
-  if (world.rank() != 0) return {};
   TensorFile file;
+  for (const torch::Device device : devices_with_generators(world)) {
+    const torch::Tensor states = world.all_gather(generator_state(device));
+    for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
+  }
+  if (world.rank() != 0) return {};
   file.metadata = {{"lockstep.position", to_json(position).dump()}, {"lockstep.course", course(options).dump()}};
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) file.tensors["model." + name] = tensor;
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       file.tensors[concat("optimizer.", name, ".", key)] = state;
-  for (int rank = 0; rank < world.size(); ++rank) file.tensors[concat("rng.", rank)] = generators[rank];
   return file;
 }
 
@@ -117,8 +132,10 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
-  const auto generator = file.tensors.find(concat("rng.", world.rank()));
-  if (generator != file.tensors.end()) set_generator_state(generator->second);
+  for (const torch::Device device : devices_with_generators(world)) {
+    const auto saved = file.tensors.find(generator_name(device, world.rank()));
+    if (saved != file.tensors.end()) set_generator_state(device, saved->second);
+  }
   return to_position(Json::parse(file.metadata.at("lockstep.position")));
 } catch (const std::out_of_range&) {
   throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",

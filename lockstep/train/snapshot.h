@@ -3,7 +3,7 @@
 //
 //   model.NAME               parameters and buffers
 //   optimizer.NAME.KEY       the optimizer's state of a parameter
-//   rng.RANK                 the state of a rank's random generator
+//   rng.DEVICE.RANK          the state of a rank's random generators
 //   metadata                 position in the run, and the options that must not change
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
