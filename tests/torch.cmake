@@ -39,6 +39,11 @@ target_compile_definitions(reference_test PRIVATE
 target_link_libraries(reference_test PRIVATE lockstep GTest::gtest_main)
 gtest_discover_tests(reference_test TEST_PREFIX reference. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
+# Several hosts, as network namespaces.
+add_test(NAME hosts.two_hosts_train_as_one_rank_does
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/two_hosts_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 120)
+
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)
 add_test(NAME install.a_users_project_builds_and_trains

@@ -19,7 +19,7 @@ demo_packages=(
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libxxhash-dev libgloo-dev
   dataset-fashion-mnist
 )
-test_packages=(libgtest-dev openmpi-bin mpich spin)
+test_packages=(libgtest-dev openmpi-bin mpich spin iproute2)
 bench_packages=(libopenmpi-dev libmpich-dev)
 
 missing_packages() {

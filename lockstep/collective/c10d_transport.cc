@@ -112,7 +112,7 @@ std::shared_ptr<gloo::transport::Device> gloo_device(const std::string& address)
 
 std::unique_ptr<Transport> make_gloo(const c10::intrusive_ptr<c10d::Store>& store,
                                      const TransportOptions& options) try {
-  auto gloo = c10d::ProcessGroupGloo::Options::create_default(options.timeout);
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);  // create_default would put a loopback device first
   gloo->devices.push_back(gloo_device(options.address));
   return std::make_unique<C10dTransport>(
       c10::make_intrusive<c10d::ProcessGroupGloo>(with_prefix(store, "gloo"), options.rank, options.size, gloo), options);
