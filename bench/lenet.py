@@ -37,7 +37,6 @@ def pytorch(layout):
 
 RUNS = {
     "lockstep": lambda: lockstep("auto"),
-    "lockstep, contiguous": lambda: lockstep("contiguous"),
     "PyTorch DDP": lambda: pytorch("contiguous"),
     "PyTorch DDP, channels_last": lambda: pytorch("channels_last"),
 }

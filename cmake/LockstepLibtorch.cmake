@@ -26,7 +26,10 @@ foreach(library c10 torch_cpu)
 endforeach()
 target_include_directories(lockstep::c10 SYSTEM INTERFACE
   ${LOCKSTEP_TORCH_DIR}/include ${LOCKSTEP_TORCH_DIR}/include/torch/csrc/api/include)
-target_link_options(lockstep::c10 INTERFACE ${lockstep_nvidia_lib_dirs} -Wl,--disable-new-dtags)
+# libstdc++ first: the wheel's libraries export copies of std::filesystem from another libstdc++, and whichever library
+# stands first in a program is the one that is called.
+target_link_options(lockstep::c10 INTERFACE
+  -Wl,--push-state,--no-as-needed,-lstdc++,--pop-state ${lockstep_nvidia_lib_dirs} -Wl,--disable-new-dtags)
 target_link_libraries(lockstep::torch_cpu INTERFACE lockstep::c10)
 
 # With CUDA: the headers of the toolkit and of NCCL come out of the wheel's own dependencies; no toolkit is needed.

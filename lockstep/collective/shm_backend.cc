@@ -120,8 +120,7 @@ class Piece {
                                          c10::toString(tensors_.front().scalar_type())),
                           .next = "convert them to one dtype"});
     }
-    if (!tensors_.empty() && (must_copy || !lie_together()))
-      copy_ = at::empty({elements()}, tensors_.front().dtype());
+    if (!tensors_.empty() && (must_copy || !lie_together())) copy_ = at::empty({elements()}, tensors_.front().dtype());
   }
 
   const Tensor& first() const { return tensors_.front(); }
@@ -191,9 +190,11 @@ Piece input_beside(const Tensors& inputs, const Piece& output) {
 Tensor scaled(const Tensor& tensor, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
   const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (factor == nullptr) throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with makeNCCLPreMulSum"});
+  if (factor == nullptr)
+    throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with makeNCCLPreMulSum"});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const Tensor product = factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
+  const Tensor product =
+      factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
   return product.to(tensor.scalar_type());
 }
 
@@ -221,7 +222,8 @@ Counts counts_of_one(const Tensor& whole, int size, Unit unit) {
 Counts counts_of(const Tensors& whole, int size, Unit unit) {
   if (whole.size() == 1) return counts_of_one(whole.front(), size, unit);
   if (whole.size() != static_cast<std::size_t>(size))
-    throw UsageError({.what = concat(whole.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
+    throw UsageError(
+        {.what = concat(whole.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
   std::vector<std::size_t> each;
   for (const Tensor& part : whole) each.push_back(unit.count(part.numel()));
   const bool even = std::ranges::all_of(each, [&](std::size_t count) { return count == each.front(); });
@@ -231,9 +233,10 @@ Counts counts_of(const Tensors& whole, int size, Unit unit) {
 
 void check_part(const Tensor& part, const Tensor& whole, std::size_t count, Unit unit) {
   if (part.scalar_type() == whole.scalar_type() && unit.count(part.numel()) == count) return;
-  throw UsageError({.what = concat("this rank's part is ", part.numel(), " ", c10::toString(part.scalar_type()), ", but ",
-                                   count / unit.each, " ", c10::toString(whole.scalar_type()), " are its share of the whole"),
-                    .next = "give tensors that fit: the whole is the parts of all ranks"});
+  throw UsageError(
+      {.what = concat("this rank's part is ", part.numel(), " ", c10::toString(part.scalar_type()), ", but ",
+                      count / unit.each, " ", c10::toString(whole.scalar_type()), " are its share of the whole"),
+       .next = "give tensors that fit: the whole is the parts of all ranks"});
 }
 
 // gather and scatter know parts of one size only.
@@ -258,7 +261,8 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
 
 std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size) {
   if (tensors.size() != static_cast<std::size_t>(size))
-    throw UsageError({.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
+    throw UsageError(
+        {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
   std::vector<std::size_t> counts;
   for (const Tensor& tensor : tensors) counts.push_back(unit_to_move(tensor).count(tensor.numel()));
   return counts;
@@ -304,8 +308,10 @@ class CollectiveWork final : public c10d::Work {
 
   // The future first, as Gloo: who has waited finds it done.
   void complete(const std::exception_ptr& error) {
-    if (error) future_->setError(error);
-    else future_->markCompleted(c10::IValue(results_));
+    if (error)
+      future_->setError(error);
+    else
+      future_->markCompleted(c10::IValue(results_));
     finish(error);
   }
 
@@ -329,8 +335,10 @@ class MessageWork final : public c10d::Work {
   std::vector<Tensor> result() override { return {piece_.first()}; }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    if (timeout == kNoTimeout) work_.wait();
-    else work_.wait(Deadline::after(timeout));
+    if (timeout == kNoTimeout)
+      work_.wait();
+    else
+      work_.wait(Deadline::after(timeout));
     settle();
     return c10d::Work::wait(kNoTimeout);
   }
@@ -485,9 +493,7 @@ struct ShmBackend::Parts {
 
 ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout)
-    : Backend(rank, size),
-      timeout_(timeout),
-      parts_(std::make_unique<Parts>(connect(*store, rank, size, timeout))) {}
+    : Backend(rank, size), timeout_(timeout), parts_(std::make_unique<Parts>(connect(*store, rank, size, timeout))) {}
 
 ShmBackend::~ShmBackend() {
   if (std::uncaught_exceptions() > 0) abort();
@@ -527,7 +533,8 @@ ShmBackend::Parts& ShmBackend::parts() const {
 Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   const auto bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
   auto memory = std::make_shared<shm::Memory>(parts().group.allocate(bytes));
-  return at::from_blob(memory->data(), {size}, [memory](void*) mutable { memory.reset(); }, options);
+  return at::from_blob(
+      memory->data(), {size}, [memory](void*) mutable { memory.reset(); }, options);
 }
 
 WorkPtr ShmBackend::start(OpType type, std::vector<Step> steps, Tensors results, bool async) {
@@ -538,8 +545,10 @@ WorkPtr ShmBackend::start(OpType type, std::vector<Step> steps, Tensors results,
     steps.clear();  // who has waited is the only one to hold the tensors
     work->complete(error);
   };
-  if (async) parts().queue.run_later(std::move(task));
-  else parts().queue.run_now(std::move(task));
+  if (async)
+    parts().queue.run_later(std::move(task));
+  else
+    parts().queue.run_now(std::move(task));
   return work;
 }
 

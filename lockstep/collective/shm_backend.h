@@ -6,12 +6,12 @@
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
 //
-// Tensors: dense, on the CPU. A tensor, or list of tensors, that is one contiguous piece of memory is exchanged where it
-// lies; anything else through a contiguous copy. Every dtype can be moved; what can be reduced is in shm/types.h, and
-// complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
+// Tensors: dense, on the CPU. A tensor, or list of tensors, that is one contiguous piece of memory is exchanged where
+// it lies; anything else through a contiguous copy. Every dtype can be moved; what can be reduced is in shm/types.h,
+// and complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
-// done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (docs of
+// done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
 // shm/group.h). A wait that ends at its own timeout leaves the call going on. The `timeout` in a call's options is not
 // used: that of the backend ends every call.
 #pragma once

@@ -2,11 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/linear.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
-#include <torch/nn/modules/linear.h>
 
 #include <functional>
 #include <thread>
@@ -293,8 +293,8 @@ TEST_P(BackendOfSize, barrier_coalesced_and_empty_calls_return) {
     group->barrier()->wait();
     Tensors tensors{data_of(group->getRank()), data_of(group->getRank(), 3, torch::kInt64), torch::zeros({0})};
     group->allreduce_coalesced(tensors)->wait();
-    expect_equal(tensors, {sum_of_all(group->getSize()), sum_of_all(group->getSize(), 3).to(torch::kInt64),
-                           torch::zeros({0})});
+    expect_equal(tensors,
+                 {sum_of_all(group->getSize()), sum_of_all(group->getSize(), 3).to(torch::kInt64), torch::zeros({0})});
     EXPECT_EQ(group->getBackend(c10::kCPU)->getSequenceNumberForGroup(), 2U);
   });
 }
@@ -302,7 +302,9 @@ TEST_P(BackendOfSize, barrier_coalesced_and_empty_calls_return) {
 TEST_P(BackendOfSize, sub_groups_work_at_the_same_time) {
   const int size = GetParam();
   run_threads(size, [size](int rank, const StorePtr& store) {
-    const auto prefixed = [&](const std::string& prefix) { return c10::make_intrusive<c10d::PrefixStore>(prefix, store); };
+    const auto prefixed = [&](const std::string& prefix) {
+      return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+    };
     const GroupPtr all = make_group(prefixed("all"), rank, size);
     const int parity = rank % 2;
     const int members = (size + 1 - parity) / 2;
@@ -321,9 +323,10 @@ TEST_P(BackendOfSize, c10ds_own_reducer_gives_the_mean) {
   run_group(GetParam(), [](const GroupPtr& group) {
     torch::nn::Linear model(4, 4);
     std::vector<at::Tensor> parameters = model->parameters();
-    auto reducer = std::make_shared<c10d::Reducer>(
-        parameters, std::vector<std::vector<std::size_t>>{{1}, {0}}, group, std::vector<bool>{false, false}, 1 << 20,
-        false, true, std::unordered_map<std::size_t, std::string>{}, 1 << 20, false, false, std::vector<std::int64_t>{});
+    auto reducer = std::make_shared<c10d::Reducer>(parameters, std::vector<std::vector<std::size_t>>{{1}, {0}}, group,
+                                                   std::vector<bool>{false, false}, 1 << 20, false, true,
+                                                   std::unordered_map<std::size_t, std::string>{}, 1 << 20, false,
+                                                   false, std::vector<std::int64_t>{});
     const torch::Tensor output = model->forward(torch::ones({2, 4}));
     reducer->prepare_for_forward();
     reducer->prepare_for_backward({output});
