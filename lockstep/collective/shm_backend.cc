@@ -20,6 +20,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
+#include "lockstep/collective/shm_dtype.h"
 
 namespace lockstep {
 namespace {
@@ -30,22 +31,6 @@ using Tensors = ShmBackend::Tensors;
 using WorkPtr = ShmBackend::WorkPtr;
 
 // ---- What torch calls things, in the core's words
-
-std::optional<shm::DType> to_shm(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return shm::DType::kFloat32;
-    case at::kDouble: return shm::DType::kFloat64;
-    case at::kHalf: return shm::DType::kFloat16;
-    case at::kBFloat16: return shm::DType::kBFloat16;
-    case at::kChar: return shm::DType::kInt8;
-    case at::kByte: return shm::DType::kUInt8;
-    case at::kShort: return shm::DType::kInt16;
-    case at::kInt: return shm::DType::kInt32;
-    case at::kLong: return shm::DType::kInt64;
-    case at::kBool: return shm::DType::kBool;
-    default: return std::nullopt;
-  }
-}
 
 shm::ReduceOp to_shm(const c10d::ReduceOp& op) {
   switch (op.op_) {
@@ -72,14 +57,14 @@ struct Unit {
 };
 
 Unit unit_to_move(const Tensor& tensor) {
-  if (const auto dtype = to_shm(tensor.scalar_type())) return {*dtype};
+  if (const auto dtype = to_shm_dtype(tensor.scalar_type())) return {*dtype};
   return {shm::DType::kUInt8, static_cast<std::size_t>(tensor.element_size())};
 }
 
 Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = tensor.scalar_type();
   const bool as_real = at::isComplexType(dtype) && c10d::isComplexViewAsRealAllowed(op);
-  if (const auto known = to_shm(as_real ? c10::toRealValueType(dtype) : dtype)) return {*known, as_real ? 2U : 1U};
+  if (const auto known = to_shm_dtype(as_real ? c10::toRealValueType(dtype) : dtype)) return {*known, as_real ? 2U : 1U};
   throw UsageError({.what = concat("this reduction is not defined for tensors of ", c10::toString(dtype)),
                     .next = "convert the tensor, or choose another reduction"});
 }

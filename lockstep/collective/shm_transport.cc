@@ -7,25 +7,14 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
+#include "lockstep/collective/shm_dtype.h"
 
 namespace lockstep {
 namespace {
 
-shm::DType to_shm(torch::ScalarType dtype) {
-  switch (dtype) {
-    case torch::kFloat32: return shm::DType::kFloat32;
-    case torch::kFloat64: return shm::DType::kFloat64;
-    case torch::kFloat16: return shm::DType::kFloat16;
-    case torch::kBFloat16: return shm::DType::kBFloat16;
-    case torch::kInt8: return shm::DType::kInt8;
-    case torch::kUInt8: return shm::DType::kUInt8;
-    case torch::kInt16: return shm::DType::kInt16;
-    case torch::kInt32: return shm::DType::kInt32;
-    case torch::kInt64: return shm::DType::kInt64;
-    case torch::kBool: return shm::DType::kBool;
-    default: break;
-  }
-  throw UsageError({.what = concat("tensors of ", c10::toString(dtype), " can't be exchanged"),
+shm::DType dtype_of(const torch::Tensor& tensor) {
+  if (const auto dtype = to_shm_dtype(tensor.scalar_type())) return *dtype;
+  throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
                     .next = "exchange real and imaginary parts, or another dtype"});
 }
 
@@ -62,7 +51,7 @@ class ShmTransport : public Transport {
     postponed_.push_back({tensor, shm::AllReduce{.input = tensor.const_data_ptr(),
                                                  .output = tensor.mutable_data_ptr(),
                                                  .count = count_of(tensor),
-                                                 .dtype = to_shm(tensor.scalar_type()),
+                                                 .dtype = dtype_of(tensor),
                                                  .op = to_shm(op)}});
     return Work([this, number = ++issued_] { make_calls_until(number); });
   }
@@ -71,7 +60,7 @@ class ShmTransport : public Transport {
     make_calls_until(issued_);
     group_.broadcast({.data = tensor.mutable_data_ptr(),
                       .count = count_of(tensor),
-                      .dtype = to_shm(tensor.scalar_type()),
+                      .dtype = dtype_of(tensor),
                       .root = root});
   }
 
@@ -83,7 +72,7 @@ class ShmTransport : public Transport {
     group_.all_gather({.input = tensor.const_data_ptr(),
                        .output = gathered.mutable_data_ptr(),
                        .count = count_of(tensor),
-                       .dtype = to_shm(tensor.scalar_type())});
+                       .dtype = dtype_of(tensor)});
     return gathered;
   }
 
