@@ -13,7 +13,7 @@
 #include "lockstep/model/layout.h"                   // IWYU pragma: export
 #include "lockstep/model/lenet.h"                    // IWYU pragma: export
 #include "lockstep/model/task.h"                     // IWYU pragma: export
-#include "lockstep/optimizer/adamw.h"                // IWYU pragma: export
+#include "lockstep/optimizer/adam.h"                // IWYU pragma: export
 #include "lockstep/optimizer/schedule.h"             // IWYU pragma: export
 #include "lockstep/optimizer/sgd.h"                  // IWYU pragma: export
 #include "lockstep/strategy/ddp.h"                   // IWYU pragma: export

@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <exception>
+#include <numeric>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -80,6 +81,13 @@ class ShmTransport : public Transport {
     const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
     auto memory = std::make_shared<shm::Memory>(group_.allocate(bytes));
     return torch::from_blob(memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
+  }
+
+  std::optional<shm::Group> machine_group() override {
+    make_calls_until(issued_);
+    std::vector<int> everyone(static_cast<std::size_t>(group_.size()));
+    std::iota(everyone.begin(), everyone.end(), 0);
+    return group_.subgroup(everyone);
   }
 
   void fail(const std::string& reason) override { group_.poison(reason); }

@@ -13,8 +13,10 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/world.h"
 
 namespace lockstep {
@@ -28,6 +30,9 @@ class Transport {
   virtual void broadcast(const torch::Tensor& tensor, int root) = 0;
   virtual torch::Tensor all_gather(const torch::Tensor& tensor) = 0;
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) = 0;
+
+  // As World's; none where ranks don't share memory.
+  virtual std::optional<shm::Group> machine_group() = 0;
 
   // This rank has failed: the others shall find out now and not at their deadline.
   virtual void fail(const std::string& reason) = 0;

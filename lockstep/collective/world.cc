@@ -19,6 +19,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_transport.h"
 #include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm_transport.h"
 #include "lockstep/launch/environment.h"
 
@@ -196,6 +197,11 @@ torch::Tensor World::all_gather(const torch::Tensor& tensor) const {
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
   if (size() == 1 || !options.device().is_cpu()) return torch::empty(sizes, options);
   return state_->host->allocate(sizes, options);
+}
+
+std::optional<shm::Group> World::machine_group() const {
+  if (size() == 1 || !device().is_cpu()) return std::nullopt;
+  return state_->host->machine_group();
 }
 
 void World::barrier() const { all_reduce(torch::zeros({1})); }

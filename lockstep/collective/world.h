@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,10 @@ namespace lockstep {
 
 struct JobEnvironment;
 class WorldState;
+
+namespace shm {
+class Group;
+}
 
 enum class ReduceOp { kSum, kMin, kMax };
 
@@ -86,6 +91,10 @@ class World {
   // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.
   // Throws PeerLost; RendezvousError naming the ranks that did not come.
   [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
+
+  // A group of its own of the ranks on this machine that share memory; none where they can't, and in a world of one.
+  // What collective/shared_memory.h builds on. Throws PeerLost.
+  std::optional<shm::Group> machine_group() const;
 
  private:
   friend void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options);

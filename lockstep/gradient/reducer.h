@@ -27,17 +27,13 @@
 #include <vector>
 
 #include "lockstep/collective/world.h"
-#include "lockstep/gradient/parameters.h"
+#include "lockstep/gradient/batch_totals.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
 struct ReducerOptions {
   std::size_t bucket_bytes = std::size_t{25} << 20;  // Li et al., "PyTorch Distributed" (VLDB 2020)
-};
-
-struct BatchTotals {
-  std::int64_t samples = 0;  // over all ranks
-  double mean_loss = 0;      // weighted by samples; NaN where the loss is not known
 };
 
 class Reducer {

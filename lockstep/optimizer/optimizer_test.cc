@@ -2,7 +2,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-#include "lockstep/optimizer/adamw.h"
+#include "lockstep/optimizer/adam.h"
 #include "lockstep/optimizer/schedule.h"
 #include "lockstep/optimizer/sgd.h"
 #include "tests/support.h"

@@ -61,6 +61,7 @@ class DdpStrategy : public Strategy {
 
   torch::nn::Module& model() override { return *model_; }
   Optimizer& optimizer() override { return *optimizer_; }
+  void parameters_written() override { ddp_->parameters_written(); }
   const PhaseTimes& phases() const override { return phases_; }
 
  private:

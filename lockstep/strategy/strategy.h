@@ -14,7 +14,7 @@
 #include "lockstep/gradient/reducer.h"
 #include "lockstep/model/layout.h"
 #include "lockstep/model/task.h"
-#include "lockstep/optimizer/adamw.h"
+#include "lockstep/optimizer/adam.h"
 #include "lockstep/optimizer/sgd.h"
 
 namespace lockstep {
@@ -50,6 +50,10 @@ class Strategy {
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;  // with the current parameters, for validation
   virtual torch::nn::Module& model() = 0;
   virtual Optimizer& optimizer() = 0;
+
+  // Every rank has just written the same values into model() and optimizer(), from a checkpoint. Blocks until all have.
+  virtual void parameters_written() {}
+
   virtual const PhaseTimes& phases() const = 0;
 };
 

@@ -132,6 +132,7 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
+  strategy.parameters_written();
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = file.tensors.find(generator_name(device, world.rank()));
     if (saved != file.tensors.end()) set_generator_state(device, saved->second);

@@ -1,4 +1,4 @@
-#include "lockstep/gradient/parameters.h"
+#include "lockstep/model/parameters.h"
 
 #include <map>
 #include <unordered_set>

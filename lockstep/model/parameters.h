@@ -1,6 +1,6 @@
-// gradient/parameters.h: the tensors of a model as the exchange sees them: named, flat, and the same on every rank.
+// model/parameters.h: the tensors of a model as the exchange sees them: named, flat, and the same on every rank.
 //
-// Flow:    model/ -> here -> gradient/reducer.h, strategy/, checkpoint/
+// Flow:    a module -> here -> model/parameter_block.h, gradient/, strategy/, checkpoint/
 // Threads: one thread per module
 // Ranks:   require_same_model and broadcast_tensors are collective
 #pragma once
