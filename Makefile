@@ -30,7 +30,7 @@ cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the 
 bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
-	bench/collectives.py
+	build/release/bin/lockstep bench collectives --json bench/results/collectives.json
 	bench/startup.py
 	bench/lenet.py
 	bench/accuracy.py
