@@ -10,8 +10,15 @@
 #include "lockstep/data/idx.h"                       // IWYU pragma: export
 #include "lockstep/data/loader.h"                    // IWYU pragma: export
 #include "lockstep/data/sampler.h"                   // IWYU pragma: export
+#include "lockstep/model/alexnet.h"                  // IWYU pragma: export
+#include "lockstep/model/gpt.h"                      // IWYU pragma: export
+#include "lockstep/model/inception.h"                // IWYU pragma: export
 #include "lockstep/model/layout.h"                   // IWYU pragma: export
 #include "lockstep/model/lenet.h"                    // IWYU pragma: export
+#include "lockstep/model/mlp.h"                      // IWYU pragma: export
+#include "lockstep/model/models.h"                   // IWYU pragma: export
+#include "lockstep/model/resnet.h"                   // IWYU pragma: export
+#include "lockstep/model/stage.h"                    // IWYU pragma: export
 #include "lockstep/model/task.h"                     // IWYU pragma: export
 #include "lockstep/optimizer/adam.h"                // IWYU pragma: export
 #include "lockstep/optimizer/schedule.h"             // IWYU pragma: export

@@ -11,7 +11,7 @@ endfunction()
 
 lockstep_room_test(collective world_test.cc shm_backend_test.cc)
 lockstep_room_test(data idx_test.cc sampler_test.cc)
-lockstep_room_test(model lenet_test.cc)
+lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
 lockstep_room_test(strategy ddp_test.cc)

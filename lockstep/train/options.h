@@ -19,7 +19,7 @@ namespace lockstep {
 
 struct TrainOptions {
   std::string model = "lenet";
-  std::string data = "fashion-mnist";
+  std::string data = "auto";  // what suits the model
   std::string data_dir;  // empty: where Debian puts the dataset
   std::string strategy = "ddp";
   std::string ranks = "1";  // a number, or "auto": one per core; where no launcher has started ranks already

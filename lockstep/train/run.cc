@@ -15,6 +15,7 @@
 #include "lockstep/collective/c10d_transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/model/models.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
@@ -50,7 +51,7 @@ void use_threads(const TrainOptions& options, const World& world) {
 }
 
 Datasets load_data(const Task& task, const TrainOptions& options) {
-  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options);
+  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options, task);
 }
 
 StrategyOptions strategy_options(const TrainOptions& o) {
@@ -148,7 +149,7 @@ int run_builtin(int argc, char** argv) {
                      {.description = "Trains a model",
                       .name = "lockstep train",
                       .choices = {.models = model_names(), .datasets = dataset_names()},
-                      .make_task = [](const TrainOptions& options) { return builtin_task(options.model); }});
+                      .make_task = [](const TrainOptions& options) { return model_task(options.model); }});
 }
 
 }  // namespace lockstep
