@@ -25,6 +25,7 @@ struct Benchmark {
 
 constexpr std::array kBenchmarks = {
     Benchmark{"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
+    Benchmark{"step", "a data-parallel training step beside PyTorch's", bench_step},
 };
 
 int print_help() {

@@ -47,14 +47,6 @@ std::string read_all(int fd) {
   return text;
 }
 
-Seconds parse(const std::string& text) {
-  Seconds seconds;
-  std::istringstream lines(text);
-  std::string word;
-  for (double value = 0; lines >> word >> value;) seconds[word] = value;
-  return seconds;
-}
-
 // The folder of this program holds those for MPI, which each MPI's own compiler has built.
 fs::path beside_this(const std::string& name) { return fs::read_symlink("/proc/self/exe").parent_path() / name; }
 
@@ -83,6 +75,14 @@ Seconds run_mpi(const std::string& name, std::vector<std::string> launcher, cons
 
 }  // namespace
 
+Seconds parse_seconds(int fd) {
+  Seconds seconds;
+  std::istringstream lines(read_all(fd));
+  std::string word;
+  for (double value = 0; lines >> word >> value;) seconds[word] = value;
+  return seconds;
+}
+
 Seconds run_programs(const std::string& system, const std::vector<RankProgram>& programs) {
   const UniqueFd output(::memfd_create("results", MFD_CLOEXEC));
   if (!output) throw system_error("make", "a file for results");
@@ -99,7 +99,7 @@ Seconds run_programs(const std::string& system, const std::vector<RankProgram>& 
     processes.emplace_back(options);
   }
   for (const Process& process : processes) wait_for_end(system, process, deadline);
-  return parse(read_all(output.get()));
+  return parse_seconds(output.get());
 }
 
 Seconds run_open_mpi(int ranks, const Words& words) {

@@ -36,5 +36,6 @@ struct RankProgram {
   bool pinned = false;                                         // to its share of the cores
 };
 Seconds run_programs(const std::string& system, const std::vector<RankProgram>& programs);
+Seconds parse_seconds(int fd);  // lines of a name and a number
 
 }  // namespace lockstep::bench

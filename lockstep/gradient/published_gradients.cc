@@ -18,8 +18,7 @@ constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
 struct PublishedGradients::Row {
   double samples;
   double weighted_loss;
-  double unit;
-  std::int64_t backwards;
+  double weight;
 
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
   static std::size_t bytes(std::size_t parameters) { return (sizeof(Row) + 8 * parameters + 63) / 64 * 64; }
@@ -46,29 +45,32 @@ PublishedGradients::Row* PublishedGradients::row(int turn, int rank, int source)
 }
 
 void PublishedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
-  if (failed_) throw UsageError({.what = "backward() was called after one that failed half-way",
-                       .likely = "an exception in backward() that was caught and passed over",
-                       .next = "let it end the program, and go on from a checkpoint"});
+  if (failed_)
+    throw UsageError({.what = "backward() was called after one that failed half-way",
+                      .likely = "an exception in backward() that was caught and passed over",
+                      .next = "let it end the program, and go on from a checkpoint"});
+  forget_dropped_gradients();
   Source& source = current_source();
-  ++source.backwards;
+  const torch::Tensor seed = source.batch.add(samples, loss);
   if (samples > 0) {
     failed_ = true;  // until it is over
-    const auto count = static_cast<double>(samples);
-    if (source.unit == 0) source.unit = count;
-    {
-      const GradientMemory::Scope in_sight_of_peers(gradients_);
-      loss.backward(count == source.unit ? torch::Tensor() : torch::full_like(loss, count / source.unit));
-    }
-    source.samples += count;
-    source.weighted_loss += count * loss.item<double>();
+    const GradientMemory::Scope in_sight_of_peers(gradients_);
+    loss.backward(seed);
     failed_ = false;
   }
   if (keep_apart_) keep_apart(source);
 }
 
+// After a zero_grad() without a step() before it.
+void PublishedGradients::forget_dropped_gradients() {
+  if (keep_apart_ || sources_.front().batch.backwards == 0) return;
+  const bool any = std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
+  if (!any) sources_.front() = {};
+}
+
 // The one that the next backward() adds to: the next shard if shards stay apart.
 PublishedGradients::Source& PublishedGradients::current_source() {
-  const auto untouched = std::find_if(sources_.begin(), sources_.end(), [](const Source& s) { return s.backwards == 0; });
+  const auto untouched = std::find_if(sources_.begin(), sources_.end(), [](const Source& s) { return s.batch.backwards == 0; });
   if (!keep_apart_) return sources_.front();
   if (untouched == sources_.end())
     throw UsageError({.what = concat("more than ", sources_.size(), " backward() in a step with as many shards on this rank"),
@@ -79,7 +81,7 @@ PublishedGradients::Source& PublishedGradients::current_source() {
 void PublishedGradients::gather_gradients(Source& source) {
   source.gradients.clear();
   for (const auto& [name, parameter] : parameters_)
-    source.gradients.push_back(source.samples > 0 ? parameter.grad() : torch::Tensor());
+    source.gradients.push_back(source.batch.samples > 0 ? parameter.grad() : torch::Tensor());
 }
 
 void PublishedGradients::keep_apart(Source& source) {
@@ -88,9 +90,7 @@ void PublishedGradients::keep_apart(Source& source) {
 }
 
 BatchTotals PublishedGradients::finish() {
-  Source& first = sources_.front();
-  if (first.backwards == 0)  // a plain loss.backward(): every rank counts as one sample, and the loss is not known
-    first = {.samples = 1, .weighted_loss = std::numeric_limits<double>::quiet_NaN(), .unit = 1, .backwards = 1};
+  if (sources_.front().batch.backwards == 0) sources_.front().batch.add_unknown();  // after a plain loss.backward()
   if (!keep_apart_) gather_gradients(sources_.front());
   const int turn = static_cast<int>(++finished_ % 2);
   for (std::size_t i = 0; i < sources_.size(); ++i) publish(sources_[i], row(turn, memory_->rank(), static_cast<int>(i)));
@@ -103,7 +103,7 @@ BatchTotals PublishedGradients::finish() {
 }
 
 void PublishedGradients::publish(const Source& source, Row* row) {
-  *row = {source.samples, source.weighted_loss, source.unit, source.backwards};
+  *row = {source.batch.samples, source.batch.loss(), source.batch.weight()};
   const std::size_t first = static_cast<std::size_t>(&source - sources_.data()) * parameters_.size();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool has_one = i < source.gradients.size() && source.gradients[i].defined() && source.gradients[i].numel() > 0;
@@ -143,7 +143,7 @@ std::vector<double> PublishedGradients::weights() const {
     for (int source = 0; source < static_cast<int>(sources_.size()); ++source) {
       const Row& one = *row(turn, rank, source);
       samples += one.samples;
-      weights.push_back(one.unit * static_cast<double>(one.backwards));
+      weights.push_back(one.weight);
     }
   for (double& weight : weights) weight = samples > 0 ? weight / samples : 0;
   return weights;
@@ -177,10 +177,11 @@ StepGradients PublishedGradients::take(const std::vector<torch::Tensor>& paramet
   StepGradients step{.weights = weights()};
   const int turn = static_cast<int>(finished_ % 2);
   for (const torch::Tensor& parameter : parameters) {
-    const std::size_t index = index_of_.at(parameter.unsafeGetTensorImpl());
+    const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
     for (int rank = 0; rank < memory_->size(); ++rank)
       for (int source = 0; source < static_cast<int>(sources_.size()); ++source) {
-        const std::uint64_t place = row(turn, rank, source)->places()[index];
+        const bool trained = found != index_of_.end();  // not so: frozen
+        const std::uint64_t place = trained ? row(turn, rank, source)->places()[found->second] : kNone;
         step.pointers.push_back(place == kNone ? nullptr : memory_->peer(rank, place, parameter.nbytes()));
       }
   }

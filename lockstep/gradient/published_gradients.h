@@ -7,7 +7,8 @@
 // Ranks:   the ranks of one machine construct it with the same parameters and make the same calls in the same order
 //
 // The result is S1's weighted mean over ranks j with m_j samples each, sum_j (m_j / n) grad_j. Several backward() before
-// a step() add up, as in PyTorch: over T of them it is T times the mean over all their samples.
+// a step() add up, as in PyTorch: over T of them it is T times the mean over all their samples. Who leaves a step() out calls
+// zero_grad(), which forgets them.
 //
 // Note [One step, two barriers]
 //   finish()   writes the table, then waits for all: every gradient of the machine is computed, nobody reads parameters
@@ -57,10 +58,7 @@ class PublishedGradients : public GradientSource {
  private:
   // A source of gradients: what this rank computed since the last step, or one shard of it.
   struct Source {
-    double samples = 0;
-    double weighted_loss = 0;     // sum of m loss
-    double unit = 0;              // gradients are in units of so many samples; 0: no samples yet
-    std::int64_t backwards = 0;
+    LocalBatch batch;
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
   struct Seen {
@@ -70,6 +68,7 @@ class PublishedGradients : public GradientSource {
   struct Row;
 
   Source& current_source();
+  void forget_dropped_gradients();
   void gather_gradients(Source& source);
   void keep_apart(Source& source);
   void publish(const Source& source, Row* row);

@@ -85,12 +85,11 @@ torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tens
 }
 
 // (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
-torch::Tensor make_totals(std::int64_t samples, const torch::Tensor& loss, torch::Device device) {
+torch::Tensor make_totals(const LocalBatch& batch, torch::Device device) {
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
-  const torch::Tensor count = torch::full({}, static_cast<double>(samples), options);
-  const torch::Tensor known = loss.defined() ? loss.detach().reshape({}).to(options)
-                                             : torch::full({}, std::numeric_limits<double>::quiet_NaN(), options);
-  return torch::stack({count, samples > 0 ? known * count : torch::zeros({}, options)});
+  const torch::Tensor loss = batch.weighted_loss.defined() ? batch.weighted_loss.reshape({}).to(options)
+                                                           : torch::zeros({}, options);
+  return torch::stack({torch::full({}, batch.samples, options), loss});
 }
 
 // Calls back once a parameter's gradient has been accumulated.
@@ -125,10 +124,24 @@ class Reducer::Impl {
     for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
   }
 
-  void begin(std::int64_t samples, const torch::Tensor& loss) {
+  torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
     if (active_) throw unfinished();
-    start_exchange(samples, loss);
+    const torch::Tensor seed = batch_.add(samples, loss);
+    start_exchange();
+    return seed;
+  }
+
+  torch::Tensor begin_without_exchange(std::int64_t samples, const torch::Tensor& loss) {
+    const std::lock_guard lock(mutex_);
+    if (active_) throw unfinished();
+    paused_ = true;
+    return batch_.add(samples, loss);
+  }
+
+  void resume() {
+    const std::lock_guard lock(mutex_);
+    paused_ = false;
   }
 
   BatchTotals finish() {
@@ -148,6 +161,7 @@ class Reducer::Impl {
     for (Bucket& bucket : buckets_) take_back(bucket, scale_ / static_cast<double>(totals.samples));
     learn_scale(totals);
     active_ = false;
+    batch_ = {};
     return totals;
   }
 
@@ -160,14 +174,14 @@ class Reducer::Impl {
 
   // A plain loss.backward(), without begin(): every rank counts the same, and the end of backward() is the finish().
   void start_by_itself() {
-    start_exchange(1, {});
+    batch_.add_unknown();
+    start_exchange();
     torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
   }
 
-  void start_exchange(std::int64_t samples, const torch::Tensor& loss) {
+  void start_exchange() {
     const torch::NoGradGuard no_grad;
-    samples_ = samples;
-    totals_ = make_totals(samples, loss, world_.device());
+    totals_ = make_totals(batch_, world_.device());
     totals_work_.emplace(world_.all_reduce_async(totals_));
     if (scale_ == 0) learn_scale(wait_for_totals());  // the first step has none before it
     next_to_send_ = 0;
@@ -190,11 +204,12 @@ class Reducer::Impl {
     if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
   }
 
-  double weight() const { return static_cast<double>(samples_) / scale_; }  // m_j / s
+  double weight() const { return batch_.weight() / scale_; }  // m_j / s
 
   // On autograd's thread.
   void on_ready(Bucket& bucket, Slot& slot) {
     const std::lock_guard lock(mutex_);
+    if (paused_) return;
     if (!active_) start_by_itself();
     if (slot.ready) throw ready_twice(slot.parameter.name);
     pack(bucket, slot);
@@ -219,7 +234,7 @@ class Reducer::Impl {
   void pack(Bucket& bucket, Slot& slot) {
     const torch::NoGradGuard no_grad;
     const torch::Tensor& gradient = slot.parameter.tensor.grad();
-    const bool has_one = gradient.defined() && samples_ > 0;
+    const bool has_one = gradient.defined() && batch_.samples > 0;
     if (has_one)
       at::mul_out(slot.gradient, in_parameter_order(slot.parameter, gradient), torch::scalar_tensor(weight(), torch::kFloat64));
     else
@@ -260,7 +275,8 @@ class Reducer::Impl {
 
   std::mutex mutex_;             // guards what follows, and the buckets: autograd may have a thread per device
   bool active_ = false;          // between begin and finish
-  std::int64_t samples_ = 0;     // m_j
+  bool paused_ = false;          // gradients only add up
+  LocalBatch batch_;             // m_j and the loss, since the last exchange
   torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
   double scale_ = 0;             // s; 0 before the first step with samples
@@ -271,7 +287,11 @@ Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const 
                  OnFinished on_finished)
     : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
-void Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { impl_->begin(samples, loss); }
+torch::Tensor Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
+torch::Tensor Reducer::begin_without_exchange(std::int64_t samples, const torch::Tensor& loss) {
+  return impl_->begin_without_exchange(samples, loss);
+}
+void Reducer::resume() { impl_->resume(); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
 
 }  // namespace lockstep

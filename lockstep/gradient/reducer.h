@@ -48,9 +48,15 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Before backward(): this rank's number of samples and mean loss. Blocks only in the first step, to learn s.
+  // Before backward(): this rank's number of samples and mean loss. Returns what to run it with: loss.backward(that).
+  // Blocks only in the first step, to learn s.
   // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
-  void begin(std::int64_t samples, const torch::Tensor& loss);
+  torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss);
+
+  // Instead of begin(), for a backward() whose gradients only add up in .grad until a later one exchanges them all; no
+  // finish() follows. Sends nothing. Call resume() after the backward(), also if it throws.
+  torch::Tensor begin_without_exchange(std::int64_t samples, const torch::Tensor& loss);
+  void resume();
 
   // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.
   // Throws PeerLost.

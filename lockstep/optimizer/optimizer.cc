@@ -53,7 +53,8 @@ class OwnGradients : public MeanGradients {
 
 // Parameters and their state, from the first step on.
 struct Optimizer::Layout {
-  std::vector<torch::Tensor> parameters;  // of all groups
+  std::size_t given = 0;                  // to the groups
+  std::vector<torch::Tensor> parameters;  // of all groups; one that has two names once
   std::vector<std::size_t> group_of;
   std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> number
 
@@ -76,8 +77,9 @@ Optimizer::Layout& Optimizer::layout() {
   std::vector<FlatUpdate::Parameter> parameters;
   for (std::size_t group = 0; group < param_groups_.size(); ++group)
     for (const torch::Tensor& parameter : param_groups_[group].params()) {
+      ++layout->given;
+      if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
       static_cast<void>(dense_view(parameter));
-      layout->index_of[parameter.unsafeGetTensorImpl()] = layout->parameters.size();
       layout->parameters.push_back(parameter);
       layout->group_of.push_back(group);
       parameters.push_back({parameter, group});
@@ -107,7 +109,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   }
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  if (all.parameters.size() != number_of_parameters())
+  if (all.given != number_of_parameters())
     throw UsageError({.what = "a parameter group was added after the optimizer's first step",
                       .next = "add all groups before it, and before DistributedDataParallel is made"});
   if (all.flat)

@@ -34,6 +34,30 @@ void require_own_parameters(const torch::nn::Module& module, const torch::optim:
                           .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
 }
 
+std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& [name, tensor] : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+void set_values(const std::vector<NamedTensor>& tensors, const std::vector<torch::Tensor>& values) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i].tensor).copy_(values[i]);
+}
+
+void require_shards_for(const World& world, const DistributedDataParallelOptions& options) {
+  const int shards = options.virtual_shards;
+  if (shards == 0) return;
+  const auto refuse = [&](const std::string& why, const std::string& next) {
+    throw UsageError({.what = concat(shards, " virtual shards on ", world.size(), " ranks: ", why),
+                      .here = world.describe(), .next = next});
+  };
+  if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
+  if (!options.share_parameters) refuse("parameters are separate", "share_parameters = true, a lockstep optimizer");
+  if (!world.device().is_cpu() || world.local_size() != world.size())
+    refuse("not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
+}
+
 // Parameters in the block: before a step they have to be there, untouched; afterwards they are new.
 class GradientsForBlock : public GradientSource {
  public:
@@ -69,6 +93,7 @@ class DistributedDataParallel::Impl {
         parameters_(named_parameters(module)),
         buffers_(options.broadcast_buffers ? named_buffers(module) : std::vector<NamedTensor>{}) {
     synchronise(world_, module);
+    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
   }
 
   void reduce_into_gradients() {
@@ -81,7 +106,8 @@ class DistributedDataParallel::Impl {
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
     if (memory_->size() == world_.size())
       published_ = std::make_shared<PublishedGradients>(memory_, trainable(parameters_),
-                                                        [this](const BatchTotals& totals) { finish_backward(totals); });
+                                                        [this](const BatchTotals& totals) { finish_backward(totals); },
+                                                        options_.virtual_shards / world_.size());
     else
       reduce_into_gradients();
     std::shared_ptr<GradientSource> source = published_;
@@ -91,6 +117,9 @@ class DistributedDataParallel::Impl {
 
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     compute_gradients(loss, samples);
+    exchange_seconds_ = 0;
+    if (no_sync_ || !last_shard()) return;
+    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const Stopwatch exchange;
     if (published_)
       published_->finish();
@@ -108,19 +137,69 @@ class DistributedDataParallel::Impl {
     block_->mark_written();
   }
 
+  // Once nobody has samples, everybody sees it at the same time.
+  void join(torch::optim::Optimizer& optimizer) {
+    while (true) {
+      backward({}, 0);
+      if (last_batch_.samples == 0) return;
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+
+  bool& no_sync() { return no_sync_; }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  // Of this rank in this step. Each shard's forward begins with the same buffers, and those of the first are kept.
+  bool last_shard() {
+    if (options_.virtual_shards == 0) return true;
+    const int shards = options_.virtual_shards / world_.size();
+    if (shards_done_ == 0) first_shards_buffers_ = copies_of(buffers_);
+    if (++shards_done_ < shards) {
+      set_values(buffers_, buffers_before_);
+      return false;
+    }
+    set_values(buffers_, first_shards_buffers_);
+    shards_done_ = 0;
+    return true;
+  }
+
   void compute_gradients(const torch::Tensor& loss, std::int64_t samples) {
     if (published_) return published_->backward(loss, samples);
-    reducer_->begin(samples, loss);
-    if (samples > 0) loss.backward();
+    if (no_sync_) return add_up_gradients(loss, samples);
+    const torch::Tensor seed = reducer_->begin(samples, loss);
+    if (samples > 0) loss.backward(seed);
+  }
+
+  void add_up_gradients(const torch::Tensor& loss, std::int64_t samples) {
+    const torch::Tensor seed = reducer_->begin_without_exchange(samples, loss);
+    try {
+      if (samples > 0) loss.backward(seed);
+    } catch (...) {
+      reducer_->resume();
+      throw;
+    }
+    reducer_->resume();
+  }
+
+  void require_all_gradients() const {
+    std::vector<std::string> missing;
+    for (const auto& [name, parameter] : trainable(parameters_))
+      if (!parameter.grad().defined()) missing.push_back(name);
+    if (missing.empty()) return;
+    throw UsageError({.what = concat("no gradient for ", lockstep::join(missing, ", ")),
+                      .here = world_.describe(),
+                      .likely = "these parameters take no part in the loss of this batch: a branch that was not taken, an output "
+                                "that was not used, or detach()",
+                      .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
   }
 
   void finish_backward(const BatchTotals& totals) {
     last_batch_ = totals;
     broadcast_tensors(world_, buffers_);
+    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
   }
 
   World world_;
@@ -133,6 +212,10 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<ParameterBlock> block_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
+  bool no_sync_ = false;
+  int shards_done_ = 0;                              // of this step's virtual shards
+  std::vector<torch::Tensor> buffers_before_;        // at the beginning of the step
+  std::vector<torch::Tensor> first_shards_buffers_;
 };
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, const Options& options)
@@ -149,6 +232,7 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer,
                                                  const Options& options)
     : impl_(std::make_unique<Impl>(world, module, options)) {
+  require_shards_for(world, options);
   require_own_parameters(module, optimizer);
   if (options.share_parameters && world.device().is_cpu())
     impl_->share_parameters(optimizer);
@@ -161,6 +245,8 @@ DistributedDataParallel::~DistributedDataParallel() = default;
 void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
   impl_->backward(loss, samples);
 }
+DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
+void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
 void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }

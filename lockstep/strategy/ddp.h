@@ -30,6 +30,16 @@ struct DistributedDataParallelOptions {
   // (docs/design/fused-step.md). Between backward() and step(), .grad is this rank's own gradient. false: every rank has
   // its own parameters, and after backward() .grad is the mean.
   bool share_parameters = true;
+
+  // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an undefined
+  // gradient. false: on a rank with samples it is an error that names the parameters.
+  bool find_unused_parameters = true;
+
+  // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls backward()
+  // for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2, 4 ... V ranks give
+  // the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend on the shard. Needs shared
+  // parameters and all ranks on one machine; buffers are then those of shard 0. 0: off.
+  int virtual_shards = 0;
 };
 
 class DistributedDataParallel {
@@ -46,7 +56,8 @@ class DistributedDataParallel {
   DistributedDataParallel(World world, torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                           const Options& options = {});
 
-  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already.
+  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already, or
+  // Options::virtual_shards can't be had.
   DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer, const Options& options = {});
 
   ~DistributedDataParallel();
@@ -58,6 +69,15 @@ class DistributedDataParallel {
   // Sends 2(N-1)/N * K; nothing within a machine whose ranks share parameters.
   // Throws PeerLost, and what backward() throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
+
+  // While the guard lives, backward() adds gradients up on this rank and exchanges nothing: for several backward() per step.
+  // The next backward() without a guard exchanges their sum, which is the sum of the mean gradients of them all. S1.
+  class NoSync;
+  [[nodiscard]] NoSync no_sync();
+
+  // For ranks that may run out of batches at different times: called by each when it has none left, instead of backward() and
+  // step(), with the same optimizer. Takes part without samples, step by step, until no rank has any. Throws PeerLost.
+  void join(torch::optim::Optimizer& optimizer);
 
   // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN). With
   // shared parameters the exchange then happens in step(), and gradients are copied once.
@@ -74,6 +94,19 @@ class DistributedDataParallel {
  private:
   class Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+class DistributedDataParallel::NoSync {
+ public:
+  ~NoSync() { *on_ = before_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  friend class DistributedDataParallel;
+  explicit NoSync(bool* on) : on_(on), before_(*on) { *on = true; }
+  bool* on_;
+  bool before_;
 };
 
 }  // namespace lockstep

@@ -15,6 +15,8 @@
 #include "lockstep/model/layout.h"
 #include "lockstep/model/task.h"
 #include "lockstep/optimizer/adam.h"
+#include "lockstep/optimizer/lamb.h"
+#include "lockstep/optimizer/lars.h"
 #include "lockstep/optimizer/sgd.h"
 
 namespace lockstep {
@@ -29,11 +31,18 @@ struct PhaseTimes {
 
 struct StrategyOptions {
   std::string name = "ddp";
-  std::string optimizer = "sgd";  // sgd | adamw
+  std::string optimizer = "sgd";  // sgd | adam | adamw | lamb | lars
   SGDOptions sgd;
+  AdamOptions adam;
   AdamWOptions adamw;
+  LAMBOptions lamb;
+  LARSOptions lars;
+  ClippingOptions clipping;
+  double ema_decay = 0;  // 0: no moving average of the parameters
   std::uint64_t seed = 0;
   std::string layout = "auto";  // auto | contiguous | channels_last
+  bool share_parameters = true;  // one copy per machine (strategy/ddp.h)
+  int virtual_shards = 0;        // the same bits whatever the number of ranks (strategy/ddp.h); 0: off
 };
 
 class Strategy {
@@ -53,6 +62,9 @@ class Strategy {
 
   // Every rank has just written the same values into model() and optimizer(), from a checkpoint. Blocks until all have.
   virtual void parameters_written() {}
+
+  // The run resumes at this step: for random numbers that depend on it.
+  virtual void go_on_from(std::int64_t /*step*/) {}
 
   virtual const PhaseTimes& phases() const = 0;
 };

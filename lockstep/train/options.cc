@@ -50,12 +50,18 @@ void add_strategy_options(CLI::App& app, TrainOptions& o) {
 
 void add_optimizer_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--optimizer", o.optimizer, "update rule")
-      ->check(CLI::IsMember({"sgd", "adamw"}))
+      ->check(CLI::IsMember({"sgd", "adam", "adamw", "lamb", "lars"}))
       ->capture_default_str();
   app.add_option("--lr", o.lr, "learning rate")->capture_default_str();
-  app.add_option("--momentum", o.momentum, "sgd only")->capture_default_str();
+  app.add_option("--momentum", o.momentum, "sgd and lars")->capture_default_str();
   app.add_flag("--nesterov", o.nesterov, "sgd only");
   app.add_option("--weight-decay", o.weight_decay, "shrinks the weights in each step")->capture_default_str();
+  app.add_option("--clip-norm", o.clip_norm, "largest 2-norm of all gradients together; 0: off")->capture_default_str();
+  app.add_option("--clip-value", o.clip_value, "largest element of a gradient; 0: off")->capture_default_str();
+  app.add_option("--ema-decay", o.ema_decay, "also keep a moving average of the weights; 0: off")->capture_default_str();
+  app.add_flag("--separate-parameters", o.separate_parameters, "a copy in every rank instead of one per machine");
+  app.add_option("--virtual-shards", o.virtual_shards, "the same bits on any number of ranks that divides this; 0: off")
+      ->capture_default_str();
   app.add_option("--lr-scaling", o.lr_scaling, "how --lr grows with the batch")
       ->check(CLI::IsMember({"none", "sqrt", "linear"}))
       ->capture_default_str();
@@ -104,6 +110,9 @@ void check_options(const TrainOptions& o) {
   require(o.checkpoint_every >= 0, concat("--checkpoint-every ", o.checkpoint_every, " is negative"), "0: each epoch");
   require(o.max_steps >= 0, concat("--max-steps ", o.max_steps, " is negative"), "0: after the epochs");
   require(o.lr >= 0, concat("--lr ", o.lr, " is negative"), "give a rate such as 0.05");
+  require(o.clip_norm >= 0 && o.clip_value >= 0, "--clip-norm or --clip-value is negative", "0: off");
+  require(o.ema_decay >= 0 && o.ema_decay < 1, concat("--ema-decay ", o.ema_decay, " is not in [0, 1)"), "such as 0.999");
+  require(o.virtual_shards >= 0, concat("--virtual-shards ", o.virtual_shards, " is negative"), "0: off");
   require(o.drop_every_epochs > 0, "--drop-every-epochs is not positive", "give epochs, such as 30");
   require(!o.resume || !o.checkpoint_dir.empty(), "--resume without --checkpoint-dir", "name the folder to resume from");
   require(!o.nesterov || o.momentum > 0, "--nesterov without --momentum", "give a momentum such as 0.9");

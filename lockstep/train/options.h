@@ -31,11 +31,16 @@ struct TrainOptions {
   std::string layout = "auto";  // auto | contiguous | channels_last
   double timeout = 300;         // seconds that any wait for another rank may take
 
-  std::string optimizer = "sgd";  // sgd | adamw
+  std::string optimizer = "sgd";  // sgd | adam | adamw | lamb | lars
   double lr = 0.05;
   double momentum = 0.9;
   bool nesterov = false;
   double weight_decay = 0;
+  double clip_norm = 0;   // of all gradients together; 0: off
+  double clip_value = 0;  // of each element; 0: off
+  double ema_decay = 0;   // 0: no moving average of the parameters
+  bool separate_parameters = false;  // a copy in every rank instead of one per machine
+  int virtual_shards = 0;  // the same bits on any number of ranks that divides this; 0: off
   std::string lr_scaling = "none";  // none | sqrt | linear
   std::int64_t lr_base_batch_size = 256;
   std::string schedule = "constant";  // constant | cosine | step

@@ -45,6 +45,7 @@ torch::DeviceType chosen_device(const std::string& name, int local_size) {
 void use_threads(const TrainOptions& options, const World& world) {
   const char* told = std::getenv("OMP_NUM_THREADS");
   int threads = options.threads;
+  if (threads == 0 && options.virtual_shards > 0) threads = 1;  // the same in every arrangement: more change the bits
   if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
     threads = static_cast<int>(world.cores().size());
   at::set_num_threads(threads);
@@ -58,9 +59,16 @@ StrategyOptions strategy_options(const TrainOptions& o) {
   return {.name = o.strategy,
           .optimizer = o.optimizer,
           .sgd = {.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay},
+          .adam = {.lr = o.lr, .weight_decay = o.weight_decay},
           .adamw = {.lr = o.lr, .weight_decay = o.weight_decay},
+          .lamb = {.lr = o.lr, .weight_decay = o.weight_decay},
+          .lars = {.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay},
+          .clipping = {.max_norm = o.clip_norm, .max_value = o.clip_value},
+          .ema_decay = o.ema_decay,
           .seed = o.seed,
-          .layout = o.layout};
+          .layout = o.layout,
+          .share_parameters = !o.separate_parameters,
+          .virtual_shards = o.virtual_shards};
 }
 
 // One rank, from its first connection to its last step.

@@ -50,7 +50,8 @@ Json course(const TrainOptions& options) {
           {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
           {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
           {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
-          {"layout", options.layout},
+          {"layout", options.layout}, {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
+          {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }
 
@@ -137,7 +138,9 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
     const auto saved = file.tensors.find(generator_name(device, world.rank()));
     if (saved != file.tensors.end()) set_generator_state(device, saved->second);
   }
-  return to_position(Json::parse(file.metadata.at("lockstep.position")));
+  const Position position = to_position(Json::parse(file.metadata.at("lockstep.position")));
+  strategy.go_on_from(position.step);
+  return position;
 } catch (const std::out_of_range&) {
   throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
                          .next = "name the --checkpoint-dir of a run"});
