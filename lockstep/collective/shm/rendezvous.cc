@@ -23,8 +23,8 @@ namespace fs = std::filesystem;
 constexpr const char* kFolderPrefix = "lockstep-shm-";
 constexpr std::size_t kLongestFolder = 90;  // a socket's path has room for 107 characters
 
-std::size_t staging_bytes_of(const Options& options) {
-  return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : kStagingBytes;
+std::size_t staging_bytes_of(const Options& options, int size) {
+  return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
 UniqueFd own_pidfd() {
@@ -327,7 +327,7 @@ void Host::remove_folder() {
 
 Group Host::connect(Deadline deadline) {
   Handles own{make_memory(0), own_pidfd()};
-  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_));
+  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_, size_));
   Gathering gathering(listener_.get(), size_);
   gathering.wait_for_hellos(deadline);
   gathering.welcome(control.get(), own);
