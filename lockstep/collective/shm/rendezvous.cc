@@ -156,6 +156,7 @@ bool Gathering::hear_stranger(UniqueFd& stranger) {
   if (received != Received::kMessage || hello.kind != Message::Kind::kHello || hello.size != size_ ||
       hello.layout != control_bytes(size_) || hello.rank < 1 || hello.rank >= size_)
     return true;
+  drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
   Connection& peer = peers_[static_cast<std::size_t>(hello.rank)];
   if (!peer.socket) peer = {std::move(stranger), {std::move(descriptors[0]), std::move(descriptors[1])}};
   return true;
@@ -349,7 +350,7 @@ Group join_host(const std::string& address, int rank, int size, Deadline deadlin
 }
 
 std::vector<Group> make_thread_group(int size, const Options& options) {
-  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options)),
+  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options, size)),
                      .memories = {},
                      .pidfds = {},
                      .share_ordinary_memory = options.share_ordinary_memory};
