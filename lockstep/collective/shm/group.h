@@ -12,7 +12,8 @@
 //   data lies in                 all_reduce                                             waits
 //   slots (small)                every rank reads p*K, writes K                         1
 //   arenas, or ranks as threads  every rank reads K (K/p of each), writes K             2
-//   any other memory             the same, plus 2*K*(p-1)/p through staging memory      1 per chunk
+//   any other memory             the same, plus K written to and 2*K*(p-1)/p read from
+//                                staging memory                                         1 per chunk
 //
 // Memory from allocate() is read by peers where it lies. All other memory is staged in chunks, unless ranks are
 // threads. Input and output of a call may be the same memory, or must not overlap; all_to_all needs two.

@@ -6,6 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
 namespace {
@@ -84,17 +85,18 @@ Place Sending::place_data() {
   Place place = group_.locate(call_.data, bytes_);
   if (place.kind != Place::Kind::kPrivate) return place;
   const int mine = group_.machine_rank(group_.rank());
-  staging_ = group_.machine().arena(mine)->allocate(2 * group_.staging_bytes());
+  staging_ = group_.machine().arena(mine)->allocate(kStagingChunks * group_.staging_bytes());
   return {.kind = Place::Kind::kPrivate, .owner = static_cast<std::uint16_t>(mine), .at = staging_.offset()};
 }
 
 void Sending::fill() {
   const std::size_t chunk_bytes = group_.staging_bytes();
   std::size_t chunk = letter_->filled.load(kRelaxed);
-  for (; chunk * chunk_bytes < bytes_ && chunk < letter_->emptied.load(kAcquire) + std::size_t{2}; ++chunk) {
+  for (; chunk * chunk_bytes < bytes_ && chunk < letter_->emptied.load(kAcquire) + std::size_t{kStagingChunks};
+       ++chunk) {
     const std::size_t begin = chunk * chunk_bytes;
-    copy_bytes(staging_.data() + chunk % 2 * chunk_bytes, static_cast<const std::byte*>(call_.data) + begin,
-               std::min(chunk_bytes, bytes_ - begin));
+    show_bytes(staging_.data() + chunk % kStagingChunks * chunk_bytes,
+               static_cast<const std::byte*>(call_.data) + begin, std::min(chunk_bytes, bytes_ - begin));
     letter_->filled.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
     ring();
   }
@@ -196,11 +198,11 @@ bool Receiving::take_in_place() {
 bool Receiving::empty() {
   const std::size_t chunk_bytes = group_.staging_bytes();
   const Place place{.kind = Place::Kind::kArena, .owner = letter_->owner, .at = letter_->at};
-  const std::byte* const staging = group_.pointer(place, 2 * chunk_bytes);
+  const std::byte* const staging = group_.pointer(place, kStagingChunks * chunk_bytes);
   std::size_t chunk = letter_->emptied.load(kRelaxed);
   for (; chunk < letter_->filled.load(kAcquire); ++chunk) {
     const std::size_t begin = chunk * chunk_bytes;
-    copy_bytes(static_cast<std::byte*>(call_.data) + begin, staging + chunk % 2 * chunk_bytes,
+    copy_bytes(static_cast<std::byte*>(call_.data) + begin, staging + chunk % kStagingChunks * chunk_bytes,
                std::min(chunk_bytes, bytes_ - begin));
     letter_->emptied.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
     group_.area().progress(source).bell.ring();

@@ -5,7 +5,7 @@
 //
 //   up to 832 bytes       in the letter itself: the sender is done at once
 //   an arena, or threads  the letter says where: the receiver copies from there
-//   other memory          two chunks in turn in the sender's arena: it fills while the receiver empties
+//   other memory          a few chunks in turn in the sender's arena: it fills while the receiver empties
 //
 // A Transfer is a send or receive under way, written as steps that never block: so one thread can have many of them in
 // hand, and a receive that waits does not hold up a send.

@@ -23,8 +23,8 @@ namespace fs = std::filesystem;
 constexpr const char* kFolderPrefix = "lockstep-shm-";
 constexpr std::size_t kLongestFolder = 90;  // a socket's path has room for 107 characters
 
-std::size_t staging_bytes_of(const Options& options) {
-  return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : kStagingBytes;
+std::size_t staging_bytes_of(const Options& options, int size) {
+  return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
 UniqueFd own_pidfd() {
@@ -156,6 +156,7 @@ bool Gathering::hear_stranger(UniqueFd& stranger) {
   if (received != Received::kMessage || hello.kind != Message::Kind::kHello || hello.size != size_ ||
       hello.layout != control_bytes(size_) || hello.rank < 1 || hello.rank >= size_)
     return true;
+  drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
   Connection& peer = peers_[static_cast<std::size_t>(hello.rank)];
   if (!peer.socket) peer = {std::move(stranger), {std::move(descriptors[0]), std::move(descriptors[1])}};
   return true;
@@ -327,7 +328,7 @@ void Host::remove_folder() {
 
 Group Host::connect(Deadline deadline) {
   Handles own{make_memory(0), own_pidfd()};
-  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_));
+  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_, size_));
   Gathering gathering(listener_.get(), size_);
   gathering.wait_for_hellos(deadline);
   gathering.welcome(control.get(), own);
@@ -349,7 +350,7 @@ Group join_host(const std::string& address, int rank, int size, Deadline deadlin
 }
 
 std::vector<Group> make_thread_group(int size, const Options& options) {
-  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options)),
+  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options, size)),
                      .memories = {},
                      .pidfds = {},
                      .share_ordinary_memory = options.share_ordinary_memory};
