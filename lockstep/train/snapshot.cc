@@ -50,7 +50,8 @@ Json course(const TrainOptions& options) {
           {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
           {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
           {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
-          {"layout", options.layout},
+          {"layout", options.layout},       {"average_every", options.average_every},
+          {"outer_lr", options.outer_lr},   {"outer_momentum", options.outer_momentum},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }
 
@@ -106,6 +107,7 @@ std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
 
 TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position,
                          const TrainOptions& options) {
+  strategy.synchronise();
   const std::string bad = first_non_finite(named_parameters(strategy.model()));
   if (!bad.empty())
     throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
@@ -122,6 +124,7 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       file.tensors[concat("optimizer.", name, ".", key)] = state;
+  for (const auto& [name, tensor] : strategy.state()) file.tensors["strategy." + name] = tensor;
   return file;
 }
 
@@ -132,6 +135,8 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
+  for (const auto& [name, tensor] : strategy.state()) copy_saved(file, "strategy." + name, tensor);
+  strategy.restored();
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = file.tensors.find(generator_name(device, world.rank()));
     if (saved != file.tensors.end()) set_generator_state(device, saved->second);
