@@ -2,7 +2,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/strategy/averaging.h"
+#include "lockstep/strategy/data_parallel.h"
 #include "lockstep/strategy/ddp_strategy.h"
+#include "lockstep/strategy/pipeline.h"
+#include "lockstep/strategy/towers.h"
 
 namespace lockstep {
 namespace {
@@ -21,7 +25,22 @@ struct Entry {
 constexpr Entry kEntries[] = {
     {{"single", "one device, nothing to exchange"}, make_single},
     {{"ddp", "a replica in every rank; gradients all-reduced in buckets while backward runs (S1)"}, make_ddp},
+    {{"towers", "a tower per device; gradients combined step by step, --algorithm, --update (S0, S3)", true}, make_towers},
+    {{"data_parallel", "a thread per device; outputs and gradients meet on device 0 (S1)", true}, make_data_parallel},
+    {{"averaging", "each device trains alone; parameters averaged every --average-every batches (S4)", true},
+     make_averaging},
+    {{"pipeline", "layers on different devices; --stages, --micro-batches, --pipeline-schedule (S1)", true},
+     make_pipeline},
 };
+
+const Entry& entry_of(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) {
+    if (name == entry.info.name) return entry;
+    names.emplace_back(entry.info.name);
+  }
+  throw UsageError({.what = concat("no such strategy: ", name), .next = concat("one of ", join(names, ", "))});
+}
 
 }  // namespace
 
@@ -34,13 +53,10 @@ const std::vector<StrategyInfo>& strategies() {
   return kInfos;
 }
 
+const StrategyInfo& strategy_info(const std::string& name) { return entry_of(name).info; }
+
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  std::vector<std::string> names;
-  for (const Entry& entry : kEntries) {
-    if (options.name == entry.info.name) return entry.make(world, task, options);
-    names.emplace_back(entry.info.name);
-  }
-  throw UsageError({.what = concat("no such strategy: ", options.name), .next = concat("one of ", join(names, ", "))});
+  return entry_of(options.name).make(world, task, options);
 }
 
 }  // namespace lockstep

@@ -47,6 +47,7 @@ Sums evaluate_part(const Task& task, Strategy& strategy, const Dataset& dataset,
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const Dataset& dataset,
                     std::int64_t batch_size) {
   const torch::NoGradGuard no_grad;
+  strategy.synchronise();
   strategy.model().eval();
   const Range part = even_part(dataset.size(), world.rank(), world.size());
   const Sums mine = evaluate_part(task, strategy, dataset, part, world.device(), batch_size);

@@ -42,9 +42,11 @@ std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   return gradients;
 }
 
-std::string headline(const World& world, const Loader& loader, const TrainOptions& options) {
+std::string headline(const World& world, const Loader& loader, const std::vector<std::string>& devices,
+                     const TrainOptions& options) {
   return concat(options.model, " on ", loader.dataset().name(), ": ", options.strategy, ", ", world.size(),
-                world.size() == 1 ? " rank" : " ranks", " on ", world.device().str(), ", batch ", options.batch_size,
+                world.size() == 1 ? " rank" : " ranks", " on ",
+                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.batch_size,
                 ", ", options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
 }
 
@@ -78,7 +80,7 @@ void TrainingLoop::open_checkpoints() {
 
 RunMetrics TrainingLoop::run() {
   const Stopwatch watch;
-  progress_.begin_run(headline(world_, loader_, options_));
+  progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_));
   while (position_.step < last_step()) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
   const RunMetrics metrics = summary(watch.seconds());
@@ -206,11 +208,12 @@ void TrainingLoop::resume() {
 
 RunMetrics TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
+  const auto devices = strategy_.devices();
   return {.strategy = options_.strategy,
           .model = options_.model,
           .data = loader_.dataset().name(),
-          .ranks = world_.size(),
-          .devices = {world_.device().str()},
+          .ranks = world_.size() * static_cast<int>(std::max<std::size_t>(devices.size(), 1)),
+          .devices = devices.empty() ? std::vector<std::string>{world_.device().str()} : devices,
           .epochs = position_.epoch,
           .steps = position_.step,
           .samples = position_.samples,
@@ -221,7 +224,8 @@ RunMetrics TrainingLoop::summary(double seconds) const {
           .forward_seconds = phases.forward,
           .backward_seconds = phases.backward,
           .exchange_seconds = phases.exchange,
-          .update_seconds = phases.update};
+          .update_seconds = phases.update,
+          .measured = strategy_.report()};
 }
 
 }  // namespace lockstep

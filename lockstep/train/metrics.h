@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
@@ -47,6 +48,7 @@ struct RunMetrics {
   double backward_seconds = 0;
   double exchange_seconds = 0;
   double update_seconds = 0;
+  std::vector<std::pair<std::string, double>> measured;  // by the strategy, under names of its own
 };
 
 class MetricsFile {

@@ -10,12 +10,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<std::string> strategy_names() {
-  std::vector<std::string> names;
-  for (const StrategyInfo& info : strategies()) names.emplace_back(info.name);
-  return names;
-}
-
 std::string strategy_table() {
   std::string table = "Strategies:\n";
   for (const StrategyInfo& info : strategies())
@@ -38,6 +32,23 @@ void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
 void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--strategy", o.strategy, "how the replicas stay one model, see below")->capture_default_str();
   app.add_option("--ranks", o.ranks, "ranks to start on this machine, or auto: one per core")->capture_default_str();
+  app.add_option("--devices-per-worker", o.devices_per_worker, "devices in each rank, where devices are threads")
+      ->capture_default_str();
+  app.add_option("--algorithm", o.algorithm, "towers: how gradients are combined")
+      ->check(CLI::IsMember({"direct", "central", "ring", "tree"}))
+      ->capture_default_str();
+  app.add_option("--update", o.update, "towers: on every device, or once on the cpu")
+      ->check(CLI::IsMember({"device", "cpu"}))
+      ->capture_default_str();
+  app.add_flag("--refuse-uneven", o.refuse_uneven, "towers: a batch that does not divide evenly is an error");
+  app.add_option("--average-every", o.average_every, "averaging: batches between averages")->capture_default_str();
+  app.add_option("--outer-lr", o.outer_lr, "averaging: 1 takes the average as it is")->capture_default_str();
+  app.add_option("--outer-momentum", o.outer_momentum, "averaging: of the outer step")->capture_default_str();
+  app.add_option("--stages", o.stages, "pipeline: how many, or the pieces of each, such as 0-4,5-9");
+  app.add_option("--micro-batches", o.micro_batches, "pipeline: parts of each batch")->capture_default_str();
+  app.add_option("--pipeline-schedule", o.pipeline_schedule, "pipeline: order of the micro-batches")
+      ->check(CLI::IsMember({"naive", "gpipe", "1f1b"}))
+      ->capture_default_str();
   app.add_option("--threads", o.threads, "threads per rank; 0: cores / ranks")->capture_default_str();
   app.add_option("--device", o.device, "where to compute")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
@@ -99,12 +110,16 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
 }
 
 void check_options(const TrainOptions& o) {
-  const auto names = strategy_names();
-  require(std::find(names.begin(), names.end(), o.strategy) != names.end(), concat("no such strategy: ", o.strategy),
-          concat("one of ", join(names, ", ")));
+  static_cast<void>(strategy_info(o.strategy));
   require(o.epochs > 0, concat("--epochs ", o.epochs, " is not positive"), "give at least 1");
   require(o.batch_size > 0, concat("--batch-size ", o.batch_size, " is not positive"), "give at least 1");
   require(o.lr_base_batch_size > 0, "--lr-base-batch-size is not positive", "give the batch that --lr suits");
+  require(o.devices_per_worker >= 0, "--devices-per-worker is negative", "0: --ranks counts the devices");
+  require(o.devices_per_worker == 0 || strategy_info(o.strategy).threads,
+          concat("--devices-per-worker with strategy ", o.strategy, ", whose ranks have one device each"),
+          "leave it out, or choose a strategy whose devices are threads");
+  require(o.average_every >= 1, concat("--average-every ", o.average_every, " is not positive"), "give at least 1");
+  require(o.micro_batches >= 1, concat("--micro-batches ", o.micro_batches, " is not positive"), "give at least 1");
   require(o.timeout > 0, concat("--timeout ", o.timeout, " is not positive"), "give seconds, such as 300");
   require(o.threads >= 0, concat("--threads ", o.threads, " is negative"), "give 0 for cores / ranks");
   require(o.checkpoint_every >= 0, concat("--checkpoint-every ", o.checkpoint_every, " is negative"), "0: each epoch");

@@ -28,6 +28,16 @@ struct TrainOptions {
   std::uint64_t seed = 1;
   std::string device = "auto";  // auto | cpu | cuda
   int threads = 0;              // per rank; 0: cores / ranks
+  int devices_per_worker = 0;   // of strategies with threads: devices in each rank; 0: --ranks counts devices
+  std::string algorithm = "direct";        // towers: direct | central | ring | tree
+  std::string update = "device";           // towers: device | cpu
+  bool refuse_uneven = false;              // towers
+  std::int64_t average_every = 1;          // averaging: batches
+  double outer_lr = 1;                     // averaging
+  double outer_momentum = 0;               // averaging
+  std::string stages;                      // pipeline: a number, or a range of pieces for each
+  std::int64_t micro_batches = 4;          // pipeline
+  std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
   std::string layout = "auto";  // auto | contiguous | channels_last
   double timeout = 300;         // seconds that any wait for another rank may take
 

@@ -55,6 +55,21 @@ Datasets load_data(const Task& task, const TrainOptions& options) {
   return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options, task);
 }
 
+std::chrono::milliseconds timeout_of(const TrainOptions& options) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
+}
+
+// Where devices are threads, --ranks counts them, unless --devices-per-worker does or a launcher has started ranks.
+int devices_per_rank(const TrainOptions& options) {
+  if (!strategy_info(options.strategy).threads) return 1;
+  if (options.devices_per_worker > 0) return options.devices_per_worker;
+  return read_job_environment().launcher == "none" ? rank_count(options) : 1;
+}
+
+int ranks_to_start(const TrainOptions& options) {
+  return strategy_info(options.strategy).threads && options.devices_per_worker == 0 ? 1 : rank_count(options);
+}
+
 StrategyOptions strategy_options(const TrainOptions& o) {
   return {.name = o.strategy,
           .optimizer = o.optimizer,
@@ -68,7 +83,18 @@ StrategyOptions strategy_options(const TrainOptions& o) {
           .seed = o.seed,
           .layout = o.layout,
           .share_parameters = !o.separate_parameters,
-          .virtual_shards = o.virtual_shards};
+          .virtual_shards = o.virtual_shards,
+          .devices = devices_per_rank(o),
+          .timeout = timeout_of(o),
+          .algorithm = o.algorithm,
+          .update = o.update,
+          .refuse_uneven = o.refuse_uneven,
+          .average_every = o.average_every,
+          .outer_lr = o.outer_lr,
+          .outer_momentum = o.outer_momentum,
+          .stages = o.stages,
+          .micro_batches = o.micro_batches,
+          .pipeline_schedule = o.pipeline_schedule};
 }
 
 // One rank, from its first connection to its last step.
@@ -76,8 +102,8 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   keep_freed_memory();
   const Task task = make_task(options);
   const Datasets datasets = load_data(task, options);
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
-  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size), .timeout = timeout});
+  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size),
+                                       .timeout = timeout_of(options)});
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options));
   TrainingLoop(world, task, datasets, *strategy, options).run();
@@ -93,7 +119,7 @@ LaunchOptions launch_options(const TrainOptions& options, int ranks) {
 }
 
 int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
-  const LaunchOptions launching = launch_options(options, rank_count(options));
+  const LaunchOptions launching = launch_options(options, ranks_to_start(options));
   const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   return result.exit_code;
@@ -101,16 +127,17 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
 
 // What every rank would complain about is said once, before any is started.
 void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
-  check_options(options);
   static_cast<void>(make_task(options));
-  require_batch_for_ranks(options.batch_size, ranks);
+  require_batch_for_ranks(options.batch_size, ranks * devices_per_rank(options));
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
 int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   const JobEnvironment job = read_job_environment();
-  const bool start_here = job.launcher == "none" && rank_count(options) > 1;
-  if (start_here || job.rank == 0) check_before_start(options, make_task, start_here ? rank_count(options) : job.world_size);
+  if (job.rank == 0) check_options(options);
+  const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
+  if (start_here || job.rank == 0)
+    check_before_start(options, make_task, start_here ? ranks_to_start(options) : job.world_size);
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
 }
 
