@@ -10,7 +10,7 @@ function(lockstep_room_test room)
 endfunction()
 
 lockstep_room_test(collective world_test.cc shm_backend_test.cc)
-lockstep_room_test(data idx_test.cc sampler_test.cc)
+lockstep_room_test(data idx_test.cc image_dataset_test.cc loader_test.cc order_test.cc sampler_test.cc)
 lockstep_room_test(model lenet_test.cc)
 lockstep_room_test(gradient reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
