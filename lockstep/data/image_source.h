@@ -35,6 +35,9 @@ class ImageSource {
   // Throws DataError: unreadable, damaged.
   virtual StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const = 0;
 
+  // These are about to be read: a source on disk starts reading them now, all at once.
+  virtual void will_read(std::span<const std::int64_t> indices) const { static_cast<void>(indices); }
+
   virtual std::string origin(std::int64_t index) const = 0;  // file and place of a sample, for messages
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };

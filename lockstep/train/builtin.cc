@@ -2,29 +2,17 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/fashion_mnist.h"
+#include "lockstep/data/open_dataset.h"
 #include "lockstep/model/lenet.h"
 
 namespace lockstep {
 namespace {
-
-Datasets fashion_mnist(const std::string& folder) {
-  const std::string from = folder.empty() ? FashionMNIST::kDebianFolder : folder;
-  return {.train = std::make_shared<FashionMNIST>(from, Split::kTrain),
-          .validation = std::make_shared<FashionMNIST>(from, Split::kValidation)};
-}
 
 struct Model {
   const char* name;
   Task (*make)(std::string name);
 };
 constexpr Model kModels[] = {{"lenet", classification_task<LeNet>}};
-
-struct Data {
-  const char* name;
-  Datasets (*load)(const std::string& folder);
-};
-constexpr Data kDatasets[] = {{"fashion-mnist", fashion_mnist}};
 
 template <class Entries>
 std::vector<std::string> names_of(const Entries& entries) {
@@ -44,12 +32,13 @@ const auto& find_entry(const Entries& entries, const std::string& name, const st
 }  // namespace
 
 std::vector<std::string> model_names() { return names_of(kModels); }
-std::vector<std::string> dataset_names() { return names_of(kDatasets); }
+std::vector<std::string> dataset_names() { return dataset_kinds(); }
 
 Task builtin_task(const std::string& model) { return find_entry(kModels, model, "--model").make(model); }
 
 Datasets builtin_datasets(const TrainOptions& options) {
-  return find_entry(kDatasets, options.data, "--data").load(options.data_dir);
+  TrainAndValidation both = open_dataset({.data = options.data, .folder = options.data_dir, .augment = options.augment});
+  return {.train = std::move(both.train), .validation = std::move(both.validation)};
 }
 
 }  // namespace lockstep
