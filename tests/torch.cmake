@@ -10,14 +10,15 @@ function(lockstep_room_test room)
 endfunction()
 
 lockstep_room_test(collective world_test.cc shm_backend_test.cc)
-lockstep_room_test(data idx_test.cc sampler_test.cc)
+lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc loader_test.cc order_test.cc
+  packed_dataset_test.cc readers_test.cc sampler_test.cc)
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
 lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc pipeline_test.cc towers_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
 lockstep_room_test(train loop_test.cc)
-target_link_libraries(data_test PRIVATE ZLIB::ZLIB)
+target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json)
 
 # Several processes.

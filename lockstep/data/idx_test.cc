@@ -120,7 +120,7 @@ TEST_F(FashionMNISTFiles, refuses_a_label_out_of_range_and_names_the_sample) {
   write_labels({1, 9, 10});
   const std::string message = refusal();
   EXPECT_TRUE(contains(message, "label 10 of sample 2"));
-  EXPECT_TRUE(contains(message, "train-labels-idx1-ubyte, offset 10"));
+  EXPECT_TRUE(contains(message, "train-labels-idx1-ubyte, sample 2"));
 }
 
 TEST_F(FashionMNISTFiles, refuses_labels_where_images_belong) {

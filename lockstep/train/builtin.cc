@@ -2,91 +2,68 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <algorithm>
+#include <array>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/fashion_mnist.h"
-#include "lockstep/model/models.h"
+#include "lockstep/data/open_dataset.h"
+#include "lockstep/data/tensor_dataset.h"
 
 namespace lockstep {
 namespace {
 
-// Noise of a task's shape, the same in every run: for measuring a model that has no dataset here.
-class SyntheticData : public Dataset {
- public:
-  SyntheticData(const SampleShape& shape, std::int64_t size, std::uint64_t seed) : size_(size) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-    std::vector<std::int64_t> sizes = {kDistinct};
-    sizes.insert(sizes.end(), shape.sizes.begin(), shape.sizes.end());
-    data_ = shape.tokens ? torch::randint(0, shape.classes, sizes, generator, torch::kInt64)
-                         : torch::randn(sizes, generator, torch::kFloat32);
-    target_ = torch::randint(0, shape.classes, shape.tokens ? sizes : std::vector<std::int64_t>{kDistinct}, generator,
-                             torch::kInt64);
-  }
-  std::string name() const override { return "synthetic"; }
-  std::int64_t size() const override { return size_; }
-  Batch make_batch(std::span<const std::int64_t> indices) const override {
-    std::vector<std::int64_t> places;
-    for (const std::int64_t index : indices) places.push_back(index % kDistinct);
-    const torch::Tensor index = torch::tensor(places, torch::kInt64);
-    return {data_.index_select(0, index), target_.index_select(0, index)};
-  }
+constexpr std::int64_t kSyntheticSamples = 1280;
 
- private:
-  static constexpr std::int64_t kDistinct = 64;
-  std::int64_t size_;
-  torch::Tensor data_;
-  torch::Tensor target_;
-};
+bool takes_fashion_mnist(const SampleShape& sample) {
+  return sample.sizes.empty() || (!sample.tokens && sample.sizes == std::vector<std::int64_t>{1, 28, 28});
+}
 
-void require_shape(const Task& task, const std::vector<std::int64_t>& sizes, const std::string& data) {
-  if (task.sample.sizes.empty() || (task.sample.sizes == sizes && !task.sample.tokens)) return;
+// Random tokens, the same in every run.
+Datasets synthetic_tokens(const SampleShape& sample) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
+  const std::vector<std::int64_t> shape = {kSyntheticSamples, sample.sizes.front() + 1};
+  const torch::Tensor tokens = torch::randint(0, sample.classes, shape, generator, torch::kInt64);
+  const torch::Tensor data = tokens.slice(1, 0, -1).contiguous();
+  const torch::Tensor next = tokens.slice(1, 1).contiguous();
+  return {.train = std::make_shared<TensorDataset>("synthetic", data, next), .validation = nullptr};
+}
+
+Datasets opened(const TrainOptions& options, const std::string& data) {
+  TrainAndValidation both = open_dataset({.data = data, .folder = options.data_dir, .augment = options.augment});
+  return {.train = std::move(both.train), .validation = std::move(both.validation)};
+}
+
+// Samples that fit the task.
+Datasets synthetic(const TrainOptions& options, const Task& task) {
+  const SampleShape& sample = task.sample;
+  if (sample.sizes.empty())
+    throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
+                      .next = "set Task::sample, or give the shape: --data synthetic:1024x3x32x32"});
+  if (sample.tokens) return synthetic_tokens(sample);
+  return opened(options, concat("synthetic:", kSyntheticSamples, "x", sample.sizes[0], "x", sample.sizes[1], "x",
+                                sample.sizes[2], "?classes=", sample.classes));
+}
+
+void require_fitting(const Datasets& datasets, const Task& task) {
+  if (task.sample.sizes.empty()) return;
+  const std::array<std::int64_t, 1> first{0};
+  const torch::Tensor data = datasets.train->make_batch(first).data;
+  if (data.sizes().slice(1) == torch::IntArrayRef(task.sample.sizes)) return;
   throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
-                                   ", but those of ", data, " have ", torch::IntArrayRef(sizes)),
+                                   ", but those of ", datasets.train->name(), " have ", data.sizes().slice(1)),
                     .next = "--data synthetic makes samples that fit, or choose another --model"});
 }
 
-const std::vector<std::int64_t> kFashionMNISTSample = {1, 28, 28};
-
-Datasets fashion_mnist(const Task& task, const std::string& folder) {
-  require_shape(task, kFashionMNISTSample, "fashion-mnist");
-  const std::string from = folder.empty() ? FashionMNIST::kDebianFolder : folder;
-  return {.train = std::make_shared<FashionMNIST>(from, Split::kTrain),
-          .validation = std::make_shared<FashionMNIST>(from, Split::kValidation)};
-}
-
-Datasets synthetic(const Task& task, const std::string&) {
-  if (task.sample.sizes.empty())
-    throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
-                      .next = "set Task::sample"});
-  return {.train = std::make_shared<SyntheticData>(task.sample, 1280, 1), .validation = nullptr};
-}
-
-Datasets suitable(const Task& task, const std::string& folder) {
-  const bool grey = task.sample.sizes.empty() || task.sample.sizes == kFashionMNISTSample;
-  return grey ? fashion_mnist(task, folder) : synthetic(task, folder);
-}
-
-struct Data {
-  const char* name;
-  Datasets (*load)(const Task& task, const std::string& folder);
-};
-constexpr Data kDatasets[] = {{"auto", suitable}, {"fashion-mnist", fashion_mnist}, {"synthetic", synthetic}};
-
 }  // namespace
 
-std::vector<std::string> dataset_names() {
-  std::vector<std::string> names;
-  for (const Data& data : kDatasets) names.emplace_back(data.name);
-  return names;
-}
+std::vector<std::string> dataset_names() { return dataset_kinds(); }
 
 Datasets builtin_datasets(const TrainOptions& options, const Task& task) {
-  for (const Data& data : kDatasets)
-    if (options.data == data.name) return data.load(task, options.data_dir);
-  throw UsageError({.what = concat("no such value for --data: ", options.data),
-                    .next = concat("one of: ", join(dataset_names(), ", "))});
+  if (options.data == "auto" && takes_fashion_mnist(task.sample)) return opened(options, "fashion-mnist");
+  if (options.data == "auto" || options.data == "synthetic") return synthetic(options, task);
+  Datasets datasets = opened(options, options.data);
+  require_fitting(datasets, task);
+  return datasets;
 }
 
 }  // namespace lockstep

@@ -238,7 +238,7 @@ TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {
   for (const int ranks : {1, 2, 3, 4, 7}) {
     run_ranks(ranks, [&](World& world) {
       const auto strategy = make_strategy(world, dropout_task(), {.seed = 3});
-      const Evaluation mine = evaluate(world, dropout_task(), *strategy, Points(101), 8);
+      const Evaluation mine = evaluate(world, dropout_task(), *strategy, std::make_shared<Points>(101), {.batch_size = 8});
       EXPECT_TRUE(strategy->model().is_training());
       const std::lock_guard lock(mutex);
       found.push_back(mine);

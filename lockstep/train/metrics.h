@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/data/loading_statistics.h"
+
 namespace lockstep {
 
 struct StepMetrics {
@@ -43,7 +45,7 @@ struct RunMetrics {
   double seconds = 0;
   double train_loss = 0;
   double val_accuracy = 0;
-  double data_seconds = 0;  // of rank 0, added up over the steps, like those below
+  LoadingStatistics loading;  // of rank 0, added up over the steps, like those below
   double forward_seconds = 0;
   double backward_seconds = 0;
   double exchange_seconds = 0;

@@ -21,9 +21,15 @@ void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
   if (!choices.models.empty())
     app.add_option("--model", o.model, concat("model to train: ", join(choices.models, ", ")))->capture_default_str();
   if (!choices.datasets.empty())
-    app.add_option("--data", o.data, concat("dataset to train on: ", join(choices.datasets, ", ")))
+    app.add_option("--data", o.data, concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))
         ->capture_default_str();
   app.add_option("--data-dir", o.data_dir, "folder that holds the dataset");
+  if (!choices.datasets.empty())
+    app.add_option("--augment", o.augment, "transforms of training images, such as crop:4,flip; docs/data.md lists them");
+  app.add_option("--workers", o.workers, "threads per rank that load batches ahead; 0: none")->capture_default_str();
+  app.add_option("--prefetch", o.prefetch, "batches that may lie ready per rank")->capture_default_str();
+  app.add_option("--skip-bad", o.skip_bad, "unreadable samples of an epoch that each rank may leave out")
+      ->capture_default_str();
   app.add_option("--epochs", o.epochs, "passes over the dataset")->capture_default_str();
   app.add_option("--batch-size", o.batch_size, "global batch, over all ranks")->capture_default_str();
   app.add_option("--seed", o.seed, "of the initial weights and the order of the data")->capture_default_str();
@@ -113,6 +119,9 @@ void check_options(const TrainOptions& o) {
   static_cast<void>(strategy_info(o.strategy));
   require(o.epochs > 0, concat("--epochs ", o.epochs, " is not positive"), "give at least 1");
   require(o.batch_size > 0, concat("--batch-size ", o.batch_size, " is not positive"), "give at least 1");
+  require(o.workers >= 0, concat("--workers ", o.workers, " is negative"), "0: the step waits while a batch is loaded");
+  require(o.prefetch > 0, concat("--prefetch ", o.prefetch, " is not positive"), "give at least 1");
+  require(o.skip_bad >= 0, concat("--skip-bad ", o.skip_bad, " is negative"), "0: a bad sample is an error");
   require(o.lr_base_batch_size > 0, "--lr-base-batch-size is not positive", "give the batch that --lr suits");
   require(o.devices_per_worker >= 0, "--devices-per-worker is negative", "0: --ranks counts the devices");
   require(o.devices_per_worker == 0 || strategy_info(o.strategy).threads,

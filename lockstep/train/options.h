@@ -21,6 +21,10 @@ struct TrainOptions {
   std::string model = "lenet";
   std::string data = "auto";  // what suits the model
   std::string data_dir;  // empty: where Debian puts the dataset
+  std::string augment;   // data/parse_transforms.h
+  int workers = 1;       // threads of each rank that load batches; 0: the step waits while they are loaded
+  int prefetch = 4;      // batches that may lie ready
+  std::int64_t skip_bad = 0;  // bad samples of an epoch and rank that may be left out
   std::string strategy = "ddp";
   std::string ranks = "1";  // a number, or "auto": one per core; where no launcher has started ranks already
   std::int64_t epochs = 5;

@@ -45,6 +45,7 @@ std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) 
 // What decides the run's course; a resumed run must have the same.
 Json course(const TrainOptions& options) {
   return {{"model", options.model},         {"data", options.data},           {"batch_size", options.batch_size},
+          {"augment", options.augment},
           {"seed", options.seed},           {"optimizer", options.optimizer}, {"lr", options.lr},
           {"momentum", options.momentum},   {"nesterov", options.nesterov},   {"weight_decay", options.weight_decay},
           {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
