@@ -17,9 +17,13 @@ using namespace lockstep;
 
 constexpr int kRounds = 9;
 
+void all_reduce(Transport& gloo, const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum) {
+  gloo.run({.operation = Operation::kAllReduce, .input = tensor, .output = tensor, .op = op});
+}
+
 double slowest(Transport& gloo, double seconds) {
   const torch::Tensor tensor = torch::full({1}, seconds, torch::kFloat64);
-  gloo.all_reduce_async(tensor, ReduceOp::kMax).wait();
+  all_reduce(gloo, tensor, ReduceOp::kMax);
   return tensor.item<double>();
 }
 
@@ -30,7 +34,7 @@ double measure(Transport& gloo, const torch::Tensor& tensor) {
     tensor.fill_(1e-3);
     slowest(gloo, 0);
     const Stopwatch watch;
-    for (int i = 0; i < repeats; ++i) gloo.all_reduce_async(tensor, ReduceOp::kSum).wait();
+    for (int i = 0; i < repeats; ++i) all_reduce(gloo, tensor);
     const double seconds = slowest(gloo, watch.seconds() / repeats);
     if (round > 0) rounds.push_back(seconds);  // the first warms up
   }
