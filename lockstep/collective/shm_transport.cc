@@ -2,10 +2,10 @@
 
 #include <deque>
 #include <exception>
+#include <list>
 #include <numeric>
+#include <optional>
 
-#include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -13,28 +13,142 @@
 namespace lockstep {
 namespace {
 
-shm::DType dtype_of(const torch::Tensor& tensor) {
-  if (const auto dtype = to_shm_dtype(tensor.scalar_type())) return *dtype;
-  throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
-                    .next = "exchange real and imaginary parts, or another dtype"});
+std::size_t elements(const torch::Tensor& tensor) {
+  return tensor.defined() ? static_cast<std::size_t>(tensor.numel()) : 0;
 }
 
-shm::ReduceOp to_shm(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return shm::ReduceOp::kSum;
-    case ReduceOp::kMin: return shm::ReduceOp::kMin;
-    case ReduceOp::kMax: return shm::ReduceOp::kMax;
+shm::DType dtype_of(const torch::Tensor& tensor) { return *to_shm_dtype(tensor.scalar_type()); }
+const void* address(const torch::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+void* writable(const torch::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+
+std::vector<std::size_t> to_core(const std::vector<std::int64_t>& counts) { return {counts.begin(), counts.end()}; }
+
+// `call` in the core's words.
+shm::Call to_core(const Collective& call, int size) {
+  const torch::Tensor& some = call.input.defined() ? call.input : call.output;
+  const shm::DType dtype = some.defined() ? dtype_of(some) : shm::DType::kFloat32;
+  const void* const input = address(call.input);
+  void* const output = writable(call.output);
+  switch (call.operation) {
+    case Operation::kAllReduce:
+      return shm::AllReduce{input, output, elements(call.input), dtype, call.op, call.algorithm};
+    case Operation::kReduce: return shm::Reduce{input, output, elements(call.input), dtype, call.op, call.root};
+    case Operation::kReduceScatter:
+      return shm::ReduceScatter{input, output, elements(call.output), to_core(call.counts), dtype, call.op};
+    case Operation::kAllGather: return shm::AllGather{input, output, elements(call.input), to_core(call.counts), dtype};
+    case Operation::kBroadcast: return shm::Broadcast{output, elements(call.output), dtype, call.root};
+    case Operation::kGather: return shm::Gather{input, output, elements(call.input), {}, dtype, call.root};
+    case Operation::kScatter: return shm::Scatter{input, output, elements(call.output), {}, dtype, call.root};
+    case Operation::kAllToAll:
+      return shm::AllToAll{input,
+                           output,
+                           elements(call.input) / static_cast<std::size_t>(size),
+                           to_core(call.counts),
+                           to_core(call.receive_counts),
+                           dtype};
+    default: return shm::Barrier{};
   }
-  return shm::ReduceOp::kSum;
 }
-
-std::size_t count_of(const torch::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
 // Note [Postponed calls]
-// all_reduce_async only notes the call; whoever waits makes it, and those issued before it. The ranks of a machine keep its
-// cores busy with backward: a thread beside them would take from their time what it gives, and its waiting for the other
-// ranks on top (docs/design/exchange.md has the figures). Every rank issues in the same order, so every rank makes the calls
-// in the same order, whichever Work it waits for first.
+// start() only notes the call; whoever waits makes it, and those started before it. The ranks of a machine keep its
+// cores busy with backward: a thread beside them would take from their time what it gives, and its waiting for the
+// other ranks on top (docs/design/exchange.md has the figures). Every rank starts in the same order, so every rank
+// makes the calls in the same order, whichever it waits for first.
+//
+// Who only looks (done), waits for a limited time, or turns to a message hands what was postponed to the group's worker
+// thread: otherwise each of two ranks could wait for a call that the other keeps back.
+class Queue {
+ public:
+  struct Item {
+    Collective call;  // keeps the memory
+    bool finished = false;
+    std::optional<shm::Work> beside;  // under way on the worker thread
+    std::exception_ptr error;
+  };
+  using ItemPtr = std::shared_ptr<Item>;
+
+  explicit Queue(shm::Group& group) : group_(group) {}
+
+  ItemPtr add(Collective call) {
+    items_.push_back(std::make_shared<Item>(Item{.call = std::move(call)}));
+    return items_.back();
+  }
+
+  // Here, up to `last`, and those before it.
+  void make_calls_until(const ItemPtr& last) {
+    while (!last->finished) make_first();
+  }
+  void make_all_calls() {
+    while (!items_.empty()) make_first();
+  }
+
+  // On the thread beside, all of them.
+  void hand_over() {
+    for (const ItemPtr& item : items_)
+      if (!item->beside) item->beside = group_.start(to_core(item->call, group_.size()));
+    while (!items_.empty() && items_.front()->beside->done()) make_first();
+  }
+
+ private:
+  void make_first() {
+    const ItemPtr item = std::move(items_.front());
+    items_.pop_front();
+    try {
+      if (item->beside)
+        item->beside->wait();
+      else
+        group_.run(to_core(item->call, group_.size()));
+    } catch (...) {
+      item->error = std::current_exception();
+    }
+    item->finished = true;
+    item->call = {};
+  }
+
+  shm::Group& group_;
+  std::deque<ItemPtr> items_;  // not known to be finished; those on the thread beside come first
+};
+
+class PostponedCall : public Pending {
+ public:
+  PostponedCall(Queue& queue, Queue::ItemPtr item) : queue_(queue), item_(std::move(item)) {}
+
+  void wait() override {
+    queue_.make_calls_until(item_);
+    settle();
+  }
+  void wait(Deadline deadline) override {
+    if (!item_->finished) queue_.hand_over();
+    if (!item_->finished) item_->beside->wait(deadline);
+    wait();
+  }
+  bool done() override {
+    if (!item_->finished) queue_.hand_over();
+    return item_->finished;
+  }
+
+ private:
+  void settle() const {
+    if (item_->error) std::rethrow_exception(item_->error);
+  }
+
+  Queue& queue_;
+  Queue::ItemPtr item_;
+};
+
+class MessageUnderWay : public Pending {
+ public:
+  explicit MessageUnderWay(shm::Work work) : work_(std::move(work)) {}
+  void wait() override { work_.wait(); }
+  void wait(Deadline deadline) override { work_.wait(deadline); }
+  bool done() override { return work_.done(); }
+  int source() const override { return work_.source(); }
+
+ private:
+  shm::Work work_;
+};
+
 class ShmTransport : public Transport {
  public:
   explicit ShmTransport(shm::Group group) : group_(std::move(group)) {}
@@ -48,43 +162,45 @@ class ShmTransport : public Transport {
     }
   }
 
-  Work all_reduce_async(const torch::Tensor& tensor, ReduceOp op) override {
-    postponed_.push_back({tensor, shm::AllReduce{.input = tensor.const_data_ptr(),
-                                                 .output = tensor.mutable_data_ptr(),
-                                                 .count = count_of(tensor),
-                                                 .dtype = dtype_of(tensor),
-                                                 .op = to_shm(op)}});
-    return Work([this, number = ++issued_] { make_calls_until(number); });
+  std::shared_ptr<Pending> start(Collective call) override {
+    return std::make_shared<PostponedCall>(queue_, queue_.add(std::move(call)));
   }
 
-  void broadcast(const torch::Tensor& tensor, int root) override {
-    make_calls_until(issued_);
-    group_.broadcast({.data = tensor.mutable_data_ptr(),
-                      .count = count_of(tensor),
-                      .dtype = dtype_of(tensor),
-                      .root = root});
+  void run(const Collective& call) override {
+    queue_.make_all_calls();
+    group_.run(to_core(call, group_.size()));
   }
 
-  torch::Tensor all_gather(const torch::Tensor& tensor) override {
-    make_calls_until(issued_);
-    std::vector<std::int64_t> shape = tensor.sizes().vec();
-    shape.insert(shape.begin(), group_.size());
-    torch::Tensor gathered = torch::empty(shape, tensor.options().requires_grad(false));
-    group_.all_gather({.input = tensor.const_data_ptr(),
-                       .output = gathered.mutable_data_ptr(),
-                       .count = count_of(tensor),
-                       .dtype = dtype_of(tensor)});
-    return gathered;
+  std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
+    return start_message(tensor, send_of(tensor, to, tag));
+  }
+  std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
+    return start_message(tensor, receive_of(tensor, from, tag));
+  }
+  void send(const torch::Tensor& tensor, int to, int tag) override {
+    queue_.hand_over();
+    group_.send(send_of(tensor, to, tag));
+  }
+  int receive(const torch::Tensor& tensor, int from, int tag) override {
+    queue_.hand_over();
+    return group_.receive(receive_of(tensor, from, tag));
+  }
+
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+    queue_.make_all_calls();
+    auto members = group_.subgroup(ranks);
+    return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
     const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
     auto memory = std::make_shared<shm::Memory>(group_.allocate(bytes));
-    return torch::from_blob(memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
+    return torch::from_blob(
+        memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
   }
 
   std::optional<shm::Group> machine_group() override {
-    make_calls_until(issued_);
+    queue_.make_all_calls();
     std::vector<int> everyone(static_cast<std::size_t>(group_.size()));
     std::iota(everyone.begin(), everyone.end(), 0);
     return group_.subgroup(everyone);
@@ -93,22 +209,29 @@ class ShmTransport : public Transport {
   void fail(const std::string& reason) override { group_.poison(reason); }
 
  private:
-  struct Postponed {
-    torch::Tensor tensor;  // keeps the memory
-    shm::AllReduce call;
-  };
-
-  void make_calls_until(std::int64_t number) {
-    for (; made_ < number; ++made_) {
-      group_.all_reduce(postponed_.front().call);
-      postponed_.pop_front();
-    }
+  static shm::Send send_of(const torch::Tensor& tensor, int to, int tag) {
+    return {.data = address(tensor), .count = elements(tensor), .dtype = dtype_of(tensor), .to = to, .tag = tag};
+  }
+  static shm::Receive receive_of(const torch::Tensor& tensor, int from, int tag) {
+    return {.data = writable(tensor), .count = elements(tensor), .dtype = dtype_of(tensor), .from = from, .tag = tag};
   }
 
+  std::shared_ptr<Pending> start_message(const torch::Tensor& tensor, shm::Call call) {
+    queue_.hand_over();
+    std::erase_if(messages_, [](const Message& message) { return message.work.done(); });
+    messages_.push_back({tensor, group_.start(std::move(call))});
+    return std::make_shared<MessageUnderWay>(messages_.back().work);
+  }
+
+  struct Message {
+    torch::Tensor tensor;  // keeps the memory
+    shm::Work work;
+  };
+
+  // Before the group, so that they outlive its threads.
+  std::list<Message> messages_;
+  Queue queue_{group_};
   shm::Group group_;
-  std::deque<Postponed> postponed_;
-  std::int64_t issued_ = 0;
-  std::int64_t made_ = 0;
 };
 
 }  // namespace
@@ -122,8 +245,7 @@ std::unique_ptr<Transport> make_shared_memory(const World& world, const Transpor
     return std::make_unique<ShmTransport>(host.connect(deadline));
   }
   const std::string address = world.exchange_texts("the address of shared memory", "").front();
-  return std::make_unique<ShmTransport>(
-      shm::join_host(address, options.rank, options.size, deadline, shm_options));
+  return std::make_unique<ShmTransport>(shm::join_host(address, options.rank, options.size, deadline, shm_options));
 }
 
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout) {

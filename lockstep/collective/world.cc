@@ -1,169 +1,55 @@
 #include "lockstep/collective/world.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <climits>
-#include <exception>
-#include <mutex>
-#include <thread>
+#include <set>
 
-#include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/file.h"
-#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_transport.h"
-#include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/plan.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/shm_transport.h"
-#include "lockstep/launch/environment.h"
+#include "lockstep/collective/world_state.h"
 
 namespace lockstep {
 
-// What the copies of a World share.
-class WorldState {
- public:
-  JobEnvironment job;
-  torch::Device device = torch::kCPU;
-  CoreSet cores;
-  std::chrono::milliseconds timeout{};
-  c10::intrusive_ptr<c10d::Store> store;  // none in a world of one or of threads
-  std::unique_ptr<Transport> host;        // for tensors in host memory
-  std::unique_ptr<Transport> cuda;        // where the device is one
-  int exchanges = 0;                      // texts exchanged so far: keys are never used twice
+// ---- Work
 
-  std::string describe() const {
-    std::array<char, HOST_NAME_MAX + 1> name{};
-    ::gethostname(name.data(), name.size() - 1);
-    return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
-  }
+struct Work::State {
+  State(std::shared_ptr<WorldState> of, Plan what, std::shared_ptr<Pending> call)
+      : world(std::move(of)), plan(std::move(what)), pending(std::move(call)) {}
 
-  // Also in a world of one: what would fail on many ranks fails on one.
-  void require_exchangeable(const torch::Tensor& tensor, const char* operation) const {
-    if (!tensor.is_contiguous())
-      throw UsageError({.what = concat("the tensor given to ", operation, " is not contiguous: shape ", tensor.sizes(),
-                                       ", strides ", tensor.strides()),
-                        .here = describe(),
-                        .next = "exchange tensor.contiguous() and copy the result back"});
-    if (!tensor.is_cpu()) require_device(tensor, device, concat("the tensor given to ", operation));
-  }
+  std::shared_ptr<WorldState> world;  // lives as long as what it has under way
+  Plan plan;
+  std::shared_ptr<Pending> pending;
+  bool finished = false;
 
-  Transport& transport_for(const torch::Tensor& tensor) const {
-    if (tensor.is_cpu()) return *host;
-    if (cuda) return *cuda;
-    throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",
-                       .here = describe(),
-                       .next = "start the ranks as processes: `lockstep run` or --ranks"});
+  void finish() {
+    if (!finished) plan.finish();
+    finished = true;
   }
 };
 
-namespace {
-
-using StatePtr = std::shared_ptr<WorldState>;
-
-torch::Device device_of_rank(torch::DeviceType type, int local_rank) {
-  if (type == torch::kCPU) return torch::kCPU;
-  return {torch::kCUDA, static_cast<c10::DeviceIndex>(cuda_device_index(local_rank))};
+void Work::wait() {
+  state_->pending->wait();
+  state_->finish();
 }
 
-StatePtr make_state(const JobEnvironment& job, const WorldOptions& options) {
-  auto state = std::make_shared<WorldState>();
-  state->job = job;
-  state->timeout = options.timeout;
-  state->device = device_of_rank(options.device, job.local_rank);
-  state->cores = cores_of(job, usable_cores());
-  return state;
+void Work::wait(Deadline deadline) {
+  state_->pending->wait(deadline);
+  state_->finish();
 }
 
-TransportOptions transport_options(const WorldState& state) {
-  return {.rank = state.job.rank,
-          .size = state.job.world_size,
-          .describe = state.describe(),
-          .address = address_towards(state.job),
-          .timeout = state.timeout};
+bool Work::done() { return state_->pending->done(); }
+
+const torch::Tensor& Work::result() const {
+  if (state_->finished) return state_->plan.result;
+  throw UsageError({.what = "the result of a Work that was not waited for",
+                    .here = state_->world->describe(),
+                    .next = "call wait() first"});
 }
 
-// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher.
-std::string machine_id(const JobEnvironment& job) {
-  return concat(read_file("/proc/sys/kernel/random/boot_id"), job.node_rank);
-}
+int Work::source() const { return state_->pending->source(); }
 
-bool on_one_machine(const World& world, const JobEnvironment& job) {
-  const auto machines = world.exchange_texts("the machines", machine_id(job));
-  return std::all_of(machines.begin(), machines.end(), [&](const auto& each) { return each == machines.front(); });
-}
-
-std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
-  std::vector<std::string> missing;
-  for (std::size_t rank = 0; rank < keys.size(); ++rank)
-    if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
-  return join(missing, ", ");
-} catch (const std::exception&) {
-  return "0, which keeps the store";
-}
-
-RendezvousError no_word(const WorldState& state, const std::vector<std::string>& keys, const std::string& topic) {
-  return RendezvousError({.what = concat("no word from rank ", missing_ranks(*state.store, keys), " about ", topic),
-                          .here = state.describe(),
-                          .likely = "that rank died, or does not make the same calls in the same order",
-                          .next = "look at its output"});
-}
-
-std::vector<std::string> exchange_through_store(WorldState& state, const std::string& topic, const std::string& mine) {
-  const int round = state.exchanges++;
-  std::vector<std::string> keys;
-  for (int i = 0; i < state.job.world_size; ++i) keys.push_back(concat("text/", round, "/", i));
-  std::vector<std::string> texts;
-  try {
-    state.store->set(keys[static_cast<std::size_t>(state.job.rank)], std::vector<std::uint8_t>(mine.begin(), mine.end()));
-    state.store->wait(keys, state.timeout);
-    for (const auto& bytes : state.store->multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
-  } catch (const std::exception&) {
-    throw no_word(state, keys, topic);
-  }
-  return texts;
-}
-
-// First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
-std::vector<std::string> exchange_as_tensors(const World& world, const std::string& mine) {
-  const torch::Tensor lengths = world.all_gather(torch::tensor({static_cast<std::int64_t>(mine.size())}));
-  const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
-  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
-  const torch::Tensor all = world.all_gather(padded);
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const auto* text = all[rank].const_data_ptr<std::uint8_t>();
-    texts.emplace_back(text, text + lengths[rank].item<std::int64_t>());
-  }
-  return texts;
-}
-
-}  // namespace
-
-void Work::wait() { waiter_(); }
-
-World World::from_env(const WorldOptions& options) {
-  const JobEnvironment job = read_job_environment();
-  const World world(make_state(job, options));
-  set_log_rank(job.rank, job.world_size);
-  if (job.world_size > 1) world.connect();
-  return world;
-}
-
-void World::connect() const {
-  state_->store = connect_store(state_->job, state_->timeout);
-  const TransportOptions options = transport_options(*state_);
-  state_->host = on_one_machine(*this, state_->job) ? make_shared_memory(*this, options)
-                                                    : make_gloo(state_->store, options);
-  if (state_->device.is_cuda()) state_->cuda = make_nccl(state_->store, options);
-}
-
-World World::single(const WorldOptions& options) { return World(make_state(JobEnvironment{}, options)); }
+// ---- Who is where
 
 int World::rank() const { return state_->job.rank; }
 int World::size() const { return state_->job.world_size; }
@@ -174,28 +60,221 @@ torch::Device World::device() const { return state_->device; }
 const CoreSet& World::cores() const { return state_->cores; }
 std::string World::describe() const { return state_->describe(); }
 
-void World::all_reduce(const torch::Tensor& tensor, ReduceOp op) const { all_reduce_async(tensor, op).wait(); }
+// ---- Sub-worlds
 
-Work World::all_reduce_async(const torch::Tensor& tensor, ReduceOp op) const {
-  state_->require_exchangeable(tensor, "all_reduce");
-  if (size() == 1) return Work([] {});
-  Work work = state_->transport_for(tensor).all_reduce_async(tensor, op);
-  return Work([state = state_, work]() mutable { work.wait(); });  // the world lives as long as what it has under way
+namespace {
+
+using RankList = std::vector<int>;
+
+void check_list(const World& world, const RankList& ranks) {
+  const bool unknown = std::ranges::any_of(ranks, [&](int rank) { return rank < 0 || rank >= world.size(); });
+  if (!unknown && std::set<int>(ranks.begin(), ranks.end()).size() == ranks.size()) return;
+  throw UsageError({.what = concat("a sub-world that names a rank twice, or one that is not among the ", world.size()),
+                    .here = world.describe(),
+                    .next = "name ranks of this world, each once"});
 }
 
-void World::broadcast(const torch::Tensor& tensor, int root) const {
-  state_->require_exchangeable(tensor, "broadcast");
-  if (size() > 1) state_->transport_for(tensor).broadcast(tensor, root);
+// The lists of all ranks.
+std::vector<RankList> exchange_lists(const World& world, const RankList& ranks) {
+  torch::Tensor mine = torch::full({world.size()}, -1, torch::kInt32);
+  std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<std::int32_t>());
+  const torch::Tensor all = world.all_gather(mine);
+  std::vector<RankList> lists;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const auto* const row = all.const_data_ptr<std::int32_t>() + static_cast<std::ptrdiff_t>(rank) * world.size();
+    lists.emplace_back(row, std::find(row, row + world.size(), -1));
+  }
+  return lists;
 }
 
-torch::Tensor World::all_gather(const torch::Tensor& tensor) const {
-  state_->require_exchangeable(tensor, "all_gather");
-  if (size() == 1) return tensor.detach().unsqueeze(0).clone();
-  return state_->transport_for(tensor).all_gather(tensor);
+std::string text_of(const RankList& ranks) {
+  std::vector<std::string> names;
+  for (const int rank : ranks) names.push_back(std::to_string(rank));
+  return ranks.empty() ? "no ranks" : "ranks " + join(names, ", ");
 }
+
+void check_agreement(const World& world, const std::vector<RankList>& lists) {
+  for (std::size_t rank = 0; rank < lists.size(); ++rank)
+    for (const int member : lists[rank])
+      if (const RankList& theirs = lists[static_cast<std::size_t>(member)]; theirs != lists[rank])
+        throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
+                                            member, " one of ", text_of(theirs)),
+                             .here = world.describe(),
+                             .likely = "ranks that compute their groups from different numbers",
+                             .next = "give the same list on all its ranks; other lists may not overlap it"});
+}
+
+bool contains(const RankList& ranks, int rank) { return std::ranges::find(ranks, rank) != ranks.end(); }
+
+}  // namespace
+
+std::optional<World> World::group(const std::vector<int>& ranks) const {
+  check_list(*this, ranks);
+  const std::vector<RankList> lists = exchange_lists(*this, ranks);
+  check_agreement(*this, lists);
+  const auto some = std::ranges::find_if(lists, [](const RankList& list) { return !list.empty(); });
+  if (some == lists.end()) return std::nullopt;
+  const RankList& taking_part_in = ranks.empty() ? *some : ranks;  // who is in no group takes part in making one
+  auto host = state_->host->group(taking_part_in);
+  auto cuda = state_->cuda ? state_->cuda->group(taking_part_in) : nullptr;
+  if (!contains(ranks, rank())) return std::nullopt;
+  auto state = state_->sub_world(ranks);
+  state->host = std::move(host);
+  state->cuda = std::move(cuda);
+  return World(std::move(state));
+}
+
+std::optional<World> World::split(int color, int key) const {
+  const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));
+  const auto* const pairs = all.const_data_ptr<std::int32_t>();
+  const auto color_of = [pairs](int rank) { return pairs[2 * rank]; };
+  const auto key_of = [pairs](int rank) { return pairs[2 * rank + 1]; };
+  RankList ranks;
+  for (int rank = 0; rank < size(); ++rank)
+    if (color >= 0 && color_of(rank) == color) ranks.push_back(rank);
+  std::ranges::stable_sort(ranks, {}, key_of);
+  return group(ranks);
+}
+
+// ---- Calls
+
+torch::Tensor World::run(const Plan& plan) const {
+  const Collective& call = plan.call;
+  state_->transport_for(call.input.defined() ? call.input : call.output).run(call);
+  plan.finish();
+  return plan.result;
+}
+
+Work World::start(Plan plan) const {
+  const Collective& call = plan.call;
+  auto pending = state_->transport_for(call.input.defined() ? call.input : call.output).start(call);
+  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+}
+
+void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+  run(plan_all_reduce(*state_, tensor, options));
+}
+Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+  return start(plan_all_reduce(*state_, tensor, options));
+}
+
+void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
+  run(plan_reduce(*state_, tensor, options));
+}
+
+torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+  return run(plan_reduce_scatter(*state_, tensor, options));
+}
+Work World::reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+  return start(plan_reduce_scatter(*state_, tensor, options));
+}
+
+torch::Tensor World::all_gather(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+  return run(plan_all_gather(*state_, tensor, options));
+}
+Work World::all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+  return start(plan_all_gather(*state_, tensor, options));
+}
+
+void World::broadcast(const torch::Tensor& tensor, int root) const { run(plan_broadcast(*state_, tensor, root)); }
+Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
+  return start(plan_broadcast(*state_, tensor, root));
+}
+
+torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
+  return run(plan_gather(*state_, tensor, root));
+}
+
+void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
+  run(plan_scatter(*state_, parts, output, root));
+}
+
+void World::barrier() const { state_->host->run({.operation = Operation::kBarrier}); }
+
+// ---- Calls that need counts first
+
+namespace {
+
+std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
+  const auto* const values = tensor.const_data_ptr<std::int64_t>();
+  return {values, values + tensor.numel()};
+}
+
+// How many rows each rank has, or sends to this one.
+std::vector<std::int64_t> exchange_rows(const World& world, const torch::Tensor& tensor) {
+  return values_of(world.all_gather(torch::tensor({tensor.dim() > 0 ? tensor.size(0) : 0})));
+}
+
+std::vector<std::int64_t> exchange_rows(const World& world, const std::vector<std::int64_t>& send_rows) {
+  return values_of(world.all_to_all(torch::tensor(send_rows)));
+}
+
+}  // namespace
+
+torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
+  AllGatherRowsOptions known = options;
+  if (known.rows.empty()) known.rows = exchange_rows(*this, tensor);
+  return run(plan_all_gather_rows(*state_, tensor, known));
+}
+
+torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+  AllToAllOptions known = options;
+  if (known.receive_rows.empty() && !known.send_rows.empty())
+    known.receive_rows = exchange_rows(*this, known.send_rows);
+  return run(plan_all_to_all(*state_, tensor, known));
+}
+
+Work World::all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+  return start(plan_all_to_all(*state_, tensor, options));
+}
+
+void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
+  const torch::NoGradGuard no_grad;
+  if (!tensor.is_floating_point() || !(weight >= 0))
+    throw UsageError({.what = concat("weighted_mean of ", c10::toString(tensor.scalar_type()), " with weight ", weight),
+                      .here = describe(),
+                      .next = "give floating point, and a weight of 0 or more"});
+  const auto wide = tensor.element_size() < 4 ? torch::kFloat32 : tensor.scalar_type();
+  const torch::Tensor total = torch::tensor({weight}, torch::kFloat64);
+  const torch::Tensor weighted =
+      weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
+  all_reduce(total);
+  if (total.item<double>() == 0)
+    throw UsageError({.what = "weighted_mean with weights that are all 0", .here = describe()});
+  all_reduce(weighted);
+  tensor.copy_(weighted / total.item<double>());
+}
+
+// ---- Messages
+
+void World::send(const torch::Tensor& tensor, int to, int tag) const {
+  const Plan plan = plan_send(*state_, tensor, to, tag);
+  state_->transport_for(tensor).send(plan.call.input, to, tag);
+}
+
+Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
+  Plan plan = plan_send(*state_, tensor, to, tag);
+  auto pending = state_->transport_for(tensor).start_send(plan.call.input, to, tag);
+  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+}
+
+int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
+  const Plan plan = plan_receive(*state_, tensor, options);
+  const int source = state_->transport_for(tensor).receive(plan.call.output, options.from, options.tag);
+  plan.finish();
+  return source;
+}
+
+Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
+  Plan plan = plan_receive(*state_, tensor, options);
+  auto pending = state_->transport_for(tensor).start_receive(plan.call.output, options.from, options.tag);
+  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+}
+
+// ---- Others
 
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
-  if (size() == 1 || !options.device().is_cpu()) return torch::empty(sizes, options);
+  if (!options.device().is_cpu()) return torch::empty(sizes, options);
   return state_->host->allocate(sizes, options);
 }
 
@@ -204,84 +283,12 @@ std::optional<shm::Group> World::machine_group() const {
   return state_->host->machine_group();
 }
 
-void World::barrier() const { all_reduce(torch::zeros({1})); }
-
-std::vector<std::string> World::exchange_texts(const std::string& topic, const std::string& mine) const {
-  if (size() == 1) return {mine};
-  return state_->host ? exchange_as_tensors(*this, mine) : exchange_through_store(*state_, topic, mine);
-}
-
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
   const bool same_type = tensor.device().type() == device.type();
   if (same_type && (!device.has_index() || tensor.device().index() == device.index())) return;
   throw DeviceError({.what = concat(name, " is on ", tensor.device().str(), ", but ", device.str(), " is needed"),
                      .likely = "a tensor or a module that was not moved",
                      .next = "call .to(world.device()) on it first"});
-}
-
-namespace {
-
-// The first exception of any rank; the others' are its consequence.
-class FirstError {
- public:
-  void keep(std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
-    if (!error_) error_ = std::move(error);
-  }
-  void rethrow() {
-    if (error_) std::rethrow_exception(error_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::exception_ptr error_;
-};
-
-JobEnvironment job_of_thread(int rank, int ranks) {
-  JobEnvironment job;
-  job.launcher = "threads";
-  job.rank = job.local_rank = rank;
-  job.world_size = job.local_size = ranks;
-  return job;
-}
-
-void use_share_of_cores(int rank, int ranks) {
-  const CoreSet mine = cores_of_rank(usable_cores(), rank, ranks);
-  pin_this_thread(mine);
-  at::set_num_threads(static_cast<int>(mine.size()));
-}
-
-std::string reason_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
-
-}  // namespace
-
-void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
-  auto transports = make_shared_memory_of_threads(ranks, options.timeout);
-  FirstError first_error;
-  const auto run_rank = [&](int rank) {
-    World world = World::single();
-    try {
-      use_share_of_cores(rank, ranks);
-      world.state_ = make_state(job_of_thread(rank, ranks), options);
-      world.state_->host = std::move(transports[static_cast<std::size_t>(rank)]);
-      body(world);
-    } catch (...) {
-      first_error.keep(std::current_exception());
-      if (world.state_->host) world.state_->host->fail(reason_of(std::current_exception()));
-    }
-  };
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
-  for (auto& thread : threads) thread.join();
-  first_error.rethrow();
 }
 
 }  // namespace lockstep

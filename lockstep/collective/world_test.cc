@@ -16,51 +16,6 @@ using testing::message_of;
 class WorldOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, WorldOfSize, ::testing::Values(1, 2, 3, 4, 7));
 
-constexpr std::int64_t kSizes[] = {0, 1, 5, 1000, 70001};
-
-// Small integers: sums are exact in any order.
-torch::Tensor values_of(int rank, std::int64_t size, torch::ScalarType dtype) {
-  return (torch::arange(size).remainder(7) + rank).to(dtype);
-}
-
-TEST_P(WorldOfSize, all_reduce_gives_every_rank_the_exact_result) {
-  run_ranks(GetParam(), [](World& world) {
-    const int n = world.size();
-    for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kInt64}) {
-      for (const std::int64_t size : kSizes) {
-        torch::Tensor sum = values_of(world.rank(), size, dtype);
-        world.all_reduce(sum);
-        EXPECT_TRUE(torch::equal(sum, values_of(0, size, dtype) * n + n * (n - 1) / 2));
-        torch::Tensor largest = values_of(world.rank(), size, dtype);
-        world.all_reduce(largest, ReduceOp::kMax);
-        EXPECT_TRUE(torch::equal(largest, values_of(n - 1, size, dtype)));
-        torch::Tensor smallest = values_of(world.rank(), size, dtype);
-        world.all_reduce(smallest, ReduceOp::kMin);
-        EXPECT_TRUE(torch::equal(smallest, values_of(0, size, dtype)));
-      }
-    }
-  });
-}
-
-TEST_P(WorldOfSize, broadcast_gives_every_rank_the_roots_values) {
-  run_ranks(GetParam(), [](World& world) {
-    for (int root = 0; root < world.size(); ++root) {
-      torch::Tensor tensor = values_of(world.rank(), 1000, torch::kFloat32);
-      world.broadcast(tensor, root);
-      EXPECT_TRUE(torch::equal(tensor, values_of(root, 1000, torch::kFloat32)));
-    }
-  });
-}
-
-TEST_P(WorldOfSize, all_gather_gives_the_tensors_in_rank_order) {
-  run_ranks(GetParam(), [](World& world) {
-    const torch::Tensor gathered = world.all_gather(values_of(world.rank(), 13, torch::kUInt8));
-    ASSERT_EQ(gathered.size(0), world.size());
-    for (int rank = 0; rank < world.size(); ++rank)
-      EXPECT_TRUE(torch::equal(gathered[rank], values_of(rank, 13, torch::kUInt8)));
-  });
-}
-
 TEST_P(WorldOfSize, exchange_texts_gives_the_texts_in_rank_order) {
   run_ranks(GetParam(), [](World& world) {
     for (const std::string& word : {std::string("a"), std::string(), std::string("longer")}) {
@@ -99,21 +54,6 @@ TEST_P(WorldOfSize, ranks_as_threads_know_who_they_are) {
   EXPECT_EQ(ranks.size(), static_cast<std::size_t>(GetParam()));
 }
 
-TEST(World, several_collectives_can_be_under_way) {
-  run_ranks(3, [](World& world) {
-    std::vector<torch::Tensor> tensors;
-    std::vector<Work> under_way;
-    for (int i = 0; i < 8; ++i) {
-      tensors.push_back(torch::full({1000}, static_cast<float>(i + world.rank())));
-      under_way.push_back(world.all_reduce_async(tensors.back()));
-    }
-    for (std::size_t i = 0; i < under_way.size(); ++i) {
-      under_way[i].wait();
-      EXPECT_TRUE(torch::equal(tensors[i], torch::full({1000}, 3 * static_cast<float>(i) + 3)));
-    }
-  });
-}
-
 TEST(World, an_exception_in_one_rank_ends_the_others_and_comes_out) {
   const Stopwatch watch;
   const auto fail_in_rank_1 = [](World& world) {
@@ -142,13 +82,34 @@ TEST(World, gives_a_gpu_only_where_there_is_one) {
     EXPECT_TRUE(contains(message_of<DeviceError>(single_on_gpu), "next:"));
 }
 
-TEST(World, refuses_a_tensor_elsewhere_or_with_gaps_on_one_rank_and_on_two) {
-  for (const int ranks : {1, 2}) {
-    run_ranks(ranks, [](World& world) {
-      EXPECT_THROW(world.all_reduce(torch::empty({2}, torch::kMeta)), DeviceError);
-      EXPECT_THROW(world.broadcast(torch::ones({4, 4}).t()), UsageError);
-    });
-  }
+TEST(World, refuses_a_tensor_elsewhere_on_one_rank_and_on_two) {
+  for (const int ranks : {1, 2})
+    run_ranks(ranks,
+              [](World& world) { EXPECT_THROW(world.all_reduce(torch::empty({2}, torch::kMeta)), DeviceError); });
+  EXPECT_THROW(World::single().all_reduce(torch::empty({2}, torch::kMeta)), DeviceError);
+}
+
+TEST(World, of_one_rank_gives_it_back_what_it_gave) {
+  const World world = World::single();
+  const torch::Tensor tensor = torch::arange(6).reshape({2, 3});
+  world.all_reduce(tensor);
+  world.barrier();
+  EXPECT_TRUE(torch::equal(world.all_gather(tensor)[0], tensor));
+  EXPECT_TRUE(torch::equal(world.reduce_scatter(tensor), tensor));
+  EXPECT_TRUE(torch::equal(world.all_to_all(tensor), tensor));
+  EXPECT_TRUE(torch::equal(world.all_gather_rows(tensor), tensor));
+  EXPECT_EQ(world.split(0)->size(), 1);
+  EXPECT_THROW(world.send(tensor, 0), UsageError);
+}
+
+TEST(World, all_reduces_by_every_algorithm) {
+  run_ranks(3, [](World& world) {
+    for (const auto algorithm : {Algorithm::kDirect, Algorithm::kCentral, Algorithm::kRing, Algorithm::kTree}) {
+      const torch::Tensor tensor = torch::full({1000}, world.rank() + 1.0F);
+      world.all_reduce(tensor, {.algorithm = algorithm});
+      EXPECT_TRUE(torch::equal(tensor, torch::full({1000}, 6.0F)));
+    }
+  });
 }
 
 TEST(World, names_both_sides_when_ranks_give_different_shapes) {

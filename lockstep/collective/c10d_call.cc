@@ -1,0 +1,149 @@
+#include "lockstep/collective/c10d_call.h"
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
+
+C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
+  return issue_alone(issue);
+} catch (const std::exception& error) {  // before anything was sent
+  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
+                    .here = call.here,
+                    .likely = "a dtype or a layout that c10d does not exchange"});
+}
+
+PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
+  return PeerLost({.what = concat(call.operation, " failed: ", first_line(cause)),
+                   .here = call.here,
+                   .likely = "another rank died, failed or stopped; the launcher names the first",
+                   .next = "run again with --resume to go on from the last checkpoint"});
+}
+
+PeerLost not_finished(const C10dCall& call) {
+  return PeerLost({.what = concat(call.operation, " is not finished at the deadline"),
+                   .here = call.here,
+                   .likely = "a rank that is slower than the others, or stopped",
+                   .next = "wait longer, or look at what each rank is doing"});
+}
+
+milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0 is for ever
+
+class CallUnderWay : public Pending {
+ public:
+  CallUnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
+
+  void wait() override {
+    guarded([this] { work_->wait(); });
+  }
+  void wait(Deadline deadline) override {
+    guarded([&] { work_->wait(left_until(deadline)); });
+  }
+  bool done() override { return work_->isCompleted(); }
+
+ private:
+  template <class Wait>
+  void guarded(const Wait& wait) {
+    try {
+      wait();
+    } catch (const std::exception& error) {
+      if (!work_->isCompleted()) throw not_finished(call_);
+      throw peer_lost(call_, error);
+    }
+    if (call_.finish) call_.finish();
+    call_.finish = {};
+  }
+
+  C10dCall call_;
+  C10dWork work_;
+};
+
+}  // namespace
+
+class C10dMessages::UnderWay : public Pending {
+ public:
+  UnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
+
+  // A future of std::async waits for its thread.
+  ~UnderWay() override {
+    if (result_.valid() && !settled()) work_->abort();
+  }
+
+  bool settled() const { return result_.valid() && result_.wait_for(milliseconds(0)) == std::future_status::ready; }
+
+  void wait() override {
+    if (!result_.valid()) wait_by(std::launch::deferred);
+    try {
+      result_.get();
+    } catch (const std::exception& error) {
+      throw peer_lost(call_, error);
+    }
+  }
+  void wait(Deadline deadline) override {
+    if (!result_.valid()) wait_by(std::launch::async);
+    if (result_.wait_for(deadline.left()) != std::future_status::ready) throw not_finished(call_);
+    wait();
+  }
+  bool done() override {
+    if (!result_.valid()) wait_by(std::launch::async);
+    return settled();
+  }
+  int source() const override { return work_->sourceRank(); }
+
+ private:
+  void wait_by(std::launch how) {
+    result_ = std::async(how, [work = work_] { work->wait(); }).share();
+  }
+
+  C10dCall call_;
+  C10dWork work_;
+  std::shared_future<void> result_;
+};
+
+std::shared_ptr<Pending> C10dMessages::start(C10dCall call, const std::function<C10dWork()>& issue) {
+  std::erase_if(under_way_, [](const auto& message) { return message->settled(); });
+  C10dWork work = issue_checked(call, issue);
+  under_way_.push_back(std::make_shared<UnderWay>(std::move(call), std::move(work)));
+  return under_way_.back();
+}
+
+C10dWork issue_alone(const std::function<C10dWork()>& issue) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return issue();
+}
+
+std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
+  C10dWork work = issue_checked(call, issue);
+  return std::make_shared<CallUnderWay>(std::move(call), std::move(work));
+}
+
+c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix) {
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+}
+
+TransportOptions options_of_group(const TransportOptions& options, const std::vector<int>& ranks) {
+  TransportOptions mine = options;
+  mine.rank = static_cast<int>(std::ranges::find(ranks, options.rank) - ranks.begin());
+  mine.size = static_cast<int>(ranks.size());
+  mine.describe = concat("rank ", mine.rank, " of a sub-world of ", mine.size, ", ", options.describe);
+  return mine;
+}
+
+std::string prefix_of_group(int groups_made, const std::vector<int>& ranks) {
+  return concat("group/", groups_made, "/", ranks.front());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,206 @@
+#include "lockstep/collective/c10d_transport.h"
+
+#include <cstdlib>
+
+#ifdef LOCKSTEP_WITH_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/c10d_call.h"
+#include "lockstep/collective/self_transport.h"
+
+namespace lockstep {
+
+#ifdef LOCKSTEP_WITH_CUDA
+
+namespace {
+
+using Nccl = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+using Splits = std::vector<std::int64_t>;
+using Tensors = std::vector<torch::Tensor>;
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
+    case ReduceOp::kMean: return c10d::ReduceOp::AVG;
+    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
+    case ReduceOp::kBitAnd: return c10d::ReduceOp::BAND;
+    case ReduceOp::kBitOr: return c10d::ReduceOp::BOR;
+    case ReduceOp::kBitXor: return c10d::ReduceOp::BXOR;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  auto nccl = c10d::ProcessGroupNCCL::Options::create();
+  nccl->timeout = options.timeout;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(with_prefix(store, "nccl"), options.rank, options.size, nccl);
+}
+
+torch::Tensor flat(const torch::Tensor& tensor) { return tensor.detach().view(-1); }
+
+class NcclTransport : public Transport {
+ public:
+  NcclTransport(c10::intrusive_ptr<c10d::Store> store, TransportOptions options)
+      : store_(std::move(store)), options_(std::move(options)), nccl_(connect_nccl(store_, options_)) {}
+
+  std::shared_ptr<Pending> start(Collective call) override {
+    return issue(shm::to_string(call.operation).c_str(), [&] { return issue_now(call); });
+  }
+
+  std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
+    return issue("send", [&] {
+      Tensors tensors{flat(tensor)};
+      return nccl_->send(tensors, to, tag);
+    });
+  }
+
+  std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
+    return issue("receive", [&] {
+      Tensors tensors{flat(tensor)};
+      return nccl_->recv(tensors, from, tag);
+    });
+  }
+
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+    const auto store = with_prefix(store_, prefix_of_group(groups_made_++, ranks));
+    const TransportOptions options = options_of_group(options_, ranks);
+    if (options.rank == options.size) return nullptr;
+    return std::make_unique<NcclTransport>(store, options);
+  }
+
+  void fail(const std::string&) override {}  // the closed connection tells the others
+
+ private:
+  std::shared_ptr<Pending> issue(const char* operation, const std::function<C10dWork()>& call) const {
+    return start_c10d({operation, options_.describe}, call);
+  }
+
+  C10dWork issue_now(const Collective& call) const {
+    switch (call.operation) {
+      case Operation::kAllReduce: return all_reduce(call);
+      case Operation::kReduce: return reduce(call);
+      case Operation::kReduceScatter: return reduce_scatter(call);
+      case Operation::kAllGather: return all_gather(call);
+      case Operation::kBroadcast: return broadcast(call);
+      case Operation::kGather: return gather(call);
+      case Operation::kScatter: return scatter(call);
+      case Operation::kAllToAll: return all_to_all(call);
+      default: return nccl_->barrier();
+    }
+  }
+
+  C10dWork all_reduce(const Collective& call) const {
+    Tensors tensors{flat(call.output)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = to_c10d(call.op);
+    return nccl_->allreduce(tensors, options);
+  }
+
+  C10dWork reduce(const Collective& call) const {
+    Tensors tensors{flat(call.input)};
+    c10d::ReduceOptions options;
+    options.rootRank = call.root;
+    options.reduceOp = to_c10d(call.op);
+    return nccl_->reduce(tensors, options);
+  }
+
+  C10dWork reduce_scatter(const Collective& call) const {
+    Tensors outputs{flat(call.output)};
+    std::vector<Tensors> inputs{parts_of(call.input, call.counts)};
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = to_c10d(call.op);
+    return nccl_->reduce_scatter(outputs, inputs, options);
+  }
+
+  C10dWork all_gather(const Collective& call) const {
+    std::vector<Tensors> outputs{parts_of(call.output, call.counts)};
+    Tensors inputs{flat(call.input)};
+    return nccl_->allgather(outputs, inputs);
+  }
+
+  C10dWork broadcast(const Collective& call) const {
+    Tensors tensors{flat(call.output)};
+    c10d::BroadcastOptions options;
+    options.rootRank = call.root;
+    return nccl_->broadcast(tensors, options);
+  }
+
+  C10dWork gather(const Collective& call) const {
+    std::vector<Tensors> outputs;
+    if (call.output.defined()) outputs.push_back(parts_of(call.output, {}));
+    Tensors inputs{flat(call.input)};
+    c10d::GatherOptions options;
+    options.rootRank = call.root;
+    return nccl_->gather(outputs, inputs, options);
+  }
+
+  C10dWork scatter(const Collective& call) const {
+    std::vector<Tensors> inputs;
+    if (call.input.defined()) inputs.push_back(parts_of(call.input, {}));
+    Tensors outputs{flat(call.output)};
+    c10d::ScatterOptions options;
+    options.rootRank = call.root;
+    return nccl_->scatter(outputs, inputs, options);
+  }
+
+  C10dWork all_to_all(const Collective& call) const {
+    torch::Tensor output = flat(call.output);
+    torch::Tensor input = flat(call.input);
+    Splits receive = call.receive_counts;
+    Splits send = call.counts;
+    return nccl_->alltoall_base(output, input, receive, send);
+  }
+
+  Tensors parts_of(const torch::Tensor& whole, const Splits& counts) const {
+    const Splits even(static_cast<std::size_t>(options_.size), whole.numel() / options_.size);
+    return flat(whole).split_with_sizes(counts.empty() ? even : counts);
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  TransportOptions options_;
+  Nccl nccl_;
+  int groups_made_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  return std::make_unique<NcclTransport>(store, options);
+}
+
+int cuda_device_count() { return c10::cuda::device_count(); }
+
+int cuda_device_index(int local_rank) {
+  const int devices = c10::cuda::device_count();
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (local_rank < devices) return local_rank;
+  throw DeviceError({.what = concat("local rank ", local_rank, " has no GPU: ", devices, " visible"),
+                     .here = concat("CUDA_VISIBLE_DEVICES=", visible != nullptr ? visible : "(not set)"),
+                     .likely = "more ranks on this machine than GPUs, or none is visible",
+                     .next = "start fewer ranks, change CUDA_VISIBLE_DEVICES, or use --device cpu"});
+}
+
+#else
+
+std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>&, const TransportOptions&) {
+  cuda_device_index(0);
+  return {};
+}
+
+int cuda_device_count() { return 0; }
+
+int cuda_device_index(int) {
+  throw DeviceError({.what = "this lockstep was built without CUDA",
+                     .likely = "--device cuda with the release preset",
+                     .next = "build the cuda preset (`make cuda`), or use --device cpu"});
+}
+
+#endif
+
+}  // namespace lockstep

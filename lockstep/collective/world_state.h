@@ -1,0 +1,57 @@
+// collective/world_state.h: what the copies of a World share.
+//
+// Flow:    World::from_env, run_ranks and World::group make one -> World's calls
+// Owns:    the transports
+// Threads: one at a time, as World
+// Ranks:   no communication but what is said below
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/transport.h"
+#include "lockstep/collective/world.h"
+#include "lockstep/launch/environment.h"
+
+namespace lockstep {
+
+class WorldState {
+ public:
+  JobEnvironment job;      // rank, sizes and node of this world, also where it is a sub-world
+  std::vector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
+  torch::Device device = torch::kCPU;
+  CoreSet cores;
+  std::chrono::milliseconds timeout{};
+  c10::intrusive_ptr<c10d::Store> store;  // only until `host` is there
+  std::unique_ptr<Transport> host;        // for tensors in host memory
+  std::unique_ptr<Transport> cuda;        // where the device is one
+  int exchanges = 0;                      // texts exchanged through the store so far: keys are never used twice
+
+  static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
+
+  int rank() const { return job.rank; }
+  int size() const { return job.world_size; }
+  std::string describe() const;
+
+  // Throws DeviceError: CUDA tensors between ranks that are threads.
+  Transport& transport_for(const torch::Tensor& tensor) const;
+
+  // What this rank is in a sub-world of `ranks`, which name it; without transports.
+  std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
+};
+
+// A world without transports.
+std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);
+
+// run_ranks over any transport: `connect` makes that of a rank, on its thread; nodes[r] is the machine rank r counts
+// as.
+using Connect = std::function<std::unique_ptr<Transport>(int rank)>;
+void run_threads(const std::vector<int>& nodes, const Connect& connect, const std::function<void(World&)>& body,
+                 const WorldOptions& options);
+
+}  // namespace lockstep
