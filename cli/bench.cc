@@ -26,6 +26,7 @@ struct Benchmark {
 constexpr std::array kBenchmarks = {
     Benchmark{"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
     Benchmark{"step", "a data-parallel training step beside PyTorch's", bench_step},
+    Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
 };
 
 int print_help() {

@@ -22,6 +22,12 @@ lockstep_room_test(train loop_test.cc)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json)
 
+# Mutated files, in a binary of its own: `make soak` gives it hours.
+add_executable(data_fuzz_test ${PROJECT_SOURCE_DIR}/lockstep/data/readers_fuzz_test.cc)
+target_precompile_headers(data_fuzz_test REUSE_FROM lockstep_pch)
+target_link_libraries(data_fuzz_test PRIVATE lockstep GTest::gtest_main PNG::PNG ${ZIP_LIBRARY})
+gtest_discover_tests(data_fuzz_test TEST_PREFIX data. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 14400)
+
 # Several processes.
 add_executable(misbehaving_task train/misbehaving_task.cc)
 target_precompile_headers(misbehaving_task REUSE_FROM lockstep_pch)
