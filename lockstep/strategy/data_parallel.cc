@@ -24,7 +24,7 @@ Tensors parallel_apply(Devices& devices, const Task& task, const Replicas& repli
   devices.run([outputs, task, replicas, inputs, seed = draw_seed()](Device& device) {
     const std::size_t i = place_of(device);
     replicas[i].optimizer->zero_grad();
-    device.seed(seed);
+    device.seed(seed_of(seed, device.index()));
     if (inputs[i].size(0) > 0) (*outputs)[i] = replicas[i].forward(task, inputs[i]);
   });
   return *outputs;
@@ -67,6 +67,7 @@ class DataParallel : public Strategy {
         devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
         replicas_(make_replicas(options.devices, task, options)) {
     share_parameters(replicas_);  // replicate, once and for all: the devices share their memory
+    replicas_.front().optimizer = make_sharded_optimizer(devices_, replicas_.front(), options);
     seed_steps(options.seed + 1);
   }
 
@@ -87,7 +88,7 @@ class DataParallel : public Strategy {
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
-  // Device 0's parameters, with every core of the process.
+  // Device 0's parameters; every device has a hand in it.
   void update() override {
     const Stopwatch watch;
     replicas_.front().optimizer->step();
@@ -98,7 +99,7 @@ class DataParallel : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  void restored() override { follow_first(replicas_); }
+  void restored() override { follow_model(replicas_); }
   std::vector<std::string> devices() const override { return devices_.names(); }
 
   // Device 0 holds what every device holds (gradients), and alone the parameters, the optimizer's state, and the

@@ -7,6 +7,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/gradient/parameters.h"
+#include "lockstep/strategy/sharded_optimizer.h"
 
 namespace lockstep {
 namespace {
@@ -25,12 +26,6 @@ Layout chosen_layout(const std::string& name, const torch::nn::Module& model) {
   if (name == "contiguous") return Layout::kContiguous;
   if (name == "channels_last") return Layout::kChannelsLast;
   throw UsageError({.what = concat("no such layout: ", name), .next = "auto, contiguous or channels_last"});
-}
-
-std::shared_ptr<Optimizer> make_optimizer(const torch::nn::Module& model, const StrategyOptions& options) {
-  if (options.optimizer == "sgd") return std::make_shared<SGD>(model.parameters(), options.sgd);
-  if (options.optimizer == "adamw") return std::make_shared<AdamW>(model.parameters(), options.adamw);
-  throw UsageError({.what = concat("no such optimizer: ", options.optimizer), .next = "sgd or adamw"});
 }
 
 void copy_values(const std::vector<NamedTensor>& from, const std::vector<NamedTensor>& into) {
@@ -74,11 +69,24 @@ std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
+std::shared_ptr<Optimizer> make_optimizer(const std::vector<torch::Tensor>& parameters, const StrategyOptions& options) {
+  if (options.optimizer == "sgd") return std::make_shared<SGD>(parameters, options.sgd);
+  if (options.optimizer == "adamw") return std::make_shared<AdamW>(parameters, options.adamw);
+  throw UsageError({.what = concat("no such optimizer: ", options.optimizer), .next = "sgd or adamw"});
+}
+
+std::shared_ptr<Optimizer> make_sharded_optimizer(Devices& devices, const Replica& replica,
+                                                  const StrategyOptions& options) {
+  return std::make_shared<ShardedOptimizer>(
+      devices, even_shards(replica.model->parameters(), devices.size()),
+      [&](const std::vector<torch::Tensor>& parameters) { return make_optimizer(parameters, options); });
+}
+
 Replica make_replica(const Task& task, const StrategyOptions& options) {
   Replica replica{.model = make_seeded_model(task, options.seed)};
   replica.layout = chosen_layout(options.layout, *replica.model);
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(*replica.model, options);
+  replica.optimizer = make_optimizer(replica.model->parameters(), options);
   return replica;
 }
 
@@ -118,11 +126,15 @@ void share_parameters(const Replicas& replicas) {
   }
 }
 
+void follow_model(const Replicas& replicas) {
+  for (const Replica& replica : replicas) copy_model(*replicas.front().model, *replica.model);
+}
+
 void follow_first(const Replicas& replicas) {
+  follow_model(replicas);
   const Replica& first = replicas.front();
   const auto parameters = first.model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
-    copy_model(*first.model, *replicas[r].model);
     const auto mine = replicas[r].model->parameters();
     for (std::size_t i = 0; i < mine.size(); ++i)
       replicas[r].optimizer->set_state(mine[i], first.optimizer->state_of(parameters[i]));

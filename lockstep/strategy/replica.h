@@ -29,6 +29,13 @@ using Replicas = std::vector<Replica>;
 // A model in the layout of options.layout, the same for the same seed, with its optimizer. Throws UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options);
 
+// The optimizer that options name. Throws UsageError.
+std::shared_ptr<Optimizer> make_optimizer(const std::vector<torch::Tensor>& parameters, const StrategyOptions& options);
+
+// For replicas that share their parameters: one optimizer, each device updating a part of them.
+std::shared_ptr<Optimizer> make_sharded_optimizer(Devices& devices, const Replica& replica,
+                                                  const StrategyOptions& options);
+
 // One per device, all with the parameters and buffers of the first: S0's get_params.
 Replicas make_replicas(int count, const Task& task, const StrategyOptions& options);
 
@@ -39,7 +46,8 @@ void seed_steps(std::uint64_t seed);
 // Where devices are sets of cores nothing is gained by copying to them.
 void share_parameters(const Replicas& replicas);
 
-// After a checkpoint was put into the first replica: parameters, buffers and optimizers of the others follow.
+// After a checkpoint was put into the first replica: parameters and buffers of the others follow; and their optimizers.
+void follow_model(const Replicas& replicas);
 void follow_first(const Replicas& replicas);
 
 // The learning rate of the first replica's optimizer, which is the one that schedules know, for all.

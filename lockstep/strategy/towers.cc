@@ -32,7 +32,7 @@ std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, cons
     const auto i = static_cast<std::size_t>(device.index());
     replicas[i].optimizer->zero_grad();
     if (shards[i].size() == 0) return;
-    device.seed(seed);
+    device.seed(seed_of(seed, device.index()));
     (*losses)[i] = task.loss(replicas[i].forward(task, shards[i].data), shards[i].target);
   });
   return *losses;
@@ -65,7 +65,7 @@ class Towers : public Strategy {
         update_on_cpu_(options.update == "cpu") {
     if (!update_on_cpu_ && options.update != "device")
       throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
-    if (update_on_cpu_) share_parameters(replicas_);
+    if (update_on_cpu_) keep_variables_on_cpu(options);
     seed_steps(options.seed + 1);
   }
 
@@ -98,10 +98,16 @@ class Towers : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  void restored() override { follow_first(replicas_); }
+  void restored() override { update_on_cpu_ ? follow_model(replicas_) : follow_first(replicas_); }
   std::vector<std::string> devices() const override { return devices_.names(); }
 
  private:
+  // One set of variables for all towers, and one optimizer.
+  void keep_variables_on_cpu(const StrategyOptions& options) {
+    share_parameters(replicas_);
+    replicas_.front().optimizer = make_sharded_optimizer(devices_, replicas_.front(), options);
+  }
+
   // With the variables on the CPU one sum there is enough.
   void combine() {
     if (update_on_cpu_)
