@@ -24,5 +24,8 @@
 #include "lockstep/optimizer/schedule.h"             // IWYU pragma: export
 #include "lockstep/optimizer/sgd.h"                  // IWYU pragma: export
 #include "lockstep/strategy/ddp.h"                   // IWYU pragma: export
+#include "lockstep/strategy/devices.h"               // IWYU pragma: export
+#include "lockstep/strategy/replica.h"               // IWYU pragma: export
 #include "lockstep/strategy/strategy.h"              // IWYU pragma: export
+#include "lockstep/strategy/towers.h"                // IWYU pragma: export
 #include "lockstep/train/run.h"                      // IWYU pragma: export

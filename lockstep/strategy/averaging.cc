@@ -147,7 +147,7 @@ class Averaging : public Strategy {
       const std::size_t i = place_of(device);
       nets[i].optimizer->zero_grad();
       if (parts[i].size() == 0) return;
-      device.seed(seed);
+      device.seed(seed_of(seed, device.index()));
       const torch::Tensor loss = task.loss(nets[i].forward(task, parts[i].data), parts[i].target);
       loss.backward();
       (*losses)[i] = loss.detach();

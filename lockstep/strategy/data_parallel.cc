@@ -24,7 +24,7 @@ Tensors parallel_apply(Devices& devices, const Task& task, const Replicas& repli
   devices.run([outputs, task, replicas, inputs, seed = draw_seed()](Device& device) {
     const std::size_t i = place_of(device);
     replicas[i].optimizer->zero_grad();
-    device.seed(seed);
+    device.seed(seed_of(seed, device.index()));
     if (inputs[i].size(0) > 0) (*outputs)[i] = replicas[i].forward(task, inputs[i]);
   });
   return *outputs;
@@ -87,7 +87,7 @@ class DataParallel : public Strategy {
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
-  // Device 0's parameters, with every core of the process.
+  // Device 0's parameters, by as many threads as there are cores: the devices rest meanwhile.
   void update() override {
     const Stopwatch watch;
     replicas_.front().optimizer->step();
@@ -98,7 +98,7 @@ class DataParallel : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  void restored(std::int64_t) override { follow_first(replicas_); }
+  void restored(std::int64_t) override { follow_model(replicas_); }
   std::vector<std::string> devices() const override { return devices_.names(); }
 
   // Device 0 holds what every device holds (gradients), and alone the parameters, the optimizer's state, and the

@@ -62,7 +62,7 @@ class DevicesState {
       const CoreSet mine = cores_of_rank(cores_, index, count());
       pin_this_thread(mine);
       at::set_num_threads(static_cast<int>(mine.size()));
-      ThreadGenerator generator(seed_of_device(0, index));
+      ThreadGenerator generator(seed_of(0, index));
       Device device(*this, index, generator);
       for (std::uint32_t job = 1; wait_for_job(job); ++job) {
         do_job(device);
@@ -196,7 +196,7 @@ class DevicesState {
 int Device::count() const { return state_.count(); }
 std::string Device::name() const { return device_name(index_); }
 Deadline Device::deadline_of_wait() const { return Deadline::after(state_.timeout()); }
-void Device::seed(std::uint64_t seed) { generator_.seed(seed_of_device(seed, index_)); }
+void Device::seed(std::uint64_t seed) { generator_.seed(seed); }
 
 void Device::throw_if_hopeless(const Deadline& deadline, const std::string& what) const {
   if (state_.failed()) throw PeerLost({.what = concat("another device failed while ", name(), " waited for ", what)});

@@ -59,7 +59,7 @@ class Device {
   void broadcast(const torch::Tensor& tensor, int root = 0);
   void barrier();
 
-  // What dropout draws from on this device: begins anew, unlike that of any other device with the same seed.
+  // What dropout draws from on this device begins anew. seed_of(seed, index()) gives each device a sequence of its own.
   void seed(std::uint64_t seed);
 
   // Blocks until done(); `flag` is raised or rung when that may have become so. Throws PeerLost: another device failed,

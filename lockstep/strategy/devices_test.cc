@@ -127,7 +127,7 @@ std::vector<double> patterns(int count, std::uint64_t seed) {
   Devices devices({.count = count});
   std::vector<double> found(static_cast<std::size_t>(count));
   devices.run([&](Device& device) {
-    device.seed(seed);
+    device.seed(seed_of(seed, device.index()));
     for (int i = 0; i < 3; ++i) found[static_cast<std::size_t>(device.index())] += pattern();
   });
   return found;

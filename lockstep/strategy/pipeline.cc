@@ -74,7 +74,7 @@ class Pipeline : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  void restored(std::int64_t) override { follow_first(replicas_); }
+  void restored(std::int64_t) override { follow_model(replicas_); }
   std::vector<std::string> devices() const override { return devices_.names(); }
 
   // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
@@ -113,18 +113,19 @@ class Pipeline : public Strategy {
 
   std::vector<StageResult> run_stages_on(const Batch& batch) {
     const auto work = std::make_shared<std::vector<StageWork>>();
-    for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size());
+    const std::uint64_t seed = draw_seed();
+    for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size(), seed);
     const auto results = std::make_shared<std::vector<StageResult>>(work->size());
-    devices_.run([work, results, task = task_, seed = draw_seed()](Device& device) {
+    devices_.run([work, results, task = task_](Device& device) {
       const auto i = static_cast<std::size_t>(device.index());
-      device.seed(seed);
       (*results)[i] = run_stage(device, task, (*work)[i]);
     });
     return *results;
   }
 
   // A StageWork for each stage of the next replica.
-  void add_work(std::vector<StageWork>& work, const Batch& part, std::int64_t samples) const {
+  void add_work(std::vector<StageWork>& work, const Batch& part, std::int64_t samples,
+                std::uint64_t seed) const {
     const std::size_t replica = work.size() / static_cast<std::size_t>(stages_);
     const auto micro_batches = static_cast<int>(std::min(micro_batches_, part.size()));
     std::vector<Batch> batches = micro_batches > 0 ? parts_of(part, micro_batches) : std::vector<Batch>{};
@@ -139,7 +140,9 @@ class Pipeline : public Strategy {
                       .behind = last ? nullptr : std::make_shared<StageLink>(std::max(micro_batches, 1)),
                       .micro_batches = batches,
                       .steps = steps_of_stage(schedule_, stage, stages_, micro_batches),
-                      .samples = samples});
+                      .samples = samples,
+                      .seed = seed_of(seed, static_cast<int>(replica)),
+                      .first_piece = static_cast<int>(range.begin)});
       link = work.back().behind;
     }
   }

@@ -10,7 +10,7 @@
 // are summed over its d devices (data parallel, p x d).
 //
 // What passes from stage to stage are tensors as the pieces return them: several where a skip connection crosses the
-// cut. A piece must not change its input in place. Batch normalisation sees a micro-batch at a time.
+// cut. The update is shared out over all devices. A piece must not change its input in place. Batch normalisation sees a micro-batch at a time.
 //
 // Owns:    the devices' threads, a replica of the model per d
 // Threads: one scheduling thread; device i has stage i % p of replica i / p

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/strategy/allocation_meter.h"
+#include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
 namespace {
@@ -57,11 +58,19 @@ class StageRun {
     result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
     kept.inputs = work_.before ? work_.before->forward.receive(device_) : Tensors{batch(micro_batch).data};
     const Stopwatch watch;
-    kept.outputs = kept.inputs;
-    for (const Stage& piece : work_.pieces) kept.outputs = piece.forward(kept.outputs);
+    kept.outputs = through_pieces(kept.inputs, micro_batch);
     if (!work_.behind) kept.outputs = {loss_of(kept.outputs, micro_batch)};
     result_.busy += watch.seconds();
     if (work_.behind) work_.behind->forward.send(device_, as_leaves(kept.outputs));
+  }
+
+  Tensors through_pieces(Tensors tensors, int micro_batch) {
+    int index = work_.first_piece;
+    for (const Stage& piece : work_.pieces) {
+      device_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      tensors = piece.forward(tensors);
+    }
+    return tensors;
   }
 
   void backward(int micro_batch) {

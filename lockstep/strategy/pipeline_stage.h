@@ -35,6 +35,8 @@ struct StageWork {
   std::vector<Batch> micro_batches;   // of which the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
+  std::uint64_t seed = 0;    // of the step and the replica; each piece and micro-batch draws from a sequence of its own,
+  int first_piece = 0;       // so that dropout is the same wherever the model is cut
 };
 
 struct StageResult {

@@ -115,6 +115,17 @@ TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
   expect_same_course(course_on(task, pipeline(4, "1f1b", "2"), batch, kSteps), one);
 }
 
+TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
+  Task task = small_task();
+  task.stages = [](torch::nn::Module& model) {
+    std::vector<Stage> stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    for (Stage& stage : stages)
+      stage.forward = [forward = stage.forward](const Tensors& x) { return Tensors{torch::dropout(forward(x)[0], 0.2, true)}; };
+    return stages;
+  };
+  expect_same_bits(course_of(task, pipeline(2, "1f1b", "0-3,4-6")), course_of(task, pipeline(3, "1f1b", "0-0,1-1,2-6")));
+}
+
 // Micro-batches of one size, so that batch normalisation sees what it sees on one device: nothing to normalise over.
 TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
   Task task = in_float64(classification_task<ResNet>(

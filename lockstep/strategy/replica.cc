@@ -90,7 +90,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   replica.model->to(device);
   replica.layout = chosen_layout(options.layout, *replica.model, device);
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(*replica.model, options);
+  replica.optimizer = make_optimizer(replica.model->parameters(), options);
   return replica;
 }
 
@@ -130,11 +130,15 @@ void share_parameters(const Replicas& replicas) {
   }
 }
 
+void follow_model(const Replicas& replicas) {
+  for (const Replica& replica : replicas) copy_model(*replicas.front().model, *replica.model);
+}
+
 void follow_first(const Replicas& replicas) {
+  follow_model(replicas);
   const Replica& first = replicas.front();
   const auto parameters = first.model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
-    copy_model(*first.model, *replicas[r].model);
     const auto mine = replicas[r].model->parameters();
     for (std::size_t i = 0; i < mine.size(); ++i)
       replicas[r].optimizer->set_state(mine[i], first.optimizer->state_of(parameters[i]));

@@ -39,7 +39,8 @@ void seed_steps(std::uint64_t seed);
 // Where devices are sets of cores nothing is gained by copying to them.
 void share_parameters(const Replicas& replicas);
 
-// After a checkpoint was put into the first replica: parameters, buffers and optimizers of the others follow.
+// After a checkpoint was put into the first replica: parameters and buffers of the others follow; and their optimizers.
+void follow_model(const Replicas& replicas);
 void follow_first(const Replicas& replicas);
 
 // The learning rate of the first replica's optimizer, which is the one that schedules know, for all.

@@ -24,12 +24,12 @@ struct Entry {
 
 constexpr Entry kEntries[] = {
     {{"single", "one device, nothing to exchange"}, make_single},
-    {{"ddp", "a replica in every rank; gradients all-reduced in buckets while backward runs (S1)"}, make_ddp},
-    {{"towers", "a tower per device; gradients combined step by step, --algorithm, --update (S0, S3)", true}, make_towers},
-    {{"data_parallel", "a thread per device; outputs and gradients meet on device 0 (S1)", true}, make_data_parallel},
-    {{"averaging", "each device trains alone; parameters averaged every --average-every batches (S4)", true},
+    {{"ddp", "gradients all-reduced while backward runs"}, make_ddp},
+    {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
+    {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
+    {{"averaging", "nets of their own, averaged; --average-every", true},
      make_averaging},
-    {{"pipeline", "layers on different devices; --stages, --micro-batches, --pipeline-schedule (S1)", true},
+    {{"pipeline", "layers on different devices; --stages", true},
      make_pipeline},
 };
 

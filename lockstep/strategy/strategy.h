@@ -96,7 +96,7 @@ class Strategy {
 
 struct StrategyInfo {
   const char* name;
-  const char* description;  // one line
+  const char* description;  // one line of a table: at most 54 characters
   bool threads = false;     // its devices are threads of one process: that is what --ranks counts
 };
 const std::vector<StrategyInfo>& strategies();

@@ -42,8 +42,8 @@ std::uint64_t draw_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-std::uint64_t seed_of_device(std::uint64_t seed, int device) {
-  std::uint64_t z = seed + (static_cast<std::uint64_t>(device) + 1) * 0x9E3779B97F4A7C15ULL;
+std::uint64_t seed_of(std::uint64_t seed, int index) {
+  std::uint64_t z = seed + (static_cast<std::uint64_t>(index) + 1) * 0x9E3779B97F4A7C15ULL;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
   return z ^ (z >> 31);

@@ -29,7 +29,7 @@ class ThreadGenerator {
 // A number from torch's own CPU generator, whose state checkpoints keep: what the devices of a step are seeded from.
 std::uint64_t draw_seed();
 
-// SplitMix64 (Steele, Lea and Flood, 2014): neighbouring seeds and devices get unrelated generators.
-std::uint64_t seed_of_device(std::uint64_t seed, int device);
+// A seed for one of several that share `seed`. SplitMix64 (Steele, Lea and Flood, 2014): neighbours are unrelated.
+std::uint64_t seed_of(std::uint64_t seed, int index);
 
 }  // namespace lockstep

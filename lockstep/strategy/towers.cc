@@ -32,7 +32,7 @@ std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, cons
     const auto i = static_cast<std::size_t>(device.index());
     replicas[i].optimizer->zero_grad();
     if (shards[i].size() == 0) return;
-    device.seed(seed);
+    device.seed(seed_of(seed, device.index()));
     (*losses)[i] = task.loss(replicas[i].forward(task, shards[i].data), shards[i].target);
   });
   return *losses;
@@ -98,10 +98,11 @@ class Towers : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  void restored(std::int64_t) override { follow_first(replicas_); }
+  void restored(std::int64_t) override { update_on_cpu_ ? follow_model(replicas_) : follow_first(replicas_); }
   std::vector<std::string> devices() const override { return devices_.names(); }
 
  private:
+  // One set of variables for all towers, and one optimizer.
   // With the variables on the CPU one sum there is enough.
   void combine() {
     if (update_on_cpu_)

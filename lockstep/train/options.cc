@@ -11,10 +11,13 @@ namespace lockstep {
 namespace {
 
 std::string strategy_table() {
-  std::string table = "Strategies:\n";
+  const auto column = [](const std::string& text, std::size_t width) {
+    return text + std::string(width - text.size(), ' ');
+  };
+  std::string table = concat("  ", column("strategy", 15), column("--ranks", 11), "what it does\n");
   for (const StrategyInfo& info : strategies())
-    table += concat("  ", info.name, std::string(14 - std::string(info.name).size(), ' '), info.description, "\n");
-  return table;
+    table += concat("  ", column(info.name, 15), column(info.threads ? "devices" : "processes", 11), info.description, "\n");
+  return table + "docs/strategies/ has a page for each.\n";
 }
 
 void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
