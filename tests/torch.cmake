@@ -14,7 +14,7 @@ lockstep_room_test(collective world_test.cc world_collectives_test.cc world_grou
 lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc loader_test.cc order_test.cc
   packed_dataset_test.cc readers_test.cc sampler_test.cc)
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
-lockstep_room_test(gradient published_gradients_test.cc reducer_test.cc)
+lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
 lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc pipeline_test.cc towers_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)

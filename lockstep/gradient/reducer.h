@@ -28,20 +28,22 @@
 
 #include "lockstep/collective/world.h"
 #include "lockstep/gradient/batch_totals.h"
+#include "lockstep/gradient/communication_hook.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
 struct ReducerOptions {
-  std::size_t bucket_bytes = std::size_t{25} << 20;  // Li et al., "PyTorch Distributed" (VLDB 2020)
+  std::size_t bucket_bytes = std::size_t{25} << 20;   // Li et al., "PyTorch Distributed" (VLDB 2020)
+  std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
 };
 
 class Reducer {
  public:
   using OnFinished = std::function<void(const BatchTotals&)>;
 
-  // Parameters are put into buckets in reverse order: the order in which backward() tends to reach them. `on_finished` is
-  // called at the end of each finish(), also of the one that a plain loss.backward() makes by itself.
+  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the first
+  // exchange in the order in which rank 0's really became ready. `on_finished` is called at the end of each finish(), also of the one that a plain loss.backward() makes by itself.
   Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options = {},
           OnFinished on_finished = {});
   ~Reducer();
@@ -61,6 +63,8 @@ class Reducer {
   // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.
   // Throws PeerLost.
   BatchTotals finish();
+
+  std::int64_t bytes_exchanged() const;  // of gradients that this rank gave into collectives or a hook, since the start
 
  private:
   class Impl;

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/optimizer/adam_kernels.h"
 
 namespace lockstep {
 namespace {
@@ -26,27 +27,16 @@ const Options& checked(const char* name, const Options& options) {
 template <class T, class Options>
 void update_run(const Options& options, const Run<T>& run, double coupled, double decoupled) {
   const auto step = static_cast<double>(run.step);
-  const T beta1 = static_cast<T>(options.beta1);
-  const T beta2 = static_cast<T>(options.beta2);
-  const T rest1 = static_cast<T>(1 - options.beta1);
-  const T rest2 = static_cast<T>(1 - options.beta2);
-  const T rate = static_cast<T>(options.lr / (1 - std::pow(options.beta1, step)));
-  const T root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, step)));
-  const T eps = static_cast<T>(options.eps);
-  const T decay = static_cast<T>(coupled);
-  const T keep = static_cast<T>(1 - options.lr * decoupled);
-  T* __restrict parameter = run.parameter;
-  T* __restrict average = run.state[0];
-  T* __restrict square = run.state[1];
-  const T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) {
-    const T g = gradient[i] + decay * parameter[i];
-    const T m = beta1 * average[i] + rest1 * g;
-    const T v = beta2 * square[i] + rest2 * g * g;
-    average[i] = m;
-    square[i] = v;
-    parameter[i] = keep * parameter[i] - rate * m / (std::sqrt(v) * root + eps);
-  }
+  adam_update(AdamNumbers<T>{.beta1 = static_cast<T>(options.beta1),
+                             .rest1 = static_cast<T>(1 - options.beta1),
+                             .beta2 = static_cast<T>(options.beta2),
+                             .rest2 = static_cast<T>(1 - options.beta2),
+                             .root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, step))),
+                             .rate = static_cast<T>(options.lr / (1 - std::pow(options.beta1, step))),
+                             .eps = static_cast<T>(options.eps),
+                             .coupled = static_cast<T>(coupled),
+                             .keep = static_cast<T>(1 - options.lr * decoupled)},
+              AdamArrays<T>{run.count, run.parameter, run.gradient, run.state[0], run.state[1]});
 }
 
 template <class T>

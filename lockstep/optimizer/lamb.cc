@@ -4,6 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/optimizer/adam_kernels.h"
 
 namespace lockstep {
 namespace {
@@ -21,25 +22,17 @@ const LAMBOptions& checked(const LAMBOptions& options) {
 template <class T>
 void find_direction(const LAMBOptions& options, const Run<T>& run) {
   const auto step = static_cast<double>(run.step);
-  const T beta1 = static_cast<T>(options.beta1);
-  const T beta2 = static_cast<T>(options.beta2);
-  const T rest1 = static_cast<T>(1 - options.beta1);
-  const T rest2 = static_cast<T>(1 - options.beta2);
-  const T correct1 = static_cast<T>(1 / (1 - std::pow(options.beta1, step)));
-  const T correct2 = static_cast<T>(1 / (1 - std::pow(options.beta2, step)));
-  const T eps = static_cast<T>(options.eps);
-  const T decay = static_cast<T>(options.weight_decay);
-  const T* __restrict parameter = run.parameter;
-  T* __restrict average = run.state[0];
-  T* __restrict square = run.state[1];
-  T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) {
-    const T m = beta1 * average[i] + rest1 * gradient[i];
-    const T v = beta2 * square[i] + rest2 * gradient[i] * gradient[i];
-    average[i] = m;
-    square[i] = v;
-    gradient[i] = correct1 * m / (std::sqrt(correct2 * v) + eps) + decay * parameter[i];
-  }
+  lamb_direction(AdamNumbers<T>{.beta1 = static_cast<T>(options.beta1),
+                                .rest1 = static_cast<T>(1 - options.beta1),
+                             .beta2 = static_cast<T>(options.beta2),
+                             .rest2 = static_cast<T>(1 - options.beta2),
+                                .root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, step))),
+                                .rate = static_cast<T>(1 / (1 - std::pow(options.beta1, step))),
+                                .eps = static_cast<T>(options.eps),
+                                .coupled = 0,
+                                .keep = 1},
+                 static_cast<T>(options.weight_decay),
+                 AdamArrays<T>{run.count, run.parameter, run.gradient, run.state[0], run.state[1]});
 }
 
 template <class T>

@@ -34,7 +34,6 @@ class OuterStep {
                                  SGDOptions{.lr = options.outer_lr,
                                             .momentum = options.outer_momentum,
                                             .nesterov = options.outer_momentum > 0});
-    if (options.outer_momentum > 0) sgd_->set_state(anchor_, {{"momentum_buffer", torch::zeros_like(block)}});
   }
 
   bool does_anything() const { return sgd_ != nullptr; }

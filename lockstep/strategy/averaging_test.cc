@@ -52,6 +52,7 @@ std::vector<torch::Tensor> local_sgd_by_hand(int nets, int every, int steps) {
                 (static_cast<double>(even_part(kBatch, i, nets).size()) / kBatch);
       for (auto& strategy : all) strategy->model().parameters()[p].copy_(mean);
     }
+    for (auto& strategy : all) strategy->restored(step + 1);
   }
   return values_of(all[0]->model());
 }

@@ -53,6 +53,7 @@ void require_shards_for(const World& world, const DistributedDataParallelOptions
                       .here = world.describe(), .next = next});
   };
   if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
+  if (options.hook) refuse("a communication hook sums gradients its own way", "one of the two");
   if (!options.share_parameters) refuse("parameters are separate", "share_parameters = true, a lockstep optimizer");
   if (!world.device().is_cpu() || world.local_size() != world.size())
     refuse("not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
@@ -97,14 +98,14 @@ class DistributedDataParallel::Impl {
   }
 
   void reduce_into_gradients() {
-    reducer_.emplace(world_, trainable(parameters_), ReducerOptions{.bucket_bytes = options_.bucket_bytes},
+    reducer_.emplace(world_, trainable(parameters_), ReducerOptions{.bucket_bytes = options_.bucket_bytes, .hook = options_.hook},
                      [this](const BatchTotals& totals) { finish_backward(totals); });
   }
 
   void share_parameters(Optimizer& optimizer) {
     memory_ = SharedMemory::of(world_);
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
-    if (memory_->size() == world_.size())
+    if (memory_->size() == world_.size() && !options_.hook)
       published_ = std::make_shared<PublishedGradients>(memory_, trainable(parameters_),
                                                         [this](const BatchTotals& totals) { finish_backward(totals); },
                                                         options_.virtual_shards / world_.size());
@@ -126,6 +127,7 @@ class DistributedDataParallel::Impl {
     else
       reducer_->finish();
     exchange_seconds_ = exchange.seconds();
+    statistics_.waiting_seconds += exchange_seconds_;
   } catch (const std::exception& error) {
     if (memory_) memory_->fail(concat("backward() failed: ", error.what()));
     throw;
@@ -147,6 +149,7 @@ class DistributedDataParallel::Impl {
     }
   }
 
+  const Statistics& statistics() const { return statistics_; }
   bool& no_sync() { return no_sync_; }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
@@ -184,6 +187,13 @@ class DistributedDataParallel::Impl {
     reducer_->resume();
   }
 
+  std::int64_t gradient_bytes() const {
+    std::size_t bytes = 0;
+    for (const auto& [name, parameter] : parameters_)
+      if (parameter.grad().defined()) bytes += parameter.nbytes();
+    return static_cast<std::int64_t>(bytes);
+  }
+
   void require_all_gradients() const {
     std::vector<std::string> missing;
     for (const auto& [name, parameter] : trainable(parameters_))
@@ -198,6 +208,8 @@ class DistributedDataParallel::Impl {
 
   void finish_backward(const BatchTotals& totals) {
     last_batch_ = totals;
+    ++statistics_.exchanges;
+    statistics_.bytes = published_ ? statistics_.bytes + gradient_bytes() : reducer_->bytes_exchanged();
     broadcast_tensors(world_, buffers_);
     if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
   }
@@ -212,6 +224,7 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<ParameterBlock> block_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
+  Statistics statistics_;
   bool no_sync_ = false;
   int shards_done_ = 0;                              // of this step's virtual shards
   std::vector<torch::Tensor> buffers_before_;        // at the beginning of the step
@@ -248,6 +261,7 @@ void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t s
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
+DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
 void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }
 

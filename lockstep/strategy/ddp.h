@@ -35,6 +35,10 @@ struct DistributedDataParallelOptions {
   // gradient. false: on a rank with samples it is an error that names the parameters.
   bool find_unused_parameters = true;
 
+  // Other ways to sum a bucket (gradient/communication_hook.h). What is sent is then not what was computed, so every rank goes
+  // through buckets, also within a machine.
+  std::shared_ptr<CommunicationHook> hook = nullptr;
+
   // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls backward()
   // for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2, 4 ... V ranks give
   // the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend on the shard. Needs shared
@@ -84,6 +88,14 @@ class DistributedDataParallel {
 
   // Of the last exchange, over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;
+
+  // Since the start, on this rank: what went through buckets, or was published and read where it lies.
+  struct Statistics {
+    std::int64_t exchanges = 0;
+    std::int64_t bytes = 0;
+    double waiting_seconds = 0;  // after the last gradient was computed: what did not overlap with backward
+  };
+  Statistics statistics() const;
 
   // Seconds of the last backward() that were spent waiting for the exchange after the gradients were computed.
   double exchange_seconds() const;

@@ -22,6 +22,7 @@ class DdpStrategy : public Strategy {
     ddp_ = std::make_unique<DistributedDataParallel>(
         world, *replica_.model, *replica_.optimizer,
         DistributedDataParallelOptions{.share_parameters = options.share_parameters,
+                                       .hook = make_hook(options.compression, options.compression_amount),
                                        .virtual_shards = options.virtual_shards});
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
     if (options.virtual_shards > 0) generator_.emplace(options.seed);

@@ -11,6 +11,9 @@
 
 #include "lockstep/data/sampler.h"
 #include "lockstep/model/lenet.h"
+#include "lockstep/model/sync_batch_norm.h"
+#include "lockstep/optimizer/gradient_scaler.h"
+#include "lockstep/strategy/periodic_average.h"
 #include "lockstep/strategy/strategy.h"
 #include "lockstep/strategy/verify.h"
 #include "tests/support.h"
@@ -348,6 +351,92 @@ TEST(Ddp, adds_up_under_no_sync_and_exchanges_once) {
       world.barrier();
     });
   }
+}
+
+TEST(Ddp, averages_parameters_after_a_local_phase) {
+  run_ranks(3, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = false});
+    PeriodicAverage average(world, *net, {.first_steps = 2, .every = 3});
+    for (int step = 0; step < 5; ++step) {
+      if (average.is_local()) {
+        const auto alone = ddp.no_sync();
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+      } else {
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+      }
+      sgd.step();
+      sgd.zero_grad();
+      average.after_step();
+      const torch::Tensor all = world.all_gather(net->w.detach());
+      const bool alike = torch::equal(all[0], all[1]) && torch::equal(all[0], all[2]);
+      EXPECT_EQ(alike, step < 2 || step == 4) << "step " << step;
+    }
+  });
+}
+
+TEST(Ddp, counts_what_it_exchanges) {
+  for (const bool share : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
+      for (int step = 0; step < 3; ++step) {
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+        sgd.step();
+        sgd.zero_grad();
+      }
+      EXPECT_EQ(ddp.statistics().exchanges, 3);
+      EXPECT_EQ(ddp.statistics().bytes, 3 * (share ? 3 : 4) * 8) << "buckets carry a flag beside the three gradients";
+      world.barrier();
+    });
+  }
+}
+
+TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
+  run_ranks(2, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd);
+    GradientScaler scaler({.initial_scale = 8, .growth_interval = 1});
+    torch::Tensor loss = net->loss(batch_of(0, 0, 2));
+    if (world.rank() == 1) loss = loss * std::numeric_limits<double>::infinity();
+    ddp.backward(scaler.scale(loss), 2);
+    EXPECT_FALSE(scaler.step(sgd));
+    EXPECT_EQ(scaler.current_scale(), 4);
+    EXPECT_TRUE(torch::equal(net->w.detach(), torch::ones({3}, torch::kFloat64)));
+    sgd.zero_grad();
+    ddp.backward(scaler.scale(net->loss(batch_of(0, 0, 2))), 2);
+    EXPECT_TRUE(scaler.step(sgd));
+    EXPECT_EQ(scaler.current_scale(), 8);
+    EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({{batch_of(0, 0, 2)}}), 1e-12, 0));
+    world.barrier();
+  });
+}
+
+// The mean over the global batch, forward and backward, as one rank has it.
+TEST(Ddp, synchronised_batch_norm_equals_one_rank_on_the_whole_batch) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(2);
+  const torch::Tensor whole = torch::randn({7, 3, 4, 4}, generator, torch::kFloat64);
+  const torch::Tensor factor = torch::randn({7, 3, 4, 4}, generator, torch::kFloat64);
+  torch::nn::BatchNorm2d reference(torch::nn::BatchNorm2dOptions(3));
+  reference->to(torch::kFloat64);
+  const torch::Tensor x = whole.clone().set_requires_grad(true);
+  (reference(x) * factor).sum().backward();
+  run_ranks(3, [&](World& world) {
+    SyncBatchNorm norm(world, SyncBatchNormOptions{.features = 3});
+    norm->to(torch::kFloat64);
+    const Range mine = even_part(7, world.rank(), 3);
+    const torch::Tensor part = whole.slice(0, mine.begin, mine.end).clone().set_requires_grad(true);
+    (norm(part) * factor.slice(0, mine.begin, mine.end)).sum().backward();
+    EXPECT_TRUE(torch::allclose(part.grad(), x.grad().slice(0, mine.begin, mine.end), 1e-9, 1e-9));
+    EXPECT_TRUE(torch::allclose(norm->running_mean, reference->running_mean, 1e-12, 1e-12));
+    EXPECT_TRUE(torch::allclose(norm->running_var, reference->running_var, 1e-12, 1e-12));
+    const torch::Tensor weight_gradient = norm->weight.grad().clone();
+    world.all_reduce(weight_gradient);
+    EXPECT_TRUE(torch::allclose(weight_gradient, reference->weight.grad(), 1e-9, 1e-9));
+  });
 }
 
 TEST(Ddp, names_the_parameters_without_a_gradient_if_all_have_to_be_used) {

@@ -90,7 +90,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   replica.model->to(device);
   replica.layout = chosen_layout(options.layout, *replica.model, device);
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(replica.model->parameters(), options);
+  replica.optimizer = make_optimizer(*replica.model, options);
   return replica;
 }
 
@@ -189,7 +189,8 @@ std::int64_t gradient_bytes(const torch::nn::Module& model) {
 std::int64_t optimizer_bytes(const Replica& replica) {
   std::vector<NamedTensor> state;
   for (const torch::Tensor& parameter : replica.model->parameters())
-    for (const auto& [name, tensor] : replica.optimizer->state_of(parameter)) state.push_back({name, tensor});
+    for (const auto& [name, tensor] : replica.optimizer->state_of(parameter))
+      if (tensor.dim() > 0) state.push_back({name, tensor});  // the step's number lies elsewhere
   return bytes_of(state);
 }
 

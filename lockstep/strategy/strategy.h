@@ -46,6 +46,8 @@ struct StrategyOptions {
   std::uint64_t seed = 0;
   std::string layout = "auto";  // auto | contiguous | channels_last
   bool share_parameters = true;  // one copy per machine (strategy/ddp.h)
+  std::string compression = "none";  // of gradients between ranks: none | fp16 | bf16 | powersgd | 2bit | topk
+  double compression_amount = 0;     // powersgd: rank, 2bit: threshold, topk: share; 0: its default
   int virtual_shards = 0;        // the same bits whatever the number of ranks (strategy/ddp.h); 0: off
 
   // Strategies whose devices are threads of this process:

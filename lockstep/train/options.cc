@@ -80,6 +80,11 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--clip-value", o.clip_value, "largest element of a gradient; 0: off")->capture_default_str();
   app.add_option("--ema-decay", o.ema_decay, "also keep a moving average of the weights; 0: off")->capture_default_str();
   app.add_flag("--separate-parameters", o.separate_parameters, "a copy in every rank instead of one per machine");
+  app.add_option("--compression", o.compression, "of gradients between ranks")
+      ->check(CLI::IsMember({"none", "fp16", "bf16", "powersgd", "2bit", "topk"}))
+      ->capture_default_str();
+  app.add_option("--compression-amount", o.compression_amount, "powersgd: rank, 2bit: threshold, topk: share; 0: its default")
+      ->capture_default_str();
   app.add_option("--virtual-shards", o.virtual_shards, "the same bits on any number of ranks that divides this; 0: off")
       ->capture_default_str();
   app.add_option("--lr-scaling", o.lr_scaling, "how --lr grows with the batch")

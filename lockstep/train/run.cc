@@ -83,6 +83,8 @@ StrategyOptions strategy_options(const TrainOptions& o) {
           .seed = o.seed,
           .layout = o.layout,
           .share_parameters = !o.separate_parameters,
+          .compression = o.compression,
+          .compression_amount = o.compression_amount,
           .virtual_shards = o.virtual_shards,
           .devices = devices_per_rank(o),
           .timeout = timeout_of(o),

@@ -53,6 +53,7 @@ Json course(const TrainOptions& options) {
           {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
           {"layout", options.layout},       {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
           {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
+          {"compression", options.compression}, {"compression_amount", options.compression_amount},
           {"average_every", options.average_every},
           {"outer_lr", options.outer_lr},   {"outer_momentum", options.outer_momentum},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
