@@ -147,7 +147,7 @@ Tensor scaled(const Tensor& tensor, const c10d::ReduceOp& op) {
     throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with makeNCCLPreMulSum"});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const Tensor product =
-      factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
+      factor->tensor_factor.defined() ? tensor.mul(factor->tensor_factor) : tensor.mul(factor->double_factor);
   return product.to(tensor.scalar_type());
 }
 
