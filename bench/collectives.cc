@@ -17,6 +17,7 @@ namespace {
 
 const std::vector<std::string> kAlgorithms{"direct", "central", "ring", "tree"};
 const std::vector<std::string> kMemories{"arena", "ordinary"};
+constexpr const char* kLockstep = "lockstep";
 constexpr const char* kMemcpy = "memcpy";
 
 struct Options {
@@ -50,7 +51,7 @@ std::vector<Column> lockstep_columns(const Options& options) {
 std::vector<std::size_t> sizes_of(const std::string& operation, const Options& options) {
   if (operation == "barrier") return {0};
   std::vector<std::size_t> sizes;
-  const bool all = options.full || operation == "all_reduce" || operation == kMemcpy;
+  const bool all = options.full || operation == "all_reduce";
   for (std::size_t bytes = 4; bytes <= options.max_bytes; bytes *= 4) {
     const bool one_of_five = bytes == 4 || bytes == 4096 || bytes == 262144 || bytes == 4194304 || bytes == 67108864;
     if (all || one_of_five) sizes.push_back(bytes);
@@ -58,9 +59,9 @@ std::vector<std::size_t> sizes_of(const std::string& operation, const Options& o
   return sizes;
 }
 
-std::vector<Case> cases_of(const Options& options, const std::vector<std::string>& operations) {
+std::vector<Case> cases_of(const Options& options) {
   std::vector<Case> cases;
-  for (const std::string& operation : operations)
+  for (const std::string& operation : options.operations)
     for (const std::size_t bytes : sizes_of(operation, options))
       cases.push_back({.operation = operation, .bytes = bytes, .dtype = options.dtype});
   return cases;
@@ -72,61 +73,67 @@ Case in_column(Case one, const Column& column) {
   return one;
 }
 
-Words lockstep_words(const Options& options) {
-  Words words;
-  for (const Case& one : cases_of(options, {kMemcpy})) words.push_back(to_word(one));
-  for (const Column& column : lockstep_columns(options))
-    for (const Case& one : cases_of(options, options.operations)) {
-      if (one.operation == "all_reduce" || column.algorithm == "direct")
-        words.push_back(to_word(in_column(one, column)));
-    }
-  return words;
-}
-
-Words peer_words(const Options& options) {
-  Words words;
-  for (const Case& one : cases_of(options, options.operations)) words.push_back(to_word(one));
-  return words;
-}
-
-// Medians over the turns, by system and word.
+// All turns of all systems at all cases.
 class Results {
  public:
-  void add(const std::string& system, const Seconds& seconds) {
-    for (const auto& [word, value] : seconds) all_[system][word].push_back(value);
+  void add(const std::string& system, const Case& one, std::optional<double> seconds) {
+    if (seconds) all_[system][to_word(one)].push_back(*seconds);
   }
+
+  // The median over the turns.
   std::optional<double> find(const std::string& system, const Case& one) const {
-    const auto of_system = all_.find(system);
-    if (of_system == all_.end()) return std::nullopt;
-    const auto values = of_system->second.find(to_word(one));
-    if (values == of_system->second.end()) return std::nullopt;
-    return median(values->second);
+    const Turns* const turns = turns_of(system, one);
+    return turns == nullptr ? std::nullopt : std::optional(median(*turns));
   }
-  std::optional<double> best_of(const std::vector<Peer>& peers, const Case& one) const {
-    std::optional<double> best;
-    for (const Peer& peer : peers)
-      if (const auto seconds = find(peer.name, one); seconds && (!best || *seconds < *best)) best = seconds;
-    return best;
+
+  // The median of how many times as long as `ours` it took, turn by turn.
+  std::optional<double> ratio(const std::string& peer, const Case& theirs, const Case& ours) const {
+    const Turns* const above = turns_of(peer, theirs);
+    const Turns* const below = turns_of(kLockstep, ours);
+    if (above == nullptr || below == nullptr) return std::nullopt;
+    Turns ratios;
+    for (std::size_t turn = 0; turn < above->size(); ++turn) ratios.push_back((*above)[turn] / (*below)[turn]);
+    return median(ratios);
   }
+
   nlohmann::ordered_json to_json() const {
     nlohmann::ordered_json json;
     for (const auto& [system, words] : all_)
-      for (const auto& [word, values] : words) json[system][word] = median(values);
+      for (const auto& [word, turns] : words) json[system][word] = {{"median", median(turns)}, {"turns", turns}};
     return json;
   }
 
  private:
-  std::map<std::string, std::map<std::string, std::vector<double>>> all_;
+  using Turns = std::vector<double>;
+
+  const Turns* turns_of(const std::string& system, const Case& one) const {
+    const auto of_system = all_.find(system);
+    if (of_system == all_.end()) return nullptr;
+    const auto turns = of_system->second.find(to_word(one));
+    return turns == of_system->second.end() ? nullptr : &turns->second;
+  }
+
+  std::map<std::string, std::map<std::string, Turns>> all_;
 };
 
+Case copy_of(const Case& one) { return {.operation = kMemcpy, .bytes = one.bytes, .dtype = one.dtype}; }
+
+// Every system in turn, at every case, several times: what changes meanwhile on the machine meets all of them.
 Results measure(const Options& options, int ranks, const std::vector<Peer>& here) {
+  const RunningSystemPtr ours = start_lockstep(ranks);
+  std::vector<RunningSystemPtr> theirs;
+  for (const Peer& peer : here) theirs.push_back(peer.start(ranks));
   Results results;
-  for (int turn = 0; turn < options.turns; ++turn) {
-    std::cerr << "\r" << ranks << " ranks, turn " << turn + 1 << " of " << options.turns << std::flush;
-    results.add("lockstep", run_lockstep(ranks, lockstep_words(options)));
-    for (const Peer& peer : here) results.add(peer.name, peer.run(ranks, peer_words(options)));
+  for (const Case& one : cases_of(options)) {
+    std::cerr << "\r" << ranks << " ranks: " << one.operation << ' ' << one.bytes << "              " << std::flush;
+    for (int turn = 0; turn < options.turns; ++turn) {
+      for (const Column& column : lockstep_columns(options))
+        results.add(kLockstep, in_column(one, column), ours->seconds(to_word(in_column(one, column))));
+      for (const RunningSystemPtr& peer : theirs) results.add(peer->name(), one, peer->seconds(to_word(one)));
+      results.add(kLockstep, copy_of(one), ours->seconds(to_word(copy_of(one))));
+    }
   }
-  std::cerr << "\r" << std::string(40, ' ') << "\r";
+  std::cerr << "\r" << std::string(60, ' ') << "\r";
   return results;
 }
 
@@ -139,9 +146,7 @@ double copied_share(const std::string& operation, int ranks) {
   return 1;
 }
 
-std::string ratio(std::optional<double> theirs, std::optional<double> ours) {
-  return theirs && ours ? concat(fixed(*theirs / *ours, 1), "x") : "";
-}
+std::string times(std::optional<double> ratio) { return ratio ? concat(fixed(*ratio, 1), "x") : ""; }
 std::string microseconds(std::optional<double> seconds) { return seconds ? fixed(*seconds * 1e6, 2) : ""; }
 
 class Page {
@@ -151,7 +156,7 @@ class Page {
 
   void print(std::ostream& out) const {
     Table table(heads());
-    for (const Case& one : cases_of(options_, options_.operations)) table.add(row(one));
+    for (const Case& one : cases_of(options_)) table.add(row(one));
     out << '\n' << ranks_ << " ranks, " << options_.dtype << ", microseconds\n";
     table.print(out);
   }
@@ -169,18 +174,26 @@ class Page {
   std::vector<std::string> row(const Case& one) const {
     std::vector<std::string> cells{one.operation,
                                    one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
-    const Case copy{.operation = kMemcpy, .bytes = one.bytes, .dtype = one.dtype};
+    const auto copy = results_.find(kLockstep, copy_of(one));
     for (const Column& column : lockstep_columns(options_)) {
-      const auto ours = results_.find("lockstep", in_column(one, column));
+      const auto ours = results_.find(kLockstep, in_column(one, column));
       cells.push_back(microseconds(ours));
-      cells.push_back(ratio(results_.find("Gloo", one), ours));
-      cells.push_back(ratio(results_.best_of(here_, one), ours));
+      cells.push_back(times(results_.ratio("Gloo", one, in_column(one, column))));
+      cells.push_back(times(ratio_to_best(one, in_column(one, column))));
       cells.push_back(ours && one.bytes > 0 ? fixed(static_cast<double>(one.bytes) / *ours / 1e9, 2) : "");
-      cells.push_back(share_of_limit(one, ours, results_.find("lockstep", copy)));
+      cells.push_back(share_of_limit(one, ours, copy));
     }
     for (const Peer& peer : here_) cells.push_back(microseconds(results_.find(peer.name, one)));
-    cells.push_back(microseconds(results_.find("lockstep", copy)));
+    cells.push_back(microseconds(copy));
     return cells;
+  }
+
+  std::optional<double> ratio_to_best(const Case& theirs, const Case& ours) const {
+    std::optional<double> least;
+    for (const Peer& peer : here_)
+      if (const auto ratio = results_.ratio(peer.name, theirs, ours); ratio && (!least || *ratio < *least))
+        least = ratio;
+    return least;
   }
 
   std::string share_of_limit(const Case& one, std::optional<double> ours, std::optional<double> copy) const {
@@ -209,7 +222,7 @@ void add_options(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_option("--dtype", options.dtype, "of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
   app.add_option("--max-bytes", options.max_bytes, "the largest array")->capture_default_str();
-  app.add_option("--turns", options.turns, "how often each system has its turn")
+  app.add_option("--turns", options.turns, "how often each system has its turn at each case")
       ->check(CLI::Range(1, 99))
       ->capture_default_str();
   app.add_flag("--full", options.full, "2, 4 and 8 ranks, every algorithm, every operation at every size");
@@ -217,10 +230,10 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 void print_head(const std::vector<Peer>& all) {
-  std::cout
-      << machine() << "\nloopback round trip: " << fixed(loopback_round_trip() * 1e6, 1) << " us\n"
-      << "Each figure: the slowest rank's median over rounds, then over turns. /Gloo and /best (peer): how many times\n"
-         "as long the peer takes. limit: what all ranks copying that many bytes at once take, as a share.\n";
+  std::cout << machine() << "\nloopback round trip: " << fixed(loopback_round_trip() * 1e6, 1) << " us\n"
+            << "Each figure: the slowest rank, median over turns. /Gloo and /best (peer): how many times as long the "
+               "peer took,\n"
+               "median over turns. limit: what all ranks copying that many bytes at the same time took, as a share.\n";
   for (const Peer& peer : all)
     if (!peer.missing.empty()) std::cout << peer.name << " is missing: " << peer.missing << '\n';
 }

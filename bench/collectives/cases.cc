@@ -1,8 +1,11 @@
 #include "bench/collectives/cases.h"
 
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
-#include <ostream>
 #include <sstream>
 #include <stdexcept>
 
@@ -24,6 +27,29 @@ std::size_t size_of(const std::string& dtype) {
   for (const DTypeSize& one : kDTypes)
     if (dtype == one.name) return one.bytes;
   throw std::invalid_argument("no dtype " + dtype);
+}
+
+int connect_to(const std::string& address) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  address.copy(name.sun_path, sizeof name.sun_path - 1);
+  const int socket = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (socket < 0 || ::connect(socket, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0)
+    throw std::runtime_error("no benchmark at " + address);
+  return socket;
+}
+
+// Without the newline; empty at the end.
+std::string read_line(int socket) {
+  std::string line;
+  for (char letter = 0; ::read(socket, &letter, 1) == 1 && letter != '\n';) line += letter;
+  return line;
+}
+
+void write_line(int socket, const std::string& line) {
+  const std::string all = line + "\n";
+  if (::write(socket, all.data(), all.size()) != static_cast<ssize_t>(all.size()))
+    throw std::runtime_error("the benchmark has gone");
 }
 
 double seconds_of(const std::function<void()>& call, int times) {
@@ -93,13 +119,17 @@ double seconds_per_call(System& system, const std::function<void()>& call) {
   return rounds[kRounds / 2];
 }
 
-void run_cases(System& system, const std::vector<std::string>& words, std::ostream& out) {
-  for (const std::string& word : words) {
-    const std::function<void()> call = system.prepare(from_word(word));
-    if (!call) continue;
-    const double seconds = seconds_per_call(system, call);
-    if (system.rank() == 0) out << word << ' ' << seconds << std::endl;
+void serve(System& system, const std::string& address) {
+  const int socket = connect_to(address);
+  std::string last;
+  std::function<void()> call;
+  write_line(socket, std::to_string(system.rank()));
+  for (std::string word = read_line(socket); !word.empty(); word = read_line(socket)) {
+    if (word != last) call = system.prepare(from_word(word));
+    last = word;
+    write_line(socket, call ? std::to_string(1e9 * seconds_per_call(system, call)) : "none");
   }
+  ::close(socket);
 }
 
 }  // namespace lockstep::bench

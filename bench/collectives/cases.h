@@ -1,13 +1,12 @@
 // bench/collectives/cases.h: what is measured, and how: the same for lockstep, Gloo and both MPIs, whose programs share
 // this file and cases.cc. No torch, no lockstep: MPI's own compilers build it too.
 //
-// Flow:    bench_collectives -> a word per case -> a program per system and rank -> "word seconds" on rank 0's stdout
+// Flow:    bench_collectives -> a word per case, over a socket -> a process per system and rank -> seconds
 // Ranks:   all ranks of a system measure the same cases in the same order
 #pragma once
 
 #include <cstddef>
 #include <functional>
-#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -47,7 +46,8 @@ std::function<void()> there_and_back(int rank, std::function<void()> send, std::
 // Seconds per call: the median over rounds of the slowest rank's mean. A round takes about 10 ms, or one call.
 double seconds_per_call(System& system, const std::function<void()>& call);
 
-// Measures each case; rank 0 writes a line "word seconds" for each that the system has.
-void run_cases(System& system, const std::vector<std::string>& words, std::ostream& out);
+// Connects to the Unix socket at `address`, says its rank, and then answers each line, a word, with the seconds, or
+// with "none" if the system has no such case. Returns when the other end closes. While it waits it sleeps.
+void serve(System& system, const std::string& address);
 
 }  // namespace lockstep::bench

@@ -1,7 +1,4 @@
 // c10d's Gloo, as one of the systems.
-#include <cstdlib>
-#include <filesystem>
-#include <iostream>
 #include <map>
 
 #include <ATen/Parallel.h>
@@ -11,12 +8,9 @@
 
 #include "bench/collectives/cases.h"
 #include "bench/collectives/systems.h"
-#include "lockstep/base/error.h"
 
 namespace lockstep::bench {
 namespace {
-
-namespace fs = std::filesystem;
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -96,29 +90,16 @@ GlooRank::Call GlooRank::call_for(const std::string& operation, at::Tensor data,
 
 }  // namespace
 
-Seconds run_gloo(int ranks, const Words& words) {
-  std::string folder = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
-  if (::mkdtemp(folder.data()) == nullptr) throw system_error("make a folder like", folder);
+// Gloo's ranks meet through a file beside the socket.
+RunningSystemPtr start_gloo(int ranks) {
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < ranks; ++rank)
-    programs.push_back({.command = {},
-                        .body =
-                            [&, rank] {
-                              GlooRank system(folder + "/store", rank, ranks);
-                              run_cases(system, words, std::cout);
-                              return 0;
-                            },
-                        .variables = {},
-                        .pinned = false});
-  const auto remove_folder = [&] { fs::remove_all(folder); };
-  try {
-    Seconds seconds = run_programs("Gloo", programs);
-    remove_folder();
-    return seconds;
-  } catch (...) {
-    remove_folder();
-    throw;
-  }
+    programs.push_back({.command = {}, .body = [=](const std::string& address) {
+                          GlooRank system(address + ".store", rank, ranks);
+                          serve(system, address);
+                          return 0;
+                        }});
+  return std::make_unique<RunningSystem>("Gloo", ranks, programs);
 }
 
 }  // namespace lockstep::bench

@@ -1,6 +1,6 @@
 // The shared-memory core, as the first of the systems.
 #include <cstring>
-#include <iostream>
+#include <map>
 #include <memory>
 
 #include "bench/collectives/cases.h"
@@ -90,22 +90,22 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
 
 }  // namespace
 
-Seconds run_lockstep(int ranks, const Words& words) {
-  shm::Host host(ranks);
+RunningSystemPtr start_lockstep(int ranks) {
+  const auto host = std::make_shared<shm::Host>(ranks);
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < ranks; ++rank)
     programs.push_back({.command = {},
                         .body =
-                            [&, rank] {
+                            [=](const std::string& address) {
                               const Deadline soon = Deadline::after(std::chrono::seconds(30));
-                              LockstepRank system(rank == 0 ? host.connect(soon)
-                                                            : shm::join_host(host.address(), rank, ranks, soon));
-                              run_cases(system, words, std::cout);
+                              LockstepRank system(rank == 0 ? host->connect(soon)
+                                                            : shm::join_host(host->address(), rank, ranks, soon));
+                              serve(system, address);
                               return 0;
                             },
                         .variables = {},
                         .pinned = true});
-  return run_programs("lockstep", programs);
+  return std::make_unique<RunningSystem>("lockstep", ranks, programs);
 }
 
 }  // namespace lockstep::bench

@@ -1,8 +1,7 @@
-// MPI, as one of the systems: compiled by each MPI's own compiler, started by its mpirun with the words as arguments.
+// MPI, as one of the systems: compiled by each MPI's own compiler, started by its mpirun with the address of the
+// benchmark.
 #include <mpi.h>
 
-#include <cstring>
-#include <iostream>
 #include <map>
 #include <vector>
 
@@ -83,7 +82,7 @@ int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   {
     lockstep::bench::MpiRank system;
-    lockstep::bench::run_cases(system, {argv + 1, argv + argc}, std::cout);
+    lockstep::bench::serve(system, argv[1]);
   }
   MPI_Finalize();
 }

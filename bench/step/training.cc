@@ -1,7 +1,13 @@
 #include "bench/step/training.h"
 
+#include <poll.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -14,6 +20,7 @@
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/launch/process.h"
 #include "lockstep/model/layout.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -123,13 +130,52 @@ Seconds train(const World& world, const StepCase& one, const StepRun& run) {
   return result;
 }
 
+// Lines of a name and a number.
+Seconds parse_lines(int fd) {
+  std::string text;
+  std::array<char, 4096> buffer;
+  off_t at = 0;
+  for (ssize_t bytes = 0; (bytes = ::pread(fd, buffer.data(), buffer.size(), at)) > 0; at += bytes)
+    text.append(buffer.data(), static_cast<std::size_t>(bytes));
+  std::istringstream lines(text);
+  Seconds seconds;
+  std::string name;
+  for (double value = 0; lines >> name >> value;) seconds[name] = value;
+  return seconds;
+}
+
+UniqueFd file_for_results() {
+  UniqueFd file(::memfd_create("results", 0));
+  if (!file) throw system_error("make", "a file for results");
+  return file;
+}
+
+constexpr std::chrono::minutes kLongestRun{10};
+
+// What a program writes to stdout, as lines of a name and a number.
+Seconds run_program(const std::vector<std::string>& command) {
+  const UniqueFd results = file_for_results();
+  ProcessOptions options{.command = command, .body = nullptr};
+  options.variables = {{"OMP_NUM_THREADS", "1"}};
+  options.output_fd = results.get();
+  ::sigemptyset(&options.signal_mask);
+  const Process process(options);
+  const Deadline deadline = Deadline::after(kLongestRun);
+  pollfd ended{.fd = process.pidfd(), .events = POLLIN, .revents = 0};
+  while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
+  const std::optional<ExitStatus> status = process.status();
+  if (!status || status->exit_code != 0 || status->signal != 0)
+    throw SystemError({.what = concat(command.front(), " ", command[1], status ? " failed" : " did not end in time"),
+                       .likely = "its own message is above"});
+  return parse_lines(results.get());
+}
+
 fs::path pytorch_script() { return fs::read_symlink("/proc/self/exe").parent_path() / "step-pytorch.py"; }
 
 }  // namespace
 
 Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
-  const UniqueFd results(::memfd_create("results", 0));
-  if (!results) throw system_error("make", "a file for results");
+  const UniqueFd results = file_for_results();
   const auto rank = [&] {
     const World world = World::from_env();
     const Seconds seconds = train(world, one, run);
@@ -143,7 +189,7 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a rank of lockstep ended with code ", ended.exit_code),
                        .likely = "its own message is above"});
-  return parse_seconds(results.get());
+  return parse_lines(results.get());
 }
 
 std::string why_no_pytorch() {
@@ -152,11 +198,8 @@ std::string why_no_pytorch() {
 }
 
 Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
-  return run_programs("PyTorch", {{.command = {"python3", pytorch_script().string(), one.name, concat(run.ranks),
-                                               concat(one.batch), one.layout, concat(run.warmup), concat(run.steps)},
-                                   .body = nullptr,
-                                   .variables = {{"OMP_NUM_THREADS", "1"}},
-                                   .pinned = false}});
+  return run_program({"python3", pytorch_script().string(), one.name, concat(run.ranks), concat(one.batch), one.layout,
+                      concat(run.warmup), concat(run.steps)});
 }
 
 }  // namespace lockstep::bench

@@ -3,10 +3,14 @@
 // Threads: call from the main thread while it is the only one (it forks)
 #pragma once
 
-#include "bench/collectives/systems.h"
+#include <map>
+#include <string>
+
 #include "bench/step/cases.h"
 
 namespace lockstep::bench {
+
+using Seconds = std::map<std::string, double>;  // by name
 
 struct StepRun {
   int ranks = 2;

@@ -202,6 +202,29 @@ def train_with_hook():
     expect(parameters, reference)
 
 
+def mapping_of(address):
+    """The name of what is mapped there, as /proc/self/maps has it."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= address < end:
+                return line
+    return ""
+
+
+def look_at_buckets():
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(mapping_of(bucket.buffer().data_ptr()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    model = DistributedDataParallel(small_model())
+    model.register_comm_hook(None, hook)
+    train(model, steps=3)
+    assert seen and all("memfd:lockstep" in mapping for mapping in seen), seen
+
+
 def reference_of_fsdp():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
@@ -281,6 +304,9 @@ class Training(unittest.TestCase):
 
     def test_ddp_with_a_communication_hook_keeps_replicas_equal(self):
         run_ranks(2, train_with_hook)
+
+    def test_ddp_takes_its_buckets_from_shared_memory(self):
+        run_ranks(2, look_at_buckets)
 
     def test_fully_shard_trains_like_ddp(self):
         run_ranks(2, train_with_fsdp, "fully_shard")

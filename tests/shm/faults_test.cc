@@ -140,7 +140,7 @@ int run_until_fault(Group& group, const Round& round, const SharedBoard& board) 
     for (int call = 0;; ++call) {
       if (group.rank() == round.victim && call == round.last_call) commit(round.fault, group, round.seed, board);
       one_call(group, call, arena, ordinary);
-      if (group.rank() == round.victim) board->calls.store(call);
+      if (group.rank() == round.victim) board->calls.store(call + 1);
     }
   } catch (const PeerLost& error) {
     board->error_at[static_cast<std::size_t>(group.rank())].store(now());
@@ -154,7 +154,7 @@ int run_until_fault(Group& group, const Round& round, const SharedBoard& board) 
 void strike(const Round& round, pid_t victim, const SharedBoard& board) {
   if (round.fault != Fault::kKill && round.fault != Fault::kStop) return;
   const Deadline deadline = soon();
-  while (board->calls.load() < round.last_call && !deadline.passed()) ::sched_yield();
+  while (board->calls.load() <= round.last_call && !deadline.passed()) ::sched_yield();
   board->fault_at.store(now());
   ::kill(victim, round.fault == Fault::kKill ? SIGKILL : SIGSTOP);
 }
@@ -210,7 +210,7 @@ double connect_with_few_descriptors(unsigned seed) {
   std::mt19937 random(seed);
   const int size = 2 + static_cast<int>(random() % 3);
   const int victim = static_cast<int>(random() % static_cast<unsigned>(size));
-  const auto spare = static_cast<rlim_t>(random() % 5);
+  const auto spare = static_cast<rlim_t>(random() % 3);
   SCOPED_TRACE(concat("seed ", seed, ": ", size, " ranks, victim ", victim, ", ", spare, " descriptors"));
   Host host(size);
   const Stopwatch watch;

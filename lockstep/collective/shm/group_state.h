@@ -17,6 +17,7 @@
 #include <array>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,8 +44,8 @@ class GroupState final : public Narrator {
   // Runs a collective. Whatever it throws except MismatchError (which all ranks throw alike, before any data moved)
   // leaves the machine poisoned and no peer using this rank's memory.
   template <class Body>
-  void run(const Body& body) {
-    waiter_.begin_call();
+  void run(const Body& body, std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
+    waiter_.begin_call(timeout);
     try {
       body();
     } catch (...) {

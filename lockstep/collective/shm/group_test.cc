@@ -145,6 +145,23 @@ TEST(group, the_deadline_lists_what_every_rank_does) {
   }
 }
 
+TEST(group, a_call_may_have_a_timeout_of_its_own) {
+  std::latch given_up(1);
+  const Stopwatch watch;
+  const auto errors = run_threads(2, [&](Group& group) {
+    if (group.rank() == 1) return given_up.wait();
+    try {
+      group.run(Barrier{}, std::chrono::milliseconds(50));
+    } catch (...) {
+      given_up.count_down();
+      throw;
+    }
+    given_up.count_down();
+  });
+  EXPECT_TRUE(contains(text_of(errors[0]), "rank 1 did not answer within 50.0 ms"));
+  EXPECT_LT(watch.seconds(), 5);
+}
+
 TEST(group, a_rank_that_left_is_not_waited_for) {
   const Stopwatch watch;
   const auto errors = run_threads(2, [](Group& group) {
