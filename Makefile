@@ -35,6 +35,7 @@ bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	bench/startup.py
 	bench/lenet.py
 	bench/accuracy.py
+	build/release/bin/lockstep bench data --json bench/results/data.json
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

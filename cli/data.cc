@@ -34,9 +34,9 @@ std::string shape_text(const Record& record) {
 }
 
 std::string first_sample(const RecordReader& records) {
-  const Record first = records.read(0);
+  const Record first = first_good_record(records);
   if (!first.encoded) return shape_text(first);
-  const ImageShape shape = encoded_shape(first.payload, records.origin(0));
+  const ImageShape shape = encoded_shape(first.payload, records.folder().string());
   return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",
                 human_bytes(first.payload.size()));
 }
@@ -56,7 +56,7 @@ void describe(const fs::path& folder, bool check) {
             << "  shards       " << records.shard_sizes().size() << ", " << human_bytes(records.bytes()) << '\n';
   if (info.classes > 0) std::cout << "  classes      " << info.classes << '\n';
   if (!info.class_names.empty()) std::cout << "  class names  " << join(info.class_names, ", ") << '\n';
-  if (records.size() > 0) std::cout << "  the first    " << first_sample(records) << '\n';
+  if (records.size() > 0) std::cout << "  a record     " << first_sample(records) << '\n';
   if (check) verify(records);
 }
 

@@ -152,12 +152,15 @@ double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t
   const RecordReader records(folder);
   const auto order = window_order(records.shard_sizes(), kWindow)->draw(seed, 0);
   std::uint64_t bytes = 0;
-  std::vector<std::int64_t> batch(kAhead);
-  for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {
-    batch.resize(static_cast<std::size_t>(std::min(kAhead, records.size() - begin)));
+  const auto part = [&](std::int64_t begin) {
+    const std::int64_t end = std::min(begin + kAhead, records.size());
+    std::vector<std::int64_t> batch(static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
     order->read(begin, batch);
-    records.will_read(batch);
-    for (const std::int64_t index : batch) bytes += records.read(index).payload.size();
+    return batch;
+  };
+  for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {
+    records.will_read(part(begin + kAhead));
+    for (const std::int64_t index : part(begin)) bytes += records.read(index).payload.size();
   }
   return static_cast<double>(bytes) / watch.seconds();
 }

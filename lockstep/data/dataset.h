@@ -56,6 +56,9 @@ class Dataset {
   // The same, for a dataset that reuses memory or draws augmentation from (seed, epoch, index).
   virtual Batch assemble(const BatchRequest& request) const { return make_batch(request.indices); }
 
+  // These samples are about to be asked for: a dataset on disk starts reading them now, all at once. Does not block.
+  virtual void will_read(std::span<const std::int64_t> indices) const { static_cast<void>(indices); }
+
   // How this dataset is best shuffled (data/order.h); null: any order is as good as another.
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };

@@ -103,7 +103,6 @@ void ImageDataset::write_mixed(std::int64_t index, SampleRandom& random, Worker&
 Batch ImageDataset::assemble(const BatchRequest& request) const {
   static thread_local Worker worker;
   worker.times = source_->in_memory() ? nullptr : request.times;
-  source_->will_read(request.indices);
   const auto samples = static_cast<std::int64_t>(request.indices.size());
   const bool soft = transforms_.soft_target();
   Batch batch{allocate_for_batch(request.memory, batch_sizes(request.indices.size(), shape_), torch::kFloat32),

@@ -29,6 +29,7 @@ class ImageDataset : public Dataset {
   // data: (B, C, H, W) float32; target: (B) int64, with mixup or one-hot (B, classes) float32.
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
+  void will_read(std::span<const std::int64_t> indices) const override { source_->will_read(indices); }
   std::shared_ptr<const SampleOrder> shuffled_order() const override { return source_->shuffled_order(); }
 
  private:

@@ -111,13 +111,20 @@ class Loader::State {
   }
 
   Batch load(std::int64_t step, LoadingStatistics& took) {
-    const std::vector<std::int64_t> indices = sampler_.part(step);
     const Stopwatch watch;
+    const std::vector<std::int64_t> indices = sampler_.part(step);
+    read_ahead(step);
     StageTimes times;
     Batch batch = assemble(indices, times, took);
     took.read += times.read;
     took.assemble += watch.seconds() - times.read;
     return batch;
+  }
+
+  // The disk works on the batches that the workers come to next.
+  void read_ahead(std::int64_t step) {
+    const std::int64_t next = step + std::max(1, options_.workers);
+    if (next < sampler_.steps()) dataset_->will_read(sampler_.part(next));
   }
 
   Batch assemble(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {

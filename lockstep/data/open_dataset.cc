@@ -153,7 +153,8 @@ std::shared_ptr<const Dataset> packed_part(const fs::path& folder, const Request
   const bool images = holds_images(records);
   request.require_all_used(images);
   if (!images) return open_packed(folder, {}, window);
-  const bool colour = records.read(0).encoded || records.read(0).shape[0] == 3;
+  const Record first = first_good_record(records);
+  const bool colour = first.encoded || first.shape[0] == 3;
   const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
   return open_packed(folder, validation ? validating(request, base) : training(request, base), window);
 }

@@ -15,9 +15,23 @@ namespace {
 
 constexpr std::uint64_t kShuffleSeed = 0x7061636BULL;
 
-std::vector<std::int64_t> order_of(std::int64_t samples, const PackOptions& options) {
-  std::vector<std::int64_t> order(static_cast<std::size_t>(samples));
-  (options.keep_order ? sequential_order(samples) : random_order(samples))->draw(kShuffleSeed, 0)->read(0, order);
+// The samples of a dataset to write: all, or those of a part of it.
+struct Part {
+  const Dataset* dataset;
+  std::int64_t begin;
+  std::int64_t size;
+};
+
+Part part_of(const Dataset& dataset) {
+  const auto* subset = dynamic_cast<const SubsetDataset*>(&dataset);
+  if (subset == nullptr) return {&dataset, 0, dataset.size()};
+  return {&subset->whole(), subset->begin(), subset->size()};
+}
+
+std::vector<std::int64_t> order_of(const Part& part, const PackOptions& options) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(part.size));
+  (options.keep_order ? sequential_order(part.size) : random_order(part.size))->draw(kShuffleSeed, 0)->read(0, order);
+  for (std::int64_t& sample : order) sample += part.begin;
   return order;
 }
 
@@ -60,14 +74,14 @@ PackedInfo info_of(const ImageSource& source) {
   return info;
 }
 
-void pack_tensors(const TensorDataset& dataset, const PackOptions& options, RecordWriter& writer) {
+void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
   const torch::Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
     throw UsageError({.what = concat(dataset.name(), " has targets that are no whole numbers; packed records have one each")});
   const torch::Tensor targets = dataset.target().to(torch::kInt64);
   const std::size_t bytes = data.nbytes() / static_cast<std::size_t>(data.size(0));
   const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());
-  for (const std::int64_t index : order_of(dataset.size(), options))
+  for (const std::int64_t index : order)
     writer.add({.target = targets.const_data_ptr<std::int64_t>()[index],
                 .dtype = data.scalar_type(),
                 .shape = data.sizes().slice(1).vec(),
@@ -77,18 +91,19 @@ void pack_tensors(const TensorDataset& dataset, const PackOptions& options, Reco
 }  // namespace
 
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
-  RecordWriter writer(folder, options.shard_bytes);
-  if (const auto* images = dynamic_cast<const ImageDataset*>(&dataset)) {
-    for (const std::int64_t index : order_of(images->size(), options))
-      pack_image(images->source(), index, options, writer);
-    return writer.finish(info_of(images->source()));
-  }
-  const auto* tensors = dynamic_cast<const TensorDataset*>(&dataset);
-  if (tensors == nullptr)
+  const Part part = part_of(dataset);
+  const auto* images = dynamic_cast<const ImageDataset*>(part.dataset);
+  const auto* tensors = dynamic_cast<const TensorDataset*>(part.dataset);
+  if (images == nullptr && tensors == nullptr)
     throw UsageError({.what = concat(dataset.name(), " can't be packed"),
                       .likely = "it is text, which is one flat file already, or packed already",
                       .next = "pack images, NumPy arrays or tables"});
-  pack_tensors(*tensors, options, writer);
+  RecordWriter writer(folder, options.shard_bytes);
+  if (images != nullptr) {
+    for (const std::int64_t index : order_of(part, options)) pack_image(images->source(), index, options, writer);
+    return writer.finish(info_of(images->source()));
+  }
+  pack_tensors(*tensors, order_of(part, options), writer);
   const bool classes = tensors->target().numel() > 0;
   writer.finish({.name = dataset.name(), .classes = classes ? tensors->target().max().item<std::int64_t>() + 1 : 0});
 }

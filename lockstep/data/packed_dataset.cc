@@ -10,12 +10,6 @@
 namespace lockstep {
 namespace {
 
-Record first_record(const RecordReader& records) {
-  if (records.size() == 0)
-    throw DataError({.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
-  return records.read(0);
-}
-
 bool is_image(const Record& record) {
   return record.encoded || (record.dtype == torch::kUInt8 && record.shape.size() == 3);
 }
@@ -31,11 +25,12 @@ class PackedTensors : public Dataset {
   PackedTensors(std::shared_ptr<const RecordReader> records, std::int64_t window)
       : records_(std::move(records)),
         order_(window_order(records_->shard_sizes(), window)),
-        first_(first_record(*records_)) {}
+        first_(first_good_record(*records_)) {}
 
   std::string name() const override { return records_->info().name; }
   std::int64_t size() const override { return records_->size(); }
   std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
+  void will_read(std::span<const std::int64_t> indices) const override { records_->will_read(indices); }
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
 
   Batch assemble(const BatchRequest& request) const override {
@@ -44,7 +39,6 @@ class PackedTensors : public Dataset {
     const bool as_float = c10::isFloatingType(first_.dtype) || first_.dtype == torch::kUInt8;
     Batch batch{allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64),
                 torch::empty({sizes[0]}, torch::kInt64)};
-    records_->will_read(request.indices);
     for (std::size_t i = 0; i < request.indices.size(); ++i) {
       const Record record = checked(request.indices[i]);
       batch.data[static_cast<std::int64_t>(i)].copy_(
@@ -71,12 +65,24 @@ class PackedTensors : public Dataset {
 
 }  // namespace
 
-bool holds_images(const RecordReader& records) { return is_image(first_record(records)); }
+Record first_good_record(const RecordReader& records) {
+  for (std::int64_t i = 0; i + 1 < records.size(); ++i) {
+    try {
+      return records.read(i);
+    } catch (const DataError&) {  // it is said, or left out, when its turn comes
+    }
+  }
+  if (records.size() == 0)
+    throw DataError({.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
+  return records.read(records.size() - 1);
+}
+
+bool holds_images(const RecordReader& records) { return is_image(first_good_record(records)); }
 
 PackedImages::PackedImages(std::shared_ptr<const RecordReader> records, std::int64_t window)
     : records_(std::move(records)),
       order_(window_order(records_->shard_sizes(), window)),
-      first_(shape_of(first_record(*records_))) {}
+      first_(shape_of(first_good_record(*records_))) {}
 
 StoredImage PackedImages::read(std::int64_t index, std::vector<std::uint8_t>&) const {
   const Record record = records_->read(index);

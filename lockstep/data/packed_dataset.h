@@ -39,10 +39,12 @@ class PackedImages : public ImageSource {
 
 // Images become an ImageDataset with these transforms; other arrays of one shape a dataset that converts them as
 // TensorDataset does. Shuffled, the shards come in random order, and samples are shuffled within windows.
-// Throws what RecordReader throws; DataError: no records, a first record that can't be read.
+// Throws what RecordReader throws; DataError: no records, or none that can be read.
 std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms,
                                            std::int64_t window = kPackedWindow);
 
+// What the records are like. Throws DataError: no records, or none that can be read.
+Record first_good_record(const RecordReader& records);
 bool holds_images(const RecordReader& records);
 
 struct PackOptions {

@@ -1,3 +1,4 @@
+#define XXH_INLINE_ALL  // compiled here, with the vectors of this build; Debian's library has those of the oldest x86-64
 #include <xxhash.h>
 
 #include <algorithm>

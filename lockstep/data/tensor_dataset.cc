@@ -2,8 +2,6 @@
 
 #include <ATen/Dispatch.h>
 
-#include <vector>
-
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/batch_memory.h"
@@ -63,9 +61,14 @@ SubsetDataset::SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t 
                       .next = "give a part that is not empty"});
 }
 
+std::vector<std::int64_t> SubsetDataset::in_whole(std::span<const std::int64_t> indices) const {
+  std::vector<std::int64_t> places(indices.begin(), indices.end());
+  for (std::int64_t& place : places) place += begin_;
+  return places;
+}
+
 Batch SubsetDataset::assemble(const BatchRequest& request) const {
-  std::vector<std::int64_t> indices(request.indices.begin(), request.indices.end());
-  for (std::int64_t& index : indices) index += begin_;
+  const std::vector<std::int64_t> indices = in_whole(request.indices);
   BatchRequest inner = request;
   inner.indices = indices;
   return whole_->assemble(inner);

@@ -4,6 +4,8 @@
 // Threads: const after construction
 #pragma once
 
+#include <vector>
+
 #include "lockstep/data/dataset.h"
 
 namespace lockstep {
@@ -34,10 +36,14 @@ class SubsetDataset : public Dataset {
   SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end);  // throws UsageError
   std::string name() const override { return whole_->name(); }
   std::int64_t size() const override { return end_ - begin_; }
+  const Dataset& whole() const { return *whole_; }
+  std::int64_t begin() const { return begin_; }
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
+  void will_read(std::span<const std::int64_t> indices) const override { whole_->will_read(in_whole(indices)); }
 
  private:
+  std::vector<std::int64_t> in_whole(std::span<const std::int64_t> indices) const;
   std::shared_ptr<const Dataset> whole_;
   std::int64_t begin_;
   std::int64_t end_;
