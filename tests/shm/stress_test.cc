@@ -1,6 +1,6 @@
 // Random sequences of every collective, on a group and two sub-groups at once, from a thread each: every result is
-// checked. LOCKSTEP_STRESS_CALLS sets how many calls the ranks
-// make together in each group (default 150; `make soak`: minutes).
+// checked. LOCKSTEP_STRESS_CALLS sets how many
+// calls the ranks make together in each group (default 150; `make soak`: minutes).
 #include <cstdlib>
 #include <optional>
 #include <random>
