@@ -1,5 +1,6 @@
 // Random sequences of every collective, on a group and two sub-groups at once, from a thread each: every result is
-// checked. LOCKSTEP_STRESS_CALLS sets how many calls each thread makes (default 150; `make soak`: minutes).
+// checked. LOCKSTEP_STRESS_CALLS sets how many
+// calls the ranks make together in each group (default 150; `make soak`: minutes).
 #include <cstdlib>
 #include <optional>
 #include <random>
@@ -128,7 +129,7 @@ void Sequence::pass_around_the_ring() {
 
 // On the group, on its pairs, and on its odd and even ranks, all at once.
 void make_calls_everywhere(Group& group, unsigned seed) {
-  const int calls = lockstep::testing::rounds("LOCKSTEP_STRESS_CALLS", 150);
+  const int calls = lockstep::testing::rounds("LOCKSTEP_STRESS_CALLS", 150) / group.size();
   std::vector<int> pair;
   std::vector<int> parity;
   for (int rank = group.size() - 1; rank >= 0; --rank) {
