@@ -34,6 +34,10 @@ class OuterStep {
                                  SGDOptions{.lr = options.outer_lr,
                                             .momentum = options.outer_momentum,
                                             .nesterov = options.outer_momentum > 0});
+    // From the start, so that there is something to restore a checkpoint into.
+    Optimizer::StateTensors state{{"step", torch::ones({})}};
+    if (options.outer_momentum > 0) state["momentum_buffer"] = torch::zeros_like(block);
+    sgd_->set_state(anchor_, state);
   }
 
   bool does_anything() const { return sgd_ != nullptr; }

@@ -44,11 +44,17 @@ Datasets synthetic(const TrainOptions& options, const Task& task) {
                                 sample.sizes[2], "?classes=", sample.classes));
 }
 
+torch::Tensor first_sample(const Dataset& dataset) try {
+  const std::array<std::int64_t, 1> first{0};
+  return dataset.make_batch(first).data;
+} catch (const DataError&) {
+  return {};  // a damaged one: the loader says so, or skips it
+}
+
 void require_fitting(const Datasets& datasets, const Task& task) {
   if (task.sample.sizes.empty()) return;
-  const std::array<std::int64_t, 1> first{0};
-  const torch::Tensor data = datasets.train->make_batch(first).data;
-  if (data.sizes().slice(1) == torch::IntArrayRef(task.sample.sizes)) return;
+  const torch::Tensor data = first_sample(*datasets.train);
+  if (!data.defined() || data.sizes().slice(1) == torch::IntArrayRef(task.sample.sizes)) return;
   throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
                                    ", but those of ", datasets.train->name(), " have ", data.sizes().slice(1)),
                     .next = "--data synthetic makes samples that fit, or choose another --model"});
