@@ -1,5 +1,7 @@
 #include "lockstep/data/image_dataset.h"
 
+#include <optional>
+
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -67,7 +69,7 @@ ImageShape ImageDataset::first_shape() const {
 
 // Reads, decodes and transforms a sample; returns its label.
 std::int64_t ImageDataset::write_image(std::int64_t index, SampleRandom& random, Worker& worker, float* into) const try {
-  const Stopwatch watch;
+  const std::optional<Stopwatch> watch = worker.times != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
   const StoredImage stored = source_->read(index, worker.file);
   const ImageShape shape = stored.encoded ? encoded_shape(stored.bytes, "") : stored.shape;
   Placement placement = draw_placement(transforms_, shape, random);
@@ -75,7 +77,7 @@ std::int64_t ImageDataset::write_image(std::int64_t index, SampleRandom& random,
     refuse_shape(*source_, index, shape, shape_);
   const ImageView image = stored.encoded ? decode_image(stored.bytes, placement, worker.decoding)
                                          : planar(stored.bytes.data(), shape);
-  if (worker.times != nullptr) worker.times->read += watch.seconds();
+  if (watch) worker.times->read += watch->seconds();
   apply_transforms(transforms_, image, placement, random, into);
   return stored.label;
 } catch (const DataError& error) {
