@@ -19,7 +19,9 @@ class BatchMemory::Pool {
   torch::Tensor take(std::int64_t bytes) {
     {
       const std::lock_guard lock(mutex_);
-      const auto fits = [bytes](const torch::Tensor& block) { return block.numel() >= bytes && block.numel() / 2 <= bytes; };
+      const auto fits = [bytes](const torch::Tensor& block) {
+        return block.numel() >= bytes && block.numel() / 2 <= bytes;
+      };
       const auto last = std::find_if(free_.rbegin(), free_.rend(), fits);
       if (last != free_.rend()) {
         torch::Tensor found = std::move(*last);
