@@ -1,5 +1,5 @@
-// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the page
-// cache, and a LeNet step with loading beside one without; in turn, medians.
+// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
+// page cache, and a LeNet step with loading beside one without; in turn, medians.
 #include <CLI/CLI.hpp>
 #include <array>
 #include <cstdio>
@@ -54,20 +54,23 @@ class ScratchFolder {
 std::vector<double> peer_rates(const Options& options, const std::string& arguments) {
   const fs::path deps = options.checkout / ".deps";
   if (!fs::exists(deps / "torchvision/.complete")) return {};
-  const std::string command =
-      concat("PYTHONPATH='", (deps / "pytorch").string(), ":", (deps / "torchvision").string(), "' OMP_NUM_THREADS=1 python3 '",
-             (options.checkout / "bench/peers/dataloader.py").string(), "' ", arguments);
+  const std::string command = concat("PYTHONPATH='", (deps / "pytorch").string(), ":", (deps / "torchvision").string(),
+                                     "' OMP_NUM_THREADS=1 python3 '",
+                                     (options.checkout / "bench/peers/dataloader.py").string(), "' ", arguments);
   FILE* pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) throw system_error("start", "python3");
   std::string output;
   std::array<char, 4096> buffer{};
-  while (const std::size_t bytes = std::fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), bytes);
+  while (const std::size_t bytes = std::fread(buffer.data(), 1, buffer.size(), pipe))
+    output.append(buffer.data(), bytes);
   if (::pclose(pipe) != 0)
     throw SystemError({.what = "the PyTorch peer failed", .here = command, .next = "its own message stands above"});
   return Json::parse(output).at("rates").get<std::vector<double>>();
 }
 
-void append(std::vector<double>& all, const std::vector<double>& more) { all.insert(all.end(), more.begin(), more.end()); }
+void append(std::vector<double>& all, const std::vector<double>& more) {
+  all.insert(all.end(), more.begin(), more.end());
+}
 
 class Report {
  public:
@@ -125,8 +128,8 @@ void bench_fashion(const Options& options, Report& report) {
   report.print("Fashion-MNIST, batches of 256, shuffled, normalised: images/s");
 
   const std::vector<double> bytes = memory_after_epochs(dataset, 1, 10);
-  std::cout << "memory after epoch 1: " << human_bytes(static_cast<std::uint64_t>(bytes.front())) << ", after epoch 10: "
-            << human_bytes(static_cast<std::uint64_t>(bytes.back())) << '\n';
+  std::cout << "memory after epoch 1: " << human_bytes(static_cast<std::uint64_t>(bytes.front()))
+            << ", after epoch 10: " << human_bytes(static_cast<std::uint64_t>(bytes.back())) << '\n';
 }
 
 void bench_jpeg(const Options& options, const ScratchFolder& scratch, Report& report) {
@@ -172,7 +175,8 @@ void bench_step(const Options& options) {
   const StepSeconds found = lenet_step(cores, 3 * options.turns);
   std::cout << "\nLeNet step, batch 256, " << cores << " ranks of one thread and one core\n"
             << "on one repeated batch  " << human_seconds(found.repeated) << "\nwith loading           "
-            << human_seconds(found.loaded) << "  " << fixed(100 * (found.loaded / found.repeated - 1), 1) << " % more\n";
+            << human_seconds(found.loaded) << "  " << fixed(100 * (found.loaded / found.repeated - 1), 1)
+            << " % more\n";
 }
 
 }  // namespace
@@ -180,9 +184,15 @@ void bench_step(const Options& options) {
 int bench_data(int argc, const char* const* argv) {
   Options options;
   CLI::App app("Loading beside PyTorch's DataLoader and torchvision", "lockstep bench data");
-  app.add_option("--turns", options.turns, "how often each is measured")->check(CLI::Range(1, 1000))->capture_default_str();
-  app.add_option("--photographs", options.photographs, "JPEG files to make")->check(CLI::Range(2, 1000000))->capture_default_str();
-  app.add_option("--packed-mib", options.packed_mib, "packed records to write")->check(CLI::Range(1.0, 1e7))->capture_default_str();
+  app.add_option("--turns", options.turns, "how often each is measured")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  app.add_option("--photographs", options.photographs, "JPEG files to make")
+      ->check(CLI::Range(2, 1000000))
+      ->capture_default_str();
+  app.add_option("--packed-mib", options.packed_mib, "packed records to write")
+      ->check(CLI::Range(1.0, 1e7))
+      ->capture_default_str();
   app.add_option("--scratch", options.scratch, "folder for them")->capture_default_str();
   app.add_option("--checkout", options.checkout, "lockstep's source, which holds the peers")->capture_default_str();
   app.add_option("--json", options.json, "file to keep the figures in");

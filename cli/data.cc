@@ -1,5 +1,5 @@
-// lockstep-data: `lockstep data pack` writes packed records out of any dataset of --data, `lockstep data info` describes
-// them.
+// lockstep-data: `lockstep data pack` writes packed records out of any dataset of --data, `lockstep data info`
+// describes them.
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <iostream>

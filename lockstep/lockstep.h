@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lockstep/base/error.h"                     // IWYU pragma: export
+#include "lockstep/base/memory.h"                    // IWYU pragma: export
 #include "lockstep/checkpoint/checkpoint_folder.h"   // IWYU pragma: export
 #include "lockstep/checkpoint/safetensors.h"         // IWYU pragma: export
 #include "lockstep/collective/world.h"               // IWYU pragma: export

@@ -13,9 +13,12 @@
 #include <fstream>
 #include <sstream>
 
+#include <ATen/Parallel.h>
+
 #include "bench/report.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/data/sampler.h"
@@ -177,6 +180,8 @@ fs::path pytorch_script() { return fs::read_symlink("/proc/self/exe").parent_pat
 Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   const UniqueFd results = file_for_results();
   const auto rank = [&] {
+    keep_freed_memory();
+    at::set_num_threads(1);
     const World world = World::from_env();
     const Seconds seconds = train(world, one, run);
     std::ostringstream text;

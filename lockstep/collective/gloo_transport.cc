@@ -1,3 +1,4 @@
+#include <csignal>
 #include <cstdlib>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -285,7 +286,14 @@ class GlooTransport : public Transport {
 
 }  // namespace
 
+// Gloo writes into connections that peers have closed: that is an error of the call, and no reason to end the process.
+static void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
+}
+
 std::unique_ptr<Transport> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  ignore_broken_pipes();
   return std::make_unique<GlooTransport>(store, options);
 }
 

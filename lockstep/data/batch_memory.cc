@@ -1,5 +1,6 @@
 #include "lockstep/data/batch_memory.h"
 
+#include <algorithm>
 #include <mutex>
 #include <vector>
 
@@ -14,14 +15,17 @@ class BatchMemory::Pool {
  public:
   explicit Pool(std::size_t spare_blocks) : spare_blocks_(spare_blocks) {}
 
-  // A block of at least `bytes`, and not of much more.
+  // A block of at least `bytes`, and not of much more: the one that came back last, which the caches may still hold.
   torch::Tensor take(std::int64_t bytes) {
     {
       const std::lock_guard lock(mutex_);
-      for (auto block = free_.begin(); block != free_.end(); ++block) {
-        if (block->numel() < bytes || block->numel() / 2 > bytes) continue;
-        torch::Tensor found = std::move(*block);
-        free_.erase(block);
+      const auto fits = [bytes](const torch::Tensor& block) {
+        return block.numel() >= bytes && block.numel() / 2 <= bytes;
+      };
+      const auto last = std::find_if(free_.rbegin(), free_.rend(), fits);
+      if (last != free_.rend()) {
+        torch::Tensor found = std::move(*last);
+        free_.erase(std::next(last).base());
         return found;
       }
     }

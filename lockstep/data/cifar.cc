@@ -23,8 +23,8 @@ constexpr Variant kHundred{"cifar-100", 2, 100};
 std::size_t records_in(const MappedFile& file, std::size_t record_bytes) {
   const std::size_t bytes = file.bytes().size();
   if (bytes > 0 && bytes % record_bytes == 0) return bytes / record_bytes;
-  throw DataError({.what = concat(file.path().filename().string(), " has ", bytes, " bytes, no whole number of records of ",
-                                  record_bytes),
+  throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
+                                  " bytes, no whole number of records of ", record_bytes),
                    .here = file.path().string(),
                    .likely = "an interrupted download, or the Python version of the dataset",
                    .next = "fetch the binary version"});

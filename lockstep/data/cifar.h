@@ -1,6 +1,7 @@
 // data/cifar.h: CIFAR-10 and CIFAR-100: 50,000 + 10,000 colour images of 32 x 32, in their binary version.
 //
-// Source:  Krizhevsky, "Learning multiple layers of features from tiny images" (2009). A record is the label (CIFAR-100:
+// Source:  Krizhevsky, "Learning multiple layers of features from tiny images" (2009). A record is the label
+// (CIFAR-100:
 //          the coarse one of 20, then the fine one of 100) and 3072 bytes, red plane, green plane, blue plane.
 // Owns:    the images as bytes (146 MiB)
 // Threads: const after construction

@@ -43,10 +43,11 @@ class Table {
   }
 
   void refuse(const std::string& what, const std::string& column) {
-    error_ = DataError({.what = concat("line ", line_ + (column.empty() ? 0 : 1), " of ", path_.filename().string(), ": ", what),
-                        .here = column.empty() ? path_.string() : concat(path_.string(), ", column ", column),
-                        .likely = "a missing value, text in a column of numbers, or another delimiter",
-                        .next = "mend the file; every field must be a number"});
+    error_ = DataError(
+        {.what = concat("line ", line_ + (column.empty() ? 0 : 1), " of ", path_.filename().string(), ": ", what),
+         .here = column.empty() ? path_.string() : concat(path_.string(), ", column ", column),
+         .likely = "a missing value, text in a column of numbers, or another delimiter",
+         .next = "mend the file; every field must be a number"});
   }
 
   CsvTable finish() {
@@ -71,7 +72,8 @@ class Table {
     const auto value = to_number(text);
     const std::string column = in_line_ < names_.size() ? names_[in_line_] : std::to_string(in_line_);
     ++in_line_;
-    if (!value) return refuse(text.empty() ? "an empty field" : concat("'", text.substr(0, 40), "' is not a number"), column);
+    if (!value)
+      return refuse(text.empty() ? "an empty field" : concat("'", text.substr(0, 40), "' is not a number"), column);
     values_.push_back(*value);
   }
 

@@ -13,8 +13,8 @@
 namespace lockstep {
 
 struct CsvOptions {
-  std::string target{};   // the column to predict: its name, or its number from 0; empty: the last one
-  bool classes = true;    // the target is a class: a whole number >= 0; else any number
+  std::string target{};  // the column to predict: its name, or its number from 0; empty: the last one
+  bool classes = true;   // the target is a class: a whole number >= 0; else any number
   char delimiter = ',';
 };
 
@@ -23,12 +23,12 @@ struct CsvTable {
   torch::Tensor values;            // (rows, columns) float32
 };
 
-// The first line gives the names if any of its fields is not a number. Throws DataError naming line and column: a field that
-// is empty or not a number, a line with more or fewer fields than the first, no line at all.
+// The first line gives the names if any of its fields is not a number. Throws DataError naming line and column: a field
+// that is empty or not a number, a line with more or fewer fields than the first, no line at all.
 CsvTable read_csv(const std::filesystem::path& path, char delimiter = ',');
 
-// data: (B, columns - 1) float32; target: (B) int64, or float32 where it is no class. Throws DataError, also for a target
-// that is no class, and UsageError for a column that is not there.
+// data: (B, columns - 1) float32; target: (B) int64, or float32 where it is no class. Throws DataError, also for a
+// target that is no class, and UsageError for a column that is not there.
 std::shared_ptr<const TensorDataset> csv_dataset(const std::filesystem::path& path, const CsvOptions& options = {});
 
 }  // namespace lockstep

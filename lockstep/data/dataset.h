@@ -18,8 +18,8 @@ namespace lockstep {
 class BatchMemory;
 class SampleOrder;
 
-// A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64 where
-// the dataset has classes. B may be 0: such a rank still takes part.
+// A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64
+// where the dataset has classes. B may be 0: such a rank still takes part.
 struct Batch {
   torch::Tensor data;
   torch::Tensor target;
@@ -35,14 +35,14 @@ struct StageTimes {
 // What the loader asks a dataset for.
 struct BatchRequest {
   std::span<const std::int64_t> indices;  // each in [0, size())
-  std::uint64_t seed = 0;                 // with the epoch and a sample's index it decides what is random about the sample
+  std::uint64_t seed = 0;  // with the epoch and a sample's index it decides what is random about the sample
   std::int64_t epoch = 0;
   BatchMemory* memory = nullptr;  // where the batch's tensors come from; none: fresh ones
   StageTimes* times = nullptr;    // added to, where there is one
 };
 
-// A dataset of your own overrides name, size and make_batch; the loader's workers, order, skipping and resuming then work
-// for it as they do for lockstep's.
+// A dataset of your own overrides name, size and make_batch; the loader's workers, order, skipping and resuming then
+// work for it as they do for lockstep's.
 class Dataset {
  public:
   virtual ~Dataset() = default;

@@ -1,4 +1,5 @@
-// data/device_copy.h: host -> device, on a stream of its own, so that the copy of one batch runs behind the step of another.
+// data/device_copy.h: host -> device, on a stream of its own, so that the copy of one batch runs behind the step of
+// another.
 //
 // Flow:    a batch in pinned memory -> DeviceCopy::start (a worker) -> receive (the training thread) -> the step
 // Threads: a DeviceCopy belongs to one thread; its CopiedBatch may be received by another
@@ -29,7 +30,8 @@ class DeviceCopy {
   std::optional<c10::Stream> stream_;
 };
 
-// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not block.
+// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not
+// block.
 Batch receive(CopiedBatch arriving);
 
 }  // namespace lockstep

@@ -30,7 +30,8 @@ inline ImageView interleaved(const std::uint8_t* pixels, const ImageShape& shape
   return {pixels, shape, 1, shape.width * shape.channels, shape.channels};
 }
 
-// A part of an image in pixels, from its upper left corner; it may reach over the edges, where there is nothing but zeros.
+// A part of an image in pixels, from its upper left corner; it may reach over the edges, where there is nothing but
+// zeros.
 struct Box {
   double left = 0;
   double top = 0;

@@ -1,5 +1,7 @@
 #include "lockstep/data/image_dataset.h"
 
+#include <optional>
+
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -16,12 +18,12 @@ std::vector<std::int64_t> batch_sizes(std::size_t samples, const ImageShape& sha
 
 [[noreturn]] void refuse_shape(const ImageSource& source, std::int64_t index, const ImageShape& shape,
                                const ImageShape& wanted) {
-  throw DataError({.what = concat("sample ", index, " of ", source.name(), " has ", shape.channels, " x ", shape.height,
-                                  " x ", shape.width, " values, the others ", wanted.channels, " x ", wanted.height,
-                                  " x ", wanted.width),
-                   .here = source.origin(index),
-                   .likely = "images of different sizes in one dataset",
-                   .next = "bring them to one size with --augment resize:N or a crop of a size"});
+  throw DataError(
+      {.what = concat("sample ", index, " of ", source.name(), " has ", shape.channels, " x ", shape.height, " x ",
+                      shape.width, " values, the others ", wanted.channels, " x ", wanted.height, " x ", wanted.width),
+       .here = source.origin(index),
+       .likely = "images of different sizes in one dataset",
+       .next = "bring them to one size with --augment resize:N or a crop of a size"});
 }
 
 // Adds the name of the sample to what a decoder or source says.
@@ -47,7 +49,8 @@ ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTrans
   if (source_->size() <= 0)
     throw DataError({.what = concat(source_->name(), " has no images"), .likely = "an empty file, folder or split"});
   const bool sized = transforms_.height > 0 && transforms_.width > 0;
-  const ImageShape stored = sized ? ImageShape{source_->channels(), transforms_.height, transforms_.width} : first_shape();
+  const ImageShape stored =
+      sized ? ImageShape{source_->channels(), transforms_.height, transforms_.width} : first_shape();
   shape_ = output_shape(transforms_, stored);
   // A crop without a size gives back what it was given.
   transforms_.height = transforms_.crop == Crop::kNone ? transforms_.height : shape_.height;
@@ -66,16 +69,17 @@ ImageShape ImageDataset::first_shape() const {
 }
 
 // Reads, decodes and transforms a sample; returns its label.
-std::int64_t ImageDataset::write_image(std::int64_t index, SampleRandom& random, Worker& worker, float* into) const try {
-  const Stopwatch watch;
+std::int64_t ImageDataset::write_image(std::int64_t index, SampleRandom& random, Worker& worker, float* into) const
+    try {
+  const std::optional<Stopwatch> watch = worker.times != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
   const StoredImage stored = source_->read(index, worker.file);
   const ImageShape shape = stored.encoded ? encoded_shape(stored.bytes, "") : stored.shape;
   Placement placement = draw_placement(transforms_, shape, random);
   if (shape.channels != shape_.channels || placement.height != shape_.height || placement.width != shape_.width)
     refuse_shape(*source_, index, shape, shape_);
-  const ImageView image = stored.encoded ? decode_image(stored.bytes, placement, worker.decoding)
-                                         : planar(stored.bytes.data(), shape);
-  if (worker.times != nullptr) worker.times->read += watch.seconds();
+  const ImageView image =
+      stored.encoded ? decode_image(stored.bytes, placement, worker.decoding) : planar(stored.bytes.data(), shape);
+  if (watch) worker.times->read += watch->seconds();
   apply_transforms(transforms_, image, placement, random, into);
   return stored.label;
 } catch (const DataError& error) {
@@ -114,7 +118,8 @@ Batch ImageDataset::assemble(const BatchRequest& request) const {
     const std::int64_t index = request.indices[i];
     SampleRandom random(epoch_seed, index);
     if (soft)
-      write_mixed(index, random, worker, data, batch.target.data_ptr<float>() + static_cast<std::int64_t>(i) * classes());
+      write_mixed(index, random, worker, data,
+                  batch.target.data_ptr<float>() + static_cast<std::int64_t>(i) * classes());
     else
       batch.target.data_ptr<std::int64_t>()[i] = write_image(index, random, worker, data);
   }

@@ -15,8 +15,8 @@ namespace lockstep {
 
 class ImageDataset : public Dataset {
  public:
-  // Throws UsageError (transforms that contradict each other or the images), DataError (no images; without a size in the
-  // transforms the first image has to be readable, for its size is everybody's).
+  // Throws UsageError (transforms that contradict each other or the images), DataError (no images; without a size in
+  // the transforms the first image has to be readable, for its size is everybody's).
   ImageDataset(std::shared_ptr<const ImageSource> source, ImageTransforms transforms);
 
   std::string name() const override { return source_->name(); }

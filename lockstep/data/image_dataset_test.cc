@@ -42,7 +42,8 @@ TEST(ImageDataset, normalises_each_channel) {
 }
 
 TEST(ImageDataset, crops_with_zeros_around_and_flips) {
-  const ImageDataset data(random_images(1, {3, 8, 8}), {.mean = {0.5F}, .crop = Crop::kRandom, .padding = 3, .flip = true});
+  const ImageDataset data(random_images(1, {3, 8, 8}),
+                          {.mean = {0.5F}, .crop = Crop::kRandom, .padding = 3, .flip = true});
   const auto padded = torch::constant_pad_nd(pixels_of(data)[0].to(torch::kFloat32) / 255, {3, 3, 3, 3}) - 0.5;
   std::set<std::tuple<int, int, bool>> seen;
   for (std::int64_t epoch = 0; epoch < 300; ++epoch) {
@@ -124,13 +125,15 @@ TEST(ImageDataset, mixes_two_samples_and_their_targets) {
   const ImageDataset data(source, {.deviation = {1.0F / 255}, .mixup = 0.4});
   const Batch batch = data.assemble({.indices = first(10), .seed = 3});
   EXPECT_TRUE(torch::allclose(batch.target.sum(1), torch::ones(10)));
-  EXPECT_TRUE(torch::allclose(batch.target.matmul(torch::arange(10, torch::kFloat32)), batch.data.mean({1, 2, 3}), 1e-4, 1e-4));
+  EXPECT_TRUE(
+      torch::allclose(batch.target.matmul(torch::arange(10, torch::kFloat32)), batch.data.mean({1, 2, 3}), 1e-4, 1e-4));
   EXPECT_GT(batch.target.gt(0).sum().item<int>(), 10);
 }
 
 TEST(ImageDataset, gives_one_hot_targets) {
   const ImageDataset data(random_images(4, {1, 2, 2}, 3), {.one_hot = true});
-  EXPECT_TRUE(torch::equal(data.make_batch(first(4)).target, torch::one_hot(torch::tensor({0, 1, 2, 0}), 3).to(torch::kFloat32)));
+  EXPECT_TRUE(torch::equal(data.make_batch(first(4)).target,
+                           torch::one_hot(torch::tensor({0, 1, 2, 0}), 3).to(torch::kFloat32)));
 }
 
 ImageTransforms every_augmentation() {
@@ -152,8 +155,10 @@ TEST(ImageDataset, augments_a_sample_the_same_whatever_the_ranks_and_workers) {
         for (std::size_t i = 0; i < indices.size(); ++i) {
           const torch::Tensor sample = batch.data[static_cast<std::int64_t>(i)];
           torch::Tensor& expected = alone[static_cast<std::size_t>(indices[i])];
-          if (record) expected = sample.clone();
-          else EXPECT_TRUE(torch::equal(sample, expected)) << ranks << " ranks, sample " << indices[i];
+          if (record)
+            expected = sample.clone();
+          else
+            EXPECT_TRUE(torch::equal(sample, expected)) << ranks << " ranks, sample " << indices[i];
         }
       }
     });

@@ -21,7 +21,8 @@ constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
 
 bool is_image(const fs::path& file) {
   std::string extension = file.extension().string();
-  std::transform(extension.begin(), extension.end(), extension.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::transform(extension.begin(), extension.end(), extension.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
   return extension == ".jpg" || extension == ".jpeg" || extension == ".png";
 }
 
@@ -31,10 +32,11 @@ std::vector<std::string> folders_in(const fs::path& folder) {
   for (const auto& entry : fs::directory_iterator(folder, error))
     if (entry.is_directory()) names.push_back(entry.path().filename().string());
   if (error || names.empty())
-    throw DataError({.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
-                     .here = folder.string(),
-                     .likely = "a wrong path; images belong into FOLDER/CLASS/",
-                     .next = "name the folder that holds a folder per class"});
+    throw DataError(
+        {.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
+         .here = folder.string(),
+         .likely = "a wrong path; images belong into FOLDER/CLASS/",
+         .next = "name the folder that holds a folder per class"});
   std::sort(names.begin(), names.end());
   return names;
 }

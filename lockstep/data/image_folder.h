@@ -1,5 +1,5 @@
-// data/image_folder.h: a folder of images by class: FOLDER/CLASS/NAME.jpg, .jpeg or .png. Classes are numbered in the order
-// of their names, as torchvision's ImageFolder does it.
+// data/image_folder.h: a folder of images by class: FOLDER/CLASS/NAME.jpg, .jpeg or .png. Classes are numbered in the
+// order of their names, as torchvision's ImageFolder does it.
 //
 // Owns:    the list of files; an image is read each time it is asked for
 // Threads: const after construction

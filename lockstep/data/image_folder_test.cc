@@ -27,7 +27,8 @@ Placement whole(std::int64_t height, std::int64_t width) {
 
 torch::Tensor pixels_of(const ImageView& view) {
   return torch::from_blob(const_cast<std::uint8_t*>(view.pixels), {view.shape.height, view.shape.width, 3},
-                          {view.row_stride, 3, 1}, torch::kUInt8).to(torch::kFloat32);
+                          {view.row_stride, 3, 1}, torch::kUInt8)
+      .to(torch::kFloat32);
 }
 
 double mean_difference(const torch::Tensor& a, const torch::Tensor& b) { return (a - b).abs().mean().item<double>(); }
@@ -63,7 +64,8 @@ TEST(Jpeg, decodes_a_part_as_it_is_in_the_whole) {
     const auto y = static_cast<std::int64_t>(part.box.top);
     const auto x = static_cast<std::int64_t>(part.box.left);
     const auto difference = (found.slice(0, y, y + height).slice(1, x, x + width) -
-                             complete.slice(0, top, top + height).slice(1, left, left + width)).abs();
+                             complete.slice(0, top, top + height).slice(1, left, left + width))
+                                .abs();
     ASSERT_LE(difference.max().item<float>(), 8) << top << ' ' << left << ' ' << height << ' ' << width;
     ASSERT_LE(difference.mean().item<float>(), 1);
   }
@@ -107,12 +109,15 @@ TEST(ImageFolder, numbers_classes_by_name_and_reads_both_formats) {
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({0, 0, 0, 0, 0, 1, 1, 1, 1, 1}, torch::kInt64)));
   // The middle of the first image, resized.
   const auto pixels = smooth_pixels(40, 40, 0);
-  EXPECT_NEAR(batch.data[0][0].mean().item<float>() * 255, [&] {
-    double sum = 0;
-    for (int y = 5; y < 35; ++y)
-      for (int x = 5; x < 35; ++x) sum += pixels[static_cast<std::size_t>((y * 40 + x) * 3)];
-    return sum / 900;
-  }(), 3);
+  EXPECT_NEAR(
+      batch.data[0][0].mean().item<float>() * 255,
+      [&] {
+        double sum = 0;
+        for (int y = 5; y < 35; ++y)
+          for (int x = 5; x < 35; ++x) sum += pixels[static_cast<std::size_t>((y * 40 + x) * 3)];
+        return sum / 900;
+      }(),
+      3);
 }
 
 TEST(ImageFolder, refuses_missing_and_empty_classes) {
@@ -121,7 +126,10 @@ TEST(ImageFolder, refuses_missing_and_empty_classes) {
   write_image_folder(folder / "train", 2);
   std::filesystem::create_directories(folder / "train/c");
   EXPECT_TRUE(contains(message_of<DataError>([&] { ImageFolder(folder / "train"); }), "class c has no images"));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { ImageFolder(folder / "train", {"a", "z"}); }), "class z has no images"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] {
+                         ImageFolder(folder / "train", {"a", "z"});
+                       }),
+                       "class z has no images"));
 }
 
 TEST(ImageFolder, leaves_bad_images_out_or_names_file_and_sample) {

@@ -10,7 +10,8 @@ namespace {
 
 // The loops of this file are written so that the compiler turns them into vectors.
 
-void convert(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift, float* __restrict into) {
+void convert(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
+             float* __restrict into) {
   for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i]), scale, shift);
 }
 
@@ -25,8 +26,8 @@ void convert_strided(const std::uint8_t* __restrict from, std::ptrdiff_t stride,
 }
 
 // `count` pixels of a row; `from` is the leftmost.
-void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale, float shift,
-                 float* into) {
+void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale,
+                 float shift, float* into) {
   if (stride == 1 && !flip) return convert(from, count, scale, shift, into);
   if (stride == 1) return convert_reversed(from, count, scale, shift, into);
   if (flip) return convert_strided(from + (count - 1) * stride, -stride, count, scale, shift, into);
@@ -188,7 +189,8 @@ void change_saturation(float* red, float* green, float* blue, std::int64_t count
   }
 }
 
-// Through HSV (Smith, "Color gamut transform pairs", 1978): each channel is value - chroma * (distance of the hue from it).
+// Through HSV (Smith, "Color gamut transform pairs", 1978): each channel is value - chroma * (distance of the hue from
+// it).
 void change_hue(float* red, float* green, float* blue, std::int64_t count, float turn) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float value = std::max({red[i], green[i], blue[i]});

@@ -10,8 +10,8 @@ namespace lockstep {
 // Requires placement.is_copy(). What lies outside of the image has byte value 0.
 void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
 
-// Bilinear with antialiasing: a triangle filter as wide as a result's pixel in the source, at least as a source's pixel;
-// torchvision's and Pillow's. The box is clipped to the image.
+// Bilinear with antialiasing: a triangle filter as wide as a result's pixel in the source, at least as a source's
+// pixel; torchvision's and Pillow's. The box is clipped to the image.
 void resize_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
 
 struct ColourChange {

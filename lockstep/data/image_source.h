@@ -1,5 +1,5 @@
-// data/image_source.h: where images come from: memory, a folder, packed records. It gives bytes as they are stored; what is
-// made of them is data/image_dataset.h's.
+// data/image_source.h: where images come from: memory, a folder, packed records. It gives bytes as they are stored;
+// what is made of them is data/image_dataset.h's.
 //
 // Threads: const; the loader's workers call it at the same time
 #pragma once

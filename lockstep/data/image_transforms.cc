@@ -159,8 +159,8 @@ Placement draw_placement(const ImageTransforms& t, const ImageShape& stored, Sam
   return placement;
 }
 
-void apply_transforms(const ImageTransforms& t, const ImageView& image, const Placement& placement, SampleRandom& random,
-                      float* into) {
+void apply_transforms(const ImageTransforms& t, const ImageView& image, const Placement& placement,
+                      SampleRandom& random, float* into) {
   const std::int64_t channels = image.shape.channels;
   if (!has_jitter(t)) return place(image, placement, normalisation_from(t, channels, 255), into);
   const ImageShape shape{channels, placement.height, placement.width};

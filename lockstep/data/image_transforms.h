@@ -1,5 +1,5 @@
-// data/image_transforms.h: what happens to an image between its file and the batch. All of it is done where the batch is
-// written; every random choice is drawn from (seed, epoch, sample).
+// data/image_transforms.h: what happens to an image between its file and the batch. All of it is done where the batch
+// is written; every random choice is drawn from (seed, epoch, sample).
 //
 // Flow:    data/image_dataset.h asks plan() what to do with a sample, then apply() does it
 // Threads: const
@@ -16,7 +16,8 @@ enum class Crop {
   kNone,           // the whole image
   kCentre,         // its middle
   kRandom,         // a random place, in the image with `padding` zeros around it
-  kRandomResized,  // a random place, area and aspect ratio, resized (Szegedy et al., "Going deeper with convolutions", 2015)
+  kRandomResized,  // a random place, area and aspect ratio, resized (Szegedy et al., "Going deeper with convolutions",
+                   // 2015)
 };
 
 struct ImageTransforms {
@@ -41,8 +42,8 @@ struct ImageTransforms {
   float saturation = 0;
   float hue = 0;
 
-  // Beta(mixup, mixup) is the share of the sample, the rest is another's (Zhang et al., "mixup", 2018); 0: no mixup. The
-  // target is then (B, classes) float, as with one_hot.
+  // Beta(mixup, mixup) is the share of the sample, the rest is another's (Zhang et al., "mixup", 2018); 0: no mixup.
+  // The target is then (B, classes) float, as with one_hot.
   double mixup = 0;
   bool one_hot = false;
 
@@ -55,8 +56,8 @@ void check_transforms(const ImageTransforms& transforms, std::int64_t channels);
 // The shape of a sample made of an image of `stored` shape.
 ImageShape output_shape(const ImageTransforms& transforms, const ImageShape& stored);
 
-// The same without chance, for validation: kRandomResized becomes kCentre of an image resized to 8/7 (256 for 224), kRandom
-// becomes kNone or kCentre; no flip, jitter or mixup.
+// The same without chance, for validation: kRandomResized becomes kCentre of an image resized to 8/7 (256 for 224),
+// kRandom becomes kNone or kCentre; no flip, jitter or mixup.
 ImageTransforms without_augmentation(ImageTransforms transforms);
 
 Placement draw_placement(const ImageTransforms& transforms, const ImageShape& stored, SampleRandom& random);

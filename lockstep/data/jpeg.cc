@@ -26,8 +26,8 @@ DataError damaged(const std::string& why) {
                     .next = "fetch it again, or leave such samples out with --skip-bad N"});
 }
 
-// libjpeg reports an error by a call that must not return: it jumps back into the function that called libjpeg, where only
-// plain values live. Text is kept here meanwhile.
+// libjpeg reports an error by a call that must not return: it jumps back into the function that called libjpeg, where
+// only plain values live. Text is kept here meanwhile.
 struct ErrorManager {
   jpeg_error_mgr base;
   std::jmp_buf back;
@@ -116,8 +116,8 @@ class Decoder {
   std::span<const std::uint8_t> file_;
 };
 
-// The smallest of 1/8, 1/4, 1/2 and 1 at which the box is not smaller than the result: the sizes that libjpeg-turbo decodes
-// with vector instructions.
+// The smallest of 1/8, 1/4, 1/2 and 1 at which the box is not smaller than the result: the sizes that libjpeg-turbo
+// decodes with vector instructions.
 unsigned eighths_for(const Placement& placement) {
   if (placement.is_copy()) return 8;
   for (const unsigned eighths : {1U, 2U, 4U}) {
@@ -144,7 +144,8 @@ void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
   const std::uint8_t* from = pixels;
   for (std::int64_t i = 0; i < count; ++i, from += 4, pixels += 3) {
     const int black = inverted ? from[3] : 255 - from[3];
-    for (int c = 0; c < 3; ++c) pixels[c] = static_cast<std::uint8_t>((inverted ? from[c] : 255 - from[c]) * black / 255);
+    for (int c = 0; c < 3; ++c)
+      pixels[c] = static_cast<std::uint8_t>((inverted ? from[c] : 255 - from[c]) * black / 255);
   }
 }
 
@@ -177,7 +178,8 @@ ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, 
   return interleaved(scratch.data(), {3, height, width});
 }
 
-std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality) {
+std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width,
+                                      int quality) {
   ErrorManager errors{};
   jpeg_compress_struct info{};
   unsigned char* buffer = nullptr;

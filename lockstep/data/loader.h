@@ -25,7 +25,7 @@ struct LoaderOptions {
   int workers = 1;            // threads that load, beside the rank's own; 0: the thread that asks
   int prefetch = 4;           // batches that may lie ready; memory is bounded by these and by what you hold
   std::int64_t skip_bad = 0;  // samples of an epoch and rank that may be left out as unreadable; one more is an error
-  std::shared_ptr<const SampleOrder> order{};  // in place of shuffle, such as weighted_order
+  std::shared_ptr<const SampleOrder> order{};                   // in place of shuffle, such as weighted_order
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
 };
 
@@ -48,8 +48,8 @@ class Loader {
 
   class Iterator;
   class State;
-  // The batches of an epoch from some place on, for a range-for; on the world's device. A batch may be kept: its memory is
-  // used again only when its last tensor is gone. begin() starts the workers; starting another epoch ends this one.
+  // The batches of an epoch from some place on, for a range-for; on the world's device. A batch may be kept: its memory
+  // is used again only when its last tensor is gone. begin() starts the workers; starting another epoch ends this one.
   // Going on to the next batch blocks until it is there, and throws what the dataset threw for it.
   struct Epoch {
     State* state;
@@ -59,12 +59,12 @@ class Loader {
   };
   Epoch epoch(std::int64_t epoch, std::int64_t first_step = 0);
 
-  // The batches that were not handed out yet at `position`, without repeating or losing a sample, whatever the number of
-  // ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.
+  // The batches that were not handed out yet at `position`, without repeating or losing a sample, whatever the number
+  // of ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.
   Epoch resume(const LoaderPosition& position);
   LoaderPosition position() const;  // the batch that the range-for is at counts as handed out
 
-  const LoadingStatistics& statistics() const;  // since this was made
+  const LoadingStatistics& statistics() const;                             // since this was made
   std::string hint(const LoadingStatistics& since, double seconds) const;  // see loading_hint
 
  private:

@@ -190,7 +190,8 @@ TEST(Loader, ends_an_epoch_in_the_middle_and_starts_another) {
 
 TEST(Loader, brings_a_workers_exception_to_the_loop_with_its_message) {
   for (const int workers : {0, 1, 3}) {
-    Loader loader = make_loader(World::single(), Numbers(20, {13}), {.batch_size = 4, .shuffle = false, .workers = workers});
+    Loader loader =
+        make_loader(World::single(), Numbers(20, {13}), {.batch_size = 4, .shuffle = false, .workers = workers});
     std::int64_t batches = 0;
     const std::string message = message_of<DataError>([&] {
       for (const Batch& batch : loader.epoch(0)) batches += batch.size() / 4;
@@ -211,7 +212,8 @@ TEST(Loader, leaves_bad_samples_out_up_to_a_limit_and_counts_them) {
     EXPECT_EQ(loader.statistics().skipped, 5);
     EXPECT_EQ(loader.statistics().samples, 7);
   }
-  Loader strict = make_loader(World::single(), Numbers(12, {0, 4, 5}), {.batch_size = 4, .shuffle = false, .skip_bad = 2});
+  Loader strict =
+      make_loader(World::single(), Numbers(12, {0, 4, 5}), {.batch_size = 4, .shuffle = false, .skip_bad = 2});
   const std::string message = message_of<DataError>([&] {
     for (const Batch& batch : strict.epoch(0)) EXPECT_LE(batch.size(), 4);
   });

@@ -50,8 +50,8 @@ LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) {
 
 std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds) {
   if (seconds <= 0 || statistics.wait < kWorthSaying * seconds) return "";
-  return concat("the steps wait for data ", std::lround(100 * statistics.wait / seconds), " % of the time: ",
-                advice(statistics, settings, seconds));
+  return concat("the steps wait for data ", std::lround(100 * statistics.wait / seconds),
+                " % of the time: ", advice(statistics, settings, seconds));
 }
 
 }  // namespace lockstep

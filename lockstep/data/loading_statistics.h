@@ -33,7 +33,8 @@ struct LoadingSettings {
   int cores = 1;  // of this rank
 };
 
-// One sentence that names the setting to change, or "" while waiting takes less than 5 % of `seconds`, the time of the steps.
+// One sentence that names the setting to change, or "" while waiting takes less than 5 % of `seconds`, the time of the
+// steps.
 std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds);
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // data/mapped_file.h: a whole file as memory, read when it is touched; for data larger than memory.
 //
-// Owns:    the mapping. A file that shrinks while it is mapped ends the process (SIGBUS), as for every program that maps it
-// Threads: const after construction
+// Owns:    the mapping. A file that shrinks while it is mapped ends the process (SIGBUS), as for every program that
+// maps it Threads: const after construction
 #pragma once
 
 #include <cstdint>

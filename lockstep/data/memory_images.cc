@@ -7,8 +7,8 @@ namespace lockstep {
 namespace {
 
 torch::Tensor with_channels(const torch::Tensor& images, const std::string& origin) {
-  const bool good = images.scalar_type() == torch::kUInt8 && (images.dim() == 3 || images.dim() == 4) &&
-                    images.numel() > 0;
+  const bool good =
+      images.scalar_type() == torch::kUInt8 && (images.dim() == 3 || images.dim() == 4) && images.numel() > 0;
   if (!good)
     throw DataError({.what = concat("images of shape ", images.sizes(), " and type ", images.dtype().name(),
                                     ", not (N, H, W) or (N, C, H, W) of bytes"),
@@ -25,7 +25,8 @@ torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, s
                      .likely = "files of different datasets or splits in one folder",
                      .next = "look at the files of the dataset"});
   if (!c10::isIntegralType(labels.scalar_type(), /*includeBool=*/false))
-    throw DataError({.what = concat("labels of type ", labels.dtype().name()), .here = origin, .next = "give whole numbers"});
+    throw DataError(
+        {.what = concat("labels of type ", labels.dtype().name()), .here = origin, .next = "give whole numbers"});
   torch::Tensor whole = labels.to(torch::kInt64).contiguous();
   const auto* values = whole.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < images; ++i)

@@ -12,8 +12,8 @@ namespace lockstep {
 
 class MemoryImages : public ImageSource {
  public:
-  // images: (N, H, W) or (N, C, H, W) uint8; labels: (N), any whole-number dtype, in [0, classes). `origin` names the file.
-  // Throws DataError naming what does not fit.
+  // images: (N, H, W) or (N, C, H, W) uint8; labels: (N), any whole-number dtype, in [0, classes). `origin` names the
+  // file. Throws DataError naming what does not fit.
   MemoryImages(std::string name, const torch::Tensor& images, const torch::Tensor& labels, std::int64_t classes,
                std::string origin);
 

@@ -42,14 +42,15 @@ std::string_view value_of(std::string_view header, std::string_view key, const s
 
 torch::ScalarType dtype_of(std::string_view value, const std::string& origin) {
   static const std::map<std::string_view, torch::ScalarType> kTypes = {
-      {"|b1", torch::kBool},  {"|u1", torch::kUInt8}, {"|i1", torch::kInt8},  {"<i2", torch::kInt16},
-      {"<i4", torch::kInt32}, {"<i8", torch::kInt64}, {"<f2", torch::kHalf}, {"<f4", torch::kFloat32},
-      {"<f8", torch::kFloat64}};
+      {"|b1", torch::kBool},  {"|u1", torch::kUInt8},   {"|i1", torch::kInt8},
+      {"<i2", torch::kInt16}, {"<i4", torch::kInt32},   {"<i8", torch::kInt64},
+      {"<f2", torch::kHalf},  {"<f4", torch::kFloat32}, {"<f8", torch::kFloat64}};
   const std::size_t end = value.size() > 1 && value[0] == '\'' ? value.find('\'', 1) : std::string_view::npos;
   if (end == std::string_view::npos) throw bad(origin, "it holds structures");
   const auto found = kTypes.find(value.substr(1, end - 1));
   if (found == kTypes.end())
-    throw bad(origin, concat("dtype ", value.substr(0, end + 1), "; bool, uint8, int8 to int64 and float16 to float64 in "
+    throw bad(origin, concat("dtype ", value.substr(0, end + 1),
+                             "; bool, uint8, int8 to int64 and float16 to float64 in "
                              "little-endian order are read"));
   return found->second;
 }

@@ -61,7 +61,8 @@ class Request {
     if (value.empty()) return otherwise;
     double parsed = 0;
     const auto [stop, error] = std::from_chars(value.data(), value.data() + value.size(), parsed);
-    if (error != std::errc() || stop != value.data() + value.size()) throw refuse(concat(key, "=", value, " is no number"));
+    if (error != std::errc() || stop != value.data() + value.size())
+      throw refuse(concat(key, "=", value, " is no number"));
     return parsed;
   }
   std::int64_t whole(const std::string& key, std::int64_t otherwise) {
@@ -138,7 +139,8 @@ TrainAndValidation image_folder(Request& request) {
   request.require_all_used(true);
   const fs::path folder = request.path();
   if (!fs::is_directory(folder / "train"))
-    return {std::make_shared<ImageDataset>(std::make_shared<ImageFolder>(folder), training(request, photographs())), nullptr};
+    return {std::make_shared<ImageDataset>(std::make_shared<ImageFolder>(folder), training(request, photographs())),
+            nullptr};
   const auto train = std::make_shared<ImageFolder>(folder / "train");
   TrainAndValidation both{std::make_shared<ImageDataset>(train, training(request, photographs())), nullptr};
   if (fs::is_directory(folder / "val"))
@@ -176,7 +178,8 @@ TrainAndValidation arrays(Request& request, const torch::Tensor& data, const tor
   const std::int64_t found = images && target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
   const std::int64_t classes = request.whole("classes", found);
   if (images)
-    return images_in_two_parts(std::make_shared<MemoryImages>(name, data, target, classes, request.path()), {}, share, request);
+    return images_in_two_parts(std::make_shared<MemoryImages>(name, data, target, classes, request.path()), {}, share,
+                               request);
   request.require_all_used(false);
   const auto rows = std::make_shared<TensorDataset>(name, data, target);
   return in_two_parts(rows, rows, share, request);
@@ -204,9 +207,9 @@ TrainAndValidation npz(Request& request) {
 TrainAndValidation csv(Request& request) {
   const std::string delimiter = request.text("delimiter", ",");
   if (delimiter.size() != 1) throw request.refuse("the delimiter is one character");
-  const auto table = csv_dataset(request.path(), {.target = request.text("target", ""),
-                                                  .classes = request.whole("classes", 1) != 0,
-                                                  .delimiter = delimiter[0]});
+  const auto table = csv_dataset(
+      request.path(),
+      {.target = request.text("target", ""), .classes = request.whole("classes", 1) != 0, .delimiter = delimiter[0]});
   const double share = request.number("val", 0);
   request.require_all_used(false);
   return in_two_parts(table, table, share, request);
@@ -234,9 +237,8 @@ TrainAndValidation synthetic(Request& request) {
     sizes.push_back(value);
   }
   if (sizes.size() != 4) throw request.refuse("it is synthetic:NxCxHxW");
-  const auto source = synthetic_images({.samples = sizes[0],
-                                        .shape = {sizes[1], sizes[2], sizes[3]},
-                                        .classes = request.whole("classes", 10)});
+  const auto source = synthetic_images(
+      {.samples = sizes[0], .shape = {sizes[1], sizes[2], sizes[3]}, .classes = request.whole("classes", 10)});
   const double share = request.number("val", 0);
   return images_in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
 }

@@ -27,9 +27,10 @@
 namespace lockstep {
 
 struct DataSource {
-  std::string data;       // as above
-  std::string folder{};   // where the name has no path of its own
-  std::string augment{};  // data/parse_transforms.h, on top of the dataset's own normalisation; for training images alone
+  std::string data;      // as above
+  std::string folder{};  // where the name has no path of its own
+  std::string
+      augment{};  // data/parse_transforms.h, on top of the dataset's own normalisation; for training images alone
 };
 
 struct TrainAndValidation {
@@ -39,7 +40,8 @@ struct TrainAndValidation {
 
 std::vector<std::string> dataset_kinds();
 
-// Throws UsageError: no such kind or option, a path that is missing, --augment without images; DataError from the readers.
+// Throws UsageError: no such kind or option, a path that is missing, --augment without images; DataError from the
+// readers.
 TrainAndValidation open_dataset(const DataSource& source);
 
 }  // namespace lockstep

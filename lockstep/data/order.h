@@ -36,8 +36,9 @@ std::shared_ptr<const SampleOrder> random_order(std::int64_t samples);
 // negative or not finite, all weights zero.
 std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& weights, std::int64_t samples);
 
-// For data on disk in shards: the shards in random order, cut into windows of `window` samples that are shuffled each. Reads
-// stay within a window, so the disk sees long runs. Every sample once. Keeps a few bytes a shard. Throws UsageError: window < 1.
+// For data on disk in shards: the shards in random order, cut into windows of `window` samples that are shuffled each.
+// Reads stay within a window, so the disk sees long runs. Every sample once. Keeps a few bytes a shard. Throws
+// UsageError: window < 1.
 std::shared_ptr<const SampleOrder> window_order(std::vector<std::int64_t> shard_sizes, std::int64_t window);
 
 }  // namespace lockstep

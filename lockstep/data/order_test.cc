@@ -36,7 +36,8 @@ Order all_of(std::int64_t samples) {
 TEST(Permuted, is_a_permutation_of_any_size) {
   for (std::uint64_t count = 1; count < 200; ++count) {
     Order places;
-    for (std::uint64_t i = 0; i < count; ++i) places.push_back(static_cast<std::int64_t>(permuted(i, count, count * 7)));
+    for (std::uint64_t i = 0; i < count; ++i)
+      places.push_back(static_cast<std::int64_t>(permuted(i, count, count * 7)));
     ASSERT_EQ(sorted(places), all_of(static_cast<std::int64_t>(count)));
   }
 }
@@ -78,7 +79,7 @@ TEST(WindowOrder, reads_long_runs) {
 
 TEST(SampleOrders, are_a_function_of_seed_and_epoch_and_can_be_read_from_anywhere) {
   const std::vector<std::shared_ptr<const SampleOrder>> orders = {random_order(97), window_order({40, 50, 7}, 30),
-                                                                   weighted_order({1, 2, 3, 4}, 97)};
+                                                                  weighted_order({1, 2, 3, 4}, 97)};
   for (const auto& order : orders) {
     const Order whole = drawn(*order, 1, 2);
     EXPECT_EQ(whole, drawn(*order, 1, 2));

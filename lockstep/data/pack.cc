@@ -36,7 +36,8 @@ std::vector<std::int64_t> order_of(const Part& part, const PackOptions& options)
 }
 
 // Decodes an image, resizes it and encodes it again.
-std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const ImageShape& shape, const PackOptions& options) {
+std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const ImageShape& shape,
+                                 const PackOptions& options) {
   const double scale =
       static_cast<double>(options.shorter_edge) / static_cast<double>(std::min(shape.height, shape.width));
   Placement placement{.box = {0, 0, static_cast<double>(shape.width), static_cast<double>(shape.height)},
@@ -50,8 +51,8 @@ std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const Image
   std::vector<std::uint8_t> pixels(planes.size());
   for (std::int64_t i = 0; i < plane; ++i)
     for (std::int64_t c = 0; c < 3; ++c)
-      pixels[static_cast<std::size_t>(3 * i + c)] =
-          static_cast<std::uint8_t>(std::lround(std::clamp(planes[static_cast<std::size_t>(c * plane + i)], 0.F, 255.F)));
+      pixels[static_cast<std::size_t>(3 * i + c)] = static_cast<std::uint8_t>(
+          std::lround(std::clamp(planes[static_cast<std::size_t>(c * plane + i)], 0.F, 255.F)));
   return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
 }
 
@@ -77,7 +78,8 @@ PackedInfo info_of(const ImageSource& source) {
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
   const torch::Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
-    throw UsageError({.what = concat(dataset.name(), " has targets that are no whole numbers; packed records have one each")});
+    throw UsageError(
+        {.what = concat(dataset.name(), " has targets that are no whole numbers; packed records have one each")});
   const torch::Tensor targets = dataset.target().to(torch::kInt64);
   const std::size_t bytes = data.nbytes() / static_cast<std::size_t>(data.size(0));
   const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());

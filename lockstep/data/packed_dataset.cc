@@ -1,7 +1,5 @@
 #include "lockstep/data/packed_dataset.h"
 
-#include <cmath>
-
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/batch_memory.h"
@@ -73,7 +71,8 @@ Record first_good_record(const RecordReader& records) {
     }
   }
   if (records.size() == 0)
-    throw DataError({.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
+    throw DataError(
+        {.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
   return records.read(records.size() - 1);
 }
 

@@ -49,13 +49,13 @@ bool holds_images(const RecordReader& records);
 
 struct PackOptions {
   std::uint64_t shard_bytes = std::uint64_t{256} << 20;
-  bool keep_order = false;       // else the records are written in a random order: classes lie side by side in folders
+  bool keep_order = false;        // else the records are written in a random order: classes lie side by side in folders
   std::int64_t shorter_edge = 0;  // encoded images are resized to it, if it is longer, and become JPEG; 0: as they are
-  int quality = 90;              // of such a JPEG
+  int quality = 90;               // of such a JPEG
 };
 
-// Writes every sample of images or tensors as it is stored, without transforms. Throws UsageError: another kind of dataset;
-// what the dataset, RecordWriter and the decoder throw.
+// Writes every sample of images or tensors as it is stored, without transforms. Throws UsageError: another kind of
+// dataset; what the dataset, RecordWriter and the decoder throw.
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options = {});
 
 }  // namespace lockstep

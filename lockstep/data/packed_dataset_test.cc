@@ -56,8 +56,8 @@ TEST(Packed, keeps_encoded_images_as_files_or_shrinks_them) {
     const ImageShape shape = encoded_shape(shrunk.read(i).payload, "");
     EXPECT_EQ(std::min(shape.height, shape.width), 30);
   }
-  const auto difference = open_packed(folder / "q", small)->make_batch(all_of(*packed)).data -
-                          original.make_batch(all_of(original)).data;
+  const auto difference =
+      open_packed(folder / "q", small)->make_batch(all_of(*packed)).data - original.make_batch(all_of(original)).data;
   EXPECT_LT(difference.abs().mean().item<float>(), 0.03);
 }
 

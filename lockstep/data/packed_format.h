@@ -1,5 +1,5 @@
-// data/packed_format.h: what writer and reader of packed records must agree on; docs/data.md shows it as a table. Numbers
-// are little-endian.
+// data/packed_format.h: what writer and reader of packed records must agree on; docs/data.md shows it as a table.
+// Numbers are little-endian.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ constexpr std::uint8_t kArray = 0;
 constexpr std::uint8_t kEncodedImage = 1;
 constexpr std::size_t kMostDimensions = 8;
 
-constexpr std::array kDtypes = {torch::kUInt8,  torch::kInt8,    torch::kInt16,   torch::kInt32, torch::kInt64,
+constexpr std::array kDtypes = {torch::kUInt8,   torch::kInt8,     torch::kInt16,   torch::kInt32,  torch::kInt64,
                                 torch::kFloat16, torch::kBFloat16, torch::kFloat32, torch::kFloat64};
 
 constexpr const char* kInfoFile = "packed.json";

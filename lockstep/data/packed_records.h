@@ -2,7 +2,8 @@
 // docs/data.md describes the format byte by byte.
 //
 //   FOLDER/packed.json   name, classes, shards; written last: a folder without it is not finished
-//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum, "LSTEPEND"
+//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum,
+//   "LSTEPEND"
 //
 // Flow:    a dataset -> RecordWriter -> files -> RecordReader (mmap) -> data/packed_dataset.h
 // Threads: RecordReader is const after construction; RecordWriter belongs to one thread
@@ -26,9 +27,9 @@ namespace lockstep {
 // A sample as it is stored.
 struct Record {
   std::int64_t target = 0;
-  bool encoded = false;                        // the payload is a JPEG or PNG file, and has no shape
-  torch::ScalarType dtype = torch::kUInt8;     // of an array
-  std::vector<std::int64_t> shape{};           // of an array
+  bool encoded = false;                     // the payload is a JPEG or PNG file, and has no shape
+  torch::ScalarType dtype = torch::kUInt8;  // of an array
+  std::vector<std::int64_t> shape{};        // of an array
   std::span<const std::uint8_t> payload{};
 };
 
@@ -40,11 +41,11 @@ struct PackedInfo {
 
 class RecordWriter {
  public:
-  // Makes the folder if it is not there. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError: the
-  // folder holds packed data already.
+  // Makes the folder if it is not there. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
+  // the folder holds packed data already.
   RecordWriter(std::filesystem::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
-  void add(const Record& record);        // throws SystemError: a full disk
-  void finish(const PackedInfo& info);   // blocks until all is on the disk; without it the folder stays unfinished
+  void add(const Record& record);       // throws SystemError: a full disk
+  void finish(const PackedInfo& info);  // blocks until all is on the disk; without it the folder stays unfinished
 
  private:
   struct Entry {
@@ -70,8 +71,8 @@ class RecordWriter {
 
 class RecordReader {
  public:
-  // Checks every header and index. Throws DataError naming the file: not packed data, unfinished, a shard that is missing,
-  // cut or damaged.
+  // Checks every header and index. Throws DataError naming the file: not packed data, unfinished, a shard that is
+  // missing, cut or damaged.
   explicit RecordReader(std::filesystem::path folder);
 
   const std::filesystem::path& folder() const { return folder_; }

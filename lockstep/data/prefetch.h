@@ -40,8 +40,8 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  // The batch of the next step; call it `steps` times. Blocks until it is there. Throws what `load` threw for this step;
-  // DataError when no batch came within the timeout. Adds to `statistics` what happened since the last call.
+  // The batch of the next step; call it `steps` times. Blocks until it is there. Throws what `load` threw for this
+  // step; DataError when no batch came within the timeout. Adds to `statistics` what happened since the last call.
   Batch next(LoadingStatistics& statistics);
 
  private:

@@ -1,7 +1,8 @@
-// data/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is the same
-// whatever the number of ranks and workers, and however often a run was interrupted.
+// data/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is the
+// same whatever the number of ranks and workers, and however often a run was interrupted.
 //
-// Source:  Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as ATen
+// Source:  Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as
+// ATen
 //          has it; SplitMix64 (Steele, Lea and Flood, 2014)
 // Threads: values
 #pragma once
@@ -45,9 +46,9 @@ class SampleRandom {
   at::Philox4_32 engine_;
 };
 
-// The place of `position` in a random permutation of [0, count) that `key` names, without a table: a Feistel network over
-// the next power of four, walked until it lands below `count` (Black and Rogaway, "Ciphers with arbitrary finite domains",
-// 2002). About 2 walks on average, at most 4.
+// The place of `position` in a random permutation of [0, count) that `key` names, without a table: a Feistel network
+// over the next power of four, walked until it lands below `count` (Black and Rogaway, "Ciphers with arbitrary finite
+// domains", 2002). About 2 walks on average, at most 4.
 inline std::uint64_t permuted(std::uint64_t position, std::uint64_t count, std::uint64_t key) {
   constexpr int kRounds = 6;
   const int half = (std::bit_width(count - 1) + 1) / 2;

@@ -1,5 +1,5 @@
-// Mutated real files of every format: a reader gives valid data or throws DataError; never a crash, a hang, or bytes that it
-// did not read. Under AddressSanitizer in `make soak`.
+// Mutated real files of every format: a reader gives valid data or throws DataError; never a crash, a hang, or bytes
+// that it did not read. Under AddressSanitizer in `make soak`.
 #include <algorithm>
 #include <fstream>
 #include <numeric>
@@ -66,8 +66,8 @@ std::uint64_t sum_of(const Dataset& dataset) {
   return sum_of(batch.data) + sum_of(batch.target);
 }
 
-// Reads mutations of `original`. `read` returns a sum over all it gives; the same file must give the same sum twice, which
-// memory that was never written hardly does.
+// Reads mutations of `original`. `read` returns a sum over all it gives; the same file must give the same sum twice,
+// which memory that was never written hardly does.
 template <class Read>
 void fuzz(const Bytes& original, int usual, Read&& read) {
   Random random(static_cast<unsigned>(original.size()));
@@ -102,7 +102,9 @@ std::uint64_t decode(const Bytes& file) {
   const ImageShape shape = encoded_shape(bytes, "fuzz");
   if (shape.values() > (1 << 22)) return 0;  // valid, and slow
   Random random(static_cast<unsigned>(file.size()));
-  const auto part = [&](std::int64_t limit) { return 1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(limit)); };
+  const auto part = [&](std::int64_t limit) {
+    return 1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
+  };
   Placement placement{.box = {0, 0, static_cast<double>(part(shape.width)), static_cast<double>(part(shape.height))}};
   placement.height = part(64);
   placement.width = part(64);
@@ -187,8 +189,9 @@ TEST(Fuzz, an_epoch_over_damaged_images_ends) {
         const Bytes bytes = mutated(read_file(entry.path()), random);
         std::ofstream(entry.path(), std::ios::binary) << bytes;
       }
-    const auto dataset = std::make_shared<ImageDataset>(
-        std::make_shared<ImageFolder>(folder.path()), ImageTransforms{.height = 8, .width = 8, .crop = Crop::kRandomResized});
+    const auto dataset =
+        std::make_shared<ImageDataset>(std::make_shared<ImageFolder>(folder.path()),
+                                       ImageTransforms{.height = 8, .width = 8, .crop = Crop::kRandomResized});
     Loader loader(World::single(), dataset, {.batch_size = 3, .workers = 2, .skip_bad = 8});
     for (const Batch& batch : loader.epoch(round)) EXPECT_TRUE(torch::isfinite(batch.data).all().item<bool>());
     EXPECT_EQ(loader.statistics().samples + loader.statistics().skipped, 8);

@@ -75,8 +75,9 @@ TEST(Npy, reads_types_and_orders) {
 
 TEST(Npy, names_what_is_wrong) {
   const auto refusal = [](const std::string& text) {
-    return message_of<DataError>(
-        [&] { parse_npy({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}, "x.npy"); });
+    return message_of<DataError>([&] {
+      parse_npy({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}, "x.npy");
+    });
   };
   EXPECT_TRUE(contains(refusal("something else entirely"), "no magic number"));
   EXPECT_TRUE(contains(refusal(npy_text("<f4", "(3,)", "12345678")), "12 bytes promised, 8 found"));
@@ -127,7 +128,8 @@ TEST(Csv, names_line_and_column_of_what_is_wrong) {
   EXPECT_TRUE(contains(refusal("a,b\n"), "no line of numbers"));
   EXPECT_TRUE(contains(refusal("1,2.5\n"), "the target of row 0 is 2.5, which is no class"));
   write_file(folder / "t.csv", "a,b\n1,2\n");
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { csv_dataset(folder / "t.csv", {.target = "c"}); }), "one of: a, b"));
+  EXPECT_TRUE(
+      contains(message_of<UsageError>([&] { csv_dataset(folder / "t.csv", {.target = "c"}); }), "one of: a, b"));
 }
 
 TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {

@@ -1,4 +1,5 @@
-#define XXH_INLINE_ALL  // compiled here, with the vectors of this build; Debian's library has those of the oldest x86-64
+#define XXH_INLINE_ALL  // compiled here, with the vectors of this build; Debian's library has those of the oldest
+                        // x86-64
 #include <xxhash.h>
 
 #include <algorithm>
@@ -107,8 +108,8 @@ Record RecordReader::read(std::int64_t index) const {
   if (XXH3_64bits(bytes, place.bytes) != place.checksum) throw refuse("its checksum does not match its content");
   const std::size_t dimensions = bytes[10];
   const std::uint64_t begin = packed::kRecordHeaderBytes + 8 * dimensions;
-  if (bytes[8] > packed::kEncodedImage || bytes[9] >= packed::kDtypes.size() ||
-      dimensions > packed::kMostDimensions || begin > place.bytes)
+  if (bytes[8] > packed::kEncodedImage || bytes[9] >= packed::kDtypes.size() || dimensions > packed::kMostDimensions ||
+      begin > place.bytes)
     throw refuse("a header that makes no sense");
   Record record{.target = static_cast<std::int64_t>(number_at(bytes)),
                 .encoded = bytes[8] == packed::kEncodedImage,

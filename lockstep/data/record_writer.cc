@@ -17,7 +17,9 @@ void append(std::vector<std::uint8_t>& bytes, std::uint64_t number) {
   bytes.insert(bytes.end(), first, first + sizeof number);
 }
 
-void append(std::vector<std::uint8_t>& bytes, std::string_view text) { bytes.insert(bytes.end(), text.begin(), text.end()); }
+void append(std::vector<std::uint8_t>& bytes, std::string_view text) {
+  bytes.insert(bytes.end(), text.begin(), text.end());
+}
 
 std::uint8_t code_of(torch::ScalarType dtype) {
   for (std::size_t i = 0; i < packed::kDtypes.size(); ++i)
@@ -96,9 +98,8 @@ void RecordWriter::finish(const PackedInfo& info) {
   Json shards = Json::array();
   for (const Shard& shard : shards_)
     shards.push_back({{"file", shard.file}, {"records", shard.records}, {"bytes", shard.bytes}});
-  const Json json = {{"format", packed::kFormatName}, {"version", packed::kVersion},
-                     {"name", info.name},             {"classes", info.classes},
-                     {"class_names", info.class_names}, {"shards", shards}};
+  const Json json = {{"format", packed::kFormatName}, {"version", packed::kVersion},     {"name", info.name},
+                     {"classes", info.classes},       {"class_names", info.class_names}, {"shards", shards}};
   write_file(folder_ / packed::kInfoFile, json.dump(2) + "\n");
 }
 

@@ -23,8 +23,9 @@ struct SamplerOptions {
   std::shared_ptr<const SampleOrder> order{};  // in place of these; `samples` is then its own
 };
 
-// An epoch's order is cut into global batches of batch_size; the last one takes what is left. A global batch is cut into
-// one contiguous part per rank, whose sizes differ by at most one: the same global batches whatever the number of ranks. S1.
+// An epoch's order is cut into global batches of batch_size; the last one takes what is left. A global batch is cut
+// into one contiguous part per rank, whose sizes differ by at most one: the same global batches whatever the number of
+// ranks. S1.
 class DistributedSampler {
  public:
   explicit DistributedSampler(const SamplerOptions& options);  // throws UsageError: batch_size < ranks, no samples
@@ -32,14 +33,14 @@ class DistributedSampler {
   std::int64_t samples() const { return order_->samples(); }
   std::int64_t steps_per_epoch() const;
 
-  // The order of `epoch`, without its first `first_sample` samples: those that all ranks together have had already, in any
-  // number of ranks and batches. Steps count from there.
+  // The order of `epoch`, without its first `first_sample` samples: those that all ranks together have had already, in
+  // any number of ranks and batches. Steps count from there.
   void set_epoch(std::int64_t epoch, std::int64_t first_sample = 0);
-  std::int64_t steps() const;                             // from first_sample on
+  std::int64_t steps() const;                            // from first_sample on
   std::int64_t samples_before(std::int64_t step) const;  // of the epoch, over all ranks, with first_sample
 
-  // This rank's part of the global batch of `step` (0 <= step < steps()); empty in a last batch that has fewer samples than
-  // ranks.
+  // This rank's part of the global batch of `step` (0 <= step < steps()); empty in a last batch that has fewer samples
+  // than ranks.
   std::vector<std::int64_t> part(std::int64_t step) const;
 
  private:

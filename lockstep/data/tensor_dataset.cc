@@ -45,8 +45,9 @@ TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const 
   if (data_.dim() < 1 || data_.size(0) < 1)
     throw DataError({.what = concat(name_, " has no samples"), .likely = "an empty file"});
   if (target_.dim() < 1 || target_.size(0) != data_.size(0))
-    throw DataError({.what = concat(name_, " has data of shape ", data_.sizes(), ", but targets of shape ", target_.sizes()),
-                     .likely = "files of different datasets"});
+    throw DataError(
+        {.what = concat(name_, " has data of shape ", data_.sizes(), ", but targets of shape ", target_.sizes()),
+         .likely = "files of different datasets"});
 }
 
 Batch TensorDataset::assemble(const BatchRequest& request) const {

@@ -43,7 +43,8 @@ TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions
 std::int64_t TokenDataset::token(std::int64_t place) const {
   std::uint32_t value = 0;
   // Little-endian, as every machine that libtorch runs on.
-  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes, static_cast<std::size_t>(options_.token_bytes));
+  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes,
+              static_cast<std::size_t>(options_.token_bytes));
   if (value >= options_.vocabulary)
     throw DataError({.what = concat("token ", value, " is not below the vocabulary's ", options_.vocabulary),
                      .here = concat(file_->path().string(), ", token ", place),

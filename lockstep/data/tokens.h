@@ -14,15 +14,16 @@ namespace lockstep {
 
 struct TokenOptions {
   std::int64_t block = 128;  // tokens of a sample
-  int token_bytes = 1;       // 1: every byte is a token, of 256; 2 or 4: little-endian numbers, as tokenisers write them
+  int token_bytes = 1;  // 1: every byte is a token, of 256; 2 or 4: little-endian numbers, as tokenisers write them
   std::int64_t vocabulary = 0;  // tokens are below it; 0: 256 for bytes, else not checked
-  double skip = 0;           // shares of the file that are not this dataset's: at its beginning
-  double leave = 0;          // and at its end
+  double skip = 0;              // shares of the file that are not this dataset's: at its beginning
+  double leave = 0;             // and at its end
 };
 
 class TokenDataset : public Dataset {
  public:
-  // Throws DataError: unreadable, no whole number of tokens, fewer than block + 1; UsageError: options that make no sense.
+  // Throws DataError: unreadable, no whole number of tokens, fewer than block + 1; UsageError: options that make no
+  // sense.
   explicit TokenDataset(const std::filesystem::path& path, const TokenOptions& options = {});
 
   std::string name() const override { return file_->path().filename().string(); }

@@ -60,6 +60,7 @@ void MetricsFile::write(const RunMetrics& m) {
               {"data_read_seconds", m.loading.read},
               {"data_assemble_seconds", m.loading.assemble},
               {"data_copy_seconds", m.loading.copy},
+              {"data_room_seconds", m.loading.room},
               {"data_queue_depth", m.loading.mean_queued()},
               {"data_skipped", m.loading.skipped},
               {"forward_seconds", m.forward_seconds},

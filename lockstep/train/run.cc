@@ -1,7 +1,5 @@
 #include "lockstep/train/run.h"
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <functional>
 #include <iostream>
@@ -11,6 +9,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_transport.h"
 #include "lockstep/launch/environment.h"
@@ -27,13 +26,6 @@ using MakeTask = std::function<Task(const TrainOptions&)>;
 
 constexpr int kUsageExit = 2;
 constexpr int kFailureExit = 1;
-
-// A step allocates and frees the same tens of megabytes of activations. By default glibc gives them back to the kernel
-// each time and faults every page in again: a quarter of LeNet's step (docs/design/lenet-step.md). So it keeps them.
-void keep_freed_memory() {
-  ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  ::mallopt(M_TRIM_THRESHOLD, -1);
-}
 
 // auto: a GPU for every rank of this machine, or the CPU for all.
 torch::DeviceType chosen_device(const std::string& name, int local_size) {

@@ -54,18 +54,21 @@ inline void write_bytes(const std::filesystem::path& path, const std::vector<std
 
 inline std::string npy_text(const std::string& descr, const std::string& shape, const std::string& values,
                             bool fortran = false) {
-  std::string header = "{'descr': '" + descr + "', 'fortran_order': " + (fortran ? "True" : "False") + ", 'shape': " + shape + ", }";
+  std::string header =
+      "{'descr': '" + descr + "', 'fortran_order': " + (fortran ? "True" : "False") + ", 'shape': " + shape + ", }";
   header.resize((10 + header.size() + 1 + 63) / 64 * 64 - 10 - 1, ' ');
   header += '\n';
   const std::string length{static_cast<char>(header.size() & 0xFF), static_cast<char>(header.size() >> 8)};
   return std::string("\x93NUMPY\x01\x00", 8) + length + header + values;
 }
 
-inline void write_zip(const std::filesystem::path& path, const std::vector<std::pair<std::string, std::string>>& entries) {
+inline void write_zip(const std::filesystem::path& path,
+                      const std::vector<std::pair<std::string, std::string>>& entries) {
   int code = 0;
   zip_t* archive = zip_open(path.c_str(), ZIP_CREATE | ZIP_TRUNCATE, &code);
   for (const auto& [name, content] : entries)
-    zip_file_add(archive, name.c_str(), zip_source_buffer(archive, content.data(), content.size(), 0), ZIP_FL_OVERWRITE);
+    zip_file_add(archive, name.c_str(), zip_source_buffer(archive, content.data(), content.size(), 0),
+                 ZIP_FL_OVERWRITE);
   if (zip_close(archive) != 0) throw DataError({.what = zip_strerror(archive)});
 }
 

@@ -36,8 +36,20 @@ std::vector<nlohmann::json> lines_of(const std::filesystem::path& metrics, const
 }
 
 Words train(const TempFolder& folder, const std::string& metrics, const Words& more) {
-  Words words = {"train",     "--threads", "1",  "--data",    "packed:" + folder.file("p"), "--augment", "crop:2,flip",
-                 "--epochs",  "2",         "--batch-size",    "48", "--quiet", "--metrics", folder.file(metrics)};
+  Words words = {"train",
+                 "--threads",
+                 "1",
+                 "--data",
+                 "packed:" + folder.file("p"),
+                 "--augment",
+                 "crop:2,flip",
+                 "--epochs",
+                 "2",
+                 "--batch-size",
+                 "48",
+                 "--quiet",
+                 "--metrics",
+                 folder.file(metrics)};
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }
@@ -45,8 +57,8 @@ Words train(const TempFolder& folder, const std::string& metrics, const Words& m
 class PackedTraining : public ::testing::Test {
  protected:
   PackedTraining() {
-    packed = lockstep_command({"data", "pack", "--data", "synthetic:240x1x28x28?val=0.2", "--to", folder.file("p"),
-                               "--shard-mib", "0.05"});
+    packed = lockstep_command(
+        {"data", "pack", "--data", "synthetic:240x1x28x28?val=0.2", "--to", folder.file("p"), "--shard-mib", "0.05"});
   }
   TempFolder folder;
   Ended packed;
@@ -64,7 +76,8 @@ TEST_F(PackedTraining, describes_what_was_packed) {
 
 TEST_F(PackedTraining, gives_the_same_losses_with_other_ranks_workers_and_after_a_resume) {
   ASSERT_EQ(lockstep_command(train(folder, "one", {"--workers", "0"})).exit_code, 0);
-  const Words stop = {"--ranks", "2", "--workers", "2", "--checkpoint-dir", folder.file("c"), "--checkpoint-every", "1"};
+  const Words stop = {"--ranks", "2", "--workers", "2", "--checkpoint-dir", folder.file("c"), "--checkpoint-every",
+                      "1"};
   Words first = stop;
   first.insert(first.end(), {"--max-steps", "3"});
   ASSERT_EQ(lockstep_command(train(folder, "two", first)).exit_code, 0);

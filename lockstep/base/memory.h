@@ -1,0 +1,13 @@
+// base/memory.h: how this process gets memory from the machine.
+//
+// Threads: call it before other threads allocate
+#pragma once
+
+namespace lockstep {
+
+// Freed memory stays with the process and is used again, instead of going back to the machine and being cleared for it page
+// by page in the next step. A quarter of a LeNet step (docs/design/lenet-step.md). lockstep::run() calls it; a program with a
+// loop of its own does so first of all. Sends nothing, throws nothing; glibc's malloc only.
+void keep_freed_memory();
+
+}  // namespace lockstep
