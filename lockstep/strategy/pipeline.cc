@@ -116,7 +116,7 @@ class Pipeline : public Strategy {
     const std::uint64_t seed = draw_seed();
     for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size(), seed);
     const auto results = std::make_shared<std::vector<StageResult>>(work->size());
-    devices_.run([work, results, task = task_](Device& device) {
+    devices_.run([work, results, task = task_, models = replicas_](Device& device) {
       const auto i = static_cast<std::size_t>(device.index());
       (*results)[i] = run_stage(device, task, (*work)[i]);
     });

@@ -1,6 +1,10 @@
 #include "lockstep/strategy/pipeline.h"
 
+#include <ATen/Parallel.h>
+
+#include <atomic>
 #include <map>
+#include <thread>
 
 #include "lockstep/base/deadline.h"
 
@@ -126,15 +130,17 @@ TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
   expect_same_bits(course_of(task, pipeline(2, "1f1b", "0-3,4-6")), course_of(task, pipeline(3, "1f1b", "0-0,1-1,2-6")));
 }
 
-// Micro-batches of one size, so that batch normalisation sees what it sees on one device: nothing to normalise over.
+// One micro-batch, so that batch normalisation sees what it sees on one device.
 TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
   Task task = in_float64(classification_task<ResNet>(
       "resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
-  StrategyOptions options = pipeline(10);
+  StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
   options.micro_batches = 1;
   options.sgd.lr = 0.01;
-  const Batch batch{torch::randn({2, 3, 8, 8}, torch::kFloat64), torch::tensor({1, 2})};
-  expect_same_course(course_on(task, options, batch, 2), course_on(task, on_one(options), batch, 2));
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{3});
+  const Batch batch{torch::randn({3, 3, 12, 12}, generator, torch::kFloat64), torch::tensor({1, 2, 3})};
+  at::set_num_threads(1);
+  expect_same_course(course_on(task, options, batch, 1), course_on(task, on_one(options), batch, 1));
 }
 
 TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe) {
@@ -167,6 +173,32 @@ TEST(S1_pipeline, ends_every_stage_with_the_exception_of_one) {
   const Stopwatch watch;
   EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the middle"));
   EXPECT_LT(watch.seconds(), 1);
+}
+
+// The slow stage comes to its end after the strategy has gone: what it uses must still be there.
+TEST(S1_pipeline, names_a_stage_that_is_too_slow_and_outlives_it) {
+  std::atomic<bool> go_on{false}, over{false};
+  Task task = with_skip();
+  task.stages = [&, stages = task.stages](torch::nn::Module& model) {
+    auto pieces = stages(model);
+    pieces[2].forward = [&, forward = pieces[2].forward](const Tensors& x) {
+      while (!go_on) std::this_thread::yield();
+      const Tensors y = forward(x);
+      over = true;
+      return y;
+    };
+    return pieces;
+  };
+  StrategyOptions options = pipeline(3, "1f1b", "0-0,1-1,2-2");
+  options.timeout = std::chrono::milliseconds(200);
+  const Stopwatch watch;
+  EXPECT_TRUE(contains(
+      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->compute(batch_of(0)); }), "cpu:"));
+  EXPECT_LT(watch.seconds(), 2);
+  go_on = true;
+  const Deadline deadline = Deadline::after(std::chrono::seconds(10));
+  while (!over && !deadline.passed()) std::this_thread::yield();
+  EXPECT_TRUE(over);
 }
 
 TEST(S1_pipeline, refuses_a_model_that_can_not_be_cut) {
