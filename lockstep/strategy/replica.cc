@@ -90,7 +90,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   replica.model->to(device);
   replica.layout = chosen_layout(options.layout, *replica.model, device);
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(replica.model->parameters(), options);
+  replica.optimizer = make_optimizer(*replica.model, options);
   return replica;
 }
 
