@@ -1,5 +1,7 @@
 #include "lockstep/strategy/averaging.h"
 
+#include <torch/nn/modules/conv.h>
+
 #include <map>
 #include <mutex>
 

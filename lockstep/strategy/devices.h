@@ -61,6 +61,7 @@ class Device {
 
   // What dropout draws from on this device begins anew. seed_of(seed, index()) gives each device a sequence of its own.
   void seed(std::uint64_t seed);
+  ThreadGenerator& generator() { return generator_; }
 
   // Blocks until done(); `flag` is raised or rung when that may have become so. Throws PeerLost: another device failed,
   // or the timeout is over (`what`: what is waited for).

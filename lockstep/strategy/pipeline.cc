@@ -1,13 +1,15 @@
 #include "lockstep/strategy/pipeline.h"
 
 #include <algorithm>
-#include <unordered_set>
+#include <optional>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/strategy/channel.h"
 #include "lockstep/strategy/pipeline_cut.h"
+#include "lockstep/strategy/pipeline_processes.h"
 #include "lockstep/strategy/pipeline_stage.h"
 #include "lockstep/strategy/replica.h"
 #include "lockstep/strategy/thread_generator.h"
@@ -15,21 +17,41 @@
 namespace lockstep {
 namespace {
 
-// Each stage's parameters in the model's order; one that several stages use belongs to the first of them.
-std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut) {
-  std::vector<std::vector<torch::Tensor>> stages;
-  std::unordered_set<const void*> taken;
-  for (const Range& range : cut) {
-    std::vector<torch::Tensor> own;
-    for (const torch::Tensor& parameter : parameters_of({pieces.begin() + range.begin, pieces.begin() + range.end}))
-      if (taken.insert(parameter.unsafeGetTensorImpl()).second) own.push_back(parameter);
-    stages.push_back(std::move(own));
-  }
-  return stages;
-}
-
 int stages_in(const Task& task, const StrategyOptions& options, const Replica& replica) {
   return parse_stages(options.stages, options.devices, static_cast<int>(pieces_of(task, *replica.model).size())).stages;
+}
+
+// Between a stage and the next, as threads.
+struct Channels {
+  explicit Channels(std::size_t capacity) : forward(capacity), backward(capacity) {}
+  Channel<Tensors> forward;
+  Channel<Tensors> backward;
+};
+
+class ChannelLink : public StageLink {
+ public:
+  ChannelLink(Device& device, Channel<Tensors>& out, Channel<Tensors>& in) : device_(device), out_(out), in_(in) {}
+  void send(Tensors tensors) override { out_.send(device_, std::move(tensors)); }
+  Tensors receive() override { return in_.receive(device_); }
+
+ private:
+  Device& device_;
+  Channel<Tensors>& out_;
+  Channel<Tensors>& in_;
+};
+
+struct DeviceWork {
+  StageWork stage;
+  std::shared_ptr<Channels> before;
+  std::shared_ptr<Channels> behind;
+};
+
+StageResult run_on(Device& device, const Task& task, const DeviceWork& work) {
+  std::optional<ChannelLink> before, behind;
+  if (work.before) before.emplace(device, work.before->backward, work.before->forward);
+  if (work.behind) behind.emplace(device, work.behind->forward, work.behind->backward);
+  return run_stage(task, work.stage, {.before = before ? &*before : nullptr, .behind = behind ? &*behind : nullptr},
+                   device.generator());
 }
 
 class Pipeline : public Strategy {
@@ -112,38 +134,38 @@ class Pipeline : public Strategy {
   }
 
   std::vector<StageResult> run_stages_on(const Batch& batch) {
-    const auto work = std::make_shared<std::vector<StageWork>>();
+    const auto work = std::make_shared<std::vector<DeviceWork>>();
     const std::uint64_t seed = draw_seed();
     for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size(), seed);
     const auto results = std::make_shared<std::vector<StageResult>>(work->size());
     devices_.run([work, results, task = task_, models = replicas_](Device& device) {
       const auto i = static_cast<std::size_t>(device.index());
-      (*results)[i] = run_stage(device, task, (*work)[i]);
+      (*results)[i] = run_on(device, task, (*work)[i]);
     });
     return *results;
   }
 
-  // A StageWork for each stage of the next replica.
-  void add_work(std::vector<StageWork>& work, const Batch& part, std::int64_t samples,
+  // The work of each stage of the next replica.
+  void add_work(std::vector<DeviceWork>& work, const Batch& part, std::int64_t samples,
                 std::uint64_t seed) const {
     const std::size_t replica = work.size() / static_cast<std::size_t>(stages_);
-    const auto micro_batches = static_cast<int>(std::min(micro_batches_, part.size()));
-    std::vector<Batch> batches = micro_batches > 0 ? parts_of(part, micro_batches) : std::vector<Batch>{};
+    std::vector<Batch> batches = micro_batches_of(part, micro_batches_);
     for (Batch& each : batches) each.data = in_layout(each.data, replicas_[replica].layout);
-    std::shared_ptr<StageLink> link;
+    std::shared_ptr<Channels> before;
     for (int stage = 0; stage < stages_; ++stage) {
       const Range range = cut_[static_cast<std::size_t>(stage)];
       const auto pieces = pieces_[replica].begin();
       const bool last = stage + 1 == stages_;
-      work.push_back({.pieces = {pieces + range.begin, pieces + range.end},
-                      .before = link,
-                      .behind = last ? nullptr : std::make_shared<StageLink>(std::max(micro_batches, 1)),
-                      .micro_batches = batches,
-                      .steps = steps_of_stage(schedule_, stage, stages_, micro_batches),
-                      .samples = samples,
-                      .seed = seed_of(seed, static_cast<int>(replica)),
-                      .first_piece = static_cast<int>(range.begin)});
-      link = work.back().behind;
+      const auto behind = last ? nullptr : std::make_shared<Channels>(std::max<std::size_t>(batches.size(), 1));
+      work.push_back({.stage = {.pieces = {pieces + range.begin, pieces + range.end},
+                                .micro_batches = batches,
+                                .steps = steps_of_stage(schedule_, stage, stages_, static_cast<int>(batches.size())),
+                                .samples = samples,
+                                .seed = seed_of(seed, static_cast<int>(replica)),
+                                .first_piece = static_cast<int>(range.begin)},
+                      .before = before,
+                      .behind = behind});
+      before = behind;
     }
   }
 
@@ -191,7 +213,7 @@ class Pipeline : public Strategy {
 }  // namespace
 
 std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options) {
-  require_one_process(world, options);
+  if (world.size() > 1) return make_pipeline_of_processes(world, task, options);
   return std::make_unique<Pipeline>(world, task, options);
 }
 

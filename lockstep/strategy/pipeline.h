@@ -12,9 +12,11 @@
 // What passes from stage to stage are tensors as the pieces return them: several where a skip connection crosses the
 // cut. The update is shared out over all devices. A piece must not change its input in place. Batch normalisation sees a micro-batch at a time.
 //
+// Stages are threads of one process, or, in a world of several ranks, processes (strategy/pipeline_processes.h).
+//
 // Owns:    the devices' threads, a replica of the model per d
 // Threads: one scheduling thread; device i has stage i % p of replica i / p
-// Ranks:   inside one process
+// Ranks:   one; see pipeline_processes.h for more
 #pragma once
 
 #include <memory>

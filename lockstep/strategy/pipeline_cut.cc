@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <unordered_set>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
@@ -91,7 +92,8 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
     option.stages = number_in(text, text, pieces);
   }
   if (option.stages < 1 || devices % option.stages != 0)
-    throw bad_stages(text, concat(option.stages, " stages on ", devices, " devices: ranks are stages x replicas"), pieces);
+    throw bad_stages(text, concat(option.stages, " stages on ", devices, " devices: ranks are stages x replicas"),
+                     pieces);
   if (option.stages > pieces) throw bad_stages(text, concat(option.stages, " stages of ", pieces, " pieces"), pieces);
   return option;
 }
@@ -104,7 +106,8 @@ Cut balanced_cut(const std::vector<double>& costs, int stages) {
   std::vector<double> before(pieces + 1);
   std::partial_sum(costs.begin(), costs.end(), before.begin() + 1);
   const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> best(static_cast<std::size_t>(stages) + 1, std::vector<double>(pieces + 1, infinity));
+  std::vector<std::vector<double>> best(static_cast<std::size_t>(stages) + 1,
+                                        std::vector<double>(pieces + 1, infinity));
   std::vector<std::vector<std::size_t>> begin_of_last(best.size(), std::vector<std::size_t>(pieces + 1));
   best[0][0] = 0;
   for (std::size_t s = 1; s < best.size(); ++s)
@@ -142,6 +145,18 @@ std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::
     medians.push_back(times[kRuns / 2]);
   }
   return medians;
+}
+
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut) {
+  std::vector<std::vector<torch::Tensor>> stages;
+  std::unordered_set<const void*> taken;
+  for (const Range& range : cut) {
+    std::vector<torch::Tensor> own;
+    for (const torch::Tensor& parameter : parameters_of({pieces.begin() + range.begin, pieces.begin() + range.end}))
+      if (taken.insert(parameter.unsafeGetTensorImpl()).second) own.push_back(parameter);
+    stages.push_back(std::move(own));
+  }
+  return stages;
 }
 
 std::string to_string(const Cut& cut) {

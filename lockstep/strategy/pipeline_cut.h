@@ -35,6 +35,9 @@ Cut balanced_cut(const std::vector<double>& costs, int stages);
 std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::Module& model,
                                    const torch::Tensor& data);
 
+// Each stage's parameters; one that several stages use belongs to the first of them.
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut);
+
 std::string to_string(const Cut& cut);  // "0-3,4-9"
 
 }  // namespace lockstep

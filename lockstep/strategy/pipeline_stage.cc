@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/data/sampler.h"
 #include "lockstep/strategy/allocation_meter.h"
-#include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
 namespace {
@@ -38,7 +38,8 @@ void backward_from(const Tensors& outputs, const Tensors& gradients) {
 
 class StageRun {
  public:
-  StageRun(Device& device, const Task& task, const StageWork& work) : device_(device), task_(task), work_(work) {}
+  StageRun(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator)
+      : task_(task), work_(work), links_(links), generator_(generator) {}
 
   StageResult run() {
     const AllocationMeter meter;
@@ -56,18 +57,18 @@ class StageRun {
   void forward(int micro_batch) {
     InFlight& kept = in_flight_[micro_batch];
     result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
-    kept.inputs = work_.before ? work_.before->forward.receive(device_) : Tensors{batch(micro_batch).data};
+    kept.inputs = links_.before != nullptr ? links_.before->receive() : Tensors{batch(micro_batch).data};
     const Stopwatch watch;
     kept.outputs = through_pieces(kept.inputs, micro_batch);
-    if (!work_.behind) kept.outputs = {loss_of(kept.outputs, micro_batch)};
+    if (links_.behind == nullptr) kept.outputs = {loss_of(kept.outputs, micro_batch)};
     result_.busy += watch.seconds();
-    if (work_.behind) work_.behind->forward.send(device_, as_leaves(kept.outputs));
+    if (links_.behind != nullptr) links_.behind->send(as_leaves(kept.outputs));
   }
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
     for (const Stage& piece : work_.pieces) {
-      device_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      generator_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
       tensors = piece.forward(tensors);
     }
     return tensors;
@@ -75,12 +76,13 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    const Tensors gradients = work_.behind ? work_.behind->backward.receive(device_) : Tensors{torch::ones_like(kept.outputs[0])};
+    const Tensors gradients =
+        links_.behind != nullptr ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
     const Stopwatch watch;
     backward_from(kept.outputs, gradients);
     in_flight_.erase(micro_batch);
     result_.busy += watch.seconds();
-    if (work_.before) work_.before->backward.send(device_, gradients_of(kept.inputs));
+    if (links_.before != nullptr) links_.before->send(gradients_of(kept.inputs));
   }
 
   // A mean over the micro-batch, as its share of the whole batch.
@@ -93,17 +95,28 @@ class StageRun {
 
   const Batch& batch(int micro_batch) const { return work_.micro_batches[static_cast<std::size_t>(micro_batch)]; }
 
-  Device& device_;
   const Task& task_;
   const StageWork& work_;
+  const StageLinks& links_;
+  ThreadGenerator& generator_;
   std::map<int, InFlight> in_flight_;
   StageResult result_;
 };
 
 }  // namespace
 
-StageResult run_stage(Device& device, const Task& task, const StageWork& work) {
-  return StageRun(device, task, work).run();
+StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator) {
+  return StageRun(task, work, links, generator).run();
+}
+
+std::vector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
+  const auto count = static_cast<int>(std::min(most, batch.size()));
+  std::vector<Batch> parts;
+  for (int i = 0; i < count; ++i) {
+    const Range part = even_part(batch.size(), i, count);
+    parts.push_back({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+  }
+  return parts;
 }
 
 }  // namespace lockstep

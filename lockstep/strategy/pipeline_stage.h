@@ -2,8 +2,8 @@
 //
 // Flow:    micro-batches, or the stage before -> here -> the stage behind, or the loss; gradients the other way
 // Owns:    what it keeps of a micro-batch between forward and backward
-// Threads: one device's
-// Ranks:   inside one process
+// Threads: one
+// Ranks:   no communication but through the links
 #pragma once
 
 #include <torch/types.h>
@@ -16,22 +16,27 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/model/stage.h"
 #include "lockstep/model/task.h"
-#include "lockstep/strategy/channel.h"
 #include "lockstep/strategy/pipeline_schedule.h"
+#include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
 
-// Between a stage and the next.
-struct StageLink {
-  explicit StageLink(std::size_t micro_batches) : forward(micro_batches), backward(micro_batches) {}
-  Channel<Tensors> forward;   // activations, leaves that require gradients where the sender's do
-  Channel<Tensors> backward;  // a gradient for each of them; undefined where there is none
+// A stage's side of the connection with a neighbour. Forward go activations: leaves, which require gradients where the
+// sender's do. Backward goes a gradient for each of them, undefined where there is none.
+class StageLink {
+ public:
+  virtual ~StageLink() = default;
+  virtual void send(Tensors tensors) = 0;  // may block until there is room. Throws PeerLost
+  virtual Tensors receive() = 0;           // blocks until they are there. Throws PeerLost
+};
+
+struct StageLinks {
+  StageLink* before = nullptr;  // none for the first stage
+  StageLink* behind = nullptr;  // none for the last stage
 };
 
 struct StageWork {
   std::vector<Stage> pieces;
-  std::shared_ptr<StageLink> before;  // none for the first stage
-  std::shared_ptr<StageLink> behind;  // none for the last stage
   std::vector<Batch> micro_batches;   // of which the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
@@ -47,6 +52,9 @@ struct StageResult {
 };
 
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.
-StageResult run_stage(Device& device, const Task& task, const StageWork& work);
+StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator);
+
+// The micro-batches of a batch: as even as possible, none of them empty; none at all of an empty batch.
+std::vector<Batch> micro_batches_of(const Batch& batch, std::int64_t most);
 
 }  // namespace lockstep

@@ -92,8 +92,11 @@ class Strategy {
   // What a checkpoint has to keep beside model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
+  // The ranks that share out the batches, where that is not every rank of `world`: each loads its part of them.
+  virtual World data_world(const World& world) const { return world; }
+
   virtual std::vector<std::string> devices() const { return {}; }  // of this rank, where a rank has several
-  virtual Report report() const { return {}; }                     // for the metrics of the run
+  virtual Report report() const { return {}; }  // for the metrics of the run; all ranks call it
 };
 
 struct StrategyInfo {

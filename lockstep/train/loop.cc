@@ -68,7 +68,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(world, datasets.train, loader_options(options)),
+      loader_(strategy.data_world(world), datasets.train, loader_options(options)),
       progress_(Progress::Style::kNone),
       last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
   if (world.rank() == 0) {

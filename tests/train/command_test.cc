@@ -157,6 +157,21 @@ TEST_P(StartedStrategy, trains_on_two_devices_and_reports_them) {
   EXPECT_EQ(last["ranks"], 2);
 }
 
+TEST(Train, runs_the_stages_of_a_pipeline_as_processes_and_saves_all_of_them) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& metrics, const Words& more) {
+    return run(kTrain + Words{"--strategy", "pipeline", "--ranks", "2", "--devices-per-worker", "1", "--stages",
+                              "0-1,2-3", "--batch-size", "16", "--checkpoint-dir", folder / "checkpoints",
+                              "--checkpoint-every", "2", "--quiet", "--metrics", folder / metrics} + more);
+  };
+  const Ended ended = train("one", {"--max-steps", "2"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_EQ(metrics_in(folder / "one").back()["stages"], 2);
+  const Ended resumed = train("two", {"--max-steps", "4", "--resume"});
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.error;
+  EXPECT_EQ(losses_in(folder / "two").size(), 2U);
+}
+
 TEST(Train, averages_over_processes_with_devices_of_their_own) {
   const TempFolder folder;
   const Ended ended = run(kTrain + Words{"--strategy", "averaging", "--ranks", "2", "--devices-per-worker", "2",
