@@ -32,6 +32,7 @@ bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench collectives --json bench/results/collectives.json
+	PYTHONPATH=$(CURDIR)/.deps/pytorch build/release/bin/lockstep bench step --json bench/results/step.json
 	bench/startup.py
 	bench/lenet.py
 	bench/accuracy.py
