@@ -10,7 +10,7 @@ function(lockstep_room_test room)
 endfunction()
 
 lockstep_room_test(collective world_test.cc world_collectives_test.cc world_groups_test.cc world_messages_test.cc
-  work_test.cc shm_backend_test.cc)
+  work_test.cc hierarchical_transport_test.cc shm_backend_test.cc)
 lockstep_room_test(data idx_test.cc sampler_test.cc)
 lockstep_room_test(model lenet_test.cc)
 lockstep_room_test(gradient reducer_test.cc)
