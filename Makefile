@@ -20,6 +20,7 @@ test: setup-test test-tsan test-release  ## builds and runs the tests: release, 
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
+soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: setup-test test-tsan test-asan  ## every sanitizer over everything, and longer rounds
 
 cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
@@ -30,10 +31,11 @@ cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the 
 bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
-	bench/collectives.py
+	build/release/bin/lockstep bench collectives --json bench/results/collectives.json
 	bench/startup.py
 	bench/lenet.py
 	bench/accuracy.py
+	build/release/bin/lockstep bench data --json bench/results/data.json
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

@@ -5,12 +5,12 @@ set(lockstep_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
 
 # The libraries of the wheel stay where they are; everything else finds its neighbours relative to itself.
 set_target_properties(lockstep PROPERTIES INSTALL_RPATH "$ORIGIN;${LOCKSTEP_TORCH_DIR}/lib")
-set_target_properties(lockstep_train PROPERTIES
+set_target_properties(lockstep_train lockstep_verify lockstep_data PROPERTIES
   INSTALL_RPATH "$ORIGIN/../../${CMAKE_INSTALL_LIBDIR};${LOCKSTEP_TORCH_DIR}/lib")
 
 install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS lockstep_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-install(TARGETS lockstep_train RUNTIME DESTINATION libexec/lockstep)
+install(TARGETS lockstep_train lockstep_verify lockstep_data RUNTIME DESTINATION libexec/lockstep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN "*.h" PATTERN "pch.h" EXCLUDE)
 

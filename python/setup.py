@@ -23,7 +23,9 @@ core = glob.glob(os.path.join(root, "lockstep/collective/shm/*.cc"))
 core = [path for path in core if not path.endswith("_test.cc")]
 core += [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
 
-with_torch = [os.path.join(root, "lockstep/collective/shm_backend.cc"), os.path.join(here, "src/lockstep/module.cc")]
+with_torch = glob.glob(os.path.join(root, "lockstep/collective/shm_backend*.cc"))
+with_torch = [path for path in with_torch if not path.endswith("_test.cc")]
+with_torch += [os.path.join(here, "src/lockstep/module.cc")]
 
 setup(
     libraries=[

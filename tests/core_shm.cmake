@@ -1,6 +1,7 @@
 # The shared-memory core of collective/: no torch, so the tsan preset runs it too. lockstep_core carries its sources.
 add_executable(shm_test
   shm/faults_test.cc
+  shm/stress_test.cc
   ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/arena_test.cc
   ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/collectives_test.cc
   ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/group_test.cc
@@ -9,7 +10,7 @@ add_executable(shm_test
   ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/rendezvous_test.cc
 )
 target_link_libraries(shm_test PRIVATE lockstep_core GTest::gtest_main)
-gtest_discover_tests(shm_test TEST_PREFIX shm. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)
+gtest_discover_tests(shm_test TEST_PREFIX shm. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 1200)
 
 # The protocol's model, checked exhaustively (Debian's package spin; 15 s).
 find_program(SPIN spin REQUIRED)

@@ -15,5 +15,7 @@ unset LD_LIBRARY_PATH
 grep --quiet 'epoch 1 loss 0\.' "$work/loop.log"
 "$work/build/own_task" --ranks 2 --epochs 1 | tee "$work/task.log"
 grep --quiet 'done: 235 steps' "$work/task.log"
+"$work/build/towers" 1 | tee "$work/towers.log"
+grep --quiet 'epoch 0: .* accuracy 0\.' "$work/towers.log"
 "$work/installed/bin/lockstep" train --max-steps 2 --quiet
 echo "an installed lockstep works"

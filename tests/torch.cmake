@@ -11,26 +11,33 @@ endfunction()
 
 lockstep_room_test(collective world_test.cc world_collectives_test.cc world_groups_test.cc world_messages_test.cc
   work_test.cc hierarchical_transport_test.cc shm_backend_test.cc)
-lockstep_room_test(data idx_test.cc sampler_test.cc)
-lockstep_room_test(model lenet_test.cc)
-lockstep_room_test(gradient reducer_test.cc)
+lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc loader_test.cc order_test.cc
+  packed_dataset_test.cc readers_test.cc sampler_test.cc)
+lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
+lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy ddp_test.cc)
+lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc pipeline_test.cc towers_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
 lockstep_room_test(train loop_test.cc)
-target_link_libraries(data_test PRIVATE ZLIB::ZLIB)
+target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json)
+
+# Mutated files, in a binary of its own: `make soak` gives it hours.
+add_executable(data_fuzz_test ${PROJECT_SOURCE_DIR}/lockstep/data/readers_fuzz_test.cc)
+target_precompile_headers(data_fuzz_test REUSE_FROM lockstep_pch)
+target_link_libraries(data_fuzz_test PRIVATE lockstep GTest::gtest_main PNG::PNG ${ZIP_LIBRARY})
+gtest_discover_tests(data_fuzz_test TEST_PREFIX data. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 14400)
 
 # Several processes.
 add_executable(misbehaving_task train/misbehaving_task.cc)
 target_precompile_headers(misbehaving_task REUSE_FROM lockstep_pch)
 target_link_libraries(misbehaving_task PRIVATE lockstep)
 
-add_executable(command_test train/command_test.cc launch/child.cc)
+add_executable(command_test train/command_test.cc train/data_command_test.cc launch/child.cc)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 target_link_libraries(command_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)
-add_dependencies(command_test lockstep_train misbehaving_task)
+add_dependencies(command_test lockstep_train lockstep_data misbehaving_task)
 gtest_discover_tests(command_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
 add_executable(reference_test reference/ddp_reference_test.cc)

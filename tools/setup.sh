@@ -12,11 +12,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly torch_version=2.11.0
+readonly torchvision_version=0.26.0  # the one that goes with it
 readonly deps=.deps
 
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libxxhash-dev libgloo-dev
+  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev
   dataset-fashion-mnist
 )
 test_packages=(libgtest-dev openmpi-bin mpich spin iproute2)
@@ -75,6 +77,7 @@ case "${1:-}" in
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
+    install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
     ;;
   *)
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2

@@ -12,8 +12,8 @@
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
 // done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
-// shm/group.h). A wait that ends at its own timeout leaves the call going on. The `timeout` in a call's options is not
-// used: that of the backend ends every call.
+// shm/group.h). A wait that ends at its own timeout leaves the call going on; the `timeout` in a collective's options
+// ends the call itself, as that of the backend does where there is none.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -46,6 +46,11 @@ class ShmBackend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}                  // the core numbers and compares every collective itself
   std::uint64_t getSequenceNumberForGroup() override { return issued_; }
 
+  // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+
   void shutdown() override;  // waits for the calls under way, then leaves in good order
   void abort() override;     // ends the calls under way, here and on all peers, with PeerLost
 
@@ -58,6 +63,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;  // names who is missing
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override;
@@ -86,7 +92,8 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  struct Step;   // one call of the core, and the tensors that it reads and writes
+  struct Step;  // one call of the core, and the tensors that it reads and writes
+  struct Manner;
   struct Parts;  // the group, and the queue of the collectives that it makes
 
   Step all_reduce_step(const Tensor& tensor, const c10d::ReduceOp& op) const;
@@ -94,7 +101,7 @@ class ShmBackend final : public c10d::Backend {
   Step all_gather_step(const Tensors& whole, const Tensor& part) const;
   Step reduce_scatter_step(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
 
-  WorkPtr start(c10d::OpType type, std::vector<Step> steps, Tensors results, bool async);
+  WorkPtr start(c10d::OpType type, std::vector<Step> steps, Tensors results, const Manner& manner);
   WorkPtr receive(Tensors& tensors, int from, int tag, c10d::OpType type);
   Parts& parts() const;  // throws UsageError after shutdown()
 

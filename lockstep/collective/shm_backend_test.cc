@@ -391,6 +391,34 @@ TEST(Backend, a_wait_with_a_timeout_ends_and_the_call_goes_on) {
   });
 }
 
+TEST(Backend, the_timeout_of_a_call_ends_it_and_names_who_is_missing) {
+  run_group(2, [](const GroupPtr& group) {
+    if (group->getRank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return group->getBackend(c10::kCPU)->abort();
+    }
+    c10d::BarrierOptions options;
+    options.timeout = std::chrono::milliseconds(50);
+    const auto message = message_of<PeerLost>([&] { group->getBackend(c10::kCPU)->monitoredBarrier(options); });
+    EXPECT_TRUE(contains(message, "rank 1 did not answer within 50.0 ms"));
+  });
+}
+
+TEST(Backend, splits_into_backends_that_work_at_the_same_time) {
+  run_threads(4, [](int rank, const StorePtr& store) {
+    ShmBackend whole(store, rank, 4, kTimeout);
+    const std::vector<int> ranks = rank % 2 == 0 ? std::vector{0, 2} : std::vector{1, 3};
+    const auto prefix = c10::make_intrusive<c10d::PrefixStore>(rank % 2 == 0 ? "even" : "odd", store);
+    const auto half = whole.split(prefix, ranks, whole.getBackendOptions());
+    EXPECT_EQ(half->getRank(), rank / 2);
+    Tensors tensors{torch::full({10}, static_cast<double>(rank))};
+    half->allreduce(tensors, {})->wait();
+    expect_equal(tensors[0], torch::full({10}, rank % 2 == 0 ? 2.0 : 4.0));
+    EXPECT_EQ(whole.split(store, {(rank + 1) % 4}, nullptr), nullptr);
+    whole.barrier({})->wait();
+  });
+}
+
 TEST(Backend, arguments_that_make_no_sense_are_refused_at_once) {
   run_group(2, [](const GroupPtr& group) {
     Tensors sparse{torch::eye(3).to_sparse()};

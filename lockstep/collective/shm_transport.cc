@@ -3,6 +3,7 @@
 #include <deque>
 #include <exception>
 #include <list>
+#include <numeric>
 #include <optional>
 
 #include "lockstep/collective/shm/group.h"
@@ -193,6 +194,13 @@ class ShmTransport : public Transport {
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
     return allocate_shared(group_, sizes, options);
+  }
+
+  std::optional<shm::Group> machine_group() override {
+    queue_.make_all_calls();
+    std::vector<int> everyone(static_cast<std::size_t>(group_.size()));
+    std::iota(everyone.begin(), everyone.end(), 0);
+    return group_.subgroup(everyone);
   }
 
   void fail(const std::string& reason) override { group_.poison(reason); }

@@ -16,10 +16,12 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/world.h"
 
 namespace lockstep {
@@ -75,6 +77,9 @@ class Transport {
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);
   }
+
+  // As World's; none where ranks don't share memory.
+  virtual std::optional<shm::Group> machine_group() { return std::nullopt; }
 
   // This rank has failed: the others shall find out now and not at their deadline.
   virtual void fail(const std::string& reason) = 0;

@@ -6,6 +6,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/plan.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/world_state.h"
 
 namespace lockstep {
@@ -271,6 +272,11 @@ Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& opt
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
   if (!options.device().is_cpu()) return torch::empty(sizes, options);
   return state_->host->allocate(sizes, options);
+}
+
+std::optional<shm::Group> World::machine_group() const {
+  if (size() == 1 || !device().is_cpu()) return std::nullopt;
+  return state_->host->machine_group();
 }
 
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {

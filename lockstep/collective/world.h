@@ -27,6 +27,10 @@ struct JobEnvironment;
 struct Plan;
 class WorldState;
 
+namespace shm {
+class Group;
+}
+
 using shm::Algorithm;  // kDirect, kCentral, kRing, kTree
 using shm::ReduceOp;   // kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor; shm/types.h says what of what
 
@@ -218,6 +222,10 @@ class World {
   // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.
   // Throws PeerLost; RendezvousError naming the ranks that did not come.
   [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
+
+  // A group of its own of the ranks on this machine that share memory; none where they can't, and in a world of one.
+  // What collective/shared_memory.h builds on. Throws PeerLost.
+  std::optional<shm::Group> machine_group() const;
 
  private:
   friend class WorldState;

@@ -7,30 +7,27 @@
 
 #include <filesystem>
 
-#include "lockstep/data/dataset.h"
+#include "lockstep/data/image_dataset.h"
 
 namespace lockstep {
 
 enum class Split { kTrain, kValidation };
 
-class FashionMNIST : public Dataset {
+class FashionMNIST : public ImageDataset {
  public:
   static constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
   static constexpr int kClasses = 10;
+  static ImageTransforms normalised();  // to mean 0 and deviation 1 over the training set
 
   // Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte, with or without .gz. Throws DataError: a file that read_idx
   // refuses, counts that disagree between images and labels, a label out of range.
-  explicit FashionMNIST(const std::filesystem::path& folder = kDebianFolder, Split split = Split::kTrain);
-
-  std::string name() const override { return "fashion-mnist"; }
-  std::int64_t size() const override { return images_.size(0); }
-
-  // data: (B, 1, 28, 28) float32 with the training set's mean 0 and deviation 1; target: (B) int64.
-  Batch make_batch(std::span<const std::int64_t> indices) const override;
-
- private:
-  torch::Tensor images_;  // (N, 28, 28) uint8
-  torch::Tensor labels_;  // (N) int64
+  // A batch's data: (B, 1, 28, 28) float32, unless the transforms say otherwise; target: (B) int64.
+  explicit FashionMNIST(const std::filesystem::path& folder = kDebianFolder, Split split = Split::kTrain,
+                        const ImageTransforms& transforms = normalised());
 };
+
+// The images of any dataset in the MNIST family's files: MNIST, KMNIST, EMNIST's digits, Fashion-MNIST.
+std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
+                                                    Split split, int classes);
 
 }  // namespace lockstep

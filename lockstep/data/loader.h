@@ -1,17 +1,19 @@
-// data/loader.h: this rank's batches of an epoch, one after another.
+// data/loader.h: this rank's batches of an epoch, one after another, loaded in the background.
 //
-// Flow:    Dataset + DistributedSampler -> here -> the training loop
-// Owns:    the dataset and the sampler
-// Threads: one thread
+// Flow:    Dataset + DistributedSampler -> workers (data/prefetch.h) -> here -> the training loop
+// Owns:    the dataset, the sampler, the workers and the batches that lie ready
+// Threads: one thread; the workers are its own
 // Ranks:   no communication; every rank gets the same number of batches per epoch
 #pragma once
 
+#include <chrono>
 #include <iterator>
 #include <memory>
 #include <utility>
 
 #include "lockstep/collective/world.h"
 #include "lockstep/data/dataset.h"
+#include "lockstep/data/loading_statistics.h"
 #include "lockstep/data/sampler.h"
 
 namespace lockstep {
@@ -20,53 +22,71 @@ struct LoaderOptions {
   std::int64_t batch_size = 1;  // global: over all ranks
   std::uint64_t seed = 0;
   bool shuffle = true;
+  int workers = 1;            // threads that load, beside the rank's own; 0: the thread that asks
+  int prefetch = 4;           // batches that may lie ready; memory is bounded by these and by what you hold
+  std::int64_t skip_bad = 0;  // samples of an epoch and rank that may be left out as unreadable; one more is an error
+  std::shared_ptr<const SampleOrder> order{};  // in place of shuffle, such as weighted_order
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
+};
+
+// Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.
+struct LoaderPosition {
+  std::int64_t epoch = 0;
+  std::int64_t samples = 0;  // of the epoch's order that were handed out
 };
 
 class Loader {
  public:
+  // Throws UsageError: a batch smaller than the ranks, no samples, a negative number.
   Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
+  ~Loader();
+  Loader(Loader&&) noexcept;
+  Loader& operator=(Loader&&) noexcept;
 
-  const Dataset& dataset() const { return *dataset_; }
-  std::int64_t steps_per_epoch() const { return sampler_.steps_per_epoch(); }
+  const Dataset& dataset() const;
+  std::int64_t steps_per_epoch() const;
 
   class Iterator;
-  // The batches of an epoch from `first_step` on, for a range-for; on the world's device.
-  // Starting another epoch ends this one.
+  class State;
+  // The batches of an epoch from some place on, for a range-for; on the world's device. A batch may be kept: its memory is
+  // used again only when its last tensor is gone. begin() starts the workers; starting another epoch ends this one.
+  // Going on to the next batch blocks until it is there, and throws what the dataset threw for it.
   struct Epoch {
-    Loader* loader;
-    std::int64_t first_step;
+    State* state;
+    LoaderPosition from;
     Iterator begin() const;
     std::default_sentinel_t end() const { return {}; }
   };
   Epoch epoch(std::int64_t epoch, std::int64_t first_step = 0);
 
- private:
-  Batch load(std::int64_t step) const;
+  // The batches that were not handed out yet at `position`, without repeating or losing a sample, whatever the number of
+  // ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.
+  Epoch resume(const LoaderPosition& position);
+  LoaderPosition position() const;  // the batch that the range-for is at counts as handed out
 
-  torch::Device device_;
-  std::shared_ptr<const Dataset> dataset_;
-  DistributedSampler sampler_;
+  const LoadingStatistics& statistics() const;  // since this was made
+  std::string hint(const LoadingStatistics& since, double seconds) const;  // see loading_hint
+
+ private:
+  std::unique_ptr<State> state_;
 };
 
 class Loader::Iterator {
  public:
-  Iterator(const Loader& loader, std::int64_t step) : loader_(&loader), step_(step) { load(); }
+  explicit Iterator(State& state) : state_(&state) { advance(); }
   Batch& operator*() { return batch_; }
   Iterator& operator++() {
-    ++step_;
-    load();
+    advance();
     return *this;
   }
-  bool operator==(std::default_sentinel_t) const { return step_ >= loader_->steps_per_epoch(); }
+  bool operator==(std::default_sentinel_t) const { return done_; }
 
  private:
-  void load() {
-    if (step_ < loader_->steps_per_epoch()) batch_ = loader_->load(step_);
-  }
+  void advance();
 
-  const Loader* loader_;
-  std::int64_t step_;
+  State* state_;
   Batch batch_;
+  bool done_ = false;
 };
 
 template <class D>

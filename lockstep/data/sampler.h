@@ -1,14 +1,15 @@
-// data/sampler.h: which samples a rank sees: every sample once per epoch over all ranks, in an order of its own each
-// epoch.
+// data/sampler.h: which samples a rank sees: every sample of an epoch's order once over all ranks.
 //
-// Flow:    seed, epoch -> here -> data/loader.h
-// Threads: const after construction
+// Flow:    data/order.h -> here -> data/loader.h
+// Threads: part() may be called from several threads between two calls of set_epoch()
 // Ranks:   no communication: every rank computes the same order and takes its part
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <memory>
 #include <vector>
+
+#include "lockstep/data/order.h"
 
 namespace lockstep {
 
@@ -18,26 +19,34 @@ struct SamplerOptions {
   int rank = 0;
   int ranks = 1;
   std::uint64_t seed = 0;
-  bool shuffle = true;
+  bool shuffle = true;                         // random_order, else sequential_order
+  std::shared_ptr<const SampleOrder> order{};  // in place of these; `samples` is then its own
 };
 
-// An epoch is one permutation of the dataset, drawn from (seed, epoch), cut into global batches of batch_size; the last
-// one takes what is left. A global batch is cut into one contiguous part per rank, whose sizes differ by at most one:
-// the same global batches whatever the number of ranks. S1.
+// An epoch's order is cut into global batches of batch_size; the last one takes what is left. A global batch is cut into
+// one contiguous part per rank, whose sizes differ by at most one: the same global batches whatever the number of ranks. S1.
 class DistributedSampler {
  public:
   explicit DistributedSampler(const SamplerOptions& options);  // throws UsageError: batch_size < ranks, no samples
 
+  std::int64_t samples() const { return order_->samples(); }
   std::int64_t steps_per_epoch() const;
-  void set_epoch(std::int64_t epoch);
 
-  // This rank's part of the global batch of `step` (0 <= step < steps_per_epoch()); empty in a last batch that has
-  // fewer samples than ranks. Valid until set_epoch.
-  std::span<const std::int64_t> part(std::int64_t step) const;
+  // The order of `epoch`, without its first `first_sample` samples: those that all ranks together have had already, in any
+  // number of ranks and batches. Steps count from there.
+  void set_epoch(std::int64_t epoch, std::int64_t first_sample = 0);
+  std::int64_t steps() const;                             // from first_sample on
+  std::int64_t samples_before(std::int64_t step) const;  // of the epoch, over all ranks, with first_sample
+
+  // This rank's part of the global batch of `step` (0 <= step < steps()); empty in a last batch that has fewer samples than
+  // ranks.
+  std::vector<std::int64_t> part(std::int64_t step) const;
 
  private:
   SamplerOptions options_;
-  std::vector<std::int64_t> order_;
+  std::shared_ptr<const SampleOrder> order_;
+  std::shared_ptr<const EpochOrder> epoch_;
+  std::int64_t first_sample_ = 0;
 };
 
 // Throws UsageError unless every rank can have a sample of a full batch.

@@ -3,7 +3,7 @@
 #include <random>
 #include <set>
 
-#include "lockstep/data/loader.h"
+#include "lockstep/base/error.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -14,13 +14,13 @@ using testing::message_of;
 
 using Order = std::vector<std::int64_t>;
 
-Order global_batch(const SamplerOptions& options, std::int64_t epoch, std::int64_t step) {
+Order global_batch(const SamplerOptions& options, std::int64_t epoch, std::int64_t step, std::int64_t first = 0) {
   Order batch;
   for (int rank = 0; rank < options.ranks; ++rank) {
     SamplerOptions mine = options;
     mine.rank = rank;
     DistributedSampler sampler(mine);
-    sampler.set_epoch(epoch);
+    sampler.set_epoch(epoch, first);
     const auto part = sampler.part(step);
     batch.insert(batch.end(), part.begin(), part.end());
   }
@@ -94,25 +94,32 @@ TEST(DistributedSampler, refuses_a_batch_smaller_than_the_ranks) {
 
 TEST(DistributedSampler, refuses_an_empty_dataset) { EXPECT_THROW(DistributedSampler({.samples = 0}), UsageError); }
 
-class Counting : public Dataset {
- public:
-  std::string name() const override { return "counting"; }
-  std::int64_t size() const override { return 10; }
-  Batch make_batch(std::span<const std::int64_t> indices) const override {
-    const torch::Tensor values = torch::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()));
-    return {values.to(torch::kFloat32), values};
+TEST(DistributedSampler, goes_on_at_any_sample_with_other_ranks_and_batches) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 100; ++round) {
+    const SamplerOptions before{.samples = 1 + static_cast<std::int64_t>(random() % 300),
+                                .batch_size = 7 + static_cast<std::int64_t>(random() % 30),
+                                .ranks = 1 + static_cast<int>(random() % 7),
+                                .seed = random()};
+    SamplerOptions after = before;
+    after.ranks = 1 + static_cast<int>(random() % 7);
+    after.batch_size = 7 + static_cast<std::int64_t>(random() % 30);
+    const std::int64_t steps = DistributedSampler(before).steps_per_epoch();
+    const auto stop = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(steps + 1));
+    Order order;
+    for (std::int64_t step = 0; step < stop; ++step)
+      for (const std::int64_t sample : global_batch(before, 5, step)) order.push_back(sample);
+    DistributedSampler rest(after);
+    rest.set_epoch(5, static_cast<std::int64_t>(order.size()));
+    for (std::int64_t step = 0; step < rest.steps(); ++step)
+      for (const std::int64_t sample : global_batch(after, 5, step, rest.samples_before(0))) order.push_back(sample);
+    ASSERT_EQ(order, whole_epoch(before, 5));
   }
-};
+}
 
-TEST(Loader, goes_on_in_the_middle_of_an_epoch) {
-  Loader loader = make_loader(World::single(), Counting(), {.batch_size = 3, .seed = 2});
-  std::vector<torch::Tensor> all;
-  for (const Batch& batch : loader.epoch(1)) all.push_back(batch.target);
-  ASSERT_EQ(all.size(), 4U);
-  EXPECT_EQ(all.back().size(0), 1);
-  std::size_t step = 2;
-  for (const Batch& batch : loader.epoch(1, 2)) EXPECT_TRUE(torch::equal(batch.target, all[step++]));
-  EXPECT_EQ(step, 4U);
+TEST(DistributedSampler, refuses_a_position_that_the_dataset_does_not_have) {
+  DistributedSampler sampler({.samples = 10});
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { sampler.set_epoch(0, 11); }), "can't go on at sample 11"));
 }
 
 }  // namespace

@@ -27,38 +27,44 @@
 #include <vector>
 
 #include "lockstep/collective/world.h"
-#include "lockstep/gradient/parameters.h"
+#include "lockstep/gradient/batch_totals.h"
+#include "lockstep/gradient/communication_hook.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
 struct ReducerOptions {
-  std::size_t bucket_bytes = std::size_t{25} << 20;  // Li et al., "PyTorch Distributed" (VLDB 2020)
-};
-
-struct BatchTotals {
-  std::int64_t samples = 0;  // over all ranks
-  double mean_loss = 0;      // weighted by samples; NaN where the loss is not known
+  std::size_t bucket_bytes = std::size_t{25} << 20;   // Li et al., "PyTorch Distributed" (VLDB 2020)
+  std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
 };
 
 class Reducer {
  public:
   using OnFinished = std::function<void(const BatchTotals&)>;
 
-  // Parameters are put into buckets in reverse order: the order in which backward() tends to reach them. `on_finished` is
-  // called at the end of each finish(), also of the one that a plain loss.backward() makes by itself.
+  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the first
+  // exchange in the order in which rank 0's really became ready. `on_finished` is called at the end of each finish(), also of the one that a plain loss.backward() makes by itself.
   Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options = {},
           OnFinished on_finished = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Before backward(): this rank's number of samples and mean loss. Blocks only in the first step, to learn s.
+  // Before backward(): this rank's number of samples and mean loss. Returns what to run it with: loss.backward(that).
+  // Blocks only in the first step, to learn s.
   // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
-  void begin(std::int64_t samples, const torch::Tensor& loss);
+  torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss);
+
+  // Instead of begin(), for a backward() whose gradients only add up in .grad until a later one exchanges them all; no
+  // finish() follows. Sends nothing. Call resume() after the backward(), also if it throws.
+  torch::Tensor begin_without_exchange(std::int64_t samples, const torch::Tensor& loss);
+  void resume();
 
   // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.
   // Throws PeerLost.
   BatchTotals finish();
+
+  std::int64_t bytes_exchanged() const;  // of gradients that this rank gave into collectives or a hook, since the start
 
  private:
   class Impl;

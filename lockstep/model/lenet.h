@@ -10,6 +10,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <vector>
+
+#include "lockstep/model/stage.h"
+
 namespace lockstep {
 
 class LeNetImpl : public torch::nn::Module {
@@ -17,6 +21,7 @@ class LeNetImpl : public torch::nn::Module {
   LeNetImpl();
   // images: (B, 1, 28, 28) -> logits (B, 10)
   torch::Tensor forward(const torch::Tensor& images);
+  std::vector<Stage> stages();  // one per layer
 
  private:
   torch::nn::Conv2d conv1_;

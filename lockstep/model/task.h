@@ -9,11 +9,15 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "lockstep/data/dataset.h"
+#include "lockstep/model/stage.h"
 
 namespace lockstep {
 
@@ -24,34 +28,49 @@ struct Datasets {
   std::shared_ptr<const Dataset> validation;  // may be null: no validation
 };
 
+// What the model takes, for data that is made to fit it.
+struct SampleShape {
+  std::vector<std::int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
+  std::int64_t classes = 0;         // targets are in [0, classes)
+  bool tokens = false;              // int64 tokens in, and a target for each of them
+};
+
 struct Task {
   // A fresh model on the CPU. Called with torch's generator seeded, once per replica: modules can't be cloned in C++.
   std::function<ModulePtr()> make_model;
   // (B, ...) on the model's device -> the model's output
   std::function<torch::Tensor(torch::nn::Module& model, const torch::Tensor& data)> forward;
-  // output and (B) target -> the mean loss over the B samples, a scalar
+  // output and (B, ...) target -> the mean loss over the B samples, a scalar
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
   // How many of the samples the output has right, a scalar; empty: no accuracy is reported.
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
   // What to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;
   std::string name = "task";  // for tables and metrics
+  SampleShape sample = {};
+  // The model as consecutive pieces in the finest cut that it allows, for pipelines; empty: a model that is a
+  // torch::nn::Sequential is cut between its modules, another one can't be cut.
+  std::function<std::vector<Stage>(torch::nn::Module& model)> stages = nullptr;
 };
 
-// A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross entropy.
-template <class M>
-Task classification_task(std::string name) {
-  return {.make_model = [] { return M().ptr(); },
-          .forward = [](torch::nn::Module& model, const torch::Tensor& data) {
-            return dynamic_cast<typename M::Impl&>(model).forward(data);
-          },
-          .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
-            return torch::cross_entropy_loss(output, target);
-          },
-          .correct = [](const torch::Tensor& output, const torch::Tensor& target) {
-            return output.argmax(1).eq(target).sum();
-          },
-          .name = std::move(name)};
+// A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross entropy;
+// `options`: what M is made from. If M has stages(), the task has them too.
+template <class M, class... Options>
+Task classification_task(std::string name, Options... options) {
+  Task task{.make_model = [options...] { return M(options...).ptr(); },
+            .forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+              return dynamic_cast<typename M::Impl&>(model).forward(data);
+            },
+            .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
+              return torch::cross_entropy_loss(output, target);
+            },
+            .correct = [](const torch::Tensor& output, const torch::Tensor& target) {
+              return output.argmax(1).eq(target).sum();
+            },
+            .name = std::move(name)};
+  if constexpr (requires(typename M::Impl& model) { model.stages(); })
+    task.stages = [](torch::nn::Module& model) { return dynamic_cast<typename M::Impl&>(model).stages(); };
+  return task;
 }
 
 }  // namespace lockstep

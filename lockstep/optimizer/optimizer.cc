@@ -1,9 +1,105 @@
 #include "lockstep/optimizer/optimizer.h"
 
+#include <algorithm>
+#include <optional>
+#include <unordered_map>
+
+#include <torch/csrc/autograd/variable.h>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
+namespace {
+
+CheckpointError no_such_state(const std::string& name, const torch::Tensor& like) {
+  return CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", like.dtype().name(), like.sizes()),
+                          .likely = "a checkpoint of another optimizer or model",
+                          .next = "resume with the options that the run was started with"});
+}
+
+// The tensor `name` of a saved state. Throws CheckpointError.
+const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
+  const auto found = state.find(name);
+  if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
+    throw no_such_state(name, like);
+  return found->second;
+}
+
+// Without DistributedDataParallel: .grad is what there is.
+class OwnGradients : public MeanGradients {
+ public:
+  OwnGradients() : MeanGradients(SharedMemory::alone()) {}
+
+  StepGradients take(const std::vector<torch::Tensor>& parameters) override {
+    StepGradients gradients = MeanGradients::take(parameters);
+    written_.clear();
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (gradients.pointers[i] != nullptr) written_.push_back(parameters[i]);
+    return gradients;
+  }
+
+  // A graph made before the step shall fail with an error, as after any write in place.
+  void updated() override {
+    for (const torch::Tensor& parameter : written_) torch::autograd::impl::bump_version(parameter);
+  }
+
+ private:
+  std::vector<torch::Tensor> written_;
+};
+
+}  // namespace
+
+// Parameters and their state, from the first step on.
+struct Optimizer::Layout {
+  std::size_t given = 0;                  // to the groups
+  std::vector<torch::Tensor> parameters;  // of all groups; one that has two names once
+  std::vector<std::size_t> group_of;
+  std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> number
+
+  std::unique_ptr<FlatUpdate> flat;                // on the CPU
+  std::vector<std::vector<torch::Tensor>> states;  // elsewhere: name by name, parameter by parameter
+  std::vector<std::int64_t> device_steps;
+
+  std::int64_t& steps(std::size_t i) { return flat ? flat->steps(i) : device_steps[i]; }
+  torch::Tensor state(std::size_t number, std::size_t i) const { return flat ? flat->state(i, number) : states[number][i]; }
+};
+
+Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
+                     std::vector<std::string> state_names)
+    : torch::optim::Optimizer(std::move(parameters), std::move(options)), state_names_(std::move(state_names)) {}
+Optimizer::~Optimizer() = default;
+
+Optimizer::Layout& Optimizer::layout() {
+  if (layout_) return *layout_;
+  auto layout = std::make_unique<Layout>();
+  std::vector<FlatUpdate::Parameter> parameters;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group)
+    for (const torch::Tensor& parameter : param_groups_[group].params()) {
+      ++layout->given;
+      if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
+      static_cast<void>(dense_view(parameter));
+      layout->parameters.push_back(parameter);
+      layout->group_of.push_back(group);
+      parameters.push_back({parameter, group});
+    }
+  for (const torch::Tensor& parameter : layout->parameters)
+    require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
+  if (layout->parameters.empty() || layout->parameters.front().is_cpu()) {
+    if (!source_) source_ = std::make_shared<OwnGradients>();
+    layout->flat = std::make_unique<FlatUpdate>(
+        source_->memory(), std::move(parameters),
+        FlatUpdate::Options{.states = state_names_.size(), .ema_decay = ema_decay_});
+  } else {
+    layout->states.resize(state_names_.size());
+    for (auto& state : layout->states)
+      for (const torch::Tensor& parameter : layout->parameters) state.push_back(torch::zeros_like(parameter.detach()));
+    layout->device_steps.resize(layout->parameters.size());
+  }
+  layout_ = std::move(layout);
+  return *layout_;
+}
 
 torch::Tensor Optimizer::step(LossClosure closure) {
   torch::Tensor loss;
@@ -12,32 +108,106 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     loss = closure();
   }
   const torch::NoGradGuard no_grad;
-  for (auto& group : param_groups_) {
-    std::vector<torch::Tensor> with_gradient;
-    for (const torch::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) with_gradient.push_back(parameter);
-    if (!with_gradient.empty()) update(group, with_gradient);
-  }
+  Layout& all = layout();
+  if (all.given != number_of_parameters())
+    throw UsageError({.what = "a parameter group was added after the optimizer's first step",
+                      .next = "add all groups before it, and before DistributedDataParallel is made"});
+  if (all.flat)
+    step_in_memory(all);
+  else
+    step_on_device(all);
   return loss;
+}
+
+std::size_t Optimizer::number_of_parameters() const {
+  std::size_t count = 0;
+  for (const auto& group : param_groups_) count += group.params().size();
+  return count;
+}
+
+void Optimizer::step_in_memory(Layout& all) {
+  const StepGradients gradients = source_->take(all.parameters);
+  skipped_ = !all.flat->run(*this, param_groups_, gradients,
+                            {.max_norm = clipping_.max_norm,
+                             .max_value = clipping_.max_value,
+                             .loss_scale = loss_scale_,
+                             .skip_if_not_finite = loss_scale_ != 1});
+  source_->updated();
+}
+
+void Optimizer::step_on_device(Layout& all) {
+  if (clipping_.max_norm > 0 || clipping_.max_value > 0 || loss_scale_ != 1 || ema_decay_ > 0)
+    throw UsageError({.what = "clipping, loss scaling and averages inside of step() work on CPU tensors",
+                      .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    std::vector<torch::Tensor> parameters, gradients;
+    std::vector<std::vector<torch::Tensor>> state(state_names_.size());
+    std::vector<std::int64_t> steps;
+    for (std::size_t i = 0; i < all.parameters.size(); ++i) {
+      if (all.group_of[i] != group || !all.parameters[i].grad().defined()) continue;
+      parameters.push_back(all.parameters[i]);
+      gradients.push_back(gradient_like(all.parameters[i]));
+      for (std::size_t s = 0; s < state.size(); ++s) state[s].push_back(all.states[s][i]);
+      steps.push_back(++all.device_steps[i]);
+    }
+    if (!parameters.empty()) update_on_device(param_groups_[group], parameters, gradients, state, steps);
+  }
+}
+
+double Optimizer::gradient_norm() const { return layout_ && layout_->flat ? layout_->flat->gradient_norm() : 0; }
+
+void Optimizer::keep_average(double decay) {
+  if (decay <= 0 || decay >= 1)
+    throw UsageError({.what = concat("an average with decay ", decay), .next = "take one between 0 and 1, such as 0.999"});
+  require_not_begun("keep_average()");
+  ema_decay_ = decay;
+}
+
+void Optimizer::set_loss_scale(double scale) { loss_scale_ = scale; }
+
+void Optimizer::require_not_begun(const char* call) const {
+  if (layout_)
+    throw UsageError({.what = concat(call, " after the optimizer has stepped or was given a state"),
+                      .next = "call it right after the optimizer is made"});
+}
+
+Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) const {
+  if (!layout_) return {};
+  const std::size_t i = layout_->index_of.at(parameter.unsafeGetTensorImpl());
+  if (layout_->steps(i) == 0) return {};
+  StateTensors state{{"step", torch::full({}, static_cast<double>(layout_->steps(i)), torch::kFloat32)}};
+  for (std::size_t number = 0; number < state_names_.size(); ++number)
+    state[state_names_[number]] = layout_->state(number, i);
+  if (!layout_->flat) return state;
+  if (const torch::Tensor average = layout_->flat->average(i); average.defined()) state["ema"] = average;
+  if (const torch::Tensor master = layout_->flat->master(i); master.defined()) state["master"] = master;
+  return state;
+}
+
+void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& state) {
+  const torch::NoGradGuard no_grad;
+  Layout& all = layout();
+  const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
+  all.steps(i) = 0;
+  if (state.empty()) return;
+  const auto restore = [&](const std::string& name, torch::Tensor into) {
+    if (into.defined()) into.copy_(saved(state, name, into));
+  };
+  for (std::size_t number = 0; number < state_names_.size(); ++number)
+    restore(state_names_[number], all.state(number, i));
+  if (all.flat) restore("ema", all.flat->average(i));
+  if (all.flat) restore("master", all.flat->master(i));
+  all.steps(i) = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+}
+
+void Optimizer::attach(std::shared_ptr<GradientSource> source) {
+  require_not_begun("DistributedDataParallel was made");
+  source_ = std::move(source);
+  static_cast<void>(layout());  // now, while every rank is here
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
   for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
-}
-
-torch::Tensor gradient_like(const torch::Tensor& parameter) {
-  const torch::Tensor& gradient = parameter.grad();
-  if (gradient.strides() == parameter.strides()) return gradient;
-  return torch::empty_like(parameter, parameter.options().requires_grad(false)).copy_(gradient);
-}
-
-torch::Tensor restored(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
-  const auto found = state.find(name);
-  if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
-    throw CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", like.dtype().name(), like.sizes()),
-                           .likely = "a checkpoint of another optimizer or model",
-                           .next = "resume with the options that the run was started with"});
-  return torch::empty_like(like, like.options().requires_grad(false)).copy_(found->second);
 }
 
 }  // namespace lockstep

@@ -1,8 +1,12 @@
 #include <gtest/gtest.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-#include "lockstep/optimizer/adamw.h"
+#include "lockstep/optimizer/adam.h"
+#include "lockstep/optimizer/lamb.h"
+#include "lockstep/optimizer/lars.h"
 #include "lockstep/optimizer/schedule.h"
 #include "lockstep/optimizer/sgd.h"
 #include "tests/support.h"
@@ -68,6 +72,146 @@ TEST(AdamW, follows_libtorchs_adamw) {
   AdamW adamw(mine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1});
   torch::optim::AdamW reference(theirs, torch::optim::AdamWOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1));
   expect_same_course(adamw, mine, reference, theirs);
+}
+
+TEST(Adam, follows_libtorchs_adam_S3) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  Adam adam(mine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1});
+  torch::optim::Adam reference(theirs, torch::optim::AdamOptions(0.01).betas({0.8, 0.95}).weight_decay(0.1));
+  expect_same_course(adam, mine, reference, theirs);
+}
+
+// Algorithm 2 of the paper, tensor by tensor.
+TEST(LAMB, follows_the_papers_formula) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  LAMB lamb(mine, {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.1});
+  Tensors m(3), v(3);
+  const torch::NoGradGuard no_grad;
+  for (int step = 1; step <= 4; ++step) {
+    set_gradients(mine, step);
+    set_gradients(theirs, step);
+    lamb.step();
+    for (std::size_t i : {0, 2}) {
+      const torch::Tensor g = theirs[i].grad();
+      m[i] = 0.2 * g + (m[i].defined() ? 0.8 * m[i] : torch::zeros_like(g));
+      v[i] = 0.05 * g * g + (v[i].defined() ? 0.95 * v[i] : torch::zeros_like(g));
+      const torch::Tensor r = (m[i] / (1 - std::pow(0.8, step))) / ((v[i] / (1 - std::pow(0.95, step))).sqrt() + 1e-6);
+      const torch::Tensor u = r + 0.1 * theirs[i];
+      theirs[i].sub_(0.02 * (theirs[i].norm() / u.norm()) * u);
+    }
+    expect_same(mine, theirs);
+  }
+}
+
+TEST(LARS, follows_the_papers_formula) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  LARS lars(mine, {.lr = 0.5, .momentum = 0.9, .weight_decay = 0.01, .trust = 0.02});
+  Tensors v(3);
+  const torch::NoGradGuard no_grad;
+  for (int step = 0; step < 4; ++step) {
+    set_gradients(mine, step);
+    set_gradients(theirs, step);
+    lars.step();
+    for (std::size_t i : {0, 2}) {
+      const torch::Tensor g = theirs[i].grad();
+      const torch::Tensor p = theirs[i].norm();
+      const torch::Tensor local = 0.02 * p / (g.norm() + 0.01 * p);
+      v[i] = 0.5 * local * (g + 0.01 * theirs[i]) + (v[i].defined() ? 0.9 * v[i] : torch::zeros_like(g));
+      theirs[i].sub_(v[i]);
+    }
+    expect_same(mine, theirs);
+  }
+}
+
+TEST(Optimizer, clips_by_norm_and_by_value_as_libtorch_does) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  SGD sgd(mine, {.lr = 0.1});
+  torch::optim::SGD reference(theirs, torch::optim::SGDOptions(0.1));
+  for (const ClippingOptions& clipping : {ClippingOptions{.max_norm = 0.5}, ClippingOptions{.max_norm = 1e6},
+                                          ClippingOptions{.max_value = 0.25}, ClippingOptions{.max_norm = 2, .max_value = 0.1}}) {
+    set_gradients(mine, 7);
+    set_gradients(theirs, 7);
+    sgd.set_clipping(clipping);
+    sgd.step();
+    if (clipping.max_norm > 0) {
+      const double norm = torch::nn::utils::clip_grad_norm_(theirs, clipping.max_norm);
+      EXPECT_NEAR(sgd.gradient_norm(), norm, 1e-9);
+    }
+    if (clipping.max_value > 0) torch::nn::utils::clip_grad_value_(theirs, clipping.max_value);
+    reference.step();
+    expect_same(mine, theirs);
+  }
+}
+
+TEST(Optimizer, passes_a_step_over_whose_scaled_gradients_overflowed) {
+  const torch::Tensor p = torch::ones({3}).set_requires_grad(true);
+  SGD sgd({p}, {.lr = 1});
+  sgd.set_loss_scale(1024);
+  p.mutable_grad() = torch::full({3}, std::numeric_limits<float>::infinity());
+  sgd.step();
+  EXPECT_TRUE(sgd.skipped());
+  EXPECT_TRUE(torch::equal(p.detach(), torch::ones({3})));
+  p.mutable_grad() = torch::full({3}, 512.0F);
+  sgd.step();
+  EXPECT_FALSE(sgd.skipped());
+  EXPECT_TRUE(torch::equal(p.detach(), torch::full({3}, 0.5F)));
+}
+
+TEST(Optimizer, keeps_an_average_of_the_parameters) {
+  const torch::Tensor p = torch::zeros({2}, torch::kFloat64).set_requires_grad(true);
+  SGD sgd({p}, {.lr = 1});
+  sgd.keep_average(0.75);
+  for (int step = 0; step < 3; ++step) {  // p becomes 4, 8, 12
+    p.mutable_grad() = torch::full({2}, -4.0, torch::kFloat64);
+    sgd.step();
+  }
+  EXPECT_TRUE(torch::equal(sgd.state_of(p).at("ema"), torch::full({2}, 4 + 1 + (12 - 5) * 0.25, torch::kFloat64)));
+  EXPECT_THROW(sgd.keep_average(0.5), UsageError) << "too late";
+}
+
+TEST(Optimizer, gives_each_group_its_own_options) {
+  const torch::Tensor a = torch::ones({2}).set_requires_grad(true);
+  const torch::Tensor b = torch::ones({2}).set_requires_grad(true);
+  SGD sgd({a}, {.lr = 1});
+  sgd.add_param_group(parameter_group({b}, SGDOptions{.lr = 0.5}));
+  a.mutable_grad() = torch::ones({2});
+  b.mutable_grad() = torch::ones({2});
+  sgd.step();
+  EXPECT_TRUE(torch::equal(a.detach(), torch::zeros({2})));
+  EXPECT_TRUE(torch::equal(b.detach(), torch::full({2}, 0.5F)));
+  sgd.add_param_group(parameter_group({torch::ones({1}).set_requires_grad(true)}, SGDOptions{}));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { sgd.step(); }), "after the optimizer's first step"));
+}
+
+TEST(Optimizer, refuses_a_group_with_options_of_another_optimizer) {
+  const torch::Tensor p = torch::ones({2}).set_requires_grad(true);
+  SGD sgd({}, {.lr = 1});
+  sgd.add_param_group(parameter_group({p}, AdamOptions{}));
+  p.mutable_grad() = torch::ones({2});
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { sgd.step(); }), "options of another optimizer"));
+}
+
+// Many pieces, cut between parameters of different sizes and types, by several threads of one rank.
+TEST(Optimizer, updates_large_parameters_as_small_ones) {
+  Tensors mine, theirs;
+  for (const std::int64_t size : {1, 4095, 4096, 4097, 100000})
+    for (const auto dtype : {torch::kFloat32, torch::kFloat64}) {
+      mine.push_back(torch::linspace(-1, 1, size, dtype).set_requires_grad(true));
+      theirs.push_back(torch::linspace(-1, 1, size, dtype).set_requires_grad(true));
+      mine.back().mutable_grad() = torch::linspace(2, 5, size, dtype);
+      theirs.back().mutable_grad() = torch::linspace(2, 5, size, dtype);
+    }
+  SGD sgd(mine, {.lr = 0.125, .momentum = 0.5});
+  torch::optim::SGD reference(theirs, torch::optim::SGDOptions(0.125).momentum(0.5));
+  for (int step = 0; step < 2; ++step) {
+    sgd.step();
+    reference.step();
+  }
+  for (std::size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(torch::allclose(mine[i], theirs[i], 1e-6, 1e-6)) << i;
 }
 
 TEST(SGD, trains_16_bit_parameters_of_any_size) {

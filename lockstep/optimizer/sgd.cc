@@ -8,10 +8,6 @@
 namespace lockstep {
 namespace {
 
-struct SGDState : torch::optim::OptimizerCloneableParamState<SGDState> {
-  torch::Tensor momentum_buffer;
-};
-
 const SGDOptions& checked(const SGDOptions& options) {
   if (options.lr < 0 || options.momentum < 0 || options.weight_decay < 0)
     throw UsageError({.what = concat("SGD with lr ", options.lr, ", momentum ", options.momentum, ", weight decay ",
@@ -23,69 +19,64 @@ const SGDOptions& checked(const SGDOptions& options) {
   return options;
 }
 
-const SGDState* find_state(const SGD& sgd, const torch::Tensor& parameter) {
-  const auto found = sgd.state().find(parameter.unsafeGetTensorImpl());
-  return found == sgd.state().end() ? nullptr : static_cast<const SGDState*>(found->second.get());
+template <class T>
+void descend(const SGDOptions& options, const Run<T>& run) {
+  const T lr = static_cast<T>(options.lr);
+  const T decay = static_cast<T>(options.weight_decay);
+  T* __restrict parameter = run.parameter;
+  const T* __restrict gradient = run.gradient;
+  for (std::int64_t i = 0; i < run.count; ++i) parameter[i] -= lr * (gradient[i] + decay * parameter[i]);
 }
 
-// libtorch's fused kernel does not store 16-bit parameters on a CPU (pytorch#191763): for those, the formula as it stands.
-bool needs_plain_update(const torch::Tensor& parameter) { return parameter.is_cpu() && parameter.element_size() == 2; }
-
-void update_plainly(torch::Tensor parameter, torch::Tensor gradient, const torch::Tensor& buffer,
-                    const SGDOptions& options) {
-  if (options.weight_decay != 0) gradient = gradient.add(parameter, options.weight_decay);
-  if (options.momentum != 0) {
-    buffer.mul_(options.momentum).add_(gradient);
-    gradient = options.nesterov ? gradient.add(buffer, options.momentum) : buffer;
+template <class T>
+void descend_with_momentum(const SGDOptions& options, const Run<T>& run) {
+  const T lr = static_cast<T>(options.lr);
+  const T decay = static_cast<T>(options.weight_decay);
+  const T momentum = static_cast<T>(options.momentum);
+  const T of_gradient = options.nesterov ? T(1) : T(0);
+  const T of_buffer = options.nesterov ? momentum : T(1);
+  T* __restrict parameter = run.parameter;
+  T* __restrict buffer = run.state[0];
+  const T* __restrict gradient = run.gradient;
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    const T g = gradient[i] + decay * parameter[i];
+    const T v = momentum * buffer[i] + g;
+    buffer[i] = v;
+    parameter[i] -= lr * (of_gradient * g + of_buffer * v);
   }
-  parameter.add_(gradient, -options.lr);
+}
+
+template <class T>
+void update_run(const SGDOptions& options, const Run<T>& run) {
+  if (options.momentum == 0) return descend(options, run);
+  if (run.state[0] == nullptr)
+    throw UsageError({.what = "a parameter group with momentum in an SGD that was made without",
+                      .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
+  descend_with_momentum(options, run);
+}
+
+std::vector<std::string> state_names(const SGDOptions& options) {
+  if (options.momentum == 0) return {};
+  return {"momentum_buffer"};
 }
 
 }  // namespace
 
 SGD::SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options)
-    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<SGDOptions>>(checked(options))) {}
+    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<SGDOptions>>(checked(options)),
+                state_names(options)) {}
 
-Optimizer::StateTensors SGD::state_of(const torch::Tensor& parameter) const {
-  const SGDState* state = find_state(*this, parameter);
-  if (state == nullptr) return {};
-  return {{"momentum_buffer", state->momentum_buffer}};
-}
+void SGD::update(const Group& group, const Run<float>& run) const { update_run(options_of<SGDOptions>(group), run); }
+void SGD::update(const Group& group, const Run<double>& run) const { update_run(options_of<SGDOptions>(group), run); }
 
-void SGD::set_state(const torch::Tensor& parameter, const StateTensors& saved) {
-  state_.erase(parameter.unsafeGetTensorImpl());
-  if (saved.empty()) return;
-  auto state = std::make_unique<SGDState>();
-  state->momentum_buffer = restored(saved, "momentum_buffer", parameter);
-  state_[parameter.unsafeGetTensorImpl()] = std::move(state);
-}
-
-void SGD::update(torch::optim::OptimizerParamGroup& group, const std::vector<torch::Tensor>& parameters) {
-  const SGDOptions& options = static_cast<GroupOptions<SGDOptions>&>(group.options()).values;
-  std::vector<torch::Tensor> fused, gradients, buffers;
-  for (const torch::Tensor& parameter : parameters) {
-    const torch::Tensor buffer = options.momentum == 0 ? torch::Tensor() : momentum_buffer(parameter);
-    if (needs_plain_update(parameter)) {
-      update_plainly(parameter, parameter.grad(), buffer, options);
-      continue;
-    }
-    fused.push_back(parameter);
-    gradients.push_back(gradient_like(parameter));
-    if (buffer.defined()) buffers.push_back(buffer);
-  }
-  if (fused.empty()) return;
-  at::_fused_sgd_(fused, gradients, buffers, options.weight_decay, options.momentum, options.lr,
+void SGD::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
+                           const std::vector<torch::Tensor>& gradients,
+                           const std::vector<std::vector<torch::Tensor>>& state,
+                           const std::vector<std::int64_t>&) const {
+  const SGDOptions& options = options_of<SGDOptions>(group);
+  const std::vector<torch::Tensor> buffers = state.empty() ? std::vector<torch::Tensor>{} : state[0];
+  at::_fused_sgd_(parameters, gradients, buffers, options.weight_decay, options.momentum, options.lr,
                   /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);
-}
-
-torch::Tensor SGD::momentum_buffer(const torch::Tensor& parameter) {
-  auto& state = state_[parameter.unsafeGetTensorImpl()];
-  if (!state) {
-    auto fresh = std::make_unique<SGDState>();
-    fresh->momentum_buffer = torch::zeros_like(parameter);  // momentum * 0 + g is the first step's buffer
-    state = std::move(fresh);
-  }
-  return static_cast<SGDState&>(*state).momentum_buffer;
 }
 
 }  // namespace lockstep

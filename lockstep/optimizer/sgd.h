@@ -1,5 +1,5 @@
 // optimizer/sgd.h: stochastic gradient descent with momentum, Nesterov's momentum and weight decay, as torch::optim::SGD
-// computes it (Sutskever et al., 2013), in one pass per parameter (libtorch's fused kernel).
+// computes it (Sutskever et al., 2013). 16-bit parameters are updated through a float32 original.
 #pragma once
 
 #include "lockstep/optimizer/optimizer.h"
@@ -14,19 +14,18 @@ struct SGDOptions {
   double weight_decay = 0;
 };
 
-class SGD : public Optimizer {
+class SGD : public Optimizer {  // state: momentum_buffer, if there is momentum
  public:
   // Throws UsageError: negative values, Nesterov without momentum.
   SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options);
 
-  StateTensors state_of(const torch::Tensor& parameter) const override;  // momentum_buffer
-  void set_state(const torch::Tensor& parameter, const StateTensors& state) override;
-
- protected:
-  void update(torch::optim::OptimizerParamGroup& group, const std::vector<torch::Tensor>& parameters) override;
-
  private:
-  torch::Tensor momentum_buffer(const torch::Tensor& parameter);
+  void update(const Group& group, const Run<float>& run) const override;
+  void update(const Group& group, const Run<double>& run) const override;
+  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
+                        const std::vector<torch::Tensor>& gradients,
+                        const std::vector<std::vector<torch::Tensor>>& state,
+                        const std::vector<std::int64_t>& steps) const override;
 };
 
 }  // namespace lockstep

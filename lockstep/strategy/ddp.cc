@@ -15,13 +15,12 @@ std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
 }
 
 // Every parameter and buffer on rank 0's values; before that, nothing that could hang or corrupt is sent.
-World synchronised(World world, const torch::nn::Module& module) {
+void synchronise(const World& world, const torch::nn::Module& module) {
   std::vector<NamedTensor> tensors = named_parameters(module);
   for (auto& buffer : named_buffers(module)) tensors.push_back(std::move(buffer));
   for (const auto& [name, tensor] : tensors) require_device(tensor, world.device(), name);
   require_same_model(world, tensors);
   broadcast_tensors(world, tensors);
-  return world;
 }
 
 void require_own_parameters(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
@@ -35,14 +34,207 @@ void require_own_parameters(const torch::nn::Module& module, const torch::optim:
                           .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
 }
 
+std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& [name, tensor] : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+void set_values(const std::vector<NamedTensor>& tensors, const std::vector<torch::Tensor>& values) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i].tensor).copy_(values[i]);
+}
+
+void require_shards_for(const World& world, const DistributedDataParallelOptions& options) {
+  const int shards = options.virtual_shards;
+  if (shards == 0) return;
+  const auto refuse = [&](const std::string& why, const std::string& next) {
+    throw UsageError({.what = concat(shards, " virtual shards on ", world.size(), " ranks: ", why),
+                      .here = world.describe(), .next = next});
+  };
+  if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
+  if (options.hook) refuse("a communication hook sums gradients its own way", "one of the two");
+  if (!options.share_parameters) refuse("parameters are separate", "share_parameters = true, a lockstep optimizer");
+  if (!world.device().is_cpu() || world.local_size() != world.size())
+    refuse("not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
+}
+
+// Parameters in the block: before a step they have to be there, untouched; afterwards they are new.
+class GradientsForBlock : public GradientSource {
+ public:
+  GradientsForBlock(std::shared_ptr<GradientSource> gradients, std::shared_ptr<ParameterBlock> block)
+      : gradients_(std::move(gradients)), block_(std::move(block)) {}
+
+  const std::shared_ptr<SharedMemory>& memory() const override { return gradients_->memory(); }
+
+  StepGradients take(const std::vector<torch::Tensor>& parameters) override {
+    block_->require_in_place();
+    return gradients_->take(parameters);
+  }
+
+  void updated() override {
+    gradients_->updated();
+    block_->mark_written();
+  }
+
+ private:
+  std::shared_ptr<GradientSource> gradients_;
+  std::shared_ptr<ParameterBlock> block_;
+};
+
 }  // namespace
 
+// Two ways to exchange: through a Reducer, which leaves the mean in .grad, or, where all ranks are on one machine and share
+// parameters, by publishing gradients for the one pass of reduction and update in step().
+class DistributedDataParallel::Impl {
+ public:
+  Impl(World world, torch::nn::Module& module, const Options& options)
+      : world_(std::move(world)),
+        options_(options),
+        parameters_(named_parameters(module)),
+        buffers_(options.broadcast_buffers ? named_buffers(module) : std::vector<NamedTensor>{}) {
+    synchronise(world_, module);
+    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
+  }
+
+  void reduce_into_gradients() {
+    reducer_.emplace(world_, trainable(parameters_), ReducerOptions{.bucket_bytes = options_.bucket_bytes, .hook = options_.hook},
+                     [this](const BatchTotals& totals) { finish_backward(totals); });
+  }
+
+  void share_parameters(Optimizer& optimizer) {
+    memory_ = SharedMemory::of(world_);
+    block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
+    if (memory_->size() == world_.size() && !options_.hook)
+      published_ = std::make_shared<PublishedGradients>(memory_, trainable(parameters_),
+                                                        [this](const BatchTotals& totals) { finish_backward(totals); },
+                                                        options_.virtual_shards / world_.size());
+    else
+      reduce_into_gradients();
+    std::shared_ptr<GradientSource> source = published_;
+    if (!source) source = std::make_shared<MeanGradients>(memory_);
+    optimizer.attach(std::make_shared<GradientsForBlock>(std::move(source), block_));
+  }
+
+  void backward(const torch::Tensor& loss, std::int64_t samples) try {
+    compute_gradients(loss, samples);
+    exchange_seconds_ = 0;
+    if (no_sync_ || !last_shard()) return;
+    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
+    const Stopwatch exchange;
+    if (published_)
+      published_->finish();
+    else
+      reducer_->finish();
+    exchange_seconds_ = exchange.seconds();
+    statistics_.waiting_seconds += exchange_seconds_;
+  } catch (const std::exception& error) {
+    if (memory_) memory_->fail(concat("backward() failed: ", error.what()));
+    throw;
+  }
+
+  void parameters_written() {
+    if (!block_) return;
+    memory_->barrier();
+    block_->mark_written();
+  }
+
+  // Once nobody has samples, everybody sees it at the same time.
+  void join(torch::optim::Optimizer& optimizer) {
+    while (true) {
+      backward({}, 0);
+      if (last_batch_.samples == 0) return;
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+
+  const Statistics& statistics() const { return statistics_; }
+  bool& no_sync() { return no_sync_; }
+  const BatchTotals& last_batch() const { return last_batch_; }
+  double exchange_seconds() const { return exchange_seconds_; }
+
+ private:
+  // Of this rank in this step. Each shard's forward begins with the same buffers, and those of the first are kept.
+  bool last_shard() {
+    if (options_.virtual_shards == 0) return true;
+    const int shards = options_.virtual_shards / world_.size();
+    if (shards_done_ == 0) first_shards_buffers_ = copies_of(buffers_);
+    if (++shards_done_ < shards) {
+      set_values(buffers_, buffers_before_);
+      return false;
+    }
+    set_values(buffers_, first_shards_buffers_);
+    shards_done_ = 0;
+    return true;
+  }
+
+  void compute_gradients(const torch::Tensor& loss, std::int64_t samples) {
+    if (published_) return published_->backward(loss, samples);
+    if (no_sync_) return add_up_gradients(loss, samples);
+    const torch::Tensor seed = reducer_->begin(samples, loss);
+    if (samples > 0) loss.backward(seed);
+  }
+
+  void add_up_gradients(const torch::Tensor& loss, std::int64_t samples) {
+    const torch::Tensor seed = reducer_->begin_without_exchange(samples, loss);
+    try {
+      if (samples > 0) loss.backward(seed);
+    } catch (...) {
+      reducer_->resume();
+      throw;
+    }
+    reducer_->resume();
+  }
+
+  std::int64_t gradient_bytes() const {
+    std::size_t bytes = 0;
+    for (const auto& [name, parameter] : parameters_)
+      if (parameter.grad().defined()) bytes += parameter.nbytes();
+    return static_cast<std::int64_t>(bytes);
+  }
+
+  void require_all_gradients() const {
+    std::vector<std::string> missing;
+    for (const auto& [name, parameter] : trainable(parameters_))
+      if (!parameter.grad().defined()) missing.push_back(name);
+    if (missing.empty()) return;
+    throw UsageError({.what = concat("no gradient for ", lockstep::join(missing, ", ")),
+                      .here = world_.describe(),
+                      .likely = "these parameters take no part in the loss of this batch: a branch that was not taken, an output "
+                                "that was not used, or detach()",
+                      .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
+  }
+
+  void finish_backward(const BatchTotals& totals) {
+    last_batch_ = totals;
+    ++statistics_.exchanges;
+    statistics_.bytes = published_ ? statistics_.bytes + gradient_bytes() : reducer_->bytes_exchanged();
+    broadcast_tensors(world_, buffers_);
+    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
+  }
+
+  World world_;
+  Options options_;
+  std::vector<NamedTensor> parameters_;
+  std::vector<NamedTensor> buffers_;
+  std::optional<Reducer> reducer_;                 // one of these two
+  std::shared_ptr<PublishedGradients> published_;  // the optimizer holds it too
+  std::shared_ptr<SharedMemory> memory_;           // with the block: where parameters are shared
+  std::shared_ptr<ParameterBlock> block_;
+  BatchTotals last_batch_;
+  double exchange_seconds_ = 0;
+  Statistics statistics_;
+  bool no_sync_ = false;
+  int shards_done_ = 0;                              // of this step's virtual shards
+  std::vector<torch::Tensor> buffers_before_;        // at the beginning of the step
+  std::vector<torch::Tensor> first_shards_buffers_;
+};
+
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, const Options& options)
-    : world_(synchronised(std::move(world), module)),
-      parameters_(trainable(named_parameters(module))),
-      buffers_(options.broadcast_buffers ? named_buffers(module) : std::vector<NamedTensor>{}),
-      reducer_(world_, parameters_, {.bucket_bytes = options.bucket_bytes},
-               [this](const BatchTotals& totals) { finish_backward(totals); }) {}
+    : impl_(std::make_unique<Impl>(std::move(world), module, options)) {
+  impl_->reduce_into_gradients();
+}
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module,
                                                  const torch::optim::Optimizer& optimizer, const Options& options)
@@ -50,17 +242,27 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
   require_own_parameters(module, optimizer);
 }
 
-void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
-  reducer_.begin(samples, loss);
-  if (samples > 0) loss.backward();
-  const Stopwatch exchange;
-  reducer_.finish();
-  exchange_seconds_ = exchange.seconds();
+DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer,
+                                                 const Options& options)
+    : impl_(std::make_unique<Impl>(world, module, options)) {
+  require_shards_for(world, options);
+  require_own_parameters(module, optimizer);
+  if (options.share_parameters && world.device().is_cpu())
+    impl_->share_parameters(optimizer);
+  else
+    impl_->reduce_into_gradients();
 }
 
-void DistributedDataParallel::finish_backward(const BatchTotals& totals) {
-  last_batch_ = totals;
-  broadcast_tensors(world_, buffers_);
+DistributedDataParallel::~DistributedDataParallel() = default;
+
+void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
+  impl_->backward(loss, samples);
 }
+DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
+void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
+const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
+DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
+double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
+void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }
 
 }  // namespace lockstep

@@ -1,8 +1,8 @@
 // strategy/ddp.h: data parallel training with a replica of the model in every rank, as in PyTorch's
 // DistributedDataParallel (Li et al., VLDB 2020). S1.
 //
-// Flow:    model/ -> ddp -> gradient/reducer.h -> collective/; afterwards every .grad is the mean over all samples
-// Owns:    the reducer and its hooks; the module and the optimizer stay the user's and must outlive this
+// Flow:    model/ -> ddp -> gradient/ -> optimizer/
+// Owns:    the exchange; the module and the optimizer stay the user's and must outlive this
 // Threads: one thread
 // Ranks:   every rank constructs it at the same time and makes the same calls in the same order
 #pragma once
@@ -12,15 +12,38 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "lockstep/collective/world.h"
+#include "lockstep/gradient/published_gradients.h"
 #include "lockstep/gradient/reducer.h"
+#include "lockstep/model/parameter_block.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep {
 
 struct DistributedDataParallelOptions {
   std::size_t bucket_bytes = ReducerOptions{}.bucket_bytes;
   bool broadcast_buffers = true;  // rank 0's running statistics go to everyone after each backward
+
+  // With a lockstep optimizer: one copy of parameters and optimizer state per machine, and reduction and update in one pass
+  // (docs/design/fused-step.md). Between backward() and step(), .grad is this rank's own gradient. false: every rank has
+  // its own parameters, and after backward() .grad is the mean.
+  bool share_parameters = true;
+
+  // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an undefined
+  // gradient. false: on a rank with samples it is an error that names the parameters.
+  bool find_unused_parameters = true;
+
+  // Other ways to sum a bucket (gradient/communication_hook.h). What is sent is then not what was computed, so every rank goes
+  // through buckets, also within a machine.
+  std::shared_ptr<CommunicationHook> hook = nullptr;
+
+  // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls backward()
+  // for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2, 4 ... V ranks give
+  // the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend on the shard. Needs shared
+  // parameters and all ranks on one machine; buffers are then those of shard 0. 0: off.
+  int virtual_shards = 0;
 };
 
 class DistributedDataParallel {
@@ -37,29 +60,65 @@ class DistributedDataParallel {
   DistributedDataParallel(World world, torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                           const Options& options = {});
 
-  // Runs loss.backward() and exchanges while it runs. loss: this rank's mean over its `samples`, a scalar. A rank without
-  // samples passes no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients are
-  // there. Sends 2(N-1)/N * K.
+  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already, or
+  // Options::virtual_shards can't be had.
+  DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer, const Options& options = {});
+
+  ~DistributedDataParallel();
+  DistributedDataParallel(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
+
+  // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples passes
+  // no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients of all ranks are there.
+  // Sends 2(N-1)/N * K; nothing within a machine whose ranks share parameters.
   // Throws PeerLost, and what backward() throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN).
+  // While the guard lives, backward() adds gradients up on this rank and exchanges nothing: for several backward() per step.
+  // The next backward() without a guard exchanges their sum, which is the sum of the mean gradients of them all. S1.
+  class NoSync;
+  [[nodiscard]] NoSync no_sync();
 
-  // Of the last backward(), over all ranks: the same values on every rank.
-  const BatchTotals& last_batch() const { return last_batch_; }
+  // For ranks that may run out of batches at different times: called by each when it has none left, instead of backward() and
+  // step(), with the same optimizer. Takes part without samples, step by step, until no rank has any. Throws PeerLost.
+  void join(torch::optim::Optimizer& optimizer);
+
+  // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN). With
+  // shared parameters the exchange then happens in step(), and gradients are copied once.
+
+  // Of the last exchange, over all ranks: the same values on every rank.
+  const BatchTotals& last_batch() const;
+
+  // Since the start, on this rank: what went through buckets, or was published and read where it lies.
+  struct Statistics {
+    std::int64_t exchanges = 0;
+    std::int64_t bytes = 0;
+    double waiting_seconds = 0;  // after the last gradient was computed: what did not overlap with backward
+  };
+  Statistics statistics() const;
 
   // Seconds of the last backward() that were spent waiting for the exchange after the gradients were computed.
-  double exchange_seconds() const { return exchange_seconds_; }
+  double exchange_seconds() const;
+
+  // Every rank has just written the same values into parameters, from a checkpoint for instance. Blocks until all have.
+  void parameters_written();
 
  private:
-  void finish_backward(const BatchTotals& totals);
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
 
-  World world_;
-  std::vector<NamedTensor> parameters_;
-  std::vector<NamedTensor> buffers_;
-  Reducer reducer_;
-  BatchTotals last_batch_;
-  double exchange_seconds_ = 0;
+class DistributedDataParallel::NoSync {
+ public:
+  ~NoSync() { *on_ = before_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  friend class DistributedDataParallel;
+  explicit NoSync(bool* on) : on_(on), before_(*on) { *on = true; }
+  bool* on_;
+  bool before_;
 };
 
 }  // namespace lockstep

@@ -1,69 +1,78 @@
 #include "lockstep/strategy/ddp_strategy.h"
 
-#include <mutex>
+#include <optional>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/data/random.h"
+#include "lockstep/data/sampler.h"
 #include "lockstep/strategy/ddp.h"
+#include "lockstep/strategy/replica.h"
+#include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
 namespace {
-
-// Ranks that are threads share torch's generator: nobody else draws from it between the seed and the last parameter.
-ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
-  static std::mutex generator_in_use;
-  const std::lock_guard lock(generator_in_use);
-  torch::manual_seed(seed);
-  return task.make_model();
-}
-
-Layout chosen_layout(const std::string& name, const torch::nn::Module& model, torch::Device device) {
-  if (name == "auto") return preferred_layout(model, device);
-  if (name == "contiguous") return Layout::kContiguous;
-  if (name == "channels_last") return Layout::kChannelsLast;
-  throw UsageError({.what = concat("no such layout: ", name), .next = "auto, contiguous or channels_last"});
-}
-
-std::unique_ptr<Optimizer> make_optimizer(const torch::nn::Module& model, const StrategyOptions& options) {
-  if (options.optimizer == "sgd") return std::make_unique<SGD>(model.parameters(), options.sgd);
-  if (options.optimizer == "adamw") return std::make_unique<AdamW>(model.parameters(), options.adamw);
-  throw UsageError({.what = concat("no such optimizer: ", options.optimizer), .next = "sgd or adamw"});
-}
 
 // `single` and `ddp`: a replica in every rank. In a world of one there is nothing to exchange, and it is `single`.
 class DdpStrategy : public Strategy {
  public:
   DdpStrategy(const World& world, const Task& task, const StrategyOptions& options)
-      : world_(world), task_(task), model_(make_seeded_model(task, options.seed)) {
-    model_->to(world.device());
-    layout_ = chosen_layout(options.layout, *model_, world.device());
-    set_layout(*model_, layout_);
-    optimizer_ = make_optimizer(*model_, options);
-    ddp_ = std::make_unique<DistributedDataParallel>(world, *model_, *optimizer_);
-    torch::manual_seed(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
+      : world_(world), task_(task), options_(options), replica_(make_replica(task, options, world.device())) {
+    ddp_ = std::make_unique<DistributedDataParallel>(
+        world, *replica_.model, *replica_.optimizer,
+        DistributedDataParallelOptions{.share_parameters = options.share_parameters,
+                                       .hook = make_hook(options.compression, options.compression_amount),
+                                       .virtual_shards = options.virtual_shards});
+    seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
+    if (options.virtual_shards > 0) generator_.emplace(options.seed);
   }
 
   BatchTotals compute(const Batch& batch) override {
-    optimizer_->zero_grad();
-    const torch::Tensor loss = forward_and_loss(batch);
-    backward_and_exchange(loss, batch.size());
+    replica_.optimizer->zero_grad();
+    if (options_.virtual_shards > 0)
+      compute_shards(batch);
+    else
+      forward_and_backward(batch);
     return ddp_->last_batch();
   }
 
   void update() override {
     const Stopwatch watch;
-    optimizer_->step();
+    replica_.optimizer->step();
     phases_.update += watch.seconds();
+    ++step_;
   }
 
-  torch::Tensor forward(const torch::Tensor& data) override { return task_.forward(*model_, in_layout(data, layout_)); }
+  void restored(std::int64_t step) override {
+    ddp_->parameters_written();
+    step_ = step;
+  }
 
-  torch::nn::Module& model() override { return *model_; }
-  Optimizer& optimizer() override { return *optimizer_; }
+  torch::Tensor forward(const torch::Tensor& data) override { return replica_.forward(task_, data); }
+
+  torch::nn::Module& model() override { return *replica_.model; }
+  Optimizer& optimizer() override { return *replica_.optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
 
  private:
+  // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
+  void compute_shards(const Batch& batch) {
+    const torch::Tensor samples = torch::tensor({batch.size()});
+    world_.all_reduce(samples);
+    const auto all = samples.item<std::int64_t>();
+    const int shards = options_.virtual_shards / world_.size();
+    const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
+    for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
+      const Range part = even_part(all, shard, options_.virtual_shards);
+      generator_->seed(mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
+      forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),
+                            batch.target.slice(0, part.begin - before_mine, part.end - before_mine)});
+    }
+  }
+
+  void forward_and_backward(const Batch& batch) { backward_and_exchange(forward_and_loss(batch), batch.size()); }
+
   torch::Tensor forward_and_loss(const Batch& batch) {
     if (batch.size() == 0) return {};
     const Stopwatch watch;
@@ -82,10 +91,11 @@ class DdpStrategy : public Strategy {
 
   World world_;
   Task task_;
-  ModulePtr model_;
-  Layout layout_ = Layout::kContiguous;
-  std::unique_ptr<Optimizer> optimizer_;
+  StrategyOptions options_;
+  Replica replica_;
   std::unique_ptr<DistributedDataParallel> ddp_;
+  std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
+  std::int64_t step_ = 0;
   PhaseTimes phases_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 
@@ -10,7 +11,11 @@
 
 #include "lockstep/data/sampler.h"
 #include "lockstep/model/lenet.h"
+#include "lockstep/model/sync_batch_norm.h"
+#include "lockstep/optimizer/gradient_scaler.h"
+#include "lockstep/strategy/periodic_average.h"
 #include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy/verify.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -44,6 +49,8 @@ Batch part_of(const Batch& batch, const World& world) {
   const Range mine = even_part(batch.size(), world.rank(), world.size());
   return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
 }
+
+Batch global_batch_float(int step) { return global_batch(step, torch::kFloat32); }
 
 struct Course {
   Tensors parameters;
@@ -94,6 +101,18 @@ TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
   const StrategyOptions options{.optimizer = "adamw", .adamw = {.lr = 1e-3}, .seed = 4};
   expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+}
+
+TEST_P(DdpOfSize, trains_as_one_rank_does_with_layer_wise_rates_and_clipping) {
+  for (const char* name : {"lamb", "lars", "adam"}) {
+    const StrategyOptions options{.optimizer = name, .clipping = {.max_norm = 0.5, .max_value = 0.1}, .ema_decay = 0.9, .seed = 4};
+    expect_close(train(GetParam(), 3, torch::kFloat64, options), train(1, 3, torch::kFloat64, options), 1e-9);
+  }
+}
+
+TEST_P(DdpOfSize, trains_as_one_rank_does_with_parameters_of_its_own) {
+  const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 4, .share_parameters = false};
+  expect_close(train(GetParam(), 5, torch::kFloat64, options), train(1, 5, torch::kFloat64, options), 1e-9);
 }
 
 TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {
@@ -214,7 +233,7 @@ TEST(Ddp, names_a_model_that_lacks_a_parameter) {
 
 TEST(Ddp, refuses_an_optimizer_of_another_model) {
   torch::nn::Linear net(2, 1), other(2, 1);
-  const SGD sgd(other->parameters(), {.lr = 1});
+  SGD sgd(other->parameters(), {.lr = 1});
   EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd); }),
                        "not a parameter of the module"));
 }
@@ -229,6 +248,314 @@ TEST(Ddp, brings_out_what_one_rank_throws_in_the_middle_of_backward) {
     ddp.backward(net[1]->as<torch::nn::Linear>()->forward(hidden).sum(), 2);
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, throw_in_rank_1); }), "thrown in backward"));
+}
+
+// Two linear layers that share a weight, a frozen one, an empty one, and one in another dtype.
+struct OddNetImpl : torch::nn::Module {
+  OddNetImpl() {
+    first = register_module("first", torch::nn::Linear(4, 4));
+    tied = register_parameter("tied", first->weight);
+    frozen = register_parameter("frozen", torch::full({4}, 2.0F), /*requires_grad=*/false);
+    empty = register_parameter("empty", torch::empty({0, 3}));
+    wide = register_parameter("wide", torch::ones({4}, torch::kFloat64));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return (torch::linear(first(x), tied) * frozen).to(torch::kFloat64) * wide;
+  }
+  torch::nn::Linear first{nullptr};
+  torch::Tensor tied, frozen, empty, wide;
+};
+TORCH_MODULE(OddNet);
+
+TEST(Ddp, keeps_one_copy_of_all_parameters_for_the_ranks_of_a_machine) {
+  std::vector<const void*> places(3);
+  run_ranks(3, [&](World& world) {
+    OddNet net;
+    SGD sgd(net->parameters(), {.lr = 0.5});
+    DistributedDataParallel ddp(world, *net, sgd);
+    places[static_cast<std::size_t>(world.rank())] = net->tied.const_data_ptr();
+    ddp.backward(net->forward(torch::ones({2, 4})).sum(), 2);
+    sgd.step();
+    EXPECT_EQ(net->tied.const_data_ptr(), net->first->weight.const_data_ptr());
+    EXPECT_TRUE(torch::equal(net->frozen, torch::full({4}, 2.0F)));
+    EXPECT_FALSE(torch::equal(net->wide.detach(), torch::ones({4}, torch::kFloat64)));
+    EXPECT_EQ(net->empty.numel(), 0);
+    world.barrier();
+  });
+  EXPECT_EQ(places[0], places[1]);
+  EXPECT_EQ(places[0], places[2]);
+}
+
+// What one rank computes on the batches of all ranks, step by step.
+torch::Tensor trained_alone(const std::vector<std::vector<torch::Tensor>>& steps) {
+  const torch::Tensor w = torch::ones({3}, torch::kFloat64).set_requires_grad(true);
+  for (const auto& batches : steps) {
+    w.mutable_grad().reset();
+    (torch::cat(batches).matmul(w)).square().mean().backward();
+    const torch::NoGradGuard no_grad;
+    w.sub_(w.grad(), 0.01);
+  }
+  return w.detach();
+}
+
+torch::Tensor batch_of(int rank, int step, std::int64_t samples) {
+  return torch::linspace(rank, rank + step + 1.0, 3 * samples, torch::kFloat64).view({samples, 3});
+}
+
+struct OneWeightImpl : torch::nn::Module {
+  OneWeightImpl() { w = register_parameter("w", torch::ones({3}, torch::kFloat64)); }
+  torch::Tensor loss(const torch::Tensor& data) { return data.matmul(w).square().mean(); }
+  torch::Tensor w;
+};
+TORCH_MODULE(OneWeight);
+
+TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
+  for (const bool share : {true, false}) {
+    std::vector<std::vector<torch::Tensor>> steps(4);
+    for (int step = 0; step < 4; ++step)
+      for (int rank = 0; rank < 3; ++rank)
+        if (step < 2 + rank) steps[static_cast<std::size_t>(step)].push_back(batch_of(rank, step, rank + 1));
+    run_ranks(3, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
+      for (int step = 0; step < std::min(4, 2 + world.rank()); ++step) {
+        ddp.backward(net->loss(batch_of(world.rank(), step, world.rank() + 1)), world.rank() + 1);
+        sgd.step();
+        sgd.zero_grad();
+      }
+      ddp.join(sgd);
+      EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone(steps), 1e-12, 0)) << net->w;
+      world.barrier();
+    });
+  }
+}
+
+TEST(Ddp, adds_up_under_no_sync_and_exchanges_once) {
+  for (const bool share : {true, false}) {
+    run_ranks(3, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
+      std::vector<torch::Tensor> all;
+      for (int rank = 0; rank < 3; ++rank)
+        for (int part = 0; part < 2; ++part) all.push_back(batch_of(rank, part, rank + 1 + part));
+      {
+        const auto only_add = ddp.no_sync();
+        ddp.backward(net->loss(batch_of(world.rank(), 0, world.rank() + 1)) / 2, world.rank() + 1);
+      }
+      ddp.backward(net->loss(batch_of(world.rank(), 1, world.rank() + 2)) / 2, world.rank() + 2);
+      EXPECT_EQ(ddp.last_batch().samples, 15);
+      sgd.step();
+      EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({all}), 1e-12, 0)) << net->w;
+      world.barrier();
+    });
+  }
+}
+
+TEST(Ddp, averages_parameters_after_a_local_phase) {
+  run_ranks(3, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = false});
+    PeriodicAverage average(world, *net, {.first_steps = 2, .every = 3});
+    for (int step = 0; step < 5; ++step) {
+      if (average.is_local()) {
+        const auto alone = ddp.no_sync();
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+      } else {
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+      }
+      sgd.step();
+      sgd.zero_grad();
+      average.after_step();
+      const torch::Tensor all = world.all_gather(net->w.detach());
+      const bool alike = torch::equal(all[0], all[1]) && torch::equal(all[0], all[2]);
+      EXPECT_EQ(alike, step < 2 || step == 4) << "step " << step;
+    }
+  });
+}
+
+TEST(Ddp, counts_what_it_exchanges) {
+  for (const bool share : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
+      for (int step = 0; step < 3; ++step) {
+        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+        sgd.step();
+        sgd.zero_grad();
+      }
+      EXPECT_EQ(ddp.statistics().exchanges, 3);
+      EXPECT_EQ(ddp.statistics().bytes, 3 * (share ? 3 : 4) * 8) << "buckets carry a flag beside the three gradients";
+      world.barrier();
+    });
+  }
+}
+
+TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
+  run_ranks(2, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd);
+    GradientScaler scaler({.initial_scale = 8, .growth_interval = 1});
+    torch::Tensor loss = net->loss(batch_of(0, 0, 2));
+    if (world.rank() == 1) loss = loss * std::numeric_limits<double>::infinity();
+    ddp.backward(scaler.scale(loss), 2);
+    EXPECT_FALSE(scaler.step(sgd));
+    EXPECT_EQ(scaler.current_scale(), 4);
+    EXPECT_TRUE(torch::equal(net->w.detach(), torch::ones({3}, torch::kFloat64)));
+    sgd.zero_grad();
+    ddp.backward(scaler.scale(net->loss(batch_of(0, 0, 2))), 2);
+    EXPECT_TRUE(scaler.step(sgd));
+    EXPECT_EQ(scaler.current_scale(), 8);
+    EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({{batch_of(0, 0, 2)}}), 1e-12, 0));
+    world.barrier();
+  });
+}
+
+// The mean over the global batch, forward and backward, as one rank has it.
+TEST(Ddp, synchronised_batch_norm_equals_one_rank_on_the_whole_batch) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(2);
+  const torch::Tensor whole = torch::randn({7, 3, 4, 4}, generator, torch::kFloat64);
+  const torch::Tensor factor = torch::randn({7, 3, 4, 4}, generator, torch::kFloat64);
+  torch::nn::BatchNorm2d reference(torch::nn::BatchNorm2dOptions(3));
+  reference->to(torch::kFloat64);
+  const torch::Tensor x = whole.clone().set_requires_grad(true);
+  (reference(x) * factor).sum().backward();
+  run_ranks(3, [&](World& world) {
+    SyncBatchNorm norm(world, SyncBatchNormOptions{.features = 3});
+    norm->to(torch::kFloat64);
+    const Range mine = even_part(7, world.rank(), 3);
+    const torch::Tensor part = whole.slice(0, mine.begin, mine.end).clone().set_requires_grad(true);
+    (norm(part) * factor.slice(0, mine.begin, mine.end)).sum().backward();
+    EXPECT_TRUE(torch::allclose(part.grad(), x.grad().slice(0, mine.begin, mine.end), 1e-9, 1e-9));
+    EXPECT_TRUE(torch::allclose(norm->running_mean, reference->running_mean, 1e-12, 1e-12));
+    EXPECT_TRUE(torch::allclose(norm->running_var, reference->running_var, 1e-12, 1e-12));
+    const torch::Tensor weight_gradient = norm->weight.grad().clone();
+    world.all_reduce(weight_gradient);
+    EXPECT_TRUE(torch::allclose(weight_gradient, reference->weight.grad(), 1e-9, 1e-9));
+  });
+}
+
+TEST(Ddp, names_the_parameters_without_a_gradient_if_all_have_to_be_used) {
+  const auto use_one_of_two = [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel ddp(world, *net, sgd, {.find_unused_parameters = false});
+    ddp.backward(net[0]->as<torch::nn::Linear>()->forward(torch::ones({1, 2})).sum(), 1);
+  };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, use_one_of_two); }), "no gradient for 1.weight, 1.bias"));
+}
+
+// What breaks shared parameters is an error that names them.
+template <class Break>
+std::string after(Break do_break) {
+  return message_of<UsageError>([&] {
+    torch::nn::Linear net(2, 1);
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel ddp(World::single(), *net, sgd);
+    do_break(net, ddp);
+    ddp.backward(net->forward(torch::ones({1, 2}, net->weight.dtype())).sum(), 1);
+    sgd.step();
+  });
+}
+
+TEST(Ddp, names_a_parameter_that_was_written_by_hand) {
+  const std::string message = after([](torch::nn::Linear& net, DistributedDataParallel&) {
+    const torch::NoGradGuard no_grad;
+    net->bias.mul_(0.5);
+  });
+  EXPECT_TRUE(contains(message, "parameter bias was written between two steps"));
+  EXPECT_TRUE(contains(message, "share_parameters = false"));
+}
+
+TEST(Ddp, names_a_parameter_that_left_the_block) {
+  const std::string message = after([](torch::nn::Linear& net, DistributedDataParallel&) { net->to(torch::kFloat64); });
+  EXPECT_TRUE(contains(message, "parameter weight has left the memory"));
+}
+
+TEST(Ddp, accepts_parameters_that_every_rank_wrote_alike) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear net(2, 1);
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel ddp(world, *net, sgd);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.fill_(3);
+    }
+    ddp.parameters_written();
+    ddp.backward(net->forward(torch::ones({1, 2})).sum(), 1);
+    sgd.step();
+    EXPECT_TRUE(torch::equal(net->weight.detach(), torch::full({1, 2}, 2.0F)));
+    world.barrier();
+  });
+}
+
+TEST(Ddp, fails_a_graph_that_was_made_before_the_step) {
+  torch::nn::Linear net(2, 2);
+  SGD sgd(net->parameters(), {.lr = 1});
+  DistributedDataParallel ddp(World::single(), *net, sgd);
+  const torch::Tensor input = torch::ones({1, 2}).set_requires_grad(true);
+  const torch::Tensor old = net->forward(net->forward(input)).sum();
+  ddp.backward(net->forward(input).sum(), 1);
+  sgd.step();
+  EXPECT_ANY_THROW(old.backward());
+}
+
+class VirtualShards : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, VirtualShards, ::testing::Values(2, 4));
+
+// A convolution with batch norm and dropout: what differs between arrangements unless each shard is computed alike.
+struct NoisyNetImpl : torch::nn::Module {
+  NoisyNetImpl() {
+    conv = register_module("conv", torch::nn::Conv2d(1, 4, 3));
+    norm = register_module("norm", torch::nn::BatchNorm2d(4));
+    fc = register_module("fc", torch::nn::Linear(4 * 36, 10));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return fc(torch::dropout(norm(conv(x)).relu().flatten(1), 0.5, is_training()));
+  }
+  torch::nn::Conv2d conv{nullptr};
+  torch::nn::BatchNorm2d norm{nullptr};
+  torch::nn::Linear fc{nullptr};
+};
+TORCH_MODULE(NoisyNet);
+
+Batch batch_of_5(int step) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
+  return {torch::randn({5 + step, 1, 8, 8}, generator), torch::randint(0, 10, {5 + step}, generator, torch::kInt64)};
+}
+
+TEST_P(VirtualShards, give_the_same_bits_on_any_number_of_ranks) {
+  const VerifyOptions options{.ranks = GetParam(), .steps = 4, .double_precision = false,
+                              .strategy = {.optimizer = "lamb", .clipping = {.max_norm = 1}, .seed = 3, .virtual_shards = 4}};
+  const VerifyReport report = verify(classification_task<NoisyNet>("noisy"), batch_of_5, options);
+  EXPECT_TRUE(report.same_bits) << report.describe();
+}
+
+TEST(Verify, finds_a_task_that_can_be_trained_on_many_ranks) {
+  const VerifyReport report = verify(lenet_task(torch::kFloat32), global_batch_float, {.ranks = 3, .steps = 2});
+  EXPECT_TRUE(report.equal) << report.describe();
+  EXPECT_EQ(report.differences.size(), 8);
+}
+
+TEST(Verify, names_the_first_parameter_that_differs) {
+  Task task = classification_task<LeNet>("lenet");
+  task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {  // a sum, not a mean: wrong on many ranks
+    return torch::cross_entropy_loss(output, target) * static_cast<double>(target.size(0));
+  };
+  const VerifyReport report = verify(task, global_batch_float, {.ranks = 2, .steps = 1});
+  EXPECT_FALSE(report.equal);
+  EXPECT_TRUE(contains(report.describe(), "first parameter that differs is conv1.weight")) << report.describe();
+}
+
+TEST(Ddp, refuses_virtual_shards_that_the_ranks_do_not_divide) {
+  const auto make = [](World& world) {
+    make_strategy(world, lenet_task(torch::kFloat32), {.virtual_shards = 4});
+  };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(3, make); }), "4 virtual shards on 3 ranks"));
 }
 
 TEST(Strategy, refuses_unknown_names_and_says_what_there_is) {

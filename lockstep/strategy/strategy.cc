@@ -2,7 +2,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/strategy/averaging.h"
+#include "lockstep/strategy/data_parallel.h"
 #include "lockstep/strategy/ddp_strategy.h"
+#include "lockstep/strategy/pipeline.h"
+#include "lockstep/strategy/towers.h"
 
 namespace lockstep {
 namespace {
@@ -20,8 +24,23 @@ struct Entry {
 
 constexpr Entry kEntries[] = {
     {{"single", "one device, nothing to exchange"}, make_single},
-    {{"ddp", "a replica in every rank; gradients all-reduced in buckets while backward runs (S1)"}, make_ddp},
+    {{"ddp", "gradients all-reduced while backward runs"}, make_ddp},
+    {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
+    {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
+    {{"averaging", "nets of their own, averaged; --average-every", true},
+     make_averaging},
+    {{"pipeline", "layers on different devices; --stages", true},
+     make_pipeline},
 };
+
+const Entry& entry_of(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) {
+    if (name == entry.info.name) return entry;
+    names.emplace_back(entry.info.name);
+  }
+  throw UsageError({.what = concat("no such strategy: ", name), .next = concat("one of ", join(names, ", "))});
+}
 
 }  // namespace
 
@@ -34,13 +53,10 @@ const std::vector<StrategyInfo>& strategies() {
   return kInfos;
 }
 
+const StrategyInfo& strategy_info(const std::string& name) { return entry_of(name).info; }
+
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  std::vector<std::string> names;
-  for (const Entry& entry : kEntries) {
-    if (options.name == entry.info.name) return entry.make(world, task, options);
-    names.emplace_back(entry.info.name);
-  }
-  throw UsageError({.what = concat("no such strategy: ", options.name), .next = concat("one of ", join(names, ", "))});
+  return entry_of(options.name).make(world, task, options);
 }
 
 }  // namespace lockstep

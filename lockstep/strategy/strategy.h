@@ -6,15 +6,21 @@
 // Ranks:   every rank makes the same calls in the same order
 #pragma once
 
+#include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/collective/world.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/gradient/reducer.h"
 #include "lockstep/model/layout.h"
 #include "lockstep/model/task.h"
-#include "lockstep/optimizer/adamw.h"
+#include "lockstep/optimizer/adam.h"
+#include "lockstep/optimizer/lamb.h"
+#include "lockstep/optimizer/lars.h"
 #include "lockstep/optimizer/sgd.h"
 
 namespace lockstep {
@@ -29,12 +35,36 @@ struct PhaseTimes {
 
 struct StrategyOptions {
   std::string name = "ddp";
-  std::string optimizer = "sgd";  // sgd | adamw
+  std::string optimizer = "sgd";  // sgd | adam | adamw | lamb | lars
   SGDOptions sgd;
+  AdamOptions adam;
   AdamWOptions adamw;
+  LAMBOptions lamb;
+  LARSOptions lars;
+  ClippingOptions clipping;
+  double ema_decay = 0;  // 0: no moving average of the parameters
   std::uint64_t seed = 0;
   std::string layout = "auto";  // auto | contiguous | channels_last
+  bool share_parameters = true;  // one copy per machine (strategy/ddp.h)
+  std::string compression = "none";  // of gradients between ranks: none | fp16 | bf16 | powersgd | 2bit | topk
+  double compression_amount = 0;     // powersgd: rank, 2bit: threshold, topk: share; 0: its default
+  int virtual_shards = 0;        // the same bits whatever the number of ranks (strategy/ddp.h); 0: off
+
+  // Strategies whose devices are threads of this process:
+  int devices = 1;
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
+  std::string algorithm = "direct";    // towers: direct | central | ring | tree
+  std::string update = "device";       // towers: on every device (S0), or once on the cpu (S3)
+  bool refuse_uneven = false;          // towers: a batch that the devices do not divide is an error
+  std::int64_t average_every = 1;      // averaging: batches
+  double outer_lr = 1;                 // averaging: 1 and momentum 0 take the average as it is
+  double outer_momentum = 0;           // averaging: Nesterov's
+  std::string stages;                  // pipeline: "4" stages, or "0-3,4-9": which pieces each has
+  std::int64_t micro_batches = 4;      // pipeline
+  std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
 };
+
+using Report = std::vector<std::pair<std::string, double>>;  // what a strategy measured, by name
 
 class Strategy {
  public:
@@ -49,15 +79,30 @@ class Strategy {
 
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;  // with the current parameters, for validation
   virtual torch::nn::Module& model() = 0;
-  virtual Optimizer& optimizer() = 0;
+  virtual Optimizer& optimizer() = 0;  // the one whose learning rate and state count; others follow it
   virtual const PhaseTimes& phases() const = 0;
+
+  // Where replicas may differ for a while: makes them one model. All ranks call it, before model() is validated or saved.
+  virtual void synchronise() {}
+
+  // After every rank has put the same checkpoint, of `step`, into model(), optimizer() and state(): other replicas follow, and
+  // random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
+  virtual void restored(std::int64_t /*step*/) {}
+
+  // What a checkpoint has to keep beside model() and optimizer(); restored in place.
+  virtual std::vector<NamedTensor> state() { return {}; }
+
+  virtual std::vector<std::string> devices() const { return {}; }  // of this rank, where a rank has several
+  virtual Report report() const { return {}; }                     // for the metrics of the run
 };
 
 struct StrategyInfo {
   const char* name;
-  const char* description;  // one line
+  const char* description;  // one line of a table: at most 54 characters
+  bool threads = false;     // its devices are threads of one process: that is what --ranks counts
 };
 const std::vector<StrategyInfo>& strategies();
+const StrategyInfo& strategy_info(const std::string& name);  // throws UsageError naming those there are
 
 // Throws UsageError (no such strategy or optimizer), and what the strategy throws when it is made.
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options);

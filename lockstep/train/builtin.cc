@@ -1,55 +1,75 @@
 #include "lockstep/train/builtin.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <array>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/fashion_mnist.h"
-#include "lockstep/model/lenet.h"
+#include "lockstep/data/open_dataset.h"
+#include "lockstep/data/tensor_dataset.h"
 
 namespace lockstep {
 namespace {
 
-Datasets fashion_mnist(const std::string& folder) {
-  const std::string from = folder.empty() ? FashionMNIST::kDebianFolder : folder;
-  return {.train = std::make_shared<FashionMNIST>(from, Split::kTrain),
-          .validation = std::make_shared<FashionMNIST>(from, Split::kValidation)};
+constexpr std::int64_t kSyntheticSamples = 1280;
+
+bool takes_fashion_mnist(const SampleShape& sample) {
+  return sample.sizes.empty() || (!sample.tokens && sample.sizes == std::vector<std::int64_t>{1, 28, 28});
 }
 
-struct Model {
-  const char* name;
-  Task (*make)(std::string name);
-};
-constexpr Model kModels[] = {{"lenet", classification_task<LeNet>}};
-
-struct Data {
-  const char* name;
-  Datasets (*load)(const std::string& folder);
-};
-constexpr Data kDatasets[] = {{"fashion-mnist", fashion_mnist}};
-
-template <class Entries>
-std::vector<std::string> names_of(const Entries& entries) {
-  std::vector<std::string> names;
-  for (const auto& entry : entries) names.emplace_back(entry.name);
-  return names;
+// Random tokens, the same in every run.
+Datasets synthetic_tokens(const SampleShape& sample) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
+  const std::vector<std::int64_t> shape = {kSyntheticSamples, sample.sizes.front() + 1};
+  const torch::Tensor tokens = torch::randint(0, sample.classes, shape, generator, torch::kInt64);
+  const torch::Tensor data = tokens.slice(1, 0, -1).contiguous();
+  const torch::Tensor next = tokens.slice(1, 1).contiguous();
+  return {.train = std::make_shared<TensorDataset>("synthetic", data, next), .validation = nullptr};
 }
 
-template <class Entries>
-const auto& find_entry(const Entries& entries, const std::string& name, const std::string& option) {
-  for (const auto& entry : entries)
-    if (name == entry.name) return entry;
-  throw UsageError({.what = concat("no such value for ", option, ": ", name),
-                    .next = concat("one of: ", join(names_of(entries), ", "))});
+Datasets opened(const TrainOptions& options, const std::string& data) {
+  TrainAndValidation both = open_dataset({.data = data, .folder = options.data_dir, .augment = options.augment});
+  return {.train = std::move(both.train), .validation = std::move(both.validation)};
+}
+
+// Samples that fit the task.
+Datasets synthetic(const TrainOptions& options, const Task& task) {
+  const SampleShape& sample = task.sample;
+  if (sample.sizes.empty())
+    throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
+                      .next = "set Task::sample, or give the shape: --data synthetic:1024x3x32x32"});
+  if (sample.tokens) return synthetic_tokens(sample);
+  return opened(options, concat("synthetic:", kSyntheticSamples, "x", sample.sizes[0], "x", sample.sizes[1], "x",
+                                sample.sizes[2], "?classes=", sample.classes));
+}
+
+torch::Tensor first_sample(const Dataset& dataset) try {
+  const std::array<std::int64_t, 1> first{0};
+  return dataset.make_batch(first).data;
+} catch (const DataError&) {
+  return {};  // a damaged one: the loader says so, or skips it
+}
+
+void require_fitting(const Datasets& datasets, const Task& task) {
+  if (task.sample.sizes.empty()) return;
+  const torch::Tensor data = first_sample(*datasets.train);
+  if (!data.defined() || data.sizes().slice(1) == torch::IntArrayRef(task.sample.sizes)) return;
+  throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
+                                   ", but those of ", datasets.train->name(), " have ", data.sizes().slice(1)),
+                    .next = "--data synthetic makes samples that fit, or choose another --model"});
 }
 
 }  // namespace
 
-std::vector<std::string> model_names() { return names_of(kModels); }
-std::vector<std::string> dataset_names() { return names_of(kDatasets); }
+std::vector<std::string> dataset_names() { return dataset_kinds(); }
 
-Task builtin_task(const std::string& model) { return find_entry(kModels, model, "--model").make(model); }
-
-Datasets builtin_datasets(const TrainOptions& options) {
-  return find_entry(kDatasets, options.data, "--data").load(options.data_dir);
+Datasets builtin_datasets(const TrainOptions& options, const Task& task) {
+  if (options.data == "auto" && takes_fashion_mnist(task.sample)) return opened(options, "fashion-mnist");
+  if (options.data == "auto" || options.data == "synthetic") return synthetic(options, task);
+  Datasets datasets = opened(options, options.data);
+  require_fitting(datasets, task);
+  return datasets;
 }
 
 }  // namespace lockstep

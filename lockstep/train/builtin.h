@@ -1,4 +1,4 @@
-// train/builtin.h: the models and datasets that `lockstep train` knows by name.
+// train/builtin.h: the datasets that `lockstep train` knows by name.
 #pragma once
 
 #include <string>
@@ -9,11 +9,10 @@
 
 namespace lockstep {
 
-std::vector<std::string> model_names();  // for --help
-Task builtin_task(const std::string& model);  // throws UsageError naming the models there are
+std::vector<std::string> dataset_names();  // for --help
 
-std::vector<std::string> dataset_names();
-// Throws UsageError naming the datasets there are, DataError.
-Datasets builtin_datasets(const TrainOptions& options);
+// "auto" is Fashion-MNIST where the task takes its images or does not say what it takes, else synthetic data.
+// Throws UsageError naming the datasets there are, or that the task takes another shape; DataError.
+Datasets builtin_datasets(const TrainOptions& options, const Task& task);
 
 }  // namespace lockstep

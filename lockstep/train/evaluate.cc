@@ -1,11 +1,6 @@
 #include "lockstep/train/evaluate.h"
 
-#include <algorithm>
 #include <limits>
-#include <numeric>
-#include <vector>
-
-#include "lockstep/data/sampler.h"
 
 namespace lockstep {
 namespace {
@@ -27,14 +22,11 @@ Sums evaluate_batch(const Task& task, Strategy& strategy, const Batch& batch) {
           .samples = samples};
 }
 
-Sums evaluate_part(const Task& task, Strategy& strategy, const Dataset& dataset, Range part, torch::Device device,
-                   std::int64_t batch_size) {
+Sums evaluate_part(const Task& task, Strategy& strategy, Loader& loader) {
   Sums sums;
-  for (std::int64_t begin = part.begin; begin < part.end; begin += batch_size) {
-    std::vector<std::int64_t> indices(static_cast<std::size_t>(std::min(batch_size, part.end - begin)));
-    std::iota(indices.begin(), indices.end(), begin);
-    const Batch batch = dataset.make_batch(indices);
-    const Sums found = evaluate_batch(task, strategy, {batch.data.to(device), batch.target.to(device)});
+  for (const Batch& batch : loader.epoch(0)) {
+    if (batch.size() == 0) continue;
+    const Sums found = evaluate_batch(task, strategy, batch);
     sums.loss += found.loss;
     sums.correct += found.correct;
     sums.samples += found.samples;
@@ -44,12 +36,16 @@ Sums evaluate_part(const Task& task, Strategy& strategy, const Dataset& dataset,
 
 }  // namespace
 
-Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const Dataset& dataset,
-                    std::int64_t batch_size) {
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
+                    const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options) {
   const torch::NoGradGuard no_grad;
+  strategy.synchronise();
   strategy.model().eval();
-  const Range part = even_part(dataset.size(), world.rank(), world.size());
-  const Sums mine = evaluate_part(task, strategy, dataset, part, world.device(), batch_size);
+  LoaderOptions in_order = options;
+  in_order.batch_size *= world.size();
+  in_order.shuffle = false;
+  Loader loader(world, dataset, in_order);
+  const Sums mine = evaluate_part(task, strategy, loader);
   strategy.model().train();
   const torch::Tensor sums = torch::tensor({mine.loss, mine.correct, mine.samples}, torch::kFloat64);
   world.all_reduce(sums);

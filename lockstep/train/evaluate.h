@@ -4,9 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "lockstep/collective/world.h"
-#include "lockstep/data/dataset.h"
+#include "lockstep/data/loader.h"
 #include "lockstep/model/task.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -18,9 +19,9 @@ struct Evaluation {
   std::int64_t samples = 0;
 };
 
-// In evaluation mode and without gradients, in batches of `batch_size` per rank. Each sample counts once, whatever the
+// In evaluation mode and without gradients, in order, in batches of options.batch_size per rank. Each sample counts once, whatever the
 // number of ranks. Blocks; sends 24 bytes. S0.
-Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const Dataset& dataset,
-                    std::int64_t batch_size);
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
+                    const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options);
 
 }  // namespace lockstep

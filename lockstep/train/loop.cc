@@ -16,6 +16,7 @@ namespace lockstep {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr std::int64_t kStepsThatTell = 20;
 
 ScheduleOptions schedule_options(const TrainOptions& options, std::int64_t steps_per_epoch) {
   static const std::map<std::string, ScheduleKind> kKinds = {
@@ -35,6 +36,14 @@ double base_learning_rate(const TrainOptions& options) {
                               options.lr_base_batch_size);
 }
 
+LoaderOptions loader_options(const TrainOptions& options) {
+  return {.batch_size = options.batch_size,
+          .seed = options.seed,
+          .workers = options.workers,
+          .prefetch = options.prefetch,
+          .skip_bad = options.skip_bad};
+}
+
 std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   std::vector<NamedTensor> gradients;
   for (const auto& [name, parameter] : named_parameters(model))
@@ -42,9 +51,11 @@ std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   return gradients;
 }
 
-std::string headline(const World& world, const Loader& loader, const TrainOptions& options) {
+std::string headline(const World& world, const Loader& loader, const std::vector<std::string>& devices,
+                     const TrainOptions& options) {
   return concat(options.model, " on ", loader.dataset().name(), ": ", options.strategy, ", ", world.size(),
-                world.size() == 1 ? " rank" : " ranks", " on ", world.device().str(), ", batch ", options.batch_size,
+                world.size() == 1 ? " rank" : " ranks", " on ",
+                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.batch_size,
                 ", ", options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
 }
 
@@ -57,7 +68,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(world, datasets.train, {.batch_size = options.batch_size, .seed = options.seed}),
+      loader_(world, datasets.train, loader_options(options)),
       progress_(Progress::Style::kNone),
       last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
   if (world.rank() == 0) {
@@ -78,7 +89,7 @@ void TrainingLoop::open_checkpoints() {
 
 RunMetrics TrainingLoop::run() {
   const Stopwatch watch;
-  progress_.begin_run(headline(world_, loader_, options_));
+  progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_));
   while (position_.step < last_step()) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
   const RunMetrics metrics = summary(watch.seconds());
@@ -93,14 +104,25 @@ void TrainingLoop::train_epoch() {
                          .done = position_.step_in_epoch,
                          .steps = loader_.steps_per_epoch(),
                          .run_steps_left = last_step() - position_.step});
+  const LoadingStatistics before = loader_.statistics();
+  const Stopwatch epoch;
   Stopwatch since_last_step;
   for (Batch& batch : loader_.epoch(position_.epoch, position_.step_in_epoch)) {
-    data_seconds_ += since_last_step.seconds();
     train_step(batch, since_last_step);
     if (position_.step >= last_step()) break;
     since_last_step = Stopwatch();
   }
+  hint_at_loading(before, epoch.seconds());
   if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
+}
+
+// Once a run: what is slow in one epoch is slow in all of them. The first steps of a run wait for the first batches.
+void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double seconds) {
+  const LoadingStatistics now = loader_.statistics() - before;
+  if (world_.rank() != 0 || hinted_ || now.batches < kStepsThatTell) return;
+  const std::string hint = loader_.hint(now, seconds);
+  hinted_ = !hint.empty();
+  if (hinted_) log_warning(hint);
 }
 
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
@@ -166,7 +188,7 @@ void TrainingLoop::finish_epoch() {
                  .val_loss = kNaN,
                  .val_accuracy = kNaN};
   if (validation_) {
-    const Evaluation found = evaluate(world_, task_, strategy_, *validation_, options_.batch_size);
+    const Evaluation found = evaluate(world_, task_, strategy_, validation_, loader_options(options_));
     last_epoch_.val_loss = found.loss;
     last_epoch_.val_accuracy = found.accuracy;
   }
@@ -206,22 +228,24 @@ void TrainingLoop::resume() {
 
 RunMetrics TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
+  const auto devices = strategy_.devices();
   return {.strategy = options_.strategy,
           .model = options_.model,
           .data = loader_.dataset().name(),
-          .ranks = world_.size(),
-          .devices = {world_.device().str()},
+          .ranks = world_.size() * static_cast<int>(std::max<std::size_t>(devices.size(), 1)),
+          .devices = devices.empty() ? std::vector<std::string>{world_.device().str()} : devices,
           .epochs = position_.epoch,
           .steps = position_.step,
           .samples = position_.samples,
           .seconds = seconds,
           .train_loss = last_epoch_.train_loss,
           .val_accuracy = last_epoch_.val_accuracy,
-          .data_seconds = data_seconds_,
+          .loading = loader_.statistics(),
           .forward_seconds = phases.forward,
           .backward_seconds = phases.backward,
           .exchange_seconds = phases.exchange,
-          .update_seconds = phases.update};
+          .update_seconds = phases.update,
+          .measured = strategy_.report()};
 }
 
 }  // namespace lockstep

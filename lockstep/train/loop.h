@@ -47,6 +47,7 @@ class TrainingLoop {
 
  private:
   void train_epoch();
+  void hint_at_loading(const LoadingStatistics& before, double seconds);
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;
@@ -70,7 +71,7 @@ class TrainingLoop {
   MetricsFile metrics_;
   Progress progress_;
   EpochMetrics last_epoch_;
-  double data_seconds_ = 0;       // spent on loading batches
+  bool hinted_ = false;           // that steps wait for data
   std::int64_t saved_step_ = -1;  // of the last checkpoint
 };
 

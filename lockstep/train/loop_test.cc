@@ -53,7 +53,12 @@ Task dropout_task() {
                      const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
           .correct = [](const torch::Tensor& output,
                         const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
-          .name = "points"};
+          .name = "points",
+          .stages = [](torch::nn::Module& model) {
+            return std::vector<Stage>{make_stage("all", {&model}, [&model](const torch::Tensor& data) {
+              return dropout_task().forward(model, data);
+            })};
+          }};
 }
 
 TrainOptions small_options() {
@@ -72,13 +77,20 @@ struct Outcome {
   RunMetrics metrics;
 };
 
-Outcome run_alone(const TrainOptions& options, const Datasets& datasets) {
+Outcome run_alone(const TrainOptions& options, const Datasets& datasets, StrategyOptions how = {.name = "single"}) {
   const World world = World::single();
   const auto strategy = make_strategy(world, dropout_task(),
-                                      {.name = "single",
+                                      {.name = how.name,
                                        .optimizer = options.optimizer,
                                        .sgd = {.lr = options.lr, .momentum = options.momentum},
-                                       .seed = options.seed});
+                                       .seed = options.seed,
+                                       .devices = how.devices,
+                                       .update = how.update,
+                                       .average_every = how.average_every,
+                                       .outer_lr = how.outer_lr,
+                                       .outer_momentum = how.outer_momentum,
+                                       .stages = how.stages,
+                                       .micro_batches = 2});
   Outcome outcome;
   outcome.metrics = TrainingLoop(world, dropout_task(), datasets, *strategy, options).run();
   for (const auto& parameter : strategy->model().parameters()) outcome.parameters.push_back(parameter.detach().clone());
@@ -115,6 +127,32 @@ TEST_P(Resuming, continues_with_the_bits_of_an_uninterrupted_run) {
   options.max_steps = 0;
   options.resume = true;
   expect_same_bits(run_alone(options, points()), uninterrupted);
+}
+
+class ResumingWith : public ::testing::TestWithParam<StrategyOptions> {};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, ResumingWith,
+    ::testing::Values(StrategyOptions{.name = "towers", .devices = 2},
+                      StrategyOptions{.name = "towers", .devices = 3, .update = "cpu"},
+                      StrategyOptions{.name = "data_parallel", .devices = 3},
+                      StrategyOptions{.name = "averaging", .devices = 2, .average_every = 3},
+                      StrategyOptions{
+                          .name = "averaging", .devices = 2, .average_every = 2, .outer_lr = 0.7, .outer_momentum = 0.9},
+                      StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}));
+
+// Both runs save at the same steps: averaging makes its nets one model there.
+TEST_P(ResumingWith, continues_with_the_bits_of_an_uninterrupted_run) {
+  const TempFolder whole, parts;
+  TrainOptions options = small_options();
+  options.checkpoint_every = 4;
+  options.checkpoint_dir = whole.path();
+  const Outcome uninterrupted = run_alone(options, points(), GetParam());
+  options.checkpoint_dir = parts.path();
+  options.max_steps = 12;
+  run_alone(options, points(), GetParam());
+  options.max_steps = 0;
+  options.resume = true;
+  expect_same_bits(run_alone(options, points(), GetParam()), uninterrupted);
 }
 
 TEST(TrainingLoop, resumes_from_the_checkpoint_before_a_damaged_one) {
@@ -238,7 +276,7 @@ TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {
   for (const int ranks : {1, 2, 3, 4, 7}) {
     run_ranks(ranks, [&](World& world) {
       const auto strategy = make_strategy(world, dropout_task(), {.seed = 3});
-      const Evaluation mine = evaluate(world, dropout_task(), *strategy, Points(101), 8);
+      const Evaluation mine = evaluate(world, dropout_task(), *strategy, std::make_shared<Points>(101), {.batch_size = 8});
       EXPECT_TRUE(strategy->model().is_training());
       const std::lock_guard lock(mutex);
       found.push_back(mine);

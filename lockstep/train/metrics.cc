@@ -44,24 +44,30 @@ void MetricsFile::write(const EpochMetrics& m) {
 void MetricsFile::write_resume(std::int64_t step) { line(Json{{"event", "resume"}, {"step", step}}.dump()); }
 
 void MetricsFile::write(const RunMetrics& m) {
-  line(Json{{"event", "run"},
-            {"strategy", m.strategy},
-            {"model", m.model},
-            {"data", m.data},
-            {"ranks", m.ranks},
-            {"devices", m.devices},
-            {"epochs", m.epochs},
-            {"steps", m.steps},
-            {"samples", m.samples},
-            {"seconds", m.seconds},
-            {"train_loss", m.train_loss},
-            {"val_accuracy", m.val_accuracy},
-            {"data_seconds", m.data_seconds},
-            {"forward_seconds", m.forward_seconds},
-            {"backward_seconds", m.backward_seconds},
-            {"exchange_seconds", m.exchange_seconds},
-            {"update_seconds", m.update_seconds}}
-           .dump());
+  Json run = {{"event", "run"},
+              {"strategy", m.strategy},
+              {"model", m.model},
+              {"data", m.data},
+              {"ranks", m.ranks},
+              {"devices", m.devices},
+              {"epochs", m.epochs},
+              {"steps", m.steps},
+              {"samples", m.samples},
+              {"seconds", m.seconds},
+              {"train_loss", m.train_loss},
+              {"val_accuracy", m.val_accuracy},
+              {"data_seconds", m.loading.wait},
+              {"data_read_seconds", m.loading.read},
+              {"data_assemble_seconds", m.loading.assemble},
+              {"data_copy_seconds", m.loading.copy},
+              {"data_queue_depth", m.loading.mean_queued()},
+              {"data_skipped", m.loading.skipped},
+              {"forward_seconds", m.forward_seconds},
+              {"backward_seconds", m.backward_seconds},
+              {"exchange_seconds", m.exchange_seconds},
+              {"update_seconds", m.update_seconds}};
+  for (const auto& [name, value] : m.measured) run[name] = value;
+  line(run.dump());
 }
 
 }  // namespace lockstep

@@ -8,7 +8,10 @@
 #include <cstdint>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "lockstep/data/loading_statistics.h"
 
 namespace lockstep {
 
@@ -42,11 +45,12 @@ struct RunMetrics {
   double seconds = 0;
   double train_loss = 0;
   double val_accuracy = 0;
-  double data_seconds = 0;  // of rank 0, added up over the steps, like those below
+  LoadingStatistics loading;  // of rank 0, added up over the steps, like those below
   double forward_seconds = 0;
   double backward_seconds = 0;
   double exchange_seconds = 0;
   double update_seconds = 0;
+  std::vector<std::pair<std::string, double>> measured;  // by the strategy, under names of its own
 };
 
 class MetricsFile {

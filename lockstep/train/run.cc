@@ -15,6 +15,7 @@
 #include "lockstep/collective/c10d_transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/model/models.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
@@ -44,22 +45,58 @@ torch::DeviceType chosen_device(const std::string& name, int local_size) {
 void use_threads(const TrainOptions& options, const World& world) {
   const char* told = std::getenv("OMP_NUM_THREADS");
   int threads = options.threads;
+  if (threads == 0 && options.virtual_shards > 0) threads = 1;  // the same in every arrangement: more change the bits
   if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
     threads = static_cast<int>(world.cores().size());
   at::set_num_threads(threads);
 }
 
 Datasets load_data(const Task& task, const TrainOptions& options) {
-  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options);
+  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options, task);
+}
+
+std::chrono::milliseconds timeout_of(const TrainOptions& options) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
+}
+
+// Where devices are threads, --ranks counts them, unless --devices-per-worker does or a launcher has started ranks.
+int devices_per_rank(const TrainOptions& options) {
+  if (!strategy_info(options.strategy).threads) return 1;
+  if (options.devices_per_worker > 0) return options.devices_per_worker;
+  return read_job_environment().launcher == "none" ? rank_count(options) : 1;
+}
+
+int ranks_to_start(const TrainOptions& options) {
+  return strategy_info(options.strategy).threads && options.devices_per_worker == 0 ? 1 : rank_count(options);
 }
 
 StrategyOptions strategy_options(const TrainOptions& o) {
   return {.name = o.strategy,
           .optimizer = o.optimizer,
           .sgd = {.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay},
+          .adam = {.lr = o.lr, .weight_decay = o.weight_decay},
           .adamw = {.lr = o.lr, .weight_decay = o.weight_decay},
+          .lamb = {.lr = o.lr, .weight_decay = o.weight_decay},
+          .lars = {.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay},
+          .clipping = {.max_norm = o.clip_norm, .max_value = o.clip_value},
+          .ema_decay = o.ema_decay,
           .seed = o.seed,
-          .layout = o.layout};
+          .layout = o.layout,
+          .share_parameters = !o.separate_parameters,
+          .compression = o.compression,
+          .compression_amount = o.compression_amount,
+          .virtual_shards = o.virtual_shards,
+          .devices = devices_per_rank(o),
+          .timeout = timeout_of(o),
+          .algorithm = o.algorithm,
+          .update = o.update,
+          .refuse_uneven = o.refuse_uneven,
+          .average_every = o.average_every,
+          .outer_lr = o.outer_lr,
+          .outer_momentum = o.outer_momentum,
+          .stages = o.stages,
+          .micro_batches = o.micro_batches,
+          .pipeline_schedule = o.pipeline_schedule};
 }
 
 // One rank, from its first connection to its last step.
@@ -67,8 +104,8 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   keep_freed_memory();
   const Task task = make_task(options);
   const Datasets datasets = load_data(task, options);
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
-  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size), .timeout = timeout});
+  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size),
+                                       .timeout = timeout_of(options)});
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options));
   TrainingLoop(world, task, datasets, *strategy, options).run();
@@ -84,7 +121,7 @@ LaunchOptions launch_options(const TrainOptions& options, int ranks) {
 }
 
 int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
-  const LaunchOptions launching = launch_options(options, rank_count(options));
+  const LaunchOptions launching = launch_options(options, ranks_to_start(options));
   const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   return result.exit_code;
@@ -92,16 +129,17 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
 
 // What every rank would complain about is said once, before any is started.
 void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
-  check_options(options);
   static_cast<void>(make_task(options));
-  require_batch_for_ranks(options.batch_size, ranks);
+  require_batch_for_ranks(options.batch_size, ranks * devices_per_rank(options));
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
 int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   const JobEnvironment job = read_job_environment();
-  const bool start_here = job.launcher == "none" && rank_count(options) > 1;
-  if (start_here || job.rank == 0) check_before_start(options, make_task, start_here ? rank_count(options) : job.world_size);
+  if (job.rank == 0) check_options(options);
+  const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
+  if (start_here || job.rank == 0)
+    check_before_start(options, make_task, start_here ? ranks_to_start(options) : job.world_size);
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
 }
 
@@ -148,7 +186,7 @@ int run_builtin(int argc, char** argv) {
                      {.description = "Trains a model",
                       .name = "lockstep train",
                       .choices = {.models = model_names(), .datasets = dataset_names()},
-                      .make_task = [](const TrainOptions& options) { return builtin_task(options.model); }});
+                      .make_task = [](const TrainOptions& options) { return model_task(options.model); }});
 }
 
 }  // namespace lockstep

@@ -45,12 +45,17 @@ std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) 
 // What decides the run's course; a resumed run must have the same.
 Json course(const TrainOptions& options) {
   return {{"model", options.model},         {"data", options.data},           {"batch_size", options.batch_size},
+          {"augment", options.augment},
           {"seed", options.seed},           {"optimizer", options.optimizer}, {"lr", options.lr},
           {"momentum", options.momentum},   {"nesterov", options.nesterov},   {"weight_decay", options.weight_decay},
           {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
           {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
           {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
-          {"layout", options.layout},
+          {"layout", options.layout},       {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
+          {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
+          {"compression", options.compression}, {"compression_amount", options.compression_amount},
+          {"average_every", options.average_every},
+          {"outer_lr", options.outer_lr},   {"outer_momentum", options.outer_momentum},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }
 
@@ -106,6 +111,7 @@ std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
 
 TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position,
                          const TrainOptions& options) {
+  strategy.synchronise();
   const std::string bad = first_non_finite(named_parameters(strategy.model()));
   if (!bad.empty())
     throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
@@ -122,6 +128,7 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       file.tensors[concat("optimizer.", name, ".", key)] = state;
+  for (const auto& [name, tensor] : strategy.state()) file.tensors["strategy." + name] = tensor;
   return file;
 }
 
@@ -132,11 +139,14 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
+  for (const auto& [name, tensor] : strategy.state()) copy_saved(file, "strategy." + name, tensor);
+  const Position position = to_position(Json::parse(file.metadata.at("lockstep.position")));
+  strategy.restored(position.step);
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = file.tensors.find(generator_name(device, world.rank()));
     if (saved != file.tensors.end()) set_generator_state(device, saved->second);
   }
-  return to_position(Json::parse(file.metadata.at("lockstep.position")));
+  return position;
 } catch (const std::out_of_range&) {
   throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
                          .next = "name the --checkpoint-dir of a run"});

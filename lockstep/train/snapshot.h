@@ -3,6 +3,7 @@
 //
 //   model.NAME               parameters and buffers
 //   optimizer.NAME.KEY       the optimizer's state of a parameter
+//   strategy.NAME            what the strategy keeps beside those
 //   rng.DEVICE.RANK          the state of a rank's random generators
 //   metadata                 position in the run, and the options that must not change
 //

@@ -180,12 +180,8 @@ def train(model, steps=10):
         optimizer.step()
 
 
-def as_it_is(model):
-    return model
-
-
-def train_with_ddp(path, prepare=as_it_is):
-    model = prepare(DistributedDataParallel(small_model(), gradient_as_bucket_view=True))
+def train_with_ddp(path):
+    model = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
     train(model)
     torch.save(model.state_dict(), f"{path}.{dist.get_rank()}")
 
@@ -204,6 +200,29 @@ def train_with_hook():
     reference = parameters.clone()
     dist.broadcast(reference, 0)
     expect(parameters, reference)
+
+
+def mapping_of(address):
+    """The name of what is mapped there, as /proc/self/maps has it."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= address < end:
+                return line
+    return ""
+
+
+def look_at_buckets():
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(mapping_of(bucket.buffer().data_ptr()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    model = DistributedDataParallel(small_model())
+    model.register_comm_hook(None, hook)
+    train(model, steps=3)
+    assert seen and all("memfd:lockstep" in mapping for mapping in seen), seen
 
 
 def reference_of_fsdp():
@@ -278,15 +297,16 @@ class Training(unittest.TestCase):
     def test_ddp_trains_to_the_same_parameters_as_over_gloo(self):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(2, train_with_ddp, os.path.join(folder, "lockstep"))
-            run_ranks(2, train_with_ddp, os.path.join(folder, "shared"), lockstep.share_buckets)
             run_ranks(2, train_with_ddp, os.path.join(folder, "gloo"), backend="gloo")
             for rank in range(2):
                 over_gloo = torch.load(os.path.join(folder, f"gloo.{rank}"))
-                for name in ("lockstep", "shared"):
-                    expect(torch.load(os.path.join(folder, f"{name}.{rank}")), over_gloo)
+                expect(torch.load(os.path.join(folder, f"lockstep.{rank}")), over_gloo)
 
     def test_ddp_with_a_communication_hook_keeps_replicas_equal(self):
         run_ranks(2, train_with_hook)
+
+    def test_ddp_takes_its_buckets_from_shared_memory(self):
+        run_ranks(2, look_at_buckets)
 
     def test_fully_shard_trains_like_ddp(self):
         run_ranks(2, train_with_fsdp, "fully_shard")

@@ -136,8 +136,37 @@ TEST(Train, is_silent_when_told_to) {
 TEST(Train, lists_every_strategy_in_its_help) {
   const Ended ended = run({LOCKSTEP_COMMAND, "train", "--help"});
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_TRUE(contains(ended.output, "single"));
-  EXPECT_TRUE(contains(ended.output, "ddp"));
+  for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "averaging", "pipeline"})
+    EXPECT_TRUE(contains(ended.output, concat("\n  ", strategy, " ")));
+  const std::string table = ended.output.substr(ended.output.find("\n  strategy "));
+  for (const std::string& line : split(table, '\n')) EXPECT_LE(line.size(), 80U) << line;
+}
+
+class StartedStrategy : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Strategies, StartedStrategy,
+                         ::testing::Values("towers", "data_parallel", "averaging", "pipeline"));
+
+TEST_P(StartedStrategy, trains_on_two_devices_and_reports_them) {
+  const TempFolder folder;
+  const Ended ended = run(kTrain + Words{"--strategy", GetParam(), "--ranks", "2", "--max-steps", "2", "--batch-size",
+                                         "16", "--quiet", "--metrics", folder / "m"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_EQ(ended.error, "");
+  const auto last = metrics_in(folder / "m").back();
+  EXPECT_EQ(last["devices"], (Words{"cpu:0", "cpu:1"}));
+  EXPECT_EQ(last["ranks"], 2);
+}
+
+TEST(Train, averages_over_processes_with_devices_of_their_own) {
+  const TempFolder folder;
+  const Ended ended = run(kTrain + Words{"--strategy", "averaging", "--ranks", "2", "--devices-per-worker", "2",
+                                         "--average-every", "2", "--max-steps", "4", "--batch-size", "16", "--quiet",
+                                         "--metrics", folder / "m"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto last = metrics_in(folder / "m").back();
+  EXPECT_EQ(last["ranks"], 4);
+  EXPECT_EQ(last["averages"], 2);
+  EXPECT_EQ(last["exchanged_bytes"], 2 * last["block_bytes"].get<double>());
 }
 
 TEST(Train, reads_options_from_a_toml_file) {

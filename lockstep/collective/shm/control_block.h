@@ -129,7 +129,7 @@ struct alignas(kCacheLine) Letter {
   std::int64_t tag;
   std::uint64_t count;
   DType dtype;
-  Place::Kind kind;  // kSlot: in `data`; kPrivate: staged, two chunks in turn at `at`
+  Place::Kind kind;  // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at`
   bool refused;      // the receiver wanted something else
   std::uint16_t owner;
   std::uint64_t at;

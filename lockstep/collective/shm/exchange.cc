@@ -58,7 +58,6 @@ class Exchange {
 
   GroupState& group_;
   const Plan& plan_;
-  std::byte* staging_ = nullptr;
   std::size_t lane_ = 0;
 };
 
@@ -102,20 +101,15 @@ void Exchange::copy_at_once(int peer) const {
   copy_bytes(plan_.output + want.begin, group_.pointer(place, offset + want.count) + offset, want.count);
 }
 
-// Raising the flag for chunk c+1 also says that chunk c was copied out, so two halves in turn are enough.
 void Exchange::stream(std::size_t longest) {
   const auto lanes = static_cast<std::size_t>(plan_.lanes == Lanes::kOneEach ? group_.size() : 1);
   lane_ = group_.staging_bytes() / lanes / kCacheLine * kCacheLine;
   const bool mine = place_of(group_.rank()).kind == Place::Kind::kPrivate;
-  if (mine) staging_ = group_.make_staging();
-  const std::size_t chunks = (longest + lane_ - 1) / lane_;
-  for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+  if (mine) group_.make_staging();
+  const auto stage = [&](std::size_t chunk) {
     if (mine) copy_in(chunk);
-    group_.meet(static_cast<std::uint32_t>(chunk + 1));
-    copy_out(chunk);
-  }
-  group_.meet(static_cast<std::uint32_t>(chunks + 1));
-  group_.end(static_cast<std::uint32_t>(chunks + 1));
+  };
+  group_.stream((longest + lane_ - 1) / lane_, 1, stage, [&](std::size_t step) { copy_out(step - 1); });
 }
 
 Bytes Exchange::part_of_chunk(std::size_t bytes, std::size_t chunk) const {
@@ -124,16 +118,16 @@ Bytes Exchange::part_of_chunk(std::size_t bytes, std::size_t chunk) const {
 }
 
 void Exchange::copy_in(std::size_t chunk) {
-  std::byte* const half = staging_ + chunk % 2 * group_.staging_bytes();
+  std::byte* const lanes = group_.staging(group_.rank(), chunk);
   if (plan_.lanes == Lanes::kOneForAll) {
     const Bytes part = part_of_chunk(plan_.input_bytes, chunk);
-    return copy_bytes(half, plan_.input + part.begin, part.count);
+    return show_bytes(lanes, plan_.input + part.begin, part.count);
   }
   for (int reader = 0; reader < group_.size(); ++reader) {
     if (reader == group_.rank()) continue;
     const Bytes message = plan_.messages[static_cast<std::size_t>(reader)];
     const Bytes part = part_of_chunk(message.count, chunk);
-    copy_bytes(half + static_cast<std::size_t>(reader) * lane_, plan_.input + message.begin + part.begin, part.count);
+    show_bytes(lanes + static_cast<std::size_t>(reader) * lane_, plan_.input + message.begin + part.begin, part.count);
   }
 }
 
@@ -143,8 +137,7 @@ void Exchange::copy_out(std::size_t chunk) {
     if (peer == group_.rank() || place_of(peer).kind != Place::Kind::kPrivate) continue;
     const Bytes part = part_of_chunk(wanted(peer).count, chunk);
     if (part.count == 0) continue;
-    copy_bytes(plan_.output + wanted(peer).begin + part.begin,
-               group_.staging(peer, static_cast<std::uint32_t>(chunk)) + lane, part.count);
+    copy_bytes(plan_.output + wanted(peer).begin + part.begin, group_.staging(peer, chunk) + lane, part.count);
   }
 }
 

@@ -172,19 +172,19 @@ std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes)
   return state.machine().pointer({.kind = Place::Kind::kArena, .owner = owner, .at = offset}, bytes);
 }
 
-void Group::run(const Call& call) {
+void Group::run(const Call& call, std::optional<std::chrono::milliseconds> timeout) {
   std::visit([this](const auto& one) { check_call(one, size()); }, call);
   std::visit(
-      [this, &call](const auto& one) {
+      [&](const auto& one) {
         using Type = std::decay_t<decltype(one)>;
         if constexpr (std::is_same_v<Type, Send>)
           parts_->mailbox.send(one);
         else if constexpr (std::is_same_v<Type, Receive>)
           parts_->mailbox.receive(one);
         else if (!parts_->worker.idle())
-          start(call).wait();
+          start(call, timeout).wait();
         else
-          parts_->state.run([&] { make_call(parts_->state, one); });
+          parts_->state.run([&] { make_call(parts_->state, one); }, timeout);
       },
       call);
 }
@@ -199,7 +199,7 @@ int Group::receive(const Receive& call) {
   return parts_->mailbox.receive(call);
 }
 
-Work Group::start(Call call) {
+Work Group::start(Call call, std::optional<std::chrono::milliseconds> timeout) {
   std::visit([this](const auto& one) { check_call(one, size()); }, call);
   GroupState& state = parts_->state;
   return std::visit(
@@ -208,8 +208,8 @@ Work Group::start(Call call) {
         if constexpr (kIsMessage<Type>)
           return Work(parts_->mailbox.start(one));
         else
-          return Work(
-              parts_->worker.start([&state, mine = std::move(one)] { state.run([&] { make_call(state, mine); }); }));
+          return Work(parts_->worker.start(
+              [&state, timeout, mine = std::move(one)] { state.run([&] { make_call(state, mine); }, timeout); }));
       },
       call);
 }

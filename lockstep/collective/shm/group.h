@@ -12,7 +12,8 @@
 //   data lies in                 all_reduce                                             waits
 //   slots (small)                every rank reads p*K, writes K                         1
 //   arenas, or ranks as threads  every rank reads K (K/p of each), writes K             2
-//   any other memory             the same, plus 2*K*(p-1)/p through staging memory      1 per chunk
+//   any other memory             the same, plus K written to and 2*K*(p-1)/p read from
+//                                staging memory                                         1 per chunk
 //
 // Memory from allocate() is read by peers where it lies. All other memory is staged in chunks, unless ranks are
 // threads. Input and output of a call may be the same memory, or must not overlap; all_to_all needs two.
@@ -179,11 +180,12 @@ class Group {
   void send(const Send& call);
   int receive(const Receive& call);  // returns who sent it
 
-  void run(const Call& call);
+  // `timeout`: for the waits of this collective, in place of the group's.
+  void run(const Call& call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
   // The same without blocking: a worker thread of this group makes the calls in the order in which they were started.
   // Sends and receives don't wait for collectives or for each other. Memory must stay until the Work is done.
-  [[nodiscard]] Work start(Call call);
+  [[nodiscard]] Work start(Call call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
   // A group of some ranks of this one; `ranks` in the order of their new numbers. Every rank of this group calls it;
   // one that is not in its own list gets none. Lists of different ranks are either equal or disjoint, so one call makes

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
 
@@ -72,19 +73,17 @@ void GroupState::wait_all(std::uint32_t step) {
     if (peer != rank_) wait_for(peer, step);
 }
 
-std::byte* GroupState::make_staging() {
-  if (staging_.data() == nullptr) {
-    staging_ = machine_->arena(machine_rank(rank_))->allocate(2 * staging_bytes());
-    area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
-  }
-  return staging_.data();
+void GroupState::make_staging() {
+  if (staging_.data() != nullptr) return;
+  staging_ = machine_->arena(machine_rank(rank_))->allocate(kStagingChunks * staging_bytes());
+  area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
 }
 
-const std::byte* GroupState::staging(int peer, std::uint32_t turn) const {
+std::byte* GroupState::staging(int rank, std::size_t chunk) const {
   const Place place{.kind = Place::Kind::kArena,
-                    .owner = static_cast<std::uint16_t>(machine_rank(peer)),
-                    .at = area_.progress(peer).staging.load(std::memory_order_relaxed)};
-  return machine_->pointer(place, 2 * staging_bytes()) + turn % 2 * staging_bytes();
+                    .owner = static_cast<std::uint16_t>(machine_rank(rank)),
+                    .at = area_.progress(rank).staging.load(std::memory_order_relaxed)};
+  return machine_->pointer(place, kStagingChunks * staging_bytes()) + chunk % kStagingChunks * staging_bytes();
 }
 
 // A peer may still be reading or writing memory of this rank that its caller frees when it sees the exception.

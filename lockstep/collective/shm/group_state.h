@@ -17,6 +17,7 @@
 #include <array>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,8 +44,8 @@ class GroupState final : public Narrator {
   // Runs a collective. Whatever it throws except MismatchError (which all ranks throw alike, before any data moved)
   // leaves the machine poisoned and no peer using this rank's memory.
   template <class Body>
-  void run(const Body& body) {
-    waiter_.begin_call();
+  void run(const Body& body, std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
+    waiter_.begin_call(timeout);
     try {
       body();
     } catch (...) {
@@ -73,10 +74,31 @@ class GroupState final : public Narrator {
   Place locate(const void* address, std::size_t bytes) const { return machine_->locate(address, bytes); }
   std::byte* pointer(Place place, std::size_t bytes) const { return machine_->pointer(place, bytes); }
 
-  // Staging memory, two halves of staging_bytes(). The own one is made at first use and announced by the next post().
+  // Staging memory, kStagingChunks chunks of staging_bytes() in turn. The own memory is made at first use and announced
+  // by the next post().
   std::size_t staging_bytes() const { return machine_->staging_bytes(); }
-  std::byte* make_staging();
-  const std::byte* staging(int peer, std::uint32_t turn) const;
+  void make_staging();
+  std::byte* staging(int rank, std::size_t chunk) const;
+
+  // Shows data through staging memory, chunk by chunk. Step s: stage(s) fills this rank's chunk s while the others may
+  // still be at step s-1; use(s), once they are done with it, may read what they staged for s-1. `more` steps follow
+  // the last chunk. Returns once nobody reads this rank's staging memory any more.
+  //
+  // A chunk may be filled anew four steps on: its users are done with it at step +2, and step +3 has waited for that.
+  template <class Stage, class Use>
+  void stream(std::size_t chunks, std::size_t more, const Stage& stage, const Use& use) {
+    std::uint32_t step = 0;
+    for (; step < chunks + more; ++step) {
+      if (step < chunks) stage(step);
+      if (step > 0) {
+        wait_all(step);
+        use(step);
+      }
+      post(step + 1);
+    }
+    wait_all(step);
+    end(step);
+  }
 
   // Inside a catch block: what `run` does there.
   void after_failure() const;

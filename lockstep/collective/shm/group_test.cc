@@ -4,7 +4,6 @@
 #include <atomic>
 #include <latch>
 #include <numeric>
-#include <random>
 
 #include "lockstep/base/text.h"
 #include "tests/shm/support.h"
@@ -146,6 +145,23 @@ TEST(group, the_deadline_lists_what_every_rank_does) {
   }
 }
 
+TEST(group, a_call_may_have_a_timeout_of_its_own) {
+  std::latch given_up(1);
+  const Stopwatch watch;
+  const auto errors = run_threads(2, [&](Group& group) {
+    if (group.rank() == 1) return given_up.wait();
+    try {
+      group.run(Barrier{}, std::chrono::milliseconds(50));
+    } catch (...) {
+      given_up.count_down();
+      throw;
+    }
+    given_up.count_down();
+  });
+  EXPECT_TRUE(contains(text_of(errors[0]), "rank 1 did not answer within 50.0 ms"));
+  EXPECT_LT(watch.seconds(), 5);
+}
+
 TEST(group, a_rank_that_left_is_not_waited_for) {
   const Stopwatch watch;
   const auto errors = run_threads(2, [](Group& group) {
@@ -241,58 +257,6 @@ TEST(group, closing_gives_up_what_was_started) {
     group.barrier();
   });
   EXPECT_LT(watch.seconds(), 5);
-}
-
-// The same random sequence on all ranks, on the group and its halves at once, from several threads.
-void random_calls(Group& group, unsigned seed, int calls) {
-  std::mt19937 random(seed);
-  const int p = group.size();
-  for (int call = 0; call < calls; ++call) {
-    const auto count = static_cast<std::size_t>(random() % (call % 10 == 0 ? 20000 : 50));
-    const int root = static_cast<int>(random() % static_cast<unsigned>(p));
-    std::vector<std::int32_t> data(count, group.rank() + 1);
-    std::vector<std::int32_t> all(count * static_cast<std::size_t>(p));
-    switch (random() % 5) {
-      case 0:
-        group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32});
-        for (const auto value : data) ASSERT_EQ(value, p * (p + 1) / 2);
-        break;
-      case 1:
-        group.broadcast({.data = data.data(), .count = count, .dtype = DType::kInt32, .root = root});
-        for (const auto value : data) ASSERT_EQ(value, root + 1);
-        break;
-      case 2:
-        group.all_gather({.input = data.data(), .output = all.data(), .count = count, .dtype = DType::kInt32});
-        for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], static_cast<std::int32_t>(i / count) + 1);
-        break;
-      case 3:
-        group.reduce(
-            {.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32, .root = root});
-        break;
-      default: group.barrier();
-    }
-  }
-}
-
-TEST_P(Sizes, random_sequences_on_several_groups_at_once) {
-  const unsigned seed = std::random_device{}();
-  SCOPED_TRACE(seed);
-  for (const bool shared : {true, false})
-    expect_none(
-        run_threads(GetParam(),
-                    [seed](Group& group) {
-                      std::vector<int> mine;
-                      for (int rank = 0; rank < group.size(); ++rank)
-                        if (rank / 2 == group.rank() / 2) mine.push_back(rank);
-                      std::optional<Group> pair = group.subgroup(mine);
-                      std::optional<Group> twin = group.subgroup(mine);
-                      std::thread one([&] { random_calls(*pair, seed + 1, 150); });
-                      std::thread other([&] { random_calls(*twin, seed + 2, 150); });
-                      random_calls(group, seed, 150);
-                      one.join();
-                      other.join();
-                    },
-                    {.timeout = std::chrono::seconds(20), .staging_bytes = 4096, .share_ordinary_memory = shared}));
 }
 
 }  // namespace

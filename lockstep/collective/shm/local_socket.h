@@ -1,6 +1,6 @@
 // collective/shm/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two processes.
 //
-// Flow:    rendezvous.cc on both sides
+// Flow:    handshake.cc on both sides
 // Owns:    nothing; the caller owns the socket
 // Threads: one per socket
 // Ranks:   both ends ask the kernel who the other is

@@ -1,14 +1,7 @@
 // collective/shm/mailbox.h: send and receive between two ranks of a group.
 //
-// Between each two ranks lie four letters. A sender fills a free one and rings the receiver's bell; the receiver looks
-// for its tag among the letters that are there, oldest first, takes the data, answers, and rings the sender's bell.
-//
-//   up to 832 bytes       in the letter itself: the sender is done at once
-//   an arena, or threads  the letter says where: the receiver copies from there
-//   other memory          two chunks in turn in the sender's arena: it fills while the receiver empties
-//
-// A Transfer is a send or receive under way, written as steps that never block: so one thread can have many of them in
-// hand, and a receive that waits does not hold up a send.
+// What travels how is transfer.h's; here is who makes them go on: the caller, where nothing else is under way, else a
+// thread that takes a step of each in turn and sleeps while none can.
 //
 // Owns:    the transfers under way; one thread, once a transfer was started without blocking
 // Threads: one at a time may call; any may wait for what was started
@@ -26,21 +19,10 @@
 
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/group_state.h"
+#include "lockstep/collective/shm/transfer.h"
 #include "lockstep/collective/shm/work.h"
 
 namespace lockstep::shm {
-
-class Transfer {
- public:
-  virtual ~Transfer() = default;
-  // Goes as far as it can without waiting; true once it is done. Throws MismatchError.
-  virtual bool progress() = 0;
-  virtual int peer() const = 0;  // kAnyRank: nobody in particular
-  virtual std::string describe() const = 0;
-  virtual bool holds_up(const Transfer&) const { return false; }  // a later one that must not overtake this one
-
-  int source = kAnyRank;  // of a receive that is done
-};
 
 class Mailbox final : public Narrator {
  public:

@@ -19,8 +19,8 @@ struct Reduction {
   std::span<const std::byte* const> sources;  // n >= 1 arrays of `count` elements, any alignment
   std::span<std::byte* const> destinations;   // m >= 1; each is one of the sources or overlaps none of them
   std::size_t count = 0;
-  int divisor = 1;         // kMean: what the sum is divided by
-  bool streaming = false;  // store past the caches: for destinations that nobody reads soon
+  int divisor = 1;           // kMean: what the sum is divided by
+  std::size_t streamed = 0;  // the first so many destinations are stored past the caches: another core reads them next
 };
 
 bool defined(DType dtype, ReduceOp op);  // no bit operations on floats, no mean of bool

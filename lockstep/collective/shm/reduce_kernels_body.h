@@ -180,12 +180,18 @@ struct DivideInteger {  // sums are taken unsigned, because they may wrap
   }
 };
 
+// As many bytes as a vector of E takes in memory, which is half a register for 16-bit floats. `to` is aligned to that.
 template <class E>
 LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) {
+#if LOCKSTEP_VECTOR_BYTES >= 32
+  alignas(kVectorBytes) std::byte stored[kVectorBytes];
+  E::store(stored, value);
+  constexpr std::size_t kStored = E::kLanes * E::kBytes;
+  if constexpr (kStored == 16) _mm_stream_si128((__m128i*)to, _mm_load_si128((const __m128i*)stored));
+  if constexpr (kStored == 32) _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)stored));
 #if LOCKSTEP_VECTOR_BYTES == 64
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)value);
-#elif LOCKSTEP_VECTOR_BYTES == 32
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)value);
+  if constexpr (kStored == 64) _mm512_stream_si512((__m512i*)to, _mm512_load_si512((const __m512i*)stored));
+#endif
 #else
   E::store(to, value);
 #endif
@@ -193,7 +199,7 @@ LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) 
 
 // Elements [at, at + N vectors) of everything.
 template <class E, class Op, class Finish, std::size_t N>
-LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, bool stream) {
+LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, std::size_t streamed) {
   constexpr std::size_t kStride = E::kLanes * E::kBytes;
   const std::byte* const* sources = job.sources.data();
   typename E::Vector total[N];
@@ -202,13 +208,11 @@ LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, bool s
     for (std::size_t u = 0; u < N; ++u)
       total[u] = Op::apply(total[u], E::load(sources[q] + at * E::kBytes + u * kStride));
   for (std::size_t u = 0; u < N; ++u) total[u] = Finish::template apply<E>(total[u], job.divisor);
-  for (std::byte* const to : job.destinations)
-    for (std::size_t u = 0; u < N; ++u) {
-      if (stream && kStride == kVectorBytes)
-        store_past_caches<E>(to + at * E::kBytes + u * kStride, total[u]);
-      else
-        E::store(to + at * E::kBytes + u * kStride, total[u]);
-    }
+  std::byte* const* const destinations = job.destinations.data();
+  for (std::size_t d = 0; d < streamed; ++d)
+    for (std::size_t u = 0; u < N; ++u) store_past_caches<E>(destinations[d] + at * E::kBytes + u * kStride, total[u]);
+  for (std::size_t d = streamed; d < job.destinations.size(); ++d)
+    for (std::size_t u = 0; u < N; ++u) E::store(destinations[d] + at * E::kBytes + u * kStride, total[u]);
 }
 
 // The last elements, fewer than a vector: the same arithmetic on a padded copy.
@@ -226,22 +230,23 @@ void reduce_tail(const Reduction& job, std::size_t at) {
   for (std::byte* const to : job.destinations) __builtin_memcpy(to + at * E::kBytes, padded, bytes);
 }
 
-LOCKSTEP_INLINE bool can_stream(const Reduction& job) {
-  bool aligned = job.streaming;
-  for (std::byte* const to : job.destinations) aligned &= reinterpret_cast<std::uintptr_t>(to) % kVectorBytes == 0;
-  return aligned;
+// How many of the first destinations are streamed: none unless all of those are aligned.
+LOCKSTEP_INLINE std::size_t streamable(const Reduction& job) {
+  for (std::size_t d = 0; d < job.streamed; ++d)
+    if (reinterpret_cast<std::uintptr_t>(job.destinations.data()[d]) % kVectorBytes != 0) return 0;
+  return job.streamed;
 }
 
 template <class E, class Op, class Finish>
 void reduce_arrays(const Reduction& job) {
-  const bool stream = can_stream(job);
+  const std::size_t streamed = streamable(job);
   std::size_t at = 0;
   for (; at + kUnroll * E::kLanes <= job.count; at += kUnroll * E::kLanes)
-    reduce_vectors<E, Op, Finish, kUnroll>(job, at, stream);
-  for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, Op, Finish, 1>(job, at, stream);
+    reduce_vectors<E, Op, Finish, kUnroll>(job, at, streamed);
+  for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, Op, Finish, 1>(job, at, streamed);
   if (at < job.count) reduce_tail<E, Op, Finish>(job, at);
 #if LOCKSTEP_VECTOR_BYTES >= 32
-  if (stream) _mm_sfence();  // streaming stores are weakly ordered; the flag that follows is not
+  if (streamed > 0) _mm_sfence();  // streaming stores are weakly ordered; the flag that follows is not
 #endif
 }
 

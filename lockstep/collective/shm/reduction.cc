@@ -4,30 +4,20 @@
 
 #include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
+#include "lockstep/collective/shm/reduction_job.h"
 #include "lockstep/collective/shm/shape.h"
 #include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/staged_reduction.h"
 #include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
 namespace {
 
-enum class Wanted { kByAll, kByRoot, kByOwner };  // whose output receives the result of a part
-
 bool within_reach(Place place) { return place.kind == Place::Kind::kArena || place.kind == Place::Kind::kAddress; }
-
-struct Job {
-  const std::byte* input;
-  std::byte* output;  // everything, or for kByOwner the own part
-  DType dtype;
-  ReduceOp op;
-  Split split;
-  Wanted wanted;
-  int root = -1;
-};
 
 class Reducer {
  public:
-  Reducer(GroupState& group, const Job& job) : group_(group), job_(job), element_(size_of(job.dtype)) {}
+  Reducer(GroupState& group, const ReductionJob& job) : group_(group), job_(job), element_(size_of(job.dtype)) {}
 
   void run() {
     if (group_.size() == 1) return alone();
@@ -37,26 +27,18 @@ class Reducer {
     else if (fits_slot())
       one_shot();
     else
-      staged();
+      reduce_staged(group_, job_);
   }
 
  private:
-  bool wants_everything() const {
-    return job_.wanted == Wanted::kByAll || (job_.wanted == Wanted::kByRoot && job_.root == group_.rank());
-  }
-  std::size_t bytes() const { return job_.split.total() * element_; }
+  bool wants_everything() const { return job_.everything_wanted_by(group_.rank()); }
+  std::size_t bytes() const { return job_.bytes(); }
   std::size_t bytes_of(Part part) const { return part.count * element_; }
   bool fits_slot() const { return bytes() <= one_shot_reduction_bytes(group_.size()); }
 
   Place locate_output() const { return wants_everything() ? group_.locate(job_.output, bytes()) : Place{}; }
 
-  void reduce_into(std::size_t count, std::size_t outputs) {
-    reduce({.sources = group_.sources,
-            .destinations = std::span(group_.destinations).first(outputs),
-            .count = count,
-            .divisor = group_.size()},
-           job_.dtype, job_.op);
-  }
+  void reduce_into(std::size_t count, std::size_t outputs) { reduce_sources(group_, job_, count, outputs); }
 
   void alone();
   void show();
@@ -65,17 +47,10 @@ class Reducer {
   bool all_within_reach() const;
   void direct();
   std::size_t find_outputs(std::size_t offset);
-  void staged();
-  Part part_of_chunk(int rank, std::size_t chunk) const;
-  void copy_in(std::size_t chunk);
-  void reduce_lane(std::size_t chunk);
-  void copy_out(std::size_t chunk);
 
   GroupState& group_;
-  const Job& job_;
+  const ReductionJob& job_;
   std::size_t element_;
-  std::size_t lane_ = 0;          // bytes
-  std::byte* staging_ = nullptr;  // the own
 };
 
 void Reducer::alone() {
@@ -93,7 +68,7 @@ void Reducer::show() {
       input.kind == Place::Kind::kPrivate ||
       (job_.wanted != Wanted::kByOwner && wants_everything() && output.kind == Place::Kind::kPrivate);
   if (fits_slot() && (out_of_reach || bytes() <= kAlwaysOneShotBytes)) {
-    copy_bytes(group_.slot(group_.rank()), job_.input, bytes());
+    show_bytes(group_.slot(group_.rank()), job_.input, bytes());
     input = {.kind = Place::Kind::kSlot};
   }
   group_.arrive(input, output);
@@ -170,66 +145,7 @@ std::size_t Reducer::find_outputs(std::size_t offset) {
   return found;
 }
 
-void Reducer::staged() {
-  staging_ = group_.make_staging();
-  lane_ = group_.staging_bytes() / static_cast<std::size_t>(group_.size()) / kCacheLine * kCacheLine;
-  const std::size_t chunks = (job_.split.longest() * element_ + lane_ - 1) / lane_;
-  for (std::size_t chunk = 0; chunk <= chunks; ++chunk) {
-    if (chunk < chunks) copy_in(chunk);
-    group_.meet(static_cast<std::uint32_t>(chunk + 1));
-    if (chunk > 0 && wants_everything()) copy_out(chunk - 1);
-    if (chunk < chunks) reduce_lane(chunk);
-  }
-  group_.meet(static_cast<std::uint32_t>(chunks + 2));  // nobody reads this rank's staging memory any more
-  group_.end(static_cast<std::uint32_t>(chunks + 2));
-}
-
-// The elements of `rank`'s part that travel in `chunk`.
-Part Reducer::part_of_chunk(int rank, std::size_t chunk) const {
-  const Part part = job_.split[rank];
-  const std::size_t per_lane = lane_ / element_;
-  const std::size_t skipped = std::min(part.count, chunk * per_lane);
-  return {part.begin + skipped, std::min(per_lane, part.count - skipped)};
-}
-
-void Reducer::copy_in(std::size_t chunk) {
-  std::byte* const half = staging_ + chunk % 2 * group_.staging_bytes();
-  for (int owner = 0; owner < group_.size(); ++owner) {
-    if (owner == group_.rank()) continue;
-    const Part part = part_of_chunk(owner, chunk);
-    copy_bytes(half + static_cast<std::size_t>(owner) * lane_, job_.input + part.begin * element_, bytes_of(part));
-  }
-}
-
-void Reducer::reduce_lane(std::size_t chunk) {
-  const Part part = part_of_chunk(group_.rank(), chunk);
-  if (part.count == 0) return;
-  const std::size_t my_lane = static_cast<std::size_t>(group_.rank()) * lane_;
-  for (int peer = 0; peer < group_.size(); ++peer)
-    group_.sources[static_cast<std::size_t>(peer)] = group_.staging(peer, static_cast<std::uint32_t>(chunk)) + my_lane;
-  group_.sources[static_cast<std::size_t>(group_.rank())] = job_.input + part.begin * element_;
-  std::size_t outputs = 0;
-  if (job_.wanted != Wanted::kByOwner)
-    group_.destinations[outputs++] = staging_ + chunk % 2 * group_.staging_bytes() + my_lane;
-  if (job_.wanted == Wanted::kByOwner)
-    group_.destinations[outputs++] = job_.output + (part.begin - job_.split[group_.rank()].begin) * element_;
-  else if (wants_everything())
-    group_.destinations[outputs++] = job_.output + part.begin * element_;
-  reduce_into(part.count, outputs);
-}
-
-void Reducer::copy_out(std::size_t chunk) {
-  for (int owner = 0; owner < group_.size(); ++owner) {
-    if (owner == group_.rank()) continue;
-    const Part part = part_of_chunk(owner, chunk);
-    if (part.count == 0) continue;
-    copy_bytes(job_.output + part.begin * element_,
-               group_.staging(owner, static_cast<std::uint32_t>(chunk)) + static_cast<std::size_t>(owner) * lane_,
-               bytes_of(part));
-  }
-}
-
-void run_job(GroupState& group, const Intent& intent, const Job& job) {
+void run_job(GroupState& group, const Intent& intent, const ReductionJob& job) {
   group.begin(intent);
   Reducer(group, job).run();
 }
@@ -240,6 +156,16 @@ Split even_split(const GroupState& group, std::size_t count, DType dtype) {
 }
 
 }  // namespace
+
+void reduce_sources(GroupState& group, const ReductionJob& job, std::size_t count, std::size_t outputs,
+                    std::size_t streamed) {
+  reduce({.sources = group.sources,
+          .destinations = std::span(group.destinations).first(outputs),
+          .count = count,
+          .divisor = group.size(),
+          .streamed = streamed},
+         job.dtype, job.op);
+}
 
 void all_reduce(GroupState& group, const AllReduce& call) {
   run_job(group,

@@ -34,7 +34,7 @@ namespace lockstep::shm {
 
 struct Options {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of every wait in a collective; each rank's own
-  std::size_t staging_bytes = 0;                                // 0: thresholds.h. The host's counts for all ranks
+  std::size_t staging_bytes = 0;      // of a chunk; 0: thresholds.h. The host's counts for all ranks
   bool share_ordinary_memory = true;  // ranks as threads: read each other's memory wherever it lies
 };
 

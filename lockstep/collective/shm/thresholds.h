@@ -1,8 +1,10 @@
 // collective/shm/thresholds.h: every number of the shared-memory core that was chosen by measuring, in one place.
 //
-// Measured with bench/shm_core.cc on two cores of a Zen 4 server (1 MiB of L2 each, 32 MiB of shared L3), g++ 12 -O3.
+// Measured with bench/collectives.cc on two cores of a Zen 4 server (1 MiB of L2 each, 32 MiB of shared L3), g++ 12
+// -O3.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 
@@ -28,11 +30,25 @@ inline constexpr std::size_t kAlwaysOneShotBytes = 512;
 // Data of up to this many bytes per rank is passed through the slots, which saves the barrier at the end.
 inline constexpr std::size_t kOneShotExchangeBytes = 4096;
 
-// Staging: each rank copies this much, twice in turn, past its peers. 64 MiB of ordinary memory between two ranks take,
-// with 512 KiB / 2 MiB / 8 MiB of staging memory: 8.0 / 8.2 / 11.4 ms where the two cores share a cache, and
-// 75 / 63 / 33 ms where they don't, because a line that another core holds modified comes slower than one that has
-// gone to memory meanwhile. Options::staging_bytes sets another value.
-inline constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
+// Staging: a rank shows its peers a chunk at a time, this many chunks in turn; a chunk has a lane for each rank. 1 MiB
+// of ordinary memory between two ranks takes, with chunks of 64 / 128 / 256 / 512 KiB: 116 / 113 / 100 / 91 us. With
+// more ranks than cores every chunk costs a turn of the scheduler, so it grows with the ranks: 64 MiB between 8 ranks
+// on 2 cores take 287 / 246 / 256 ms with 0.5 / 2 / 8 MiB. Options::staging_bytes sets another size.
+constexpr std::size_t chunk_bytes(int ranks) {
+  constexpr std::size_t kLane = std::size_t{256} << 10;
+  constexpr std::size_t kMost = std::size_t{2} << 20;
+  return std::min(kMost, kLane * static_cast<std::size_t>(ranks));
+}
+inline constexpr std::uint32_t kStagingChunks = 4;
+
+// From so many bytes on, what peers read next is stored past the caches (copy.h). 64 KiB written by one core and read
+// by another, over and over, take 8 us if the cores share a cache, 30 us if not, and 4.3 us past the caches in either
+// case; 4 KiB 0.25, 1.0 and 0.6 us; 16 KiB 1.1, 3.5 and 1.7 us. (A virtual machine moves between the first two.)
+inline constexpr std::size_t kStreamFromBytes = 16384;
+
+// Up to so many ranks, each one reads all that the others stage and reduces everything by itself: as many bytes move as
+// when each reduces a part and shows the result, in fewer steps.
+inline constexpr int kReduceAllRanks = 2;
 
 static_assert(one_shot_reduction_bytes(2) <= kSlotBytes && kOneShotExchangeBytes <= kSlotBytes);
 

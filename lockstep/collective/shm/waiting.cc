@@ -12,6 +12,7 @@ Waiter::Waiter(const Machine& machine, const Narrator& narrator, std::chrono::mi
     : machine_(machine),
       narrator_(narrator),
       timeout_(timeout),
+      call_timeout_(timeout),
       spins_(machine.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
       yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
@@ -20,7 +21,7 @@ void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done)
     if (done(call)) return;
     ::sched_yield();
   }
-  if (!deadline_) deadline_ = Deadline::after(timeout_);
+  if (!deadline_) deadline_ = Deadline::after(call_timeout_);
   while (true) {
     const std::uint32_t seen = flag.load();
     if (done(call) || look_around(peer, call, done)) return;
@@ -41,7 +42,7 @@ bool Waiter::look_around(int peer, const void* call, Predicate done) {
   if (deadline_->passed())
     give_up(Cause::kStalled, peer,
             concat(peer == kNobody ? "no rank answered" : concat("rank ", peer, " did not answer"), " within ",
-                   human_seconds(std::chrono::duration<double>(timeout_).count())),
+                   human_seconds(std::chrono::duration<double>(call_timeout_).count())),
             narrator_.everyone());
   return false;
 }

@@ -36,9 +36,15 @@ class Waiter {
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
-  // The deadline starts anew with the first wait of this call that has to sleep.
-  void begin_call() { deadline_.reset(); }
-  void begin_call(Deadline deadline) { deadline_ = deadline; }
+  // The deadline starts anew with the first wait of this call that has to sleep; `timeout` counts for this call only.
+  void begin_call(std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
+    call_timeout_ = timeout.value_or(timeout_);
+    deadline_.reset();
+  }
+  void begin_call(Deadline deadline) {
+    begin_call();
+    deadline_ = deadline;
+  }
 
   // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of
   // the machine, or kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or
@@ -65,6 +71,7 @@ class Waiter {
   const Machine& machine_;
   const Narrator& narrator_;
   std::chrono::milliseconds timeout_;
+  std::chrono::milliseconds call_timeout_;
   std::optional<Deadline> deadline_;
   std::atomic<bool> cancelled_{false};
   int spins_;

@@ -4,14 +4,19 @@
     torch.distributed.init_process_group("lockstep")
 
 It serves CPU tensors. With GPUs beside: init_process_group("cpu:lockstep,cuda:nccl").
-lockstep.share_buckets(model) makes the exchange of a DistributedDataParallel model faster still.
+
+DistributedDataParallel takes its gradient buckets from the backend, in memory that the ranks share: their all-reduce
+copies nothing. torch does so where the environment says DDP_DISABLE_COMM_MEM=0, which is set here unless the
+environment says something else.
 """
+
+import os
 
 import torch.distributed
 
 from lockstep._C import Error, MismatchError, PeerLost, RendezvousError, create_backend
-from lockstep.ddp import share_buckets
 
-__all__ = ["Error", "MismatchError", "PeerLost", "RendezvousError", "share_buckets"]
+__all__ = ["Error", "MismatchError", "PeerLost", "RendezvousError"]
 
+os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 torch.distributed.Backend.register_backend("lockstep", create_backend, devices=["cpu"])

@@ -5,9 +5,6 @@
 
 #include <pybind11/chrono.h>
 
-#include <cstring>
-#include <memory>
-
 #include "lockstep/base/error.h"
 #include "lockstep/collective/shm_backend.h"
 
@@ -23,17 +20,6 @@ c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank
   return c10::make_intrusive<lockstep::ShmBackend>(store, rank, size, timeout);
 }
 
-// Moves a tensor's storage to memory that peers read where it lies, as torch's share_memory_() does: the tensor and all
-// its views see the new place.
-void move_to_arena(const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
-  c10::Storage storage = tensor.storage();
-  auto arena = std::make_unique<at::Tensor>(backend->allocateTensor(static_cast<long>(storage.nbytes()), at::kByte));
-  void* const data = arena->mutable_data_ptr();
-  std::memcpy(data, storage.data(), storage.nbytes());
-  const auto free_arena = [](void* owner) { delete static_cast<at::Tensor*>(owner); };
-  storage.set_data_ptr(c10::DataPtr(data, arena.release(), free_arena, c10::kCPU));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -46,6 +32,4 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::call_guard<py::gil_scoped_release>(), "Blocks until all ranks are connected.");
-  module.def("move_to_arena", &move_to_arena, py::arg("backend"), py::arg("tensor"),
-             "Moves the tensor's storage, and so all its views, to memory that the other ranks read without a copy.");
 }

@@ -1,0 +1,111 @@
+// The shared-memory core, as the first of the systems.
+#include <cstring>
+#include <map>
+#include <memory>
+
+#include "bench/collectives/cases.h"
+#include "bench/collectives/systems.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/shm/rendezvous.h"
+
+namespace lockstep::bench {
+namespace {
+
+template <class Enum>
+Enum named(const std::string& name, int values) {
+  for (int i = 0; i < values; ++i)
+    if (to_string(static_cast<Enum>(i)) == name) return static_cast<Enum>(i);
+  throw UsageError({.what = concat("there is no ", name), .next = "see lockstep bench collectives --help"});
+}
+
+// Memory of one kind or the other, written once so that it is really there.
+class Array {
+ public:
+  Array(shm::Group& group, const std::string& kind, std::size_t bytes) {
+    if (kind == "arena") arena_ = group.allocate(bytes);
+    if (kind != "arena") ordinary_.reset(new std::byte[bytes]);
+    std::memset(data(), 0, bytes);
+  }
+  std::byte* data() const { return ordinary_ ? ordinary_.get() : arena_.data(); }
+
+ private:
+  shm::Memory arena_;
+  std::unique_ptr<std::byte[]> ordinary_;
+};
+
+class LockstepRank final : public System {
+ public:
+  explicit LockstepRank(shm::Group group) : group_(std::move(group)) {}
+  ~LockstepRank() override { group_.leave(); }
+
+  int rank() const override { return group_.rank(); }
+  void barrier() override { group_.barrier(); }
+  double slowest(double seconds) override {
+    group_.all_reduce(
+        {.input = &seconds, .output = &seconds, .count = 1, .dtype = shm::DType::kFloat64, .op = shm::ReduceOp::kMax});
+    return seconds;
+  }
+  std::function<void()> prepare(const Case& one) override;
+
+ private:
+  shm::Group group_;
+  std::unique_ptr<Array> input_;
+  std::unique_ptr<Array> output_;
+};
+
+std::function<void()> LockstepRank::prepare(const Case& one) {
+  if (one.algorithm != "direct" && one.operation != "all_reduce") return nullptr;
+  const auto dtype = named<shm::DType>(one.dtype, shm::kDTypes);
+  const auto algorithm = named<shm::Algorithm>(one.algorithm, 4);
+  const std::size_t count = one.count();
+  const std::size_t part = one.part(group_.size());
+  const std::size_t bytes = std::max(count, part * static_cast<std::size_t>(group_.size())) * shm::size_of(dtype);
+  input_.reset();
+  output_.reset();
+  input_ = std::make_unique<Array>(group_, one.memory, bytes);
+  output_ = std::make_unique<Array>(group_, one.memory, bytes);
+  std::byte* const in = input_->data();
+  std::byte* const out = output_->data();
+  const int peer = 1 - group_.rank();
+  const shm::Send send{.data = in, .count = count, .dtype = dtype, .to = peer};
+  const shm::Receive receive{.data = in, .count = count, .dtype = dtype, .from = peer};
+  const std::map<std::string, shm::Call> calls{
+      {"barrier", shm::Barrier{}},
+      {"all_reduce", shm::AllReduce{.input = in, .output = in, .count = count, .dtype = dtype, .algorithm = algorithm}},
+      {"reduce", shm::Reduce{.input = in, .output = in, .count = count, .dtype = dtype}},
+      {"reduce_scatter", shm::ReduceScatter{.input = in, .output = out, .count = part, .dtype = dtype}},
+      {"all_gather", shm::AllGather{.input = in, .output = out, .count = part, .dtype = dtype}},
+      {"broadcast", shm::Broadcast{.data = in, .count = count, .dtype = dtype}},
+      {"gather", shm::Gather{.input = in, .output = out, .count = part, .dtype = dtype}},
+      {"scatter", shm::Scatter{.input = in, .output = out, .count = part, .dtype = dtype}},
+      {"all_to_all", shm::AllToAll{.input = in, .output = out, .count = part, .dtype = dtype}},
+  };
+  if (one.operation == "memcpy") return [=] { std::memcpy(out, in, bytes); };
+  if (one.operation == "send_receive")
+    return there_and_back(
+        group_.rank(), [=, this] { group_.send(send); }, [=, this] { group_.receive(receive); });
+  return [this, call = calls.at(one.operation)] { group_.run(call); };
+}
+
+}  // namespace
+
+RunningSystemPtr start_lockstep(int ranks) {
+  const auto host = std::make_shared<shm::Host>(ranks);
+  std::vector<RankProgram> programs;
+  for (int rank = 0; rank < ranks; ++rank)
+    programs.push_back({.command = {},
+                        .body =
+                            [=](const std::string& address) {
+                              const Deadline soon = Deadline::after(std::chrono::seconds(30));
+                              LockstepRank system(rank == 0 ? host->connect(soon)
+                                                            : shm::join_host(host->address(), rank, ranks, soon));
+                              serve(system, address);
+                              return 0;
+                            },
+                        .variables = {},
+                        .pinned = true});
+  return std::make_unique<RunningSystem>("lockstep", ranks, programs);
+}
+
+}  // namespace lockstep::bench

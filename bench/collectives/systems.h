@@ -1,0 +1,67 @@
+// bench/collectives/systems.h: the systems that are compared, each as processes of this machine that stay and measure
+// one case after the other, so that all can take turns at every case.
+//
+// Flow:    words of cases (cases.h) -> RunningSystem -> its ranks' processes -> seconds
+// Owns:    a RunningSystem: the processes and the socket at which they answer, until it goes
+// Threads: start them from the main thread while it is the only one (it forks)
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/launch/process.h"
+
+namespace lockstep::bench {
+
+struct RankProgram {
+  std::vector<std::string> command;                            // the address to serve is its last argument
+  std::function<int(const std::string& address)> body;         // instead of a command
+  std::vector<std::pair<std::string, std::string>> variables;  // set in its environment
+  bool pinned = false;                                         // to its share of the cores
+};
+
+class RunningSystem {
+ public:
+  // Blocks until all ranks have connected. Throws lockstep::Error naming the system.
+  RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs);
+  ~RunningSystem();
+
+  const std::string& name() const { return name_; }
+
+  // The slowest rank's, or nothing if the system has no such case. Throws lockstep::Error: it failed or hangs.
+  std::optional<double> seconds(const std::string& word);
+
+ private:
+  void start(const std::vector<RankProgram>& programs);
+  void accept_rank();
+  void wait_readable(const UniqueFd& fd) const;
+  std::string read_line(const UniqueFd& rank) const;
+
+  std::string name_;
+  std::filesystem::path folder_;
+  UniqueFd listener_;
+  std::vector<UniqueFd> ranks_;
+  std::vector<Process> processes_;
+};
+
+using RunningSystemPtr = std::unique_ptr<RunningSystem>;
+
+RunningSystemPtr start_lockstep(int ranks);  // also "memcpy": every rank copies that many bytes at once
+RunningSystemPtr start_gloo(int ranks);
+RunningSystemPtr start_open_mpi(int ranks);
+RunningSystemPtr start_mpich(int ranks);
+
+struct Peer {
+  std::string name;
+  std::string missing;  // why it can't be measured here; empty: it can
+  RunningSystemPtr (*start)(int ranks);
+};
+std::vector<Peer> peers();
+
+}  // namespace lockstep::bench

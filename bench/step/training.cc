@@ -1,0 +1,205 @@
+#include "bench/step/training.h"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "bench/report.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/data/sampler.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/process.h"
+#include "lockstep/model/layout.h"
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep::bench {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kCopied = std::size_t{64} << 20;
+constexpr int kCopies = 5;
+
+double pss_mib() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
+  return 0;
+}
+
+double reduced(const World& world, double value, ReduceOp op) {
+  const torch::Tensor tensor = torch::full({}, value, torch::kFloat64);
+  world.all_reduce(tensor, op);
+  return tensor.item<double>();
+}
+
+// Bytes per second that all ranks together read and write while each copies memory: what the machine can do at best.
+double copy_speed(const World& world) {
+  const torch::Tensor from = torch::ones({kCopied}, torch::kUInt8);
+  const torch::Tensor to = torch::ones({kCopied}, torch::kUInt8);
+  std::vector<double> seconds;
+  for (int i = 0; i < kCopies; ++i) {
+    world.barrier();
+    const Stopwatch watch;
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    seconds.push_back(reduced(world, watch.seconds(), ReduceOp::kMax));
+  }
+  return 2.0 * kCopied * world.size() / median(seconds);
+}
+
+// The steps of one rank, phase by phase.
+class Training {
+ public:
+  Training(const World& world, const StepCase& one, const StepRun& run)
+      : world_(world), strategy_(make(world, one, run)), batch_(own_part(world, one)) {
+    batch_.data = in_layout(batch_.data, one.layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous);
+  }
+
+  void step() {
+    const PhaseTimes before = strategy_->phases();
+    const Stopwatch watch;
+    strategy_->compute(batch_);
+    strategy_->update();
+    const PhaseTimes& after = strategy_->phases();
+    keep("step", watch.seconds());
+    keep("forward", after.forward - before.forward);
+    keep("backward", after.backward - before.backward);
+    keep("wait", after.exchange - before.exchange);
+    keep("update", after.update - before.update);
+  }
+
+  void forget() { seconds_.clear(); }
+
+  // A step takes as long as on the slowest rank; who arrives last does not wait.
+  Seconds medians() const {
+    Seconds result;
+    for (const auto& [name, values] : seconds_)
+      result[name] = reduced(world_, median(values), name == "wait" ? ReduceOp::kMin : ReduceOp::kMax);
+    return result;
+  }
+
+  double parameter_mib() const {
+    double bytes = 0;
+    for (const torch::Tensor& parameter : strategy_->model().parameters()) bytes += static_cast<double>(parameter.nbytes());
+    return bytes / (1 << 20);
+  }
+
+ private:
+  static std::unique_ptr<Strategy> make(const World& world, const StepCase& one, const StepRun& run) {
+    return make_strategy(world, task_of(one),
+                         {.sgd = {.lr = 1e-3, .momentum = 0.9}, .seed = 1, .layout = one.layout,
+                          .share_parameters = run.share_parameters});
+  }
+
+  static Batch own_part(const World& world, const StepCase& one) {
+    const Range mine = even_part(one.batch, world.rank(), world.size());
+    return random_batch(one, mine.end - mine.begin);
+  }
+
+  void keep(const std::string& name, double seconds) { seconds_[name].push_back(seconds); }
+
+  World world_;
+  std::unique_ptr<Strategy> strategy_;
+  Batch batch_;
+  std::map<std::string, std::vector<double>> seconds_;
+};
+
+Seconds train(const World& world, const StepCase& one, const StepRun& run) {
+  const double idle = reduced(world, pss_mib(), ReduceOp::kSum);
+  Training training(world, one, run);
+  for (int i = 0; i < run.warmup; ++i) training.step();
+  training.forget();
+  for (int i = 0; i < run.steps; ++i) training.step();
+  Seconds result = training.medians();
+  result["idle_mib"] = idle;
+  result["memory_mib"] = reduced(world, pss_mib(), ReduceOp::kSum);
+  result["parameter_mib"] = training.parameter_mib();
+  result["copy"] = copy_speed(world);
+  return result;
+}
+
+// Lines of a name and a number.
+Seconds parse_lines(int fd) {
+  std::string text;
+  std::array<char, 4096> buffer;
+  off_t at = 0;
+  for (ssize_t bytes = 0; (bytes = ::pread(fd, buffer.data(), buffer.size(), at)) > 0; at += bytes)
+    text.append(buffer.data(), static_cast<std::size_t>(bytes));
+  std::istringstream lines(text);
+  Seconds seconds;
+  std::string name;
+  for (double value = 0; lines >> name >> value;) seconds[name] = value;
+  return seconds;
+}
+
+UniqueFd file_for_results() {
+  UniqueFd file(::memfd_create("results", 0));
+  if (!file) throw system_error("make", "a file for results");
+  return file;
+}
+
+constexpr std::chrono::minutes kLongestRun{10};
+
+// What a program writes to stdout, as lines of a name and a number.
+Seconds run_program(const std::vector<std::string>& command) {
+  const UniqueFd results = file_for_results();
+  ProcessOptions options{.command = command, .body = nullptr};
+  options.variables = {{"OMP_NUM_THREADS", "1"}};
+  options.output_fd = results.get();
+  ::sigemptyset(&options.signal_mask);
+  const Process process(options);
+  const Deadline deadline = Deadline::after(kLongestRun);
+  pollfd ended{.fd = process.pidfd(), .events = POLLIN, .revents = 0};
+  while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
+  const std::optional<ExitStatus> status = process.status();
+  if (!status || status->exit_code != 0 || status->signal != 0)
+    throw SystemError({.what = concat(command.front(), " ", command[1], status ? " failed" : " did not end in time"),
+                       .likely = "its own message is above"});
+  return parse_lines(results.get());
+}
+
+fs::path pytorch_script() { return fs::read_symlink("/proc/self/exe").parent_path() / "step-pytorch.py"; }
+
+}  // namespace
+
+Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
+  const UniqueFd results = file_for_results();
+  const auto rank = [&] {
+    const World world = World::from_env();
+    const Seconds seconds = train(world, one, run);
+    std::ostringstream text;
+    for (const auto& [name, value] : seconds) text << name << ' ' << value << '\n';
+    if (world.rank() == 0 && ::write(results.get(), text.str().data(), text.str().size()) < 0)
+      throw system_error("write", "the results");
+    return 0;
+  };
+  const LaunchResult ended = launch({.ranks = run.ranks, .output = RankOutput::kFirst}, rank);
+  if (ended.exit_code != 0)
+    throw SystemError({.what = concat("a rank of lockstep ended with code ", ended.exit_code),
+                       .likely = "its own message is above"});
+  return parse_lines(results.get());
+}
+
+std::string why_no_pytorch() {
+  const int code = std::system("python3 -c 'import torch, numpy' 2> /dev/null");
+  return code == 0 ? "" : "python3 has no torch here (pip install torch==2.11.0, or set PYTHONPATH)";
+}
+
+Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
+  return run_program({"python3", pytorch_script().string(), one.name, concat(run.ranks), concat(one.batch), one.layout,
+                      concat(run.warmup), concat(run.steps)});
+}
+
+}  // namespace lockstep::bench

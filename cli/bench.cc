@@ -1,0 +1,61 @@
+// lockstep-bench: `lockstep bench NAME`: finds the benchmark. Each one lives in bench/NAME.cc.
+#include <algorithm>
+#include <array>
+#include <iomanip>
+#include <iostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bench/benchmarks.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::bench {
+namespace {
+
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
+
+struct Benchmark {
+  std::string_view name;
+  std::string_view description;
+  int (*function)(int argc, const char* const* argv);
+};
+
+constexpr std::array kBenchmarks = {
+    Benchmark{"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
+    Benchmark{"step", "a data-parallel training step beside PyTorch's", bench_step},
+    Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
+};
+
+int print_help() {
+  std::cout << "usage: lockstep bench NAME [OPTIONS]      (lockstep bench NAME --help says more)\n\n";
+  for (const Benchmark& benchmark : kBenchmarks)
+    std::cout << "  " << std::left << std::setw(13) << benchmark.name << benchmark.description << '\n';
+  return 0;
+}
+
+int run(int argc, const char* const* argv) {
+  const std::string_view name = argc > 1 ? argv[1] : "--help";
+  if (name == "--help" || name == "-h") return print_help();
+  const auto* const found = std::ranges::find(kBenchmarks, name, &Benchmark::name);
+  if (found != kBenchmarks.end()) return found->function(argc - 1, argv + 1);
+  throw UsageError(
+      {.what = concat("there is no benchmark '", name, "'"), .next = "lockstep bench --help lists them all"});
+}
+
+}  // namespace
+}  // namespace lockstep::bench
+
+int main(int argc, char** argv) {
+  try {
+    return lockstep::bench::run(argc, argv);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::bench::kUsage;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::bench::kFailed;
+  }
+}

@@ -1,0 +1,138 @@
+// lockstep-data: `lockstep data pack` writes packed records out of any dataset of --data, `lockstep data info` describes
+// them.
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <iostream>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/data/encoded_image.h"
+#include "lockstep/data/open_dataset.h"
+#include "lockstep/data/packed_dataset.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kFailed = 1;
+constexpr int kUsage = 2;
+
+struct Arguments {
+  DataSource source;
+  std::string folder;
+  double shard_mib = 256;
+  bool verify = false;
+  PackOptions options;
+};
+
+std::string shape_text(const Record& record) {
+  std::vector<std::string> sizes;
+  for (const std::int64_t size : record.shape) sizes.push_back(std::to_string(size));
+  return concat(c10::toString(record.dtype), " (", join(sizes, ", "), ")");
+}
+
+std::string first_sample(const RecordReader& records) {
+  const Record first = first_good_record(records);
+  if (!first.encoded) return shape_text(first);
+  const ImageShape shape = encoded_shape(first.payload, records.folder().string());
+  return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",
+                human_bytes(first.payload.size()));
+}
+
+void verify(const RecordReader& records) {
+  const Stopwatch watch;
+  for (std::int64_t i = 0; i < records.size(); ++i) static_cast<void>(records.read(i));
+  std::cout << "  checksums    all match, read in " << human_seconds(watch.seconds()) << '\n';
+}
+
+void describe(const fs::path& folder, bool check) {
+  const RecordReader records(folder);
+  const PackedInfo& info = records.info();
+  std::cout << folder.string() << '\n'
+            << "  name         " << info.name << '\n'
+            << "  records      " << with_thousands(records.size()) << '\n'
+            << "  shards       " << records.shard_sizes().size() << ", " << human_bytes(records.bytes()) << '\n';
+  if (info.classes > 0) std::cout << "  classes      " << info.classes << '\n';
+  if (!info.class_names.empty()) std::cout << "  class names  " << join(info.class_names, ", ") << '\n';
+  if (records.size() > 0) std::cout << "  a record     " << first_sample(records) << '\n';
+  if (check) verify(records);
+}
+
+// FOLDER itself, or its train and val.
+std::vector<fs::path> parts_of(const fs::path& folder) {
+  std::vector<fs::path> parts;
+  for (const char* part : {"train", "val"})
+    if (fs::is_directory(folder / part)) parts.push_back(folder / part);
+  return parts.empty() ? std::vector{folder} : parts;
+}
+
+int pack_command(const Arguments& arguments) {
+  PackOptions options = arguments.options;
+  options.shard_bytes = static_cast<std::uint64_t>(arguments.shard_mib * 1024 * 1024);
+  const TrainAndValidation data = open_dataset(arguments.source);
+  const fs::path folder = arguments.folder;
+  pack(*data.train, data.validation ? folder / "train" : folder, options);
+  if (data.validation) pack(*data.validation, folder / "val", options);
+  for (const fs::path& part : parts_of(folder)) describe(part, false);
+  return 0;
+}
+
+int info_command(const Arguments& arguments) {
+  for (const fs::path& part : parts_of(arguments.folder)) describe(part, arguments.verify);
+  return 0;
+}
+
+void add_pack(CLI::App& app, Arguments& arguments) {
+  CLI::App* pack = app.add_subcommand("pack", "writes a dataset as shards with an index and checksums");
+  pack->add_option("--data", arguments.source.data, concat("KIND[:PATH][?OPTIONS]: ", join(dataset_kinds(), ", ")))
+      ->required();
+  pack->add_option("--data-dir", arguments.source.folder, "folder that holds the dataset");
+  pack->add_option("--to", arguments.folder, "folder to write; with validation data, its train and val")->required();
+  pack->add_option("--shard-mib", arguments.shard_mib, "size of a shard")
+      ->check(CLI::Range(0.001, 1e6))
+      ->capture_default_str();
+  pack->add_option("--shorter-edge", arguments.options.shorter_edge, "resize JPEG and PNG files to it; 0: keep them")
+      ->check(CLI::Range(0, 65535))
+      ->capture_default_str();
+  pack->add_option("--quality", arguments.options.quality, "of JPEG files that were resized")
+      ->check(CLI::Range(1, 100))
+      ->capture_default_str();
+  pack->add_flag("--keep-order", arguments.options.keep_order, "do not shuffle the records");
+}
+
+void add_info(CLI::App& app, Arguments& arguments) {
+  CLI::App* info = app.add_subcommand("info", "describes packed data");
+  info->add_option("folder", arguments.folder, "what lockstep data pack wrote")->required();
+  info->add_flag("--verify", arguments.verify, "read every record and compare its checksum");
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Packs datasets and describes them", "lockstep data");
+  Arguments arguments;
+  add_pack(app, arguments);
+  add_info(app, arguments);
+  app.require_subcommand(1);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsage;
+  }
+  return app.got_subcommand("pack") ? pack_command(arguments) : info_command(arguments);
+}
+
+}  // namespace
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  try {
+    return lockstep::run(argc, argv);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::kUsage;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return lockstep::kFailed;
+  }
+}

@@ -1,0 +1,108 @@
+#include "lockstep/collective/shared_memory.h"
+
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "lockstep/collective/shm/group.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kLine = 64;
+
+// Stands before common memory: the rank in whose arena it lies may use the memory again when no rank needs it any more.
+struct CommonHeader {
+  std::atomic<int> users;
+};
+
+// Common memory that its own rank has released, and others perhaps not yet.
+class Retired {
+ public:
+  void add(shm::Memory memory) {
+    const std::lock_guard lock(mutex_);
+    memories_.push_back(std::move(memory));
+    std::erase_if(memories_, [](const shm::Memory& each) { return each.as<CommonHeader>()->users.load() == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<shm::Memory> memories_;
+};
+
+Retired& retired() {
+  static Retired instance;
+  return instance;
+}
+
+std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
+  const std::align_val_t alignment{kLine};
+  return {static_cast<std::byte*>(::operator new(std::max(bytes, kLine), alignment)),
+          [alignment](std::byte* data) { ::operator delete(data, alignment); }};
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group) : group_(std::move(group)) {}
+SharedMemory::~SharedMemory() = default;
+
+std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
+  auto group = world.machine_group();
+  if (!group) return alone();
+  return std::shared_ptr<SharedMemory>(new SharedMemory(std::make_unique<shm::Group>(std::move(*group))));
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::alone() { return std::shared_ptr<SharedMemory>(new SharedMemory(nullptr)); }
+
+int SharedMemory::rank() const { return group_ ? group_->rank() : 0; }
+int SharedMemory::size() const { return group_ ? group_->size() : 1; }
+
+std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
+  if (!group_) {
+    auto memory = ordinary_memory(bytes);
+    std::memset(memory.get(), 0, bytes);
+    return memory;
+  }
+  shm::Memory memory;
+  std::uint64_t place = 0;
+  if (rank() == 0) {
+    memory = group_->allocate(kLine + bytes);
+    place = memory.offset();
+    std::memset(memory.data(), 0, kLine + bytes);
+    new (memory.data()) CommonHeader{size()};
+  }
+  group_->broadcast({.data = &place, .count = sizeof(place), .dtype = shm::DType::kUInt8});
+  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kLine + bytes);
+  const auto release = [keep = shared_from_this(), held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
+    reinterpret_cast<CommonHeader*>(data - kLine)->users.fetch_sub(1);
+    if (held->data() != nullptr) retired().add(std::move(*held));
+  };
+  return {start + kLine, release};
+}
+
+SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {
+  if (!group_) {
+    auto memory = ordinary_memory(bytes);
+    const auto place = std::bit_cast<std::uint64_t>(memory.get());
+    return {std::move(memory), place};
+  }
+  auto memory = std::make_shared<shm::Memory>(group_->allocate(bytes));
+  return {{memory, memory->data()}, memory->offset()};
+}
+
+const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t bytes) {
+  return group_ ? group_->peer_memory(rank, place, bytes) : std::bit_cast<const std::byte*>(place);
+}
+
+void SharedMemory::barrier() {
+  if (group_) group_->barrier();
+}
+
+void SharedMemory::fail(const std::string& reason) {
+  if (group_) group_->poison(reason);
+}
+
+}  // namespace lockstep

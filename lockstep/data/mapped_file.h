@@ -1,0 +1,32 @@
+// data/mapped_file.h: a whole file as memory, read when it is touched; for data larger than memory.
+//
+// Owns:    the mapping. A file that shrinks while it is mapped ends the process (SIGBUS), as for every program that maps it
+// Threads: const after construction
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+
+namespace lockstep {
+
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& path);  // throws DataError: missing, unreadable, not a regular file
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::span<const std::uint8_t> bytes() const { return {data_, size_}; }
+
+  // Starts reading this part from the disk, without waiting for it.
+  void will_need(std::size_t offset, std::size_t bytes) const;
+
+ private:
+  std::filesystem::path path_;
+  const std::uint8_t* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace lockstep

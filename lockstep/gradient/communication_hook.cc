@@ -1,0 +1,239 @@
+#include "lockstep/gradient/communication_hook.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+class SixteenBitHook : public CommunicationHook {
+ public:
+  explicit SixteenBitHook(torch::ScalarType dtype) : dtype_(dtype) {}
+
+  Finish start(const World& world, const GradientBucket& bucket) override {
+    const torch::Tensor narrow = world.allocate(bucket.flat.sizes(), bucket.flat.options().dtype(dtype_)).copy_(bucket.flat);
+    return [work = world.all_reduce_async(narrow), narrow, flat = bucket.flat]() mutable {
+      work.wait();
+      flat.copy_(narrow);
+    };
+  }
+
+ private:
+  torch::ScalarType dtype_;
+};
+
+// What was not sent yet, bucket by bucket: added to the next gradient before it is compressed.
+class Residuals {
+ public:
+  // The bucket's gradient with what is left of the last ones.
+  const torch::Tensor& add_to(const GradientBucket& bucket) {
+    torch::Tensor& residual = of_bucket_[bucket.number];
+    if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
+    return residual.add_(bucket.flat);
+  }
+
+ private:
+  std::map<std::size_t, torch::Tensor> of_bucket_;
+};
+
+// Sixteen elements in 32 bits: 1 for +threshold, 2 for -threshold.
+class TwoBitHook : public CommunicationHook {
+ public:
+  explicit TwoBitHook(double threshold) : threshold_(threshold) {}
+
+  Finish start(const World& world, const GradientBucket& bucket) override {
+    torch::Tensor left = residuals_.add_to(bucket);
+    const torch::Tensor codes = left.ge(threshold_).to(torch::kInt32) + left.le(-threshold_).to(torch::kInt32) * 2;
+    left.sub_(values(codes, left.options()));
+    const torch::Tensor all = world.all_gather(packed(codes));
+    return [this, all, flat = bucket.flat]() mutable {
+      flat.zero_();
+      for (std::int64_t rank = 0; rank < all.size(0); ++rank) flat.add_(values(unpacked(all[rank], flat.numel()), flat.options()));
+    };
+  }
+
+ private:
+  torch::Tensor values(const torch::Tensor& codes, const torch::TensorOptions& options) const {
+    return (codes.eq(1).to(options) - codes.eq(2).to(options)) * threshold_;
+  }
+
+  static torch::Tensor shifts(const torch::Tensor& like) { return torch::arange(0, 32, 2, like.options()); }
+
+  static torch::Tensor packed(const torch::Tensor& codes) {
+    const std::int64_t words = (codes.numel() + 15) / 16;
+    const torch::Tensor padded = torch::constant_pad_nd(codes, {0, words * 16 - codes.numel()}).view({words, 16});
+    return torch::bitwise_left_shift(padded, shifts(codes)).sum(1, /*keepdim=*/false, torch::kInt32);
+  }
+
+  static torch::Tensor unpacked(const torch::Tensor& words, std::int64_t count) {
+    return torch::bitwise_right_shift(words.unsqueeze(1), shifts(words)).bitwise_and(3).flatten().slice(0, 0, count);
+  }
+
+  double threshold_;
+  Residuals residuals_;
+};
+
+class TopKHook : public CommunicationHook {
+ public:
+  explicit TopKHook(double share) : share_(share) {}
+
+  Finish start(const World& world, const GradientBucket& bucket) override {
+    torch::Tensor left = residuals_.add_to(bucket);
+    const auto wanted = static_cast<std::int64_t>(std::ceil(share_ * static_cast<double>(left.numel())));
+    const torch::Tensor index = std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
+    const torch::Tensor largest = left.index_select(0, index);
+    left.index_fill_(0, index, 0);
+    const torch::Tensor all_indices = world.all_gather(index.to(torch::kInt32));
+    const torch::Tensor all_values = world.all_gather(largest);
+    return [all_indices, all_values, flat = bucket.flat]() mutable {
+      flat.zero_();
+      for (std::int64_t rank = 0; rank < all_values.size(0); ++rank)
+        flat.index_add_(0, all_indices[rank].to(torch::kInt64), all_values[rank]);
+    };
+  }
+
+ private:
+  double share_;
+  Residuals residuals_;
+};
+
+class PowerSGDHook : public CommunicationHook {
+ public:
+  explicit PowerSGDHook(const PowerSGDOptions& options) : options_(options) {}
+
+  Finish start(const World& world, const GradientBucket& bucket) override {
+    Memory& memory = memory_for(bucket);
+    std::vector<torch::Tensor> matrices, others;
+    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
+      if (!is_worth_it(bucket.parts[i])) {
+        others.push_back(bucket.parts[i]);
+        continue;
+      }
+      matrices.push_back(memory.left[i].add_(bucket.parts[i]).flatten(1));  // the first dimension against the others
+    }
+    return [world, &memory, matrices, others, bucket] {
+      sum_exactly(world, others);
+      sum_as_products(world, memory, matrices, bucket);
+    };
+  }
+
+ private:
+  struct Memory {
+    std::vector<torch::Tensor> left;   // not sent yet, part by part; undefined for what is sent as it is
+    std::vector<torch::Tensor> bases;  // (m, r) of each matrix
+  };
+
+  bool is_worth_it(const torch::Tensor& part) const {
+    if (part.dim() < 2 || part.numel() == 0) return false;
+    const std::int64_t n = part.size(0);
+    const std::int64_t m = part.numel() / n;
+    return (n + m) * rank_of(part) < n * m;
+  }
+
+  std::int64_t rank_of(const torch::Tensor& part) const {
+    return std::min({options_.rank, part.size(0), part.numel() / part.size(0)});
+  }
+
+  // The same random bases on every rank.
+  Memory& memory_for(const GradientBucket& bucket) {
+    Memory& memory = of_bucket_[bucket.number];
+    if (!memory.left.empty()) return memory;
+    memory.left.resize(bucket.parts.size());
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + bucket.number);
+    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
+      const torch::Tensor& part = bucket.parts[i];
+      if (!is_worth_it(part)) continue;
+      memory.left[i] = torch::zeros(part.sizes(), part.options());
+      const torch::Tensor random = torch::randn({part.numel() / part.size(0), rank_of(part)}, generator);
+      memory.bases.push_back(random.to(part.options()));
+    }
+    return memory;
+  }
+
+  static void sum_exactly(const World& world, const std::vector<torch::Tensor>& parts) {
+    if (parts.empty()) return;
+    std::vector<torch::Tensor> flat;
+    for (const torch::Tensor& part : parts) flat.push_back(part.flatten());
+    const torch::Tensor all = torch::cat(flat);
+    world.all_reduce(all);
+    give_back(all, parts);
+  }
+
+  static void give_back(const torch::Tensor& all, const std::vector<torch::Tensor>& parts) {
+    std::int64_t offset = 0;
+    for (torch::Tensor part : parts) {
+      part.copy_(all.narrow(0, offset, part.numel()).view(part.sizes()));
+      offset += part.numel();
+    }
+  }
+
+  // Algorithm 1 of the paper, for all matrices of a bucket at once.
+  static void sum_as_products(const World& world, Memory& memory, const std::vector<torch::Tensor>& matrices,
+                              const GradientBucket& bucket) {
+    if (matrices.empty()) return;
+    std::vector<torch::Tensor> left_factors;
+    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(memory.bases[i]));
+    sum_exactly(world, left_factors);
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+      left_factors[i] = std::get<0>(torch::linalg_qr(left_factors[i]));
+      memory.bases[i] = matrices[i].t().matmul(left_factors[i]);
+    }
+    sum_exactly(world, memory.bases);
+    const double share = 1.0 / world.size();
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
+      if (!memory.left[i].defined()) continue;
+      const torch::Tensor sum = left_factors[next].matmul(memory.bases[next].t()).view(bucket.parts[i].sizes());
+      torch::Tensor(bucket.parts[i]).copy_(sum);
+      memory.left[i].sub_(sum, share);
+      ++next;
+    }
+  }
+
+  PowerSGDOptions options_;
+  std::map<std::size_t, Memory> of_bucket_;
+};
+
+}  // namespace
+
+std::shared_ptr<CommunicationHook> sixteen_bit_hook(torch::ScalarType dtype) {
+  if (dtype != torch::kFloat16 && dtype != torch::kBFloat16)
+    throw UsageError({.what = concat("gradients in ", c10::toString(dtype)), .next = "float16 or bfloat16"});
+  return std::make_shared<SixteenBitHook>(dtype);
+}
+
+std::shared_ptr<CommunicationHook> power_sgd_hook(const PowerSGDOptions& options) {
+  if (options.rank < 1)
+    throw UsageError({.what = concat("PowerSGD with rank ", options.rank), .next = "take at least 1"});
+  return std::make_shared<PowerSGDHook>(options);
+}
+
+std::shared_ptr<CommunicationHook> two_bit_hook(double threshold) {
+  if (!(threshold > 0))
+    throw UsageError({.what = concat("2-bit compression with threshold ", threshold), .next = "take a positive one"});
+  return std::make_shared<TwoBitHook>(threshold);
+}
+
+std::shared_ptr<CommunicationHook> top_k_hook(double share) {
+  if (!(share > 0 && share <= 1))
+    throw UsageError({.what = concat("top-k compression of a share of ", share), .next = "take one in (0, 1], such as 0.01"});
+  return std::make_shared<TopKHook>(share);
+}
+
+std::shared_ptr<CommunicationHook> make_hook(const std::string& name, double amount) {
+  if (name == "none") return nullptr;
+  if (name == "fp16") return sixteen_bit_hook(torch::kFloat16);
+  if (name == "bf16") return sixteen_bit_hook(torch::kBFloat16);
+  if (name == "powersgd") return power_sgd_hook({.rank = amount == 0 ? 4 : static_cast<std::int64_t>(amount)});
+  if (name == "2bit") return two_bit_hook(amount == 0 ? 0.5 : amount);
+  if (name == "topk") return top_k_hook(amount == 0 ? 0.01 : amount);
+  throw UsageError({.what = concat("no such compression: ", name), .next = "none, fp16, bf16, powersgd, 2bit or topk"});
+}
+
+}  // namespace lockstep

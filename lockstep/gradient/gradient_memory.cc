@@ -1,0 +1,166 @@
+#include "lockstep/gradient/gradient_memory.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kSmall = 16 << 10;
+
+}  // namespace
+
+// Blocks of the sizes that were asked for. A block that is free serves the next request of its size.
+class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  Pool(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters) : memory_(std::move(memory)) {
+    if (is_private()) return;
+    for (const auto& [name, tensor] : parameters)
+      if (tensor.requires_grad() && tensor.nbytes() >= kSmall) free_[tensor.nbytes()];
+  }
+
+  // Of this rank alone: nobody has to find anything, so any memory will do.
+  bool is_private() const { return memory_->size() == 1; }
+
+  bool serves(std::size_t bytes) const { return bytes >= kSmall && free_.contains(bytes); }
+
+  SharedMemory::Own take(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    auto& blocks = free_.at(bytes);
+    if (blocks.empty()) {
+      taken_ += bytes;
+      return memory_->allocate(bytes);
+    }
+    SharedMemory::Own block = std::move(blocks.back());
+    blocks.pop_back();
+    return block;
+  }
+
+  void give_back(SharedMemory::Own block, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    free_.at(bytes).push_back(std::move(block));
+  }
+
+  std::size_t taken() const {
+    const std::lock_guard lock(mutex_);
+    return taken_;
+  }
+
+ private:
+  std::shared_ptr<SharedMemory> memory_;
+  mutable std::mutex mutex_;
+  std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
+  std::size_t taken_ = 0;
+};
+
+namespace {
+
+thread_local GradientMemory::Pool* active_pool = nullptr;
+
+// Which blocks tensors hold at the moment, over all pools: what a deleter, which gets a pointer alone, needs.
+class BlocksInUse {
+ public:
+  struct Block {
+    SharedMemory::Own memory;
+    std::size_t bytes;
+    std::shared_ptr<GradientMemory::Pool> pool;
+  };
+
+  void add(void* data, Block block) {
+    const std::unique_lock lock(mutex_);
+    blocks_.emplace(data, std::move(block));
+  }
+
+  bool release(void* data) {
+    Block block;
+    {
+      const std::unique_lock lock(mutex_);
+      const auto found = blocks_.find(data);
+      if (found == blocks_.end()) return false;
+      block = std::move(found->second);
+      blocks_.erase(found);
+    }
+    block.pool->give_back(std::move(block.memory), block.bytes);
+    return true;
+  }
+
+  std::optional<std::uint64_t> place_of(const void* data, const GradientMemory::Pool* pool) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = blocks_.find(const_cast<void*>(data));
+    if (found == blocks_.end() || found->second.pool.get() != pool) return std::nullopt;
+    return found->second.memory.place;
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<void*, Block> blocks_;
+};
+
+BlocksInUse& in_use() {
+  static BlocksInUse* const blocks = new BlocksInUse;  // tensors may be released after static objects are gone
+  return *blocks;
+}
+
+// The CPU allocator of the process, with pools in front.
+class PoolingAllocator : public c10::Allocator {
+ public:
+  explicit PoolingAllocator(c10::Allocator* base) : base_(base) {}
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (active_pool == nullptr || !active_pool->serves(bytes)) return base_->allocate(bytes);
+    SharedMemory::Own block = active_pool->take(bytes);
+    void* const data = block.data.get();
+    in_use().add(data, {std::move(block), bytes, active_pool->shared_from_this()});
+    return {data, data, &release, c10::Device(c10::kCPU)};
+  }
+
+  // oneDNN asserts that there is one and that a DataPtr's context is its data.
+  c10::DeleterFnPtr raw_deleter() const override { return &release_any; }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  static PoolingAllocator& install() {
+    static PoolingAllocator* const installed = [] {
+      auto* const allocator = new PoolingAllocator(c10::GetCPUAllocator());
+      c10::SetCPUAllocator(allocator, /*priority=*/100);
+      return allocator;
+    }();
+    return *installed;
+  }
+
+ private:
+  static void release(void* data) { in_use().release(data); }
+  static void release_any(void* data) {
+    if (!in_use().release(data)) install().base_->raw_deleter()(data);
+  }
+
+  c10::Allocator* base_;
+};
+
+}  // namespace
+
+GradientMemory::GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters)
+    : pool_(std::make_shared<Pool>(std::move(memory), parameters)) {
+  PoolingAllocator::install();
+}
+GradientMemory::~GradientMemory() = default;
+
+std::optional<std::uint64_t> GradientMemory::place_of(const torch::Tensor& tensor) const {
+  if (pool_->is_private()) return std::bit_cast<std::uint64_t>(tensor.const_data_ptr());
+  return in_use().place_of(tensor.const_data_ptr(), pool_.get());
+}
+
+std::size_t GradientMemory::bytes() const { return pool_->taken(); }
+
+GradientMemory::Scope::Scope(GradientMemory& memory) { active_pool = memory.pool_.get(); }
+GradientMemory::Scope::~Scope() { active_pool = nullptr; }
+
+}  // namespace lockstep

@@ -1,0 +1,88 @@
+#include "lockstep/model/gpt.h"
+
+#include <cmath>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+torch::nn::LayerNorm norm(std::int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
+
+}  // namespace
+
+GPTBlockImpl::GPTBlockImpl(const GPTOptions& o)
+    : heads_(o.heads),
+      dropout_(o.dropout),
+      ln_1_(register_module("ln_1", norm(o.width))),
+      c_attn_(register_module("c_attn", torch::nn::Linear(o.width, 3 * o.width))),
+      attn_proj_(register_module("attn_proj", torch::nn::Linear(o.width, o.width))),
+      ln_2_(register_module("ln_2", norm(o.width))),
+      c_fc_(register_module("c_fc", torch::nn::Linear(o.width, 4 * o.width))),
+      mlp_proj_(register_module("mlp_proj", torch::nn::Linear(4 * o.width, o.width))) {}
+
+torch::Tensor GPTBlockImpl::drop(const torch::Tensor& x) const { return torch::dropout(x, dropout_, is_training()); }
+
+torch::Tensor GPTBlockImpl::attend(const torch::Tensor& x) {
+  const auto per_head = [&](const torch::Tensor& part) {  // (B, T, width) -> (B, heads, T, width / heads)
+    return part.unflatten(2, {heads_, -1}).transpose(1, 2);
+  };
+  const auto parts = c_attn_(x).chunk(3, 2);
+  const torch::Tensor mixed = at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]),
+                                                               per_head(parts[2]), /*attn_mask=*/{},
+                                                               is_training() ? dropout_ : 0.0, /*is_causal=*/true);
+  return drop(attn_proj_(mixed.transpose(1, 2).flatten(2)));
+}
+
+torch::Tensor GPTBlockImpl::forward(const torch::Tensor& x) {
+  const torch::Tensor y = x + attend(ln_1_(x));
+  return y + drop(mlp_proj_(torch::gelu(c_fc_(ln_2_(y)), "tanh")));
+}
+
+GPTImpl::GPTImpl(const GPTOptions& options)
+    : options_(options),
+      wte_(register_module("wte", torch::nn::Embedding(options.vocabulary, options.width))),
+      wpe_(register_module("wpe", torch::nn::Embedding(options.context, options.width))),
+      h_(register_module("h", torch::nn::ModuleList())),
+      ln_f_(register_module("ln_f", norm(options.width))) {
+  if (options.heads <= 0 || options.width % options.heads != 0)
+    throw UsageError({.what = concat("a GPT of width ", options.width, " with ", options.heads, " heads"),
+                      .next = "choose a width that is a multiple of the heads"});
+  for (std::int64_t i = 0; i < options.layers; ++i) h_->push_back(GPTBlock(options));
+  initialise();
+}
+
+// Normal with deviation 0.02; what is added to the residual stream is smaller by the root of how often that happens.
+void GPTImpl::initialise() {
+  const torch::NoGradGuard no_grad;
+  const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(options_.layers));
+  for (auto& item : named_parameters()) {
+    if (item.key().ends_with("bias")) item.value().zero_();
+    else if (item.value().dim() == 2) item.value().normal_(0, item.key().ends_with("proj.weight") ? residual : 0.02);
+  }
+}
+
+torch::Tensor GPTImpl::embed(const torch::Tensor& tokens) {
+  const torch::Tensor positions = torch::arange(tokens.size(1), tokens.options());
+  return torch::dropout(wte_(tokens) + wpe_(positions), options_.dropout, is_training());
+}
+
+torch::Tensor GPTImpl::head(const torch::Tensor& x) { return torch::linear(ln_f_(x), wte_->weight); }
+
+torch::Tensor GPTImpl::forward(const torch::Tensor& tokens) { return run_stages(stages(), tokens); }
+
+std::vector<Stage> GPTImpl::stages() {
+  std::vector<Stage> stages;
+  stages.push_back(
+      make_stage("embed", {wte_.get(), wpe_.get()}, [this](const torch::Tensor& tokens) { return embed(tokens); }));
+  for (std::size_t i = 0; i < h_->size(); ++i) {
+    auto* block = h_[i]->as<GPTBlock>();
+    stages.push_back(
+        make_stage(concat("h.", i), {block}, [block](const torch::Tensor& x) { return block->forward(x); }));
+  }
+  stages.push_back(make_stage("head", {ln_f_.get(), wte_.get()}, [this](const torch::Tensor& x) { return head(x); }));
+  return stages;
+}
+
+}  // namespace lockstep

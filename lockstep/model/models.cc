@@ -1,0 +1,88 @@
+#include "lockstep/model/models.h"
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/model/alexnet.h"
+#include "lockstep/model/gpt.h"
+#include "lockstep/model/inception.h"
+#include "lockstep/model/lenet.h"
+#include "lockstep/model/mlp.h"
+#include "lockstep/model/resnet.h"
+
+namespace lockstep {
+namespace {
+
+Task of_shape(Task task, SampleShape sample) {
+  task.sample = std::move(sample);
+  return task;
+}
+
+SampleShape grey_images() { return {.sizes = {1, 28, 28}, .classes = 10}; }
+SampleShape large_images() { return {.sizes = {3, 224, 224}, .classes = 1000}; }
+SampleShape small_images() { return {.sizes = {3, 32, 32}, .classes = 10}; }
+
+template <class M>
+Task grey(const std::string& name) {
+  return of_shape(classification_task<M>(name), grey_images());
+}
+
+template <class M>
+Task large(const std::string& name) {
+  return of_shape(classification_task<M>(name), large_images());
+}
+
+template <int layers>
+Task resnet(const std::string& name) {
+  return of_shape(classification_task<ResNet>(name, ResNetOptions{.layers = layers}), large_images());
+}
+
+template <int layers>
+Task resnet_32(const std::string& name) {
+  return of_shape(classification_task<ResNet>(name, ResNetOptions{.layers = layers, .classes = 10, .small_images = true}),
+                  small_images());
+}
+
+Task gpt2(const std::string& name) { return gpt_task(name, {}); }
+Task gpt_mini(const std::string& name) {
+  return gpt_task(name, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
+}
+
+struct Entry {
+  const char* name;
+  Task (*make)(const std::string& name);
+};
+constexpr Entry kEntries[] = {
+    {"lenet", grey<LeNet>},         {"mlp", grey<MLP>},           {"alexnet", large<AlexNet>},
+    {"inception", large<Inception>}, {"resnet18", resnet<18>},     {"resnet34", resnet<34>},
+    {"resnet50", resnet<50>},       {"resnet18-32", resnet_32<18>}, {"resnet34-32", resnet_32<34>},
+    {"resnet50-32", resnet_32<50>}, {"gpt2", gpt2},               {"gpt-mini", gpt_mini},
+};
+
+}  // namespace
+
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) names.emplace_back(entry.name);
+  return names;
+}
+
+Task model_task(const std::string& name) {
+  for (const Entry& entry : kEntries)
+    if (name == entry.name) return entry.make(name);
+  throw UsageError({.what = concat("no such value for --model: ", name),
+                    .next = concat("one of: ", join(model_names(), ", "))});
+}
+
+Task gpt_task(const std::string& name, const GPTOptions& options) {
+  Task task = classification_task<GPT>(name, options);
+  task.loss = [](const torch::Tensor& logits, const torch::Tensor& target) {
+    return torch::cross_entropy_loss(logits.flatten(0, 1), target.flatten());
+  };
+  task.correct = [](const torch::Tensor& logits, const torch::Tensor& target) {
+    return logits.argmax(2).eq(target).to(torch::kFloat64).mean(1).sum();
+  };
+  task.sample = {.sizes = {options.context}, .classes = options.vocabulary, .tokens = true};
+  return task;
+}
+
+}  // namespace lockstep

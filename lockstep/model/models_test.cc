@@ -1,0 +1,130 @@
+#include "lockstep/model/models.h"
+
+#include <gtest/gtest.h>
+
+#include "lockstep/model/alexnet.h"
+#include "lockstep/model/gpt.h"
+#include "lockstep/model/inception.h"
+#include "lockstep/model/mlp.h"
+#include "lockstep/model/resnet.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using Sizes = std::vector<std::int64_t>;
+
+std::int64_t parameters_in(const torch::nn::Module& model) {
+  std::int64_t count = 0;
+  for (const torch::Tensor& parameter : model.parameters()) count += parameter.numel();
+  return count;
+}
+
+struct Published {
+  const char* name;
+  std::int64_t parameters;
+};
+
+class PublishedModel : public ::testing::TestWithParam<Published> {};
+INSTANTIATE_TEST_SUITE_P(Models, PublishedModel,
+                         ::testing::Values(Published{"lenet", 129068}, Published{"mlp", 669706},
+                                           Published{"alexnet", 61100840}, Published{"inception", 6624904},
+                                           Published{"resnet18", 11689512}, Published{"resnet34", 21797672},
+                                           Published{"resnet50", 25557032}, Published{"resnet18-32", 11173962},
+                                           Published{"resnet34-32", 21282122}, Published{"resnet50-32", 23520842},
+                                           Published{"gpt2", 124439808}, Published{"gpt-mini", 842496}),
+                         [](const auto& model) {
+                           std::string name = model.param.name;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+TEST_P(PublishedModel, has_the_published_number_of_parameters) {
+  const Task task = model_task(GetParam().name);
+  EXPECT_EQ(parameters_in(*task.make_model()), GetParam().parameters);
+}
+
+torch::Tensor random_batch(const SampleShape& shape, std::int64_t samples) {
+  Sizes sizes = {samples};
+  sizes.insert(sizes.end(), shape.sizes.begin(), shape.sizes.end());
+  return shape.tokens ? torch::randint(0, shape.classes, sizes, torch::kInt64) : torch::randn(sizes);
+}
+
+// The models that a CPU runs in a moment.
+class SmallModel : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Models, SmallModel, ::testing::Values("lenet", "mlp", "alexnet", "inception", "resnet18-32",
+                                                               "resnet50-32", "gpt-mini"));
+
+TEST_P(SmallModel, gives_a_loss_and_a_gradient_for_every_parameter) {
+  const Task task = model_task(GetParam());
+  const auto model = task.make_model();
+  const torch::Tensor output = task.forward(*model, random_batch(task.sample, 2));
+  EXPECT_EQ(output.size(-1), task.sample.classes);
+  const Sizes targets = task.sample.tokens ? Sizes{2, task.sample.sizes[0]} : Sizes{2};
+  const torch::Tensor target = torch::randint(0, task.sample.classes, targets, torch::kInt64);
+  const torch::Tensor loss = task.loss(output, target);
+  EXPECT_TRUE(torch::isfinite(loss).item<bool>());
+  EXPECT_LE(task.correct(output, target).item<double>(), 2);
+  loss.backward();
+  for (const auto& item : model->named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
+}
+
+TEST_P(SmallModel, computes_the_same_stage_by_stage) {
+  const Task task = model_task(GetParam());
+  const auto model = task.make_model();
+  model->eval();
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor data = random_batch(task.sample, 2);
+  const auto stages = task.stages(*model);
+  EXPECT_GE(stages.size(), 3U);
+  EXPECT_TRUE(torch::equal(run_stages(stages, data), task.forward(*model, data)));
+  EXPECT_EQ(parameters_of(stages).size(), model->parameters().size());
+}
+
+TEST(ResNet, gives_a_logit_per_class_in_both_forms) {
+  const torch::NoGradGuard no_grad;
+  EXPECT_EQ(ResNet(ResNetOptions{.classes = 7})->forward(torch::rand({2, 3, 64, 64})).sizes(), (Sizes{2, 7}));
+  ResNet small(ResNetOptions{.classes = 7, .small_images = true});
+  EXPECT_EQ(small->forward(torch::rand({2, 3, 32, 32})).sizes(), (Sizes{2, 7}));
+}
+
+TEST(ResNet, has_a_stage_per_residual_block) {
+  EXPECT_EQ(ResNet(ResNetOptions{.layers = 18})->stages().size(), 10U);
+  EXPECT_EQ(ResNet(ResNetOptions{.layers = 50})->stages().size(), 18U);
+}
+
+TEST(ResNet, refuses_a_depth_that_was_not_published) {
+  EXPECT_TRUE(contains(message_of<UsageError>([] { ResNet(ResNetOptions{.layers = 20}); }), "no ResNet of 20 layers"));
+}
+
+TEST(GPT, sees_no_later_token) {
+  GPT gpt(GPTOptions{.vocabulary = 11, .context = 6, .layers = 2, .heads = 2, .width = 8});
+  gpt->eval();
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor tokens = torch::randint(0, 11, {1, 6}, torch::kInt64);
+  torch::Tensor other = tokens.clone();
+  other[0][5] = (other[0][5] + 1) % 11;
+  const torch::Tensor a = gpt->forward(tokens), b = gpt->forward(other);
+  EXPECT_TRUE(torch::allclose(a.narrow(1, 0, 5), b.narrow(1, 0, 5), 1e-6, 1e-6));
+  EXPECT_FALSE(torch::allclose(a, b, 1e-6, 1e-6));
+}
+
+TEST(GPT, begins_with_the_loss_of_a_guess) {
+  const Task task = gpt_task("tiny", {.vocabulary = 64, .context = 16, .layers = 2, .heads = 2, .width = 32});
+  const torch::Tensor tokens = torch::randint(0, 64, {4, 16}, torch::kInt64);
+  EXPECT_NEAR(task.loss(task.forward(*task.make_model(), tokens), tokens.roll(1, 1)).item<double>(), std::log(64), 0.2);
+}
+
+TEST(GPT, refuses_heads_that_do_not_divide_the_width) {
+  const auto make = [] { GPT(GPTOptions{.heads = 5, .width = 8}); };
+  EXPECT_TRUE(contains(message_of<UsageError>(make), "width 8 with 5 heads"));
+}
+
+TEST(Models, names_those_there_are_when_asked_for_another) {
+  EXPECT_TRUE(contains(message_of<UsageError>([] { model_task("lennet"); }), "lenet, mlp, alexnet"));
+}
+
+}  // namespace
+}  // namespace lockstep

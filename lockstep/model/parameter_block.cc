@@ -1,0 +1,81 @@
+#include "lockstep/model/parameter_block.h"
+
+#include <cstring>
+
+#include <torch/csrc/autograd/variable.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+std::size_t bytes_of(const std::vector<NamedTensor>& parameters) {
+  std::size_t bytes = 0;
+  for (const auto& [name, tensor] : parameters) bytes += aligned(tensor.nbytes());
+  return bytes;
+}
+
+// A tensor like `parameter` at `place`, which keeps the block.
+torch::Tensor view_of_block(const std::shared_ptr<std::byte>& block, std::byte* place, const torch::Tensor& parameter) {
+  return torch::from_blob(place, parameter.sizes(), parameter.strides(), [block](void*) {},
+                          parameter.options().requires_grad(false));
+}
+
+std::uint32_t version_of(const torch::Tensor& tensor) {
+  return static_cast<std::uint32_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+}
+
+UsageError moved(const std::string& name) {
+  return UsageError({.what = concat("parameter ", name, " has left the memory that the ranks of this machine share"),
+                     .likely = "Module::to(dtype), set_data or a new tensor, after DistributedDataParallel was made",
+                     .next = "do that before, or give DistributedDataParallel the option share_parameters = false"});
+}
+
+UsageError written(const std::string& name) {
+  return UsageError({.what = concat("parameter ", name, " was written between two steps, while all ranks of this machine "
+                                                        "share it"),
+                     .likely = "an update by hand, Module::load or a second optimizer",
+                     .next = "if every rank wrote the same values, call parameters_written(); else give "
+                             "DistributedDataParallel the option share_parameters = false"});
+}
+
+}  // namespace
+
+ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters)
+    : bytes_(bytes_of(parameters)) {
+  for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
+  const std::shared_ptr<std::byte> block = memory.allocate_common(bytes_);
+  std::byte* place = block.get();
+  for (NamedTensor& parameter : parameters) {
+    torch::Tensor& tensor = parameter.tensor;
+    const std::size_t bytes = tensor.nbytes();
+    if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
+    if (bytes > 0) tensor.set_data(view_of_block(block, place, tensor));
+    entries_.push_back({std::move(parameter), place, 0});
+    place += aligned(bytes);
+  }
+  memory.barrier();
+  mark_written();
+}
+
+void ParameterBlock::require_in_place() const {
+  for (const auto& [parameter, place, version] : entries_) {
+    if (parameter.tensor.numel() == 0) continue;
+    if (parameter.tensor.const_data_ptr() != place) throw moved(parameter.name);
+    if (version_of(parameter.tensor) != version) throw written(parameter.name);
+  }
+}
+
+void ParameterBlock::mark_written() {
+  for (auto& [parameter, place, version] : entries_) {
+    torch::autograd::impl::bump_version(parameter.tensor);
+    version = version_of(parameter.tensor);
+  }
+}
+
+}  // namespace lockstep

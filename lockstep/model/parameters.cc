@@ -1,0 +1,87 @@
+#include "lockstep/model/parameters.h"
+
+#include <map>
+#include <unordered_set>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+template <class Dict>
+std::vector<NamedTensor> once_each(const Dict& dict) {
+  std::vector<NamedTensor> tensors;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : dict)
+    if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
+      tensors.push_back({item.key(), item.value()});
+  return tensors;
+}
+
+std::string signature(const NamedTensor& named) {
+  return concat(named.name, " ", named.tensor.dtype().name(), named.tensor.sizes(), " strides ",
+                named.tensor.strides(), named.tensor.requires_grad() ? " trained" : " frozen");
+}
+
+std::string signature(const std::vector<NamedTensor>& tensors) {
+  std::vector<std::string> lines;
+  for (const auto& tensor : tensors) lines.push_back(signature(tensor));
+  return join(lines, "\n");
+}
+
+MismatchError models_differ(int other, const std::string& mine, const std::string& theirs, const World& world) {
+  const auto my_lines = split(mine, '\n');
+  const auto their_lines = split(theirs, '\n');
+  std::size_t i = 0;
+  while (i < my_lines.size() && i < their_lines.size() && my_lines[i] == their_lines[i]) ++i;
+  const auto line = [i](const auto& lines) { return i < lines.size() ? lines[i] : std::string("(no such tensor)"); };
+  return MismatchError({.what = concat("the models of rank 0 and rank ", other, " differ at tensor ", i, ": ",
+                                       line(my_lines), " on rank 0, ", line(their_lines), " on rank ", other),
+                        .here = world.describe(),
+                        .likely = "a model whose construction depends on the rank, or another version of the program",
+                        .next = "build the same model on every rank"});
+}
+
+}  // namespace
+
+std::vector<NamedTensor> named_parameters(const torch::nn::Module& model) {
+  return once_each(model.named_parameters());
+}
+
+std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
+
+torch::Tensor dense_view(const torch::Tensor& tensor) {
+  if (!tensor.is_non_overlapping_and_dense())
+    throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+                                     " has gaps or overlaps in memory"),
+                      .likely = "a parameter that is an expanded or sliced view",
+                      .next = "call .contiguous() on it before the module registers it"});
+  return tensor.detach().as_strided({tensor.numel()}, {1});
+}
+
+void require_same_model(const World& world, const std::vector<NamedTensor>& tensors) {
+  const auto signatures = world.exchange_texts("the model's tensors", signature(tensors));
+  for (int rank = 1; rank < world.size(); ++rank) {
+    const auto& theirs = signatures[static_cast<std::size_t>(rank)];
+    if (theirs != signatures[0]) throw models_differ(rank, signatures[0], theirs, world);
+  }
+}
+
+void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tensors, int root) {
+  if (world.size() == 1) return;
+  const torch::NoGradGuard no_grad;
+  std::map<torch::ScalarType, std::vector<torch::Tensor>> by_dtype;
+  for (const auto& [name, tensor] : tensors) by_dtype[tensor.scalar_type()].push_back(dense_view(tensor));
+  for (auto& [dtype, views] : by_dtype) {
+    const torch::Tensor flat = torch::cat(views);
+    world.broadcast(flat, root);
+    std::int64_t offset = 0;
+    for (torch::Tensor& view : views) {
+      view.copy_(flat.narrow(0, offset, view.numel()));
+      offset += view.numel();
+    }
+  }
+}
+
+}  // namespace lockstep

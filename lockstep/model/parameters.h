@@ -1,0 +1,39 @@
+// model/parameters.h: the tensors of a model as the exchange sees them: named, flat, and the same on every rank.
+//
+// Flow:    a module -> here -> model/parameter_block.h, gradient/, strategy/, checkpoint/
+// Threads: one thread per module
+// Ranks:   require_same_model and broadcast_tensors are collective
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/types.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/world.h"
+
+namespace lockstep {
+
+struct NamedTensor {
+  std::string name;
+  torch::Tensor tensor;
+};
+
+// In the module's order, a tensor that has two names only once, under its first.
+std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
+std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
+
+// The values in memory order as one dimension, without a copy: two tensors of the same shape and strides agree element
+// by element. tensor: dense, any layout.
+// Throws UsageError for a tensor with gaps or overlaps.
+torch::Tensor dense_view(const torch::Tensor& tensor);
+
+// Compares name, dtype, shape, strides and requires_grad of every tensor over the ranks, before any of them is sent.
+// Throws MismatchError naming both ranks and the first tensor that differs.
+void require_same_model(const World& world, const std::vector<NamedTensor>& tensors);
+
+// Every rank's values become root's: one broadcast per dtype. Sends K from the root.
+void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tensors, int root = 0);
+
+}  // namespace lockstep

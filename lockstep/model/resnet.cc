@@ -1,0 +1,111 @@
+#include "lockstep/model/resnet.h"
+
+#include <torch/nn/init.h>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using torch::nn::Conv2d;
+using torch::nn::Conv2dOptions;
+
+struct Depth {
+  std::array<int, 4> blocks;
+  bool bottleneck;
+};
+
+// Table 1 of the paper.
+Depth depth_of(int layers) {
+  if (layers == 18) return {{2, 2, 2, 2}, false};
+  if (layers == 34) return {{3, 4, 6, 3}, false};
+  if (layers == 50) return {{3, 4, 6, 3}, true};
+  throw UsageError({.what = concat("no ResNet of ", layers, " layers"), .next = "18, 34 or 50"});
+}
+
+Conv2dOptions conv(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
+  return Conv2dOptions(in, out, window).stride(stride).padding(window / 2).bias(false);
+}
+
+std::int64_t channels_out(std::int64_t width, bool bottleneck) { return bottleneck ? 4 * width : width; }
+
+// He et al., "Delving deep into rectifiers" (2015).
+void initialise(torch::nn::Module& model) {
+  for (torch::Tensor& weight : model.parameters())
+    if (weight.dim() == 4) torch::nn::init::kaiming_normal_(weight, 0, torch::kFanOut, torch::kReLU);
+}
+
+}  // namespace
+
+ResidualBlockImpl::ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
+  const std::int64_t out = channels_out(width, bottleneck);
+  if (bottleneck) {
+    add_convolution(conv(in, width, 1));
+    add_convolution(conv(width, width, 3, stride));
+    add_convolution(conv(width, out, 1));
+  } else {
+    add_convolution(conv(in, width, 3, stride));
+    add_convolution(conv(width, width, 3));
+  }
+  if (stride != 1 || in != out)
+    downsample_ = register_module(
+        "downsample", torch::nn::Sequential(Conv2d(conv(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
+}
+
+void ResidualBlockImpl::add_convolution(const Conv2dOptions& options) {
+  const std::string number = std::to_string(convolutions_.size() + 1);
+  convolutions_.push_back(register_module("conv" + number, Conv2d(options)));
+  norms_.push_back(register_module("bn" + number, torch::nn::BatchNorm2d(options.out_channels())));
+}
+
+torch::Tensor ResidualBlockImpl::forward(const torch::Tensor& x) {
+  torch::Tensor y = x;
+  for (std::size_t i = 0; i < convolutions_.size(); ++i) {
+    y = norms_[i]->forward(convolutions_[i]->forward(y));
+    if (i + 1 < convolutions_.size()) y.relu_();
+  }
+  return (y + (downsample_.is_empty() ? x : downsample_->forward(x))).relu_();
+}
+
+ResNetImpl::ResNetImpl(const ResNetOptions& options)
+    : small_images_(options.small_images),
+      conv1_(register_module("conv1", Conv2d(small_images_ ? conv(3, 64, 3) : conv(3, 64, 7, 2)))),
+      bn1_(register_module("bn1", torch::nn::BatchNorm2d(64))) {
+  const Depth depth = depth_of(options.layers);
+  std::int64_t channels = 64;
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    const std::int64_t width = std::int64_t{64} << group;
+    for (int block = 0; block < depth.blocks[group]; ++block) {
+      groups_[group]->push_back(ResidualBlock(channels, width, block == 0 && group > 0 ? 2 : 1, depth.bottleneck));
+      channels = channels_out(width, depth.bottleneck);
+    }
+    register_module("layer" + std::to_string(group + 1), groups_[group]);
+  }
+  fc_ = register_module("fc", torch::nn::Linear(channels, options.classes));
+  initialise(*this);
+}
+
+torch::Tensor ResNetImpl::stem(const torch::Tensor& images) {
+  const torch::Tensor x = bn1_(conv1_(images)).relu_();
+  return small_images_ ? x : torch::max_pool2d(x, 3, /*stride=*/2, /*padding=*/1);
+}
+
+torch::Tensor ResNetImpl::head(const torch::Tensor& x) { return fc_(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)); }
+
+torch::Tensor ResNetImpl::forward(const torch::Tensor& images) { return run_stages(stages(), images); }
+
+std::vector<Stage> ResNetImpl::stages() {
+  std::vector<Stage> stages;
+  stages.push_back(
+      make_stage("stem", {conv1_.get(), bn1_.get()}, [this](const torch::Tensor& images) { return stem(images); }));
+  for (std::size_t group = 0; group < groups_.size(); ++group)
+    for (const Stage& block : stages_of(*groups_[group])) {
+      stages.push_back(block);
+      stages.back().name = concat("layer", group + 1, ".", block.name);
+    }
+  stages.push_back(make_stage("head", {fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
+  return stages;
+}
+
+}  // namespace lockstep

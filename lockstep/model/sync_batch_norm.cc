@@ -1,0 +1,107 @@
+#include "lockstep/model/sync_batch_norm.h"
+
+#include <ATen/ops/batch_norm.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <numeric>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// (C) -> (1, C, 1, ...)
+torch::Tensor per_channel(const torch::Tensor& values, const torch::Tensor& input) {
+  std::vector<std::int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
+  shape[1] = values.numel();
+  return values.view(shape);
+}
+
+// The dimensions of (B, C, ...) that are summed over: all but the channels.
+std::vector<std::int64_t> summed_dimensions(const torch::Tensor& input) {
+  std::vector<std::int64_t> dimensions{0};
+  for (std::int64_t dimension = 2; dimension < input.dim(); ++dimension) dimensions.push_back(dimension);
+  return dimensions;
+}
+
+// (2, C) and a count -> their sums over all ranks. In float64: the variance is a difference of large numbers.
+std::pair<torch::Tensor, double> summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64_t count) {
+  const torch::Tensor all = torch::cat({rows.flatten(), torch::full({1}, static_cast<double>(count), rows.options())});
+  world.all_reduce(all);
+  return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-1].item<double>()};
+}
+
+// x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks.
+class Normalise : public torch::autograd::Function<Normalise> {
+ public:
+  static variable_list forward(AutogradContext* context, const torch::Tensor& input, World* world, double eps) {
+    const torch::Tensor wide = input.to(torch::kFloat64);
+    const auto dimensions = summed_dimensions(input);
+    const torch::Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
+    const std::int64_t mine = input.numel() / input.size(1);
+    const auto [all, count] = summed_over_ranks(*world, sums, mine);
+    const torch::Tensor mean = all[0] / count;
+    const torch::Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
+    const torch::Tensor inverse = (variance + eps).rsqrt();
+    const torch::Tensor output =
+        ((wide - per_channel(mean, input)) * per_channel(inverse, input)).to(input.scalar_type());
+    context->save_for_backward({output, inverse});
+    context->saved_data["world"] = reinterpret_cast<std::int64_t>(world);
+    context->saved_data["count"] = count;
+    const torch::Tensor unbiased = variance * (count / std::max(count - 1, 1.0));
+    context->mark_non_differentiable({mean, unbiased});
+    return {output, mean, unbiased};
+  }
+
+  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks.
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const auto& world = *reinterpret_cast<World*>(context->saved_data["world"].toInt());
+    const double count = context->saved_data["count"].toDouble();
+    const torch::Tensor dy = gradients[0].to(torch::kFloat64);
+    const torch::Tensor y = saved[0].to(torch::kFloat64);
+    const auto dimensions = summed_dimensions(dy);
+    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)});
+    const torch::Tensor means = summed_over_ranks(world, sums, 0).first / count;
+    const torch::Tensor dx = per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
+    return {dx.to(gradients[0].scalar_type()), {}, {}};
+  }
+};
+
+std::vector<int> everyone(const World& world) {
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace
+
+// A group of its own: its collectives keep their order whatever else exchanges during backward.
+SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options)
+    : weight(register_parameter("weight", torch::ones({options.features}))),
+      bias(register_parameter("bias", torch::zeros({options.features}))),
+      running_mean(register_buffer("running_mean", torch::zeros({options.features}))),
+      running_var(register_buffer("running_var", torch::ones({options.features}))),
+      world_(*world.group(everyone(world))),
+      options_(options) {}
+
+torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
+  if (input.dim() < 2 || input.size(1) != options_.features)
+    throw UsageError({.what = concat("SyncBatchNorm of ", options_.features, " channels, given a tensor of shape ", input.sizes()),
+                      .next = "give (batch, channels, ...)"});
+  if (!is_training())
+    return torch::batch_norm(input, weight, bias, running_mean, running_var, false, 0, options_.eps, false);
+  const variable_list found = Normalise::apply(input, &world_, options_.eps);
+  {
+    const torch::NoGradGuard no_grad;
+    running_mean.lerp_(found[1].to(running_mean.scalar_type()), options_.momentum);
+    running_var.lerp_(found[2].to(running_var.scalar_type()), options_.momentum);
+  }
+  return found[0] * per_channel(weight, input) + per_channel(bias, input);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,23 @@
+#include "lockstep/strategy/periodic_average.h"
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+
+PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options)
+    : world_(std::move(world)), parameters_(named_parameters(module)), options_(options) {
+  if (options.first_steps < 0 || options.every < 1)
+    throw UsageError({.what = concat("averages every ", options.every, " steps after the first ", options.first_steps),
+                      .next = "at least every step, and no negative beginning"});
+}
+
+void PeriodicAverage::after_step() {
+  const bool was_local = is_local();
+  ++steps_;
+  if (!was_local || (steps_ - options_.first_steps) % options_.every != 0) return;
+  const torch::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : parameters_) world_.all_reduce(dense_view(parameter), ReduceOp::kMean);
+}
+
+}  // namespace lockstep

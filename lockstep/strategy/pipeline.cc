@@ -1,0 +1,198 @@
+#include "lockstep/strategy/pipeline.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/strategy/pipeline_cut.h"
+#include "lockstep/strategy/pipeline_stage.h"
+#include "lockstep/strategy/replica.h"
+#include "lockstep/strategy/thread_generator.h"
+
+namespace lockstep {
+namespace {
+
+// Each stage's parameters in the model's order; one that several stages use belongs to the first of them.
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut) {
+  std::vector<std::vector<torch::Tensor>> stages;
+  std::unordered_set<const void*> taken;
+  for (const Range& range : cut) {
+    std::vector<torch::Tensor> own;
+    for (const torch::Tensor& parameter : parameters_of({pieces.begin() + range.begin, pieces.begin() + range.end}))
+      if (taken.insert(parameter.unsafeGetTensorImpl()).second) own.push_back(parameter);
+    stages.push_back(std::move(own));
+  }
+  return stages;
+}
+
+int stages_in(const Task& task, const StrategyOptions& options, const Replica& replica) {
+  return parse_stages(options.stages, options.devices, static_cast<int>(pieces_of(task, *replica.model).size())).stages;
+}
+
+class Pipeline : public Strategy {
+ public:
+  Pipeline(const World& world, const Task& task, const StrategyOptions& options)
+      : task_(task),
+        schedule_(parse_schedule(options.pipeline_schedule)),
+        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches),
+        replicas_(make_replicas(1, task, options)),
+        stages_(stages_in(task, options, replicas_.front())),
+        devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = stages_}) {
+    if (micro_batches_ < 1)
+      throw UsageError({.what = concat("--micro-batches ", micro_batches_), .next = "give at least 1"});
+    if (replica_count() > 1) replicas_ = make_replicas(replica_count(), task, options);
+    share_parameters(replicas_);
+    for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task, *replica.model));
+    use(parse_stages(options.stages, options.devices, static_cast<int>(pieces_[0].size())).cut);
+    seed_steps(options.seed + 1);
+  }
+
+  BatchTotals compute(const Batch& batch) override {
+    if (cut_.empty()) use(balanced_cut(measure_pieces(pieces_[0], model(), first_micro_batch(batch)), stages_));
+    for (const Replica& replica : replicas_) replica.model->zero_grad();
+    const Stopwatch watch;
+    const auto results = run_stages_on(batch);
+    record(results, watch.seconds());
+    const Stopwatch exchange;
+    sum_over_replicas();
+    phases_.exchange += exchange.seconds();
+    BatchTotals totals{.samples = batch.size()};
+    for (const StageResult& result : results) totals.mean_loss += result.loss;
+    return totals;
+  }
+
+  void update() override {
+    const Stopwatch watch;
+    replicas_.front().optimizer->step();
+    phases_.update += watch.seconds();
+  }
+
+  torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
+  torch::nn::Module& model() override { return *replicas_.front().model; }
+  Optimizer& optimizer() override { return *replicas_.front().optimizer; }
+  const PhaseTimes& phases() const override { return phases_; }
+  void restored(std::int64_t) override { follow_model(replicas_); }
+  std::vector<std::string> devices() const override { return devices_.names(); }
+
+  // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
+  // stages took the same time.
+  Report report() const override {
+    Report report = {{"stages", stages_},
+                     {"replicas", replica_count()},
+                     {"micro_batches", static_cast<double>(micro_batches_)},
+                     {"bubble", 1 - busy_ / (wall_ * devices_.size())},
+                     {"ideal_bubble", ideal_bubble(stages_, static_cast<int>(micro_batches_))}};
+    for (std::size_t stage = 0; stage < memory_.size(); ++stage) {
+      report.emplace_back(concat("stage_", stage, "_in_flight"), in_flight_[stage]);
+      report.emplace_back(concat("stage_", stage, "_bytes"), static_cast<double>(memory_[stage]));
+    }
+    return report;
+  }
+
+ private:
+  int replica_count() const { return devices_.size() / stages_; }
+
+  void use(const Cut& cut) {
+    cut_ = cut;
+    if (cut.empty()) return;
+    log_debug(concat("pipeline stages: ", to_string(cut)));
+    parameters_.resize(cut.size());
+    for (const auto& pieces : pieces_) {
+      const auto of_stages = parameters_of_stages(pieces, cut);
+      for (std::size_t stage = 0; stage < cut.size(); ++stage) parameters_[stage].push_back(of_stages[stage]);
+    }
+  }
+
+  torch::Tensor first_micro_batch(const Batch& batch) const {
+    const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count()));
+    return in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout);
+  }
+
+  std::vector<StageResult> run_stages_on(const Batch& batch) {
+    const auto work = std::make_shared<std::vector<StageWork>>();
+    const std::uint64_t seed = draw_seed();
+    for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size(), seed);
+    const auto results = std::make_shared<std::vector<StageResult>>(work->size());
+    devices_.run([work, results, task = task_, models = replicas_](Device& device) {
+      const auto i = static_cast<std::size_t>(device.index());
+      (*results)[i] = run_stage(device, task, (*work)[i]);
+    });
+    return *results;
+  }
+
+  // A StageWork for each stage of the next replica.
+  void add_work(std::vector<StageWork>& work, const Batch& part, std::int64_t samples,
+                std::uint64_t seed) const {
+    const std::size_t replica = work.size() / static_cast<std::size_t>(stages_);
+    const auto micro_batches = static_cast<int>(std::min(micro_batches_, part.size()));
+    std::vector<Batch> batches = micro_batches > 0 ? parts_of(part, micro_batches) : std::vector<Batch>{};
+    for (Batch& each : batches) each.data = in_layout(each.data, replicas_[replica].layout);
+    std::shared_ptr<StageLink> link;
+    for (int stage = 0; stage < stages_; ++stage) {
+      const Range range = cut_[static_cast<std::size_t>(stage)];
+      const auto pieces = pieces_[replica].begin();
+      const bool last = stage + 1 == stages_;
+      work.push_back({.pieces = {pieces + range.begin, pieces + range.end},
+                      .before = link,
+                      .behind = last ? nullptr : std::make_shared<StageLink>(std::max(micro_batches, 1)),
+                      .micro_batches = batches,
+                      .steps = steps_of_stage(schedule_, stage, stages_, micro_batches),
+                      .samples = samples,
+                      .seed = seed_of(seed, static_cast<int>(replica)),
+                      .first_piece = static_cast<int>(range.begin)});
+      link = work.back().behind;
+    }
+  }
+
+  // The gradients of each stage over its devices, onto the first replica's.
+  void sum_over_replicas() {
+    if (replica_count() == 1) return;
+    std::vector<ParameterLists> of_stages;
+    for (const ParameterLists& parameters : parameters_) of_stages.push_back(with_gradients(parameters));
+    devices_.run([of_stages, stages = stages_](Device& device) {
+      const auto stage = static_cast<std::size_t>(device.index() % stages);
+      for (const torch::Tensor& parameter : of_stages[stage][static_cast<std::size_t>(device.index() / stages)])
+        device.reduce(parameter.grad());
+    });
+  }
+
+  void record(const std::vector<StageResult>& results, double seconds) {
+    wall_ += seconds;
+    memory_.resize(static_cast<std::size_t>(stages_));
+    in_flight_.resize(memory_.size());
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      const std::size_t stage = i % memory_.size();
+      busy_ += results[i].busy;
+      memory_[stage] = std::max(memory_[stage], results[i].memory);
+      in_flight_[stage] = std::max(in_flight_[stage], results[i].in_flight);
+    }
+    phases_.backward += seconds;  // forward and backward take turns
+  }
+
+  Task task_;
+  PipelineSchedule schedule_;
+  std::int64_t micro_batches_;
+  Replicas replicas_;
+  int stages_;
+  Devices devices_;
+  std::vector<std::vector<Stage>> pieces_;            // of each replica
+  Cut cut_;                                           // empty until the first batch has been measured
+  std::vector<ParameterLists> parameters_;            // of each stage
+  double wall_ = 0;
+  double busy_ = 0;
+  std::vector<std::int64_t> memory_;  // of each stage
+  std::vector<int> in_flight_;
+  PhaseTimes phases_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options) {
+  require_one_process(world, options);
+  return std::make_unique<Pipeline>(world, task, options);
+}
+
+}  // namespace lockstep

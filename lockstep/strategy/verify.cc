@@ -1,0 +1,106 @@
+#include "lockstep/strategy/verify.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/data/sampler.h"
+
+namespace lockstep {
+namespace {
+
+using BatchOf = std::function<Batch(int step)>;
+
+Task in_precision(Task task, bool double_precision) {
+  if (!double_precision) return task;
+  task.make_model = [make = task.make_model] {
+    ModulePtr model = make();
+    model->to(torch::kFloat64);
+    return model;
+  };
+  return task;
+}
+
+Batch part_of(const Batch& batch, const World& world, bool double_precision) {
+  const Range mine = even_part(batch.size(), world.rank(), world.size());
+  Batch part{batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
+  if (double_precision && part.data.is_floating_point()) part.data = part.data.to(torch::kFloat64);
+  if (double_precision && part.target.is_floating_point()) part.target = part.target.to(torch::kFloat64);
+  return part;
+}
+
+// What rank 0 has after training on `ranks` ranks of one thread.
+std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& batch_of, const VerifyOptions& options) {
+  std::vector<NamedTensor> parameters;
+  run_ranks(ranks, [&](World& world) {
+    at::set_num_threads(1);
+    const auto strategy = make_strategy(world, in_precision(task, options.double_precision), options.strategy);
+    if (options.strategy.virtual_shards == 0) strategy->model().eval();
+    for (int step = 0; step < options.steps; ++step) {
+      strategy->compute(part_of(batch_of(step), world, options.double_precision));
+      strategy->update();
+    }
+    if (world.rank() == 0)
+      for (const auto& [name, tensor] : named_parameters(strategy->model()))
+        parameters.push_back({name, tensor.detach().clone()});
+    world.barrier();
+  });
+  return parameters;
+}
+
+double relative_difference(const torch::Tensor& a, const torch::Tensor& b) {
+  const double norm = b.to(torch::kFloat64).norm().item<double>();
+  const double difference = (a.to(torch::kFloat64) - b.to(torch::kFloat64)).norm().item<double>();
+  return difference == 0 ? 0 : difference / std::max(norm, std::numeric_limits<double>::min());
+}
+
+}  // namespace
+
+VerifyReport verify(const Task& task, const BatchOf& batch_of, const VerifyOptions& options) {
+  const auto many = trained(options.ranks, task, batch_of, options);
+  const auto one = trained(1, task, batch_of, options);
+  VerifyReport report{.tolerance = options.tolerance};
+  for (std::size_t i = 0; i < one.size(); ++i) {
+    const double relative = relative_difference(many[i].tensor, one[i].tensor);
+    report.differences.push_back({one[i].name, relative});
+    report.equal = report.equal && relative <= options.tolerance;  // also false for NaN
+    report.same_bits = report.same_bits && torch::equal(many[i].tensor, one[i].tensor);
+  }
+  return report;
+}
+
+VerifyReport verify(const Task& task, const VerifyOptions& options) {
+  const SampleShape& sample = task.sample;
+  if (sample.sizes.empty())
+    throw UsageError({.what = concat("verify(", task.name, ") does not know the shape of a sample"),
+                      .next = "give the Task its `sample`, or verify() a function that makes batches"});
+  const auto random_batch = [&](int step) -> Batch {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
+    std::vector<std::int64_t> shape = sample.sizes;
+    shape.insert(shape.begin(), options.batch_size);
+    if (sample.tokens)
+      return {torch::randint(sample.classes, shape, generator, torch::kInt64),
+              torch::randint(sample.classes, shape, generator, torch::kInt64)};
+    return {torch::randn(shape, generator), torch::randint(sample.classes, {options.batch_size}, generator, torch::kInt64)};
+  };
+  return verify(task, random_batch, options);
+}
+
+std::string VerifyReport::describe() const {
+  if (same_bits) return "equal: the same bits";
+  if (equal) {
+    double largest = 0;
+    for (const TensorDifference& each : differences) largest = std::max(largest, each.relative);
+    return concat("equal within rounding: parameters differ by at most ", largest, " of their norm");
+  }
+  for (const TensorDifference& each : differences)
+    if (!(each.relative <= tolerance))
+      return concat("different: the first parameter that differs is ", each.name, ", by ", each.relative, " of its norm");
+  return "different";
+}
+
+}  // namespace lockstep

@@ -1,0 +1,99 @@
+// tests/strategies.h: what the tests of the strategies share: a small task in float64, and courses to compare.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cmath>
+#include <vector>
+
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep::testing {
+
+inline constexpr std::int64_t kBatch = 10;  // 3 and 4 do not divide it
+inline constexpr int kSteps = 20;
+
+// 6 -> 8 -> 7 -> 5 -> 4, float64: seven modules to cut between.
+inline Task small_task() {
+  return {.make_model =
+              [] {
+                torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 7),
+                                          torch::nn::Tanh(), torch::nn::Linear(7, 5), torch::nn::Tanh(),
+                                          torch::nn::Linear(5, 4));
+                net->to(torch::kFloat64);
+                return net.ptr();
+              },
+          .forward = [](torch::nn::Module& model,
+                        const torch::Tensor& data) { return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data); },
+          .loss = [](const torch::Tensor& output,
+                     const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+          .correct = [](const torch::Tensor& output,
+                        const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
+          .name = "small"};
+}
+
+inline Batch batch_of(int step, std::int64_t samples = kBatch) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + step));
+  return {torch::randn({samples, 6}, generator, torch::TensorOptions().dtype(torch::kFloat64)),
+          torch::randint(0, 4, {samples}, generator, torch::kInt64)};
+}
+
+struct Course {
+  std::vector<torch::Tensor> parameters;
+  std::vector<double> losses;
+};
+
+inline std::vector<torch::Tensor> values_of(torch::nn::Module& model) {
+  std::vector<torch::Tensor> values;
+  for (const torch::Tensor& parameter : model.parameters()) values.push_back(parameter.detach().clone());
+  return values;
+}
+
+inline Course course_of(Strategy& strategy, int steps = kSteps, std::int64_t samples = kBatch) {
+  Course course;
+  for (int step = 0; step < steps; ++step) {
+    course.losses.push_back(strategy.compute(batch_of(step, samples)).mean_loss);
+    strategy.update();
+  }
+  strategy.synchronise();
+  course.parameters = values_of(strategy.model());
+  return course;
+}
+
+inline Course course_of(const Task& task, const StrategyOptions& options, int steps = kSteps,
+                        std::int64_t samples = kBatch) {
+  return course_of(*make_strategy(World::single(), task, options), steps, samples);
+}
+
+inline Course on_one_device(const Task& task, StrategyOptions options, int steps = kSteps,
+                            std::int64_t samples = kBatch) {
+  options.name = "single";
+  options.devices = 1;
+  return course_of(task, options, steps, samples);
+}
+
+// Each tensor within `tolerance` of its norm, each loss within it.
+inline void expect_same_course(const Course& one, const Course& other, double tolerance = 1e-9) {
+  ASSERT_EQ(one.parameters.size(), other.parameters.size());
+  for (std::size_t i = 0; i < one.parameters.size(); ++i) {
+    const double difference = (one.parameters[i] - other.parameters[i]).norm().item<double>();
+    EXPECT_LE(difference, tolerance * other.parameters[i].norm().item<double>()) << "parameter " << i;
+  }
+  ASSERT_EQ(one.losses.size(), other.losses.size());
+  for (std::size_t i = 0; i < one.losses.size(); ++i)
+    EXPECT_NEAR(one.losses[i], other.losses[i], tolerance * std::abs(other.losses[i])) << "step " << i;
+}
+
+inline void expect_same_bits(const Course& one, const Course& other) {
+  ASSERT_EQ(one.parameters.size(), other.parameters.size());
+  for (std::size_t i = 0; i < one.parameters.size(); ++i)
+    EXPECT_TRUE(torch::equal(one.parameters[i], other.parameters[i])) << "parameter " << i;
+  EXPECT_EQ(one.losses, other.losses);
+}
+
+}  // namespace lockstep::testing

@@ -1,0 +1,111 @@
+// `lockstep data`, and training on what it wrote: really started.
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "tests/launch/child.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::Child;
+using testing::contains;
+using testing::TempFolder;
+using Words = std::vector<std::string>;
+
+struct Ended {
+  int exit_code;
+  std::string output;
+  std::string error;
+};
+
+Ended lockstep_command(const Words& words) {
+  Words command = {LOCKSTEP_COMMAND};
+  command.insert(command.end(), words.begin(), words.end());
+  Child child(command);
+  const int exit_code = child.wait();
+  return {exit_code, child.output(), child.error()};
+}
+
+std::vector<nlohmann::json> lines_of(const std::filesystem::path& metrics, const std::string& event) {
+  std::vector<nlohmann::json> lines;
+  for (const std::string& line : split(read_file(metrics), '\n'))
+    if (!line.empty() && nlohmann::json::parse(line).at("event") == event) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+Words train(const TempFolder& folder, const std::string& metrics, const Words& more) {
+  Words words = {"train",     "--threads", "1",  "--data",    "packed:" + folder.file("p"), "--augment", "crop:2,flip",
+                 "--epochs",  "2",         "--batch-size",    "48", "--quiet", "--metrics", folder.file(metrics)};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+class PackedTraining : public ::testing::Test {
+ protected:
+  PackedTraining() {
+    packed = lockstep_command({"data", "pack", "--data", "synthetic:240x1x28x28?val=0.2", "--to", folder.file("p"),
+                               "--shard-mib", "0.05"});
+  }
+  TempFolder folder;
+  Ended packed;
+};
+
+TEST_F(PackedTraining, describes_what_was_packed) {
+  ASSERT_EQ(packed.exit_code, 0) << packed.error;
+  const Ended info = lockstep_command({"data", "info", folder.file("p"), "--verify"});
+  EXPECT_EQ(info.exit_code, 0);
+  EXPECT_TRUE(contains(info.output, "records      192"));
+  EXPECT_TRUE(contains(info.output, "records      48"));
+  EXPECT_TRUE(contains(info.output, "(1, 28, 28)"));
+  EXPECT_TRUE(contains(info.output, "all match"));
+}
+
+TEST_F(PackedTraining, gives_the_same_losses_with_other_ranks_workers_and_after_a_resume) {
+  ASSERT_EQ(lockstep_command(train(folder, "one", {"--workers", "0"})).exit_code, 0);
+  const Words stop = {"--ranks", "2", "--workers", "2", "--checkpoint-dir", folder.file("c"), "--checkpoint-every", "1"};
+  Words first = stop;
+  first.insert(first.end(), {"--max-steps", "3"});
+  ASSERT_EQ(lockstep_command(train(folder, "two", first)).exit_code, 0);
+  const Ended rest = lockstep_command(train(folder, "two", {"--checkpoint-dir", folder.file("c"), "--resume"}));
+  ASSERT_EQ(rest.exit_code, 0) << rest.error;
+  const auto one = lines_of(folder / "one", "step");
+  const auto two = lines_of(folder / "two", "step");
+  ASSERT_EQ(one.size(), 8U);
+  ASSERT_EQ(two.size(), 8U);
+  for (std::size_t i = 0; i < one.size(); ++i)
+    EXPECT_NEAR(one[i].at("loss").get<double>(), two[i].at("loss").get<double>(), 1e-4) << i;
+}
+
+TEST_F(PackedTraining, reports_the_loading_in_the_metrics) {
+  ASSERT_EQ(lockstep_command(train(folder, "m", {})).exit_code, 0);
+  const nlohmann::json run = lines_of(folder / "m", "run").at(0);
+  EXPECT_GT(run.at("data_read_seconds").get<double>(), 0);
+  EXPECT_GT(run.at("data_assemble_seconds").get<double>(), 0);
+  EXPECT_EQ(run.at("data_skipped").get<int>(), 0);
+}
+
+TEST_F(PackedTraining, leaves_damaged_records_out_by_choice) {
+  const auto shard = folder / "p/train/00000.lsr";
+  std::string bytes = read_file(shard);
+  bytes[100] ^= 1;
+  write_file(shard, bytes);
+  const Ended strict = lockstep_command(train(folder, "m", {}));
+  EXPECT_EQ(strict.exit_code, 1);
+  EXPECT_TRUE(contains(strict.error, "record 0: its checksum does not match"));
+  EXPECT_TRUE(contains(strict.error, "00000.lsr"));
+  EXPECT_EQ(lockstep_command(train(folder, "m", {"--skip-bad", "1"})).exit_code, 0);
+  EXPECT_EQ(lines_of(folder / "m", "run").at(0).at("data_skipped").get<int>(), 2);  // once an epoch
+}
+
+TEST(DataCommand, says_what_it_does_not_understand) {
+  EXPECT_EQ(lockstep_command({"data", "pack", "--data", "nothing", "--to", "/tmp/x"}).exit_code, 2);
+  EXPECT_EQ(lockstep_command({"data"}).exit_code, 2);
+  const Ended info = lockstep_command({"data", "info", "/no/such/folder"});
+  EXPECT_EQ(info.exit_code, 1);
+  EXPECT_TRUE(contains(info.error, "no packed data in /no/such/folder"));
+}
+
+}  // namespace
+}  // namespace lockstep
