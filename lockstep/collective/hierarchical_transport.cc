@@ -41,9 +41,7 @@ class Sentinel {
   using OnLoss = std::function<void(std::exception_ptr)>;
 
   Sentinel(shm::Group& inside, OnLoss on_loss) {
-    std::vector<int> all;
-    for (int rank = 0; rank < inside.size(); ++rank) all.push_back(rank);
-    group_.emplace(std::move(*inside.subgroup(all)));
+    group_.emplace(whole_group_of(inside));
     group_->set_timeout(kForever);
     word_ = group_->start(shm::Receive{.data = &heard_, .count = 1, .dtype = shm::DType::kUInt8});
     thread_ = std::thread([this, on_loss = std::move(on_loss)] { watch(on_loss); });
@@ -106,6 +104,7 @@ class HierarchicalTransport : public Transport {
         between_(connect_counterparts(inside_, machines_, store_, options_)),
         collectives_(inside_, between_.get(), machines_, node()) {
     if (inside_.size() > 1) sentinel_.emplace(inside_, [this](const std::exception_ptr& error) { close(error); });
+    if (between_) between_->watch([this](const std::exception_ptr& error) { give_up(error); });
   }
 
   // As that of shared memory: in good order, unless an exception is on its way out.
@@ -115,6 +114,7 @@ class HierarchicalTransport : public Transport {
       return;
     }
     worker_.drain();
+    if (between_) between_->leave();
     sentinel_.reset();
     try {
       inside_.leave();
@@ -155,6 +155,11 @@ class HierarchicalTransport : public Transport {
     return allocate_shared(inside_, sizes, options);
   }
 
+  std::optional<shm::Group> machine_group() override {
+    worker_.drain();
+    return whole_group_of(inside_);
+  }
+
   void fail(const std::string& reason) override {
     inside_.poison(reason);
     close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = options_.describe})));
@@ -173,8 +178,7 @@ class HierarchicalTransport : public Transport {
   } catch (const UsageError&) {
     throw;
   } catch (...) {
-    inside_.poison(reason_of(std::current_exception()));
-    close(std::current_exception());
+    give_up(std::current_exception());
     collectives_.give_up();
     throw;
   }
@@ -182,6 +186,11 @@ class HierarchicalTransport : public Transport {
   void barrier() {
     const torch::Tensor token = torch::zeros({1}, torch::kUInt8);
     collectives_.all_reduce({.operation = Operation::kAllReduce, .input = token, .output = token});
+  }
+
+  void give_up(const std::exception_ptr& error) {
+    inside_.poison(reason_of(error));
+    close(error);
   }
 
   void close(const std::exception_ptr& reason) {

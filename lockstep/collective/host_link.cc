@@ -11,17 +11,55 @@ namespace lockstep {
 namespace {
 
 constexpr int kTag = 0;  // Gloo keeps the order of the transfers of one tag
+constexpr int kWatchTag = 1;
+constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
 }
+
+std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
 
 }  // namespace
 
 HostLink::HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options)
     : options_(std::move(options)), gloo_(connect_gloo(store, options_)) {}
 
-HostLink::~HostLink() = default;
+HostLink::~HostLink() {
+  if (!watcher_.joinable()) return;
+  watched_->abort();
+  watcher_.join();
+}
+
+void HostLink::watch(OnLoss on_loss) {
+  auto tensors = as_tensor(&farewell_, 1);
+  const int next = (node() + 1) % nodes();
+  try {
+    watched_ = issue_alone([&] { return gloo_->recv(tensors, next, kWatchTag); });
+  } catch (const std::exception& error) {
+    throw_lost(next, first_line(error));
+  }
+  watcher_ = std::thread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
+}
+
+void HostLink::watch_next(const OnLoss& on_loss) {
+  try {
+    watched_->wait(kAsLongAsTheLink);
+  } catch (const std::exception& error) {
+    const auto reason = std::make_exception_ptr(lost((node() + 1) % nodes(), first_line(error)));
+    close(reason);
+    on_loss(reason);
+  }
+}
+
+void HostLink::leave() {
+  const std::byte farewell{};
+  auto tensors = as_tensor(&farewell, 1);
+  try {
+    issue_alone([&] { return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag); })->wait();
+  } catch (const std::exception&) {  // lost, closed, or gone before
+  }
+}
 
 void HostLink::send(int node, const std::byte* data, std::size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
@@ -42,7 +80,7 @@ void HostLink::start(int node, const std::function<C10dWork()>& issue, Transfers
   try {
     work = issue_alone(issue);
   } catch (const std::exception& error) {
-    throw_lost(node, split(error.what(), '\n').front());
+    throw_lost(node, first_line(error));
   }
   const std::lock_guard lock(mutex_);
   if (closed_) work->abort();
@@ -61,7 +99,7 @@ void HostLink::wait_for(const Transfer& transfer) {
   try {
     done = transfer.work->wait();
   } catch (const std::exception& error) {
-    trouble = split(error.what(), '\n').front();
+    trouble = first_line(error);
   }
   {
     const std::lock_guard lock(mutex_);
@@ -70,13 +108,17 @@ void HostLink::wait_for(const Transfer& transfer) {
   if (!done) throw_lost(transfer.node, trouble);
 }
 
+PeerLost HostLink::lost(int node, const std::string& trouble) const {
+  return PeerLost({.what = concat("lost machine ", node, " of ", options_.size, ": ", trouble),
+                   .here = options_.describe,
+                   .likely = "a rank there died, failed or stopped; the launcher there names it",
+                   .next = "run again with --resume to go on from the last checkpoint"});
+}
+
 void HostLink::throw_lost(int node, const std::string& trouble) {
   const std::lock_guard lock(mutex_);
   if (closed_) std::rethrow_exception(closed_);
-  throw PeerLost({.what = concat("lost machine ", node, " of ", options_.size, ": ", trouble),
-                  .here = options_.describe,
-                  .likely = "a rank there died, failed or stopped; the launcher there names it",
-                  .next = "run again with --resume to go on from the last checkpoint"});
+  throw lost(node, trouble);
 }
 
 void HostLink::forget() {

@@ -198,9 +198,7 @@ class ShmTransport : public Transport {
 
   std::optional<shm::Group> machine_group() override {
     queue_.make_all_calls();
-    std::vector<int> everyone(static_cast<std::size_t>(group_.size()));
-    std::iota(everyone.begin(), everyone.end(), 0);
-    return group_.subgroup(everyone);
+    return whole_group_of(group_);
   }
 
   void fail(const std::string& reason) override { group_.poison(reason); }
@@ -251,6 +249,12 @@ std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists)
   const auto some = std::ranges::find_if(lists, [](const auto& list) { return !list.empty(); });
   if (some == lists.end()) return std::nullopt;
   return group.subgroup(mine.empty() ? *some : mine);  // who is in none takes part in making one
+}
+
+shm::Group whole_group_of(shm::Group& group) {
+  std::vector<int> everyone(static_cast<std::size_t>(group.size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return std::move(*group.subgroup(everyone));
 }
 
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {

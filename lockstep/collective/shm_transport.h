@@ -22,6 +22,9 @@ shm::Group connect_shared_memory(const World& world, const std::vector<int>& ran
 // The group of lists[rank], none where that is empty. Every rank of the group calls, with the same lists.
 std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists);
 
+// Another group of the same ranks. Every rank of the group calls.
+shm::Group whole_group_of(shm::Group& group);
+
 // As World::allocate.
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
 
