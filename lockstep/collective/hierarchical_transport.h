@@ -4,8 +4,9 @@
 //   all_reduce, broadcast, barrier   host_collectives.h: 2(n-1)/n * K leave each of n machines, whatever its ranks
 //   other collectives, messages      Gloo between all ranks
 //
-// Owns:    the shared memory's group, the connections, a thread that carries collectives out in the order of their
-// start Threads: one at a time Ranks:   all of all machines; each machine may have another number of them
+// Owns:    the shared memory's group, the connections, a thread that carries collectives out in the order of their start
+// Threads: one at a time
+// Ranks:   all of all machines; each machine may have another number of them
 //
 // When a rank is lost its machine's shared memory is poisoned, and every rank that finds out closes its connections to
 // the other machines, where the same happens: all ranks of all machines get PeerLost. So they do when ranks disagree

@@ -91,6 +91,17 @@ TEST_P(Hosts, broadcast_from_every_rank) {
   });
 }
 
+TEST_P(Hosts, have_a_group_of_their_own_on_each_machine) {
+  run_over_hosts(GetParam(), [](World& world) {
+    auto group = world.machine_group();
+    ASSERT_TRUE(group.has_value());
+    EXPECT_EQ(group->rank(), world.local_rank());
+    EXPECT_EQ(group->size(), world.local_size());
+    group->barrier();
+    world.barrier();
+  });
+}
+
 // The first failure is the victim's; the others must find out soon, wherever they are.
 void expect_all_others_lose(const Nodes& nodes, int victim, const testing::Body& others) {
   std::mutex mutex;

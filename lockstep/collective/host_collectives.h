@@ -9,9 +9,8 @@
 // each machine owns slice s: it alone exchanges that slice, with its counterparts. A tensor goes in chunks c:
 //
 //   1  inside    reduce_scatter in shared memory: the owner of slice s has the machine's sum of it
-//   2  between   the owner sends part m of its slice to machine m, receives its own part from all, reduces in the order
-//   of
-//                the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
+//   2  between   the owner sends part m of its slice to machine m, receives its own part from all, reduces in
+//                the order of the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
 //   3  inside    all_gather in shared memory
 //
 // While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Up to kOneShotBytes the owner of
