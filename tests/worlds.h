@@ -8,23 +8,34 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/hierarchical_transport.h"
+#include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/world.h"
 #include "lockstep/collective/world_state.h"
 #include "tests/support.h"
 
 namespace lockstep::testing {
 
-enum class Fabric { kSharedMemory, kGloo };
+enum class Fabric { kSharedMemory, kGloo, kHosts };
 
-inline std::string name_of(Fabric fabric) { return fabric == Fabric::kGloo ? "gloo" : "shared_memory"; }
+inline std::string name_of(Fabric fabric) {
+  switch (fabric) {
+    case Fabric::kSharedMemory: return "shared_memory";
+    case Fabric::kGloo: return "gloo";
+    case Fabric::kHosts: return "hosts";
+  }
+  return {};
+}
 
 using Body = std::function<void(World&)>;
+using Nodes = std::vector<int>;
 
-// Each rank counts as a machine of its own.
+// Gloo between all ranks, each of which counts as a machine of its own.
 inline void run_over_gloo(int ranks, const Body& body, const WorldOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<int> nodes;
+  Nodes nodes;
   for (int rank = 0; rank < ranks; ++rank) nodes.push_back(rank);
   const auto connect = [&](int rank) {
     return make_gloo(store, {.rank = rank, .size = ranks, .describe = "a test", .timeout = options.timeout});
@@ -32,9 +43,41 @@ inline void run_over_gloo(int ranks, const Body& body, const WorldOptions& optio
   run_threads(nodes, connect, body, options);
 }
 
+// Shared memory between the ranks that count as one machine, Gloo between them: nodes[r] is the machine of rank r.
+inline void run_over_hosts(const Nodes& nodes, const Body& body,
+                           const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const Machines machines{nodes};
+  std::vector<std::vector<shm::Group>> insides;
+  for (int node = 0; node < machines.count(); ++node)
+    insides.push_back(
+        shm::make_thread_group(static_cast<int>(machines.ranks_on(node).size()), {.timeout = options.timeout}));
+  const auto connect = [&](int rank) {
+    const auto node = static_cast<std::size_t>(nodes[static_cast<std::size_t>(rank)]);
+    shm::Group& inside = insides[node][static_cast<std::size_t>(machines.local_rank(rank))];
+    return make_hierarchical(std::move(inside), machines, store,
+                             {.rank = rank,
+                              .size = static_cast<int>(nodes.size()),
+                              .describe = concat("rank ", rank),
+                              .timeout = options.timeout});
+  };
+  run_threads(nodes, connect, body, options);
+}
+
+// Some uneven spread of ranks over two or three machines.
+inline Nodes spread(int ranks) {
+  const Nodes seven{0, 1, 1, 0, 2, 2, 0};
+  const Nodes six{0, 1, 2, 0, 1, 2};
+  const Nodes few{0, 0, 1, 1};
+  if (ranks == 2) return {0, 1};
+  const Nodes& all = ranks > 6 ? seven : (ranks > 4 ? six : few);
+  return {all.begin(), all.begin() + ranks};
+}
+
 inline void run_over(Fabric fabric, int ranks, const Body& body,
                      const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
   if (fabric == Fabric::kGloo && ranks > 1) return run_over_gloo(ranks, body, options);
+  if (fabric == Fabric::kHosts && ranks > 1) return run_over_hosts(spread(ranks), body, options);
   run_ranks(ranks, body, options);
 }
 

@@ -1,12 +1,8 @@
-#include <csignal>
-#include <cstdlib>
-
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_call.h"
 #include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/gloo_connection.h"
 #include "lockstep/collective/self_transport.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -14,30 +10,8 @@
 namespace lockstep {
 namespace {
 
-using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
 using Splits = std::vector<std::int64_t>;
 using Tensors = std::vector<torch::Tensor>;
-
-std::shared_ptr<gloo::transport::Device> gloo_device(const std::string& address) {
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  if (interface != nullptr) return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
-  return c10d::ProcessGroupGloo::createDeviceForHostname(address);
-}
-
-Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) try {
-  auto gloo =
-      c10d::ProcessGroupGloo::Options::create(options.timeout);  // create_default would put a loopback device first
-  gloo->devices.push_back(gloo_device(options.address));
-  auto group =
-      c10::make_intrusive<c10d::ProcessGroupGloo>(with_prefix(store, "gloo"), options.rank, options.size, gloo);
-  issue_alone([&] { return group->barrier(); })->wait();  // who leaves at once would disturb those who still connect
-  return group;
-} catch (const std::exception& error) {
-  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", split(error.what(), '\n').front()),
-                         .here = concat(options.describe, " at ", options.address),
-                         .likely = "a rank died while starting, or a firewall stands between the machines",
-                         .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
-}
 
 // Gloo moves bytes of any dtype alike.
 torch::Tensor bytes_of(const torch::Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
@@ -105,14 +79,15 @@ class GlooTransport : public Transport {
     });
   }
 
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
-    const auto store = with_prefix(store_, prefix_of_group(groups_made_++, ranks));
-    const TransportOptions options = options_of_group(options_, ranks);
-    if (options.rank == options.size) return nullptr;
-    return std::make_unique<GlooTransport>(store, options);
+  std::unique_ptr<Transport> group(const RankLists& lists) override {
+    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
+    const int made = groups_made_++;
+    if (ranks.empty()) return nullptr;
+    return std::make_unique<GlooTransport>(with_prefix(store_, prefix_of_group(made, ranks)),
+                                           options_of_group(options_, ranks));
   }
 
-  void fail(const std::string&) override {}  // the closed connection tells the others
+  void fail(const std::string&) override { gloo_->close(); }
 
  private:
   std::shared_ptr<Pending> issue(const char* operation, const std::function<C10dWork()>& call,
@@ -286,14 +261,7 @@ class GlooTransport : public Transport {
 
 }  // namespace
 
-// Gloo writes into connections that peers have closed: that is an error of the call, and no reason to end the process.
-static void ignore_broken_pipes() {
-  struct sigaction action {};
-  if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
-}
-
 std::unique_ptr<Transport> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
-  ignore_broken_pipes();
   return std::make_unique<GlooTransport>(store, options);
 }
 

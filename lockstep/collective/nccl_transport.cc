@@ -67,11 +67,12 @@ class NcclTransport : public Transport {
     });
   }
 
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
-    const auto store = with_prefix(store_, prefix_of_group(groups_made_++, ranks));
-    const TransportOptions options = options_of_group(options_, ranks);
-    if (options.rank == options.size) return nullptr;
-    return std::make_unique<NcclTransport>(store, options);
+  std::unique_ptr<Transport> group(const RankLists& lists) override {
+    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
+    const int made = groups_made_++;
+    if (ranks.empty()) return nullptr;
+    return std::make_unique<NcclTransport>(with_prefix(store_, prefix_of_group(made, ranks)),
+                                           options_of_group(options_, ranks));
   }
 
   void fail(const std::string&) override {}  // the closed connection tells the others

@@ -186,24 +186,19 @@ class ShmTransport : public Transport {
     return group_.receive(receive_of(tensor, from, tag));
   }
 
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+  std::unique_ptr<Transport> group(const RankLists& lists) override {
     queue_.make_all_calls();
-    auto members = group_.subgroup(ranks);
+    auto members = subgroup_of(group_, lists);
     return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
-    const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-    auto memory = std::make_shared<shm::Memory>(group_.allocate(bytes));
-    return torch::from_blob(
-        memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
+    return allocate_shared(group_, sizes, options);
   }
 
   std::optional<shm::Group> machine_group() override {
     queue_.make_all_calls();
-    std::vector<int> everyone(static_cast<std::size_t>(group_.size()));
-    std::iota(everyone.begin(), everyone.end(), 0);
-    return group_.subgroup(everyone);
+    return whole_group_of(group_);
   }
 
   void fail(const std::string& reason) override { group_.poison(reason); }
@@ -236,22 +231,47 @@ class ShmTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shared_memory(const World& world, const TransportOptions& options) {
+shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options) {
   const shm::Options shm_options{.timeout = options.timeout};
   const Deadline deadline = Deadline::after(options.timeout);
-  if (options.rank == 0) {
-    shm::Host host(options.size, shm_options);
-    static_cast<void>(world.exchange_texts("the address of shared memory", host.address()));
-    return std::make_unique<ShmTransport>(host.connect(deadline));
-  }
-  const std::string address = world.exchange_texts("the address of shared memory", "").front();
-  return std::make_unique<ShmTransport>(shm::join_host(address, options.rank, options.size, deadline, shm_options));
+  const auto place = std::ranges::find(ranks, options.rank);
+  const int size = static_cast<int>(ranks.size());
+  std::optional<shm::Host> host;
+  if (place == ranks.begin()) host.emplace(size, shm_options);
+  const auto addresses = world.exchange_texts("the address of shared memory", host ? host->address() : "");
+  if (host) return host->connect(deadline);
+  const std::string& address = addresses[static_cast<std::size_t>(ranks.front())];
+  return shm::join_host(address, static_cast<int>(place - ranks.begin()), size, deadline, shm_options);
+}
+
+std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists) {
+  const auto& mine = lists[static_cast<std::size_t>(group.rank())];
+  const auto some = std::ranges::find_if(lists, [](const auto& list) { return !list.empty(); });
+  if (some == lists.end()) return std::nullopt;
+  return group.subgroup(mine.empty() ? *some : mine);  // who is in none takes part in making one
+}
+
+shm::Group whole_group_of(shm::Group& group) {
+  std::vector<int> everyone(static_cast<std::size_t>(group.size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return std::move(*group.subgroup(everyone));
+}
+
+torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {
+  const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
+  auto memory = std::make_shared<shm::Memory>(group.allocate(bytes));
+  return torch::from_blob(
+      memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
+}
+
+std::unique_ptr<Transport> make_shared_memory(shm::Group group) {
+  return std::make_unique<ShmTransport>(std::move(group));
 }
 
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout) {
   std::vector<std::unique_ptr<Transport>> transports;
   for (shm::Group& group : shm::make_thread_group(ranks, {.timeout = timeout}))
-    transports.push_back(std::make_unique<ShmTransport>(std::move(group)));
+    transports.push_back(make_shared_memory(std::move(group)));
   return transports;
 }
 

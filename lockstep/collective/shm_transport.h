@@ -5,18 +5,30 @@
 // Ranks:   every rank of the machine makes its transport at the same time
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {
 
-// Ranks that are processes of one machine: they exchange one address through `world`'s store, then memory.
-// Blocks until all are connected. Throws RendezvousError, SystemError.
-std::unique_ptr<Transport> make_shared_memory(const World& world, const TransportOptions& options);
+// `ranks` of `world` are the processes of this machine: through the world's store they exchange an address, then
+// memory. All ranks of the world call. Blocks until those of this machine are connected. Throws RendezvousError,
+// SystemError.
+shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options);
+
+// The group of lists[rank], none where that is empty. Every rank of the group calls, with the same lists.
+std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists);
+
+// Another group of the same ranks. Every rank of the group calls.
+shm::Group whole_group_of(shm::Group& group);
+
+// As World::allocate.
+torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
+
+std::unique_ptr<Transport> make_shared_memory(shm::Group group);
 
 // Ranks that are threads of this process: the transport of each, in rank order.
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout);

@@ -1,7 +1,8 @@
 // collective/transport.h: what carries a World's collectives. World chooses one for each kind of tensor.
 //
 //   shared memory   host tensors, all ranks on one machine (or threads of one process): collective/shm/
-//   Gloo            host tensors, ranks on several machines
+//   hierarchy       host tensors, ranks on several machines: shared memory inside each, Gloo between them
+//   Gloo            what the hierarchy does not do itself
 //   NCCL            CUDA tensors
 //   itself          a world of one rank
 //
@@ -51,6 +52,8 @@ class Pending {
   virtual int source() const { return kAnyRank; }
 };
 
+using RankLists = std::vector<std::vector<int>>;
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -67,9 +70,9 @@ class Transport {
     return message->source();
   }
 
-  // The transport of a sub-world, for its ranks; the others take part and get none. Every rank calls it, with lists as
-  // World::group takes them.
-  virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks) = 0;
+  // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the same
+  // lists: all ranks of a list have that list, and no rank is in two.
+  virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
 
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);

@@ -75,11 +75,11 @@ void check_list(const World& world, const RankList& ranks) {
 }
 
 // The lists of all ranks.
-std::vector<RankList> exchange_lists(const World& world, const RankList& ranks) {
+RankLists exchange_lists(const World& world, const RankList& ranks) {
   torch::Tensor mine = torch::full({world.size()}, -1, torch::kInt32);
   std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<std::int32_t>());
   const torch::Tensor all = world.all_gather(mine);
-  std::vector<RankList> lists;
+  RankLists lists;
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto* const row = all.const_data_ptr<std::int32_t>() + static_cast<std::ptrdiff_t>(rank) * world.size();
     lists.emplace_back(row, std::find(row, row + world.size(), -1));
@@ -93,7 +93,7 @@ std::string text_of(const RankList& ranks) {
   return ranks.empty() ? "no ranks" : "ranks " + join(names, ", ");
 }
 
-void check_agreement(const World& world, const std::vector<RankList>& lists) {
+void check_agreement(const World& world, const RankLists& lists) {
   for (std::size_t rank = 0; rank < lists.size(); ++rank)
     for (const int member : lists[rank])
       if (const RankList& theirs = lists[static_cast<std::size_t>(member)]; theirs != lists[rank])
@@ -104,20 +104,16 @@ void check_agreement(const World& world, const std::vector<RankList>& lists) {
                              .next = "give the same list on all its ranks; other lists may not overlap it"});
 }
 
-bool contains(const RankList& ranks, int rank) { return std::ranges::find(ranks, rank) != ranks.end(); }
-
 }  // namespace
 
 std::optional<World> World::group(const std::vector<int>& ranks) const {
   check_list(*this, ranks);
-  const std::vector<RankList> lists = exchange_lists(*this, ranks);
+  const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
+  const RankLists lists = exchange_lists(*this, is_member ? ranks : RankList());
   check_agreement(*this, lists);
-  const auto some = std::ranges::find_if(lists, [](const RankList& list) { return !list.empty(); });
-  if (some == lists.end()) return std::nullopt;
-  const RankList& taking_part_in = ranks.empty() ? *some : ranks;  // who is in no group takes part in making one
-  auto host = state_->host->group(taking_part_in);
-  auto cuda = state_->cuda ? state_->cuda->group(taking_part_in) : nullptr;
-  if (!contains(ranks, rank())) return std::nullopt;
+  auto host = state_->host->group(lists);
+  auto cuda = state_->cuda ? state_->cuda->group(lists) : nullptr;
+  if (!is_member) return std::nullopt;
   auto state = state_->sub_world(ranks);
   state->host = std::move(host);
   state->cuda = std::move(cuda);

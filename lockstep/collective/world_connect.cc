@@ -10,6 +10,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/hierarchical_transport.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/self_transport.h"
 #include "lockstep/collective/shm_transport.h"
@@ -48,8 +49,11 @@ void connect(const std::shared_ptr<WorldState>& state) {
   state->store = connect_store(state->job, state->timeout);
   const TransportOptions options = transport_options(*state);
   state->nodes = number_by_first_appearance(world.exchange_texts("the machines", machine_id(state->job)));
-  const bool one_machine = std::ranges::max(state->nodes) == 0;
-  state->host = one_machine ? make_shared_memory(world, options) : make_gloo(state->store, options);
+  const Machines machines{state->nodes};
+  const auto here = machines.ranks_on(state->nodes[static_cast<std::size_t>(state->rank())]);
+  auto inside = connect_shared_memory(world, here, options);
+  state->host = machines.count() == 1 ? make_shared_memory(std::move(inside))
+                                      : make_hierarchical(std::move(inside), machines, state->store, options);
   if (state->device.is_cuda()) state->cuda = make_nccl(state->store, options);
 }
 

@@ -19,7 +19,7 @@ class SubWorlds : public ::testing::TestWithParam<Fabric> {
   void run(int ranks, const testing::Body& body) { testing::run_over(GetParam(), ranks, body); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds, ::testing::Values(Fabric::kSharedMemory, Fabric::kGloo),
+INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds, ::testing::Values(Fabric::kSharedMemory, Fabric::kGloo, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
 TEST_P(SubWorlds, have_the_ranks_in_the_order_given) {

@@ -129,6 +129,10 @@ TEST_P(Resuming, continues_with_the_bits_of_an_uninterrupted_run) {
   expect_same_bits(run_alone(options, points()), uninterrupted);
 }
 
+std::string name_of(const ::testing::TestParamInfo<StrategyOptions>& info) {
+  return info.param.name + std::to_string(info.index);
+}
+
 class ResumingWith : public ::testing::TestWithParam<StrategyOptions> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, ResumingWith,
@@ -138,7 +142,8 @@ INSTANTIATE_TEST_SUITE_P(
                       StrategyOptions{.name = "averaging", .devices = 2, .average_every = 3},
                       StrategyOptions{
                           .name = "averaging", .devices = 2, .average_every = 2, .outer_lr = 0.7, .outer_momentum = 0.9},
-                      StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}));
+                      StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}),
+    name_of);
 
 // Both runs save at the same steps: averaging makes its nets one model there.
 TEST_P(ResumingWith, continues_with_the_bits_of_an_uninterrupted_run) {

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two hosts of two ranks each, as network namespaces joined by a link: trains as one rank does, over Gloo.
+# Two hosts of two ranks each, as network namespaces joined by a link: shared memory inside each, Gloo between them. They
+# train as one rank does; and when a rank is killed in the midst of training, the ranks of both hosts end.
 #
 # Everything happens in namespaces of this script's own (a user namespace where it is not run by root): when it ends,
 # however it ends, they are gone, and nothing outside was touched.
@@ -27,15 +28,15 @@ for host in 0 1; do
   ip -n "host$host" link set "link$host" up
 done
 
-options=(train --threads 1 --max-steps 6 --batch-size 37 --quiet --timeout 60)
-on_host() {
+options=(train --threads 1 --batch-size 37 --quiet --timeout 60)
+on_host() {  # HOST METRICS OPTION...
   ip netns exec "host$1" "$lockstep" run --nproc-per-node 2 --nnodes 2 --node-rank "$1" --master-addr 10.77.0.1 \
-    --master-port 29500 --grace 1 -- "$lockstep" "${options[@]}" --metrics "$work/hosts.jsonl"
+    --master-port 29500 --grace 1 -- "$lockstep" "${options[@]}" --metrics "$work/$2" "${@:3}"
 }
-on_host 1 &
-on_host 0
+on_host 1 hosts.jsonl --max-steps 6 &
+on_host 0 hosts.jsonl --max-steps 6
 wait $!
-"$lockstep" "${options[@]}" --metrics "$work/one.jsonl"
+"$lockstep" "${options[@]}" --metrics "$work/one.jsonl" --max-steps 6
 
 python3 - "$work" <<'PYTHON'
 import json, sys
@@ -48,3 +49,27 @@ assert ranks == 4 and len(many) == len(one) == 6, (ranks, many, one)
 assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (many, one)
 print("two hosts train as one rank does:", many)
 PYTHON
+
+steps_done() { grep -s '"step"' "$work/lost.jsonl" | wc -l; }
+rank_on_host1() {  # the launcher has its own environment, the ranks have RANK
+  for pid in $(ip netns pids host1); do
+    if tr '\0' '\n' <"/proc/$pid/environ" | grep -q '^RANK='; then echo "$pid"; fi
+  done | tail -n 1
+}
+on_host 1 lost.jsonl --max-steps 1000000 >"$work/host1.log" 2>&1 &
+host1=$!
+on_host 0 lost.jsonl --max-steps 1000000 >"$work/host0.log" 2>&1 &
+host0=$!
+give_up=$((SECONDS + 40))
+until [ "$(steps_done || true)" -ge 5 ]; do
+  [ $SECONDS -lt $give_up ] || { cat "$work"/host?.log; echo "no 5 steps in 40 s"; exit 1; }
+  sleep 0.1
+done
+kill -KILL "$(rank_on_host1)"
+killed=$SECONDS
+if wait $host0 || wait $host1; then echo "a launcher that lost a rank ended well"; exit 1; fi
+ended=$((SECONDS - killed))
+[ -z "$(ip netns pids host0)$(ip netns pids host1)" ] || { echo "processes are left"; exit 1; }
+[ $ended -le 20 ] || { cat "$work"/host?.log; echo "the ranks needed $ended s to end"; exit 1; }
+grep -h -m 1 PeerLost "$work/host0.log" || { cat "$work/host0.log"; echo "no rank of host 0 says why it ended"; exit 1; }
+echo "a rank was killed: all ranks of both hosts ended within $((ended + 1)) s"

@@ -1,0 +1,246 @@
+#include "lockstep/collective/hierarchical_transport.h"
+
+#include <exception>
+#include <optional>
+#include <thread>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/c10d_call.h"
+#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/shm/work.h"
+#include "lockstep/collective/shm_transport.h"
+
+namespace lockstep {
+namespace {
+
+class TaskUnderWay : public Pending {
+ public:
+  TaskUnderWay(std::shared_ptr<shm::WorkState> state, std::string here)
+      : state_(std::move(state)), here_(std::move(here)) {}
+
+  void wait() override { state_->wait(nullptr); }
+  void wait(Deadline deadline) override {
+    if (state_->wait(&deadline)) return;
+    throw PeerLost({.what = "a collective is not finished at the deadline",
+                    .here = here_,
+                    .likely = "a rank that is slower than the others, or stopped",
+                    .next = "wait longer, or look at what each rank is doing"});
+  }
+  bool done() override { return state_->finished(); }
+
+ private:
+  std::shared_ptr<shm::WorkState> state_;
+  std::string here_;
+};
+
+// Tells `on_loss` when a rank of this machine is lost, also while nobody waits in shared memory: it waits for a message
+// that only this rank itself sends, when all is over.
+class Sentinel {
+ public:
+  using OnLoss = std::function<void(std::exception_ptr)>;
+
+  Sentinel(shm::Group& inside, OnLoss on_loss) {
+    group_.emplace(whole_group_of(inside));
+    group_->set_timeout(kForever);
+    word_ = group_->start(shm::Receive{.data = &heard_, .count = 1, .dtype = shm::DType::kUInt8});
+    thread_ = std::thread([this, on_loss = std::move(on_loss)] { watch(on_loss); });
+  }
+
+  ~Sentinel() {
+    try {
+      group_->send({.data = &heard_, .count = 1, .dtype = shm::DType::kUInt8, .to = group_->rank()});
+    } catch (const std::exception&) {  // lost: then it has ended by itself
+    }
+    thread_.join();
+  }
+
+ private:
+  static constexpr std::chrono::hours kForever{24 * 365};
+
+  void watch(const OnLoss& on_loss) {
+    try {
+      word_->wait();
+    } catch (...) {
+      on_loss(std::current_exception());
+    }
+  }
+
+  std::uint8_t heard_ = 0;
+  std::optional<shm::Group> group_;
+  std::optional<shm::Work> word_;
+  std::thread thread_;
+};
+
+std::unique_ptr<HostLink> connect_counterparts(const shm::Group& inside, const Machines& machines,
+                                               const c10::intrusive_ptr<c10d::Store>& store,
+                                               const TransportOptions& options) {
+  if (inside.rank() >= machines.slices()) return nullptr;
+  TransportOptions mine = options;
+  mine.rank = machines.nodes[static_cast<std::size_t>(options.rank)];
+  mine.size = machines.count();
+  return std::make_unique<HostLink>(with_prefix(store, concat("slice/", inside.rank())), mine);
+}
+
+std::string reason_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    return known.text().what;
+  } catch (const std::exception& other) {
+    return other.what();
+  }
+}
+
+class HierarchicalTransport : public Transport {
+ public:
+  HierarchicalTransport(shm::Group inside, const Machines& machines, c10::intrusive_ptr<c10d::Store> store,
+                        TransportOptions options)
+      : store_(std::move(store)),
+        options_(std::move(options)),
+        machines_(machines),
+        inside_(std::move(inside)),
+        flat_(make_gloo(with_prefix(store_, "flat"), options_)),
+        between_(connect_counterparts(inside_, machines_, store_, options_)),
+        collectives_(inside_, between_.get(), machines_, node()) {
+    if (inside_.size() > 1) sentinel_.emplace(inside_, [this](const std::exception_ptr& error) { close(error); });
+    if (between_) between_->watch([this](const std::exception_ptr& error) { give_up(error); });
+  }
+
+  // As that of shared memory: in good order, unless an exception is on its way out.
+  ~HierarchicalTransport() override {
+    if (std::uncaught_exceptions() > 0) {
+      fail("an exception");
+      return;
+    }
+    worker_.drain();
+    if (between_) between_->leave();
+    sentinel_.reset();
+    try {
+      inside_.leave();
+    } catch (const std::exception&) {
+    }
+  }
+
+  std::shared_ptr<Pending> start(Collective call) override {
+    if (call.algorithm != Algorithm::kDirect)
+      throw UsageError(
+          {.what = concat("all_reduce by the algorithm ", shm::to_string(call.algorithm), " between machines"),
+           .here = options_.describe,
+           .next = "leave the algorithm out, or keep all ranks on one machine"});
+    auto state = worker_.start([this, call = std::move(call)] { carry_out(call); });
+    return std::make_shared<TaskUnderWay>(std::move(state), options_.describe);
+  }
+
+  std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
+    return flat_->start_send(tensor, to, tag);
+  }
+  std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
+    return flat_->start_receive(tensor, from, tag);
+  }
+
+  std::unique_ptr<Transport> group(const RankLists& lists) override {
+    worker_.drain();
+    auto inside = subgroup_of(inside_, lists_inside(lists));
+    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
+    const int made = groups_made_++;
+    if (ranks.empty()) return nullptr;
+    const Machines machines = machines_of(ranks);
+    if (machines.count() == 1) return make_shared_memory(std::move(*inside));
+    return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)),
+                             options_of_group(options_, ranks));
+  }
+
+  torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
+    return allocate_shared(inside_, sizes, options);
+  }
+
+  std::optional<shm::Group> machine_group() override {
+    worker_.drain();
+    return whole_group_of(inside_);
+  }
+
+  void fail(const std::string& reason) override {
+    inside_.poison(reason);
+    close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = options_.describe})));
+  }
+
+ private:
+  int node() const { return machines_.nodes[static_cast<std::size_t>(options_.rank)]; }
+
+  void carry_out(const Collective& call) try {
+    switch (call.operation) {
+      case Operation::kAllReduce: return collectives_.all_reduce(call);
+      case Operation::kBroadcast: return collectives_.broadcast(call);
+      case Operation::kBarrier: return barrier();
+      default: return flat_->run(call);
+    }
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
+    give_up(std::current_exception());
+    collectives_.give_up();
+    throw;
+  }
+
+  void barrier() {
+    const torch::Tensor token = torch::zeros({1}, torch::kUInt8);
+    collectives_.all_reduce({.operation = Operation::kAllReduce, .input = token, .output = token});
+  }
+
+  void give_up(const std::exception_ptr& error) {
+    inside_.poison(reason_of(error));
+    close(error);
+  }
+
+  void close(const std::exception_ptr& reason) {
+    if (between_) between_->close(reason);
+    flat_->fail(reason_of(reason));
+  }
+
+  // The lists as the ranks of this machine see them: only their own ranks, as local ones.
+  RankLists lists_inside(const RankLists& lists) const {
+    RankLists mine;
+    for (const int rank : machines_.ranks_on(node())) {
+      mine.emplace_back();
+      for (const int member : lists[static_cast<std::size_t>(rank)])
+        if (machines_.nodes[static_cast<std::size_t>(member)] == node())
+          mine.back().push_back(machines_.local_rank(member));
+    }
+    return mine;
+  }
+
+  // Numbered anew, in the order of their first ranks.
+  Machines machines_of(const std::vector<int>& ranks) const {
+    std::vector<int> known;
+    Machines machines;
+    for (const int rank : ranks) {
+      const int node = machines_.nodes[static_cast<std::size_t>(rank)];
+      const auto place = std::ranges::find(known, node) - known.begin();
+      if (place == static_cast<std::ptrdiff_t>(known.size())) known.push_back(node);
+      machines.nodes.push_back(static_cast<int>(place));
+    }
+    return machines;
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  TransportOptions options_;
+  Machines machines_;
+  shm::Group inside_;
+  std::unique_ptr<Transport> flat_;
+  std::unique_ptr<HostLink> between_;
+  HostCollectives collectives_;
+  std::optional<Sentinel> sentinel_;
+  shm::Worker worker_;
+  int groups_made_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_hierarchical(shm::Group inside, const Machines& machines,
+                                             const c10::intrusive_ptr<c10d::Store>& store,
+                                             const TransportOptions& options) {
+  return std::make_unique<HierarchicalTransport>(std::move(inside), machines, store, options);
+}
+
+}  // namespace lockstep

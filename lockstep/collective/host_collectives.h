@@ -1,0 +1,80 @@
+// collective/host_collectives.h: all_reduce and broadcast of ranks on several machines that share memory inside each.
+//
+// Flow:    hierarchical_transport.cc -> here -> collective/shm/ inside a machine, host_link.h between machines
+// Owns:    chunks of memory on the way
+// Threads: one at a time
+// Ranks:   all of all machines, in the same order
+//
+// Notation: n machines, S slices, S the smallest number of ranks on one machine; K bytes per rank. Local rank s < S of
+// each machine owns slice s: it alone exchanges that slice, with its counterparts. A tensor goes in chunks c:
+//
+//   1  inside    reduce_scatter in shared memory: the owner of slice s has the machine's sum of it
+//   2  between   the owner sends part m of its slice to machine m, receives its own part from all, reduces in
+//                the order of the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
+//   3  inside    all_gather in shared memory
+//
+// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Up to kOneShotBytes the owner of
+// the only slice sends it whole and reduces for itself: 1 round. docs/design/hierarchy.md
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/collective/host_link.h"
+#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/transport.h"
+
+namespace lockstep {
+
+// Who is where.
+struct Machines {
+  std::vector<int> nodes;  // of each rank: its machine, 0, 1, ...
+
+  int count() const;
+  std::vector<int> ranks_on(int node) const;
+  int local_rank(int rank) const;
+  int slices() const;  // the smallest number of ranks on one machine
+};
+
+class HostCollectives {
+ public:
+  // `between`: null at ranks that own no slice. `node`: this machine.
+  HostCollectives(shm::Group& inside, HostLink* between, Machines machines, int node);
+
+  // Throw MismatchError, PeerLost.
+  void all_reduce(const Collective& call);
+  void broadcast(const Collective& call);
+
+  // After one of them threw: nothing touches its tensors any more.
+  void give_up();
+
+ private:
+  struct Lane;
+  struct Job;
+  using Wish = std::array<std::int64_t, 5>;  // operation, dtype, reduction, root, count
+
+  void begin_check(const Job& job);
+  void finish_check(const Job& job);
+  void reduce_inside(const Job& job, std::size_t chunk);
+  void send_parts(const Job& job, std::size_t chunk);
+  void reduce_between(const Job& job, std::size_t chunk);
+  void share_inside(const Job& job, std::size_t chunk);
+  void broadcast_inside(const Job& job, std::size_t chunk, int root);
+  void pass_on(const Job& job, std::size_t chunk, int root_node, HostLink::Transfers& sends);
+  Lane& lane_of(std::size_t chunk) { return *lanes_[chunk % lanes_.size()]; }
+  bool owns_slice(const Job& job) const;
+  bool alone() const { return inside_.size() == 1; }
+
+  shm::Group& inside_;
+  HostLink* between_;
+  Machines machines_;
+  int node_;
+  std::array<std::shared_ptr<Lane>, 3> lanes_;  // of three chunks in turn
+  std::vector<Wish> said_;                      // by each machine
+  HostLink::Transfers checks_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,137 @@
+#include "lockstep/collective/host_link.h"
+
+#include <algorithm>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/c10d_call.h"
+#include "lockstep/collective/gloo_connection.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kTag = 0;  // Gloo keeps the order of the transfers of one tag
+constexpr int kWatchTag = 1;
+constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
+
+std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
+  return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
+}
+
+std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
+
+}  // namespace
+
+HostLink::HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options)
+    : options_(std::move(options)), gloo_(connect_gloo(store, options_)) {}
+
+HostLink::~HostLink() {
+  if (!watcher_.joinable()) return;
+  watched_->abort();
+  watcher_.join();
+}
+
+void HostLink::watch(OnLoss on_loss) {
+  auto tensors = as_tensor(&farewell_, 1);
+  const int next = (node() + 1) % nodes();
+  try {
+    watched_ = issue_alone([&] { return gloo_->recv(tensors, next, kWatchTag); });
+  } catch (const std::exception& error) {
+    throw_lost(next, first_line(error));
+  }
+  watcher_ = std::thread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
+}
+
+void HostLink::watch_next(const OnLoss& on_loss) {
+  try {
+    watched_->wait(kAsLongAsTheLink);
+  } catch (const std::exception& error) {
+    const auto reason = std::make_exception_ptr(lost((node() + 1) % nodes(), first_line(error)));
+    close(reason);
+    on_loss(reason);
+  }
+}
+
+void HostLink::leave() {
+  const std::byte farewell{};
+  auto tensors = as_tensor(&farewell, 1);
+  try {
+    issue_alone([&] { return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag); })->wait();
+  } catch (const std::exception&) {  // lost, closed, or gone before
+  }
+}
+
+void HostLink::send(int node, const std::byte* data, std::size_t bytes, Transfers& transfers) {
+  auto tensors = as_tensor(data, bytes);
+  if (bytes > 0)
+    start(
+        node, [&] { return gloo_->send(tensors, node, kTag); }, transfers);
+}
+
+void HostLink::receive(int node, std::byte* data, std::size_t bytes, Transfers& transfers) {
+  auto tensors = as_tensor(data, bytes);
+  if (bytes > 0)
+    start(
+        node, [&] { return gloo_->recv(tensors, node, kTag); }, transfers);
+}
+
+void HostLink::start(int node, const std::function<C10dWork()>& issue, Transfers& transfers) {
+  C10dWork work;
+  try {
+    work = issue_alone(issue);
+  } catch (const std::exception& error) {
+    throw_lost(node, first_line(error));
+  }
+  const std::lock_guard lock(mutex_);
+  if (closed_) work->abort();
+  under_way_.push_back(work);
+  transfers.push_back({node, std::move(work)});
+}
+
+void HostLink::wait(Transfers& transfers) {
+  for (const Transfer& transfer : transfers) wait_for(transfer);
+  transfers.clear();
+}
+
+void HostLink::wait_for(const Transfer& transfer) {
+  bool done = false;
+  std::string trouble = "the connection was closed";
+  try {
+    done = transfer.work->wait();
+  } catch (const std::exception& error) {
+    trouble = first_line(error);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(under_way_, transfer.work);
+  }
+  if (!done) throw_lost(transfer.node, trouble);
+}
+
+PeerLost HostLink::lost(int node, const std::string& trouble) const {
+  return PeerLost({.what = concat("lost machine ", node, " of ", options_.size, ": ", trouble),
+                   .here = options_.describe,
+                   .likely = "a rank there died, failed or stopped; the launcher there names it",
+                   .next = "run again with --resume to go on from the last checkpoint"});
+}
+
+void HostLink::throw_lost(int node, const std::string& trouble) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) std::rethrow_exception(closed_);
+  throw lost(node, trouble);
+}
+
+void HostLink::forget() {
+  const std::lock_guard lock(mutex_);
+  under_way_.clear();
+}
+
+void HostLink::close(std::exception_ptr reason) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  closed_ = std::move(reason);
+  for (const auto& work : under_way_) work->abort();
+  gloo_->close();
+}
+
+}  // namespace lockstep
