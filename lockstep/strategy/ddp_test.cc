@@ -1,5 +1,6 @@
 #include "lockstep/strategy/ddp.h"
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
@@ -436,6 +437,62 @@ TEST(Ddp, synchronised_batch_norm_equals_one_rank_on_the_whole_batch) {
     const torch::Tensor weight_gradient = norm->weight.grad().clone();
     world.all_reduce(weight_gradient);
     EXPECT_TRUE(torch::allclose(weight_gradient, reference->weight.grad(), 1e-9, 1e-9));
+  });
+}
+
+// A gradient of a gradient, through a parameter that is used twice.
+torch::Tensor penalised_loss(OneWeight& net, const torch::Tensor& data) {
+  const torch::Tensor loss = net->loss(data) + net->loss(data * 0.5);
+  const torch::Tensor gradient = torch::autograd::grad({loss}, {net->w}, {}, std::nullopt, /*create_graph=*/true)[0];
+  return loss + gradient.square().sum() * 0.01;
+}
+
+TEST(Ddp, takes_a_parameter_used_twice_and_a_double_backward) {
+  OneWeight alone;
+  penalised_loss(alone, batch_of(1, 1, 2)).backward();
+  const torch::Tensor expected = alone->w.detach() - 0.01 * alone->w.grad();
+  run_ranks(2, [&](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd);
+    ddp.backward(penalised_loss(net, batch_of(1, 1, 2)), 2);
+    sgd.step();
+    EXPECT_TRUE(torch::allclose(net->w.detach(), expected, 1e-12, 0));
+    world.barrier();
+  });
+}
+
+TEST(Ddp, works_on_a_module_without_parameters) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net{torch::nn::Flatten()};
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel ddp(world, *net, sgd);
+    const torch::Tensor input = torch::ones({2, 3}).set_requires_grad(true);
+    ddp.backward(net->forward(input).sum(), 2);
+    sgd.step();
+    EXPECT_EQ(ddp.last_batch().samples, 4);
+    EXPECT_TRUE(torch::equal(input.grad(), torch::ones({2, 3})));
+  });
+}
+
+// bfloat16 parameters with float32 originals: small steps are not lost to rounding.
+TEST(Ddp, trains_bfloat16_parameters_through_float32_originals) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear net(torch::nn::LinearOptions(4, 1).bias(false));
+    {
+      const torch::NoGradGuard no_grad;
+      net->weight.fill_(1);
+    }
+    net->to(torch::kBFloat16);
+    SGD sgd(net->parameters(), {.lr = 1.0 / 1024});  // steps of 2^-10; bfloat16 keeps 2^-8 at 1
+    DistributedDataParallel ddp(world, *net, sgd);
+    for (int step = 0; step < 64; ++step) {
+      ddp.backward(net->forward(torch::ones({1, 4}, torch::kBFloat16)).sum(), 1);
+      sgd.step();
+      sgd.zero_grad();
+    }
+    EXPECT_TRUE(torch::equal(net->weight.detach().to(torch::kFloat32), torch::full({1, 4}, 1 - 64.0F / 1024)));
+    world.barrier();
   });
 }
 
