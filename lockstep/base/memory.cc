@@ -9,4 +9,6 @@ void keep_freed_memory() {
   ::mallopt(M_TRIM_THRESHOLD, -1);
 }
 
+void give_back_freed_memory() { ::malloc_trim(0); }
+
 }  // namespace lockstep

@@ -10,4 +10,7 @@ namespace lockstep {
 // loop of its own does so first of all. Sends nothing, throws nothing; glibc's malloc only.
 void keep_freed_memory();
 
+// Gives back what is free now, once: after large memory that is not needed again, such as parameters that have moved.
+void give_back_freed_memory();
+
 }  // namespace lockstep

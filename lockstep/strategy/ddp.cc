@@ -4,6 +4,7 @@
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -114,6 +115,7 @@ class DistributedDataParallel::Impl {
     std::shared_ptr<GradientSource> source = published_;
     if (!source) source = std::make_shared<MeanGradients>(memory_);
     optimizer.attach(std::make_shared<GradientsForBlock>(std::move(source), block_));
+    give_back_freed_memory();  // where the parameters were before
   }
 
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
