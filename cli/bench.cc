@@ -8,14 +8,12 @@
 #include <vector>
 
 #include "bench/benchmarks.h"
+#include "cli/guarded.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep::bench {
 namespace {
-
-constexpr int kFailed = 1;
-constexpr int kUsage = 2;
 
 struct Benchmark {
   std::string_view name;
@@ -49,13 +47,5 @@ int run(int argc, const char* const* argv) {
 }  // namespace lockstep::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lockstep::bench::run(argc, argv);
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::bench::kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::bench::kFailed;
-  }
+  return lockstep::guarded([&] { return lockstep::bench::run(argc, argv); });
 }

@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "lockstep/base/deadline.h"
+#include "cli/guarded.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/encoded_image.h"
@@ -15,9 +16,6 @@ namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kFailed = 1;
-constexpr int kUsage = 2;
 
 struct Arguments {
   DataSource source;
@@ -126,13 +124,5 @@ int run(int argc, char** argv) {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  try {
-    return lockstep::run(argc, argv);
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::kFailed;
-  }
+  return lockstep::guarded([&] { return lockstep::run(argc, argv); });
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/guarded.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
@@ -21,9 +22,6 @@ namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kFailed = 1;
-constexpr int kUsage = 2;
 
 struct Subcommand {
   std::string_view name;
@@ -106,13 +104,5 @@ int run(int argc, char** argv) {
 }  // namespace lockstep
 
 int main(int argc, char** argv) {
-  try {
-    return lockstep::run(argc, argv);
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << '\n';
-    return lockstep::kFailed;
-  }
+  return lockstep::guarded([&] { return lockstep::run(argc, argv); });
 }

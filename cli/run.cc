@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/guarded.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -104,7 +105,6 @@ int run_command(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
     return app.exit(error) == 0 ? 0 : kUsage;
   }
   const LaunchOptions options = launch_options(arguments);

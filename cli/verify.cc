@@ -2,14 +2,11 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
-#include "lockstep/base/error.h"
+#include "cli/guarded.h"
 #include "lockstep/model/models.h"
 #include "lockstep/strategy/verify.h"
 
 namespace {
-
-constexpr int kDifferent = 1;
-constexpr int kUsage = 2;
 
 int verify(int argc, char** argv) {
   lockstep::VerifyOptions options{.strategy = {.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 1}};
@@ -27,24 +24,16 @@ int verify(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsage;
+    return app.exit(error) == 0 ? 0 : lockstep::kUsage;
   }
   const lockstep::VerifyReport report = lockstep::verify(lockstep::model_task(model), options);
   const bool good = options.strategy.virtual_shards > 0 ? report.same_bits : report.equal;
   std::cout << model << " on 1 and on " << options.ranks << " ranks, " << options.steps << " steps: " << report.describe() << '\n';
-  return good ? 0 : kDifferent;
+  return good ? 0 : lockstep::kFailed;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return verify(argc, argv);
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << error.what() << '\n';
-    return kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << '\n';
-    return kDifferent;
-  }
+  return lockstep::guarded([&] { return verify(argc, argv); });
 }

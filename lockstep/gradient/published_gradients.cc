@@ -1,7 +1,6 @@
 #include "lockstep/gradient/published_gradients.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 #include "lockstep/base/error.h"

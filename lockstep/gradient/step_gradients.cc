@@ -21,4 +21,9 @@ StepGradients MeanGradients::take(const std::vector<torch::Tensor>& parameters) 
   return gradients;
 }
 
+void MeanGradients::updated() {
+  kept_.clear();
+  memory_->barrier();
+}
+
 }  // namespace lockstep

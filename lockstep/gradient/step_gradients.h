@@ -45,7 +45,7 @@ class MeanGradients : public GradientSource {
   explicit MeanGradients(std::shared_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   StepGradients take(const std::vector<torch::Tensor>& parameters) override;
-  void updated() override { memory_->barrier(); }
+  void updated() override;
 
  private:
   std::shared_ptr<SharedMemory> memory_;

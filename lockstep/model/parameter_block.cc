@@ -46,10 +46,9 @@ UsageError written(const std::string& name) {
 
 }  // namespace
 
-ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters)
-    : bytes_(bytes_of(parameters)) {
+ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters) {
   for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
-  const std::shared_ptr<std::byte> block = memory.allocate_common(bytes_);
+  const std::shared_ptr<std::byte> block = memory.allocate_common(bytes_of(parameters));
   std::byte* place = block.get();
   for (NamedTensor& parameter : parameters) {
     torch::Tensor& tensor = parameter.tensor;

@@ -30,8 +30,6 @@ class ParameterBlock {
   // CPU. Throws UsageError (not dense), SystemError (no memory), PeerLost.
   ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters);
 
-  std::size_t bytes() const { return bytes_; }
-
   // Throws UsageError naming a parameter that no longer lies in the block, or was written since the last mark_written().
   void require_in_place() const;
 
@@ -45,7 +43,6 @@ class ParameterBlock {
     const void* place;
     std::uint32_t version;
   };
-  std::size_t bytes_ = 0;
   std::vector<Entry> entries_;
 };
 

@@ -42,6 +42,7 @@ class OwnGradients : public MeanGradients {
 
   // A graph made before the step shall fail with an error, as after any write in place.
   void updated() override {
+    MeanGradients::updated();
     for (const torch::Tensor& parameter : written_) torch::autograd::impl::bump_version(parameter);
   }
 

@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "lockstep/data/random.h"
+
 namespace lockstep {
 namespace {
 
@@ -43,10 +45,7 @@ std::uint64_t draw_seed() {
 }
 
 std::uint64_t seed_of(std::uint64_t seed, int index) {
-  std::uint64_t z = seed + (static_cast<std::uint64_t>(index) + 1) * 0x9E3779B97F4A7C15ULL;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-  return z ^ (z >> 31);
+  return mix_seed(seed, static_cast<std::uint64_t>(index));
 }
 
 }  // namespace lockstep

@@ -29,7 +29,7 @@ class ThreadGenerator {
 // A number from torch's own CPU generator, whose state checkpoints keep: what the devices of a step are seeded from.
 std::uint64_t draw_seed();
 
-// A seed for one of several that share `seed`. SplitMix64 (Steele, Lea and Flood, 2014): neighbours are unrelated.
+// A seed for one of several that share `seed`. Neighbours are unrelated (data/random.h).
 std::uint64_t seed_of(std::uint64_t seed, int index);
 
 }  // namespace lockstep

@@ -85,4 +85,10 @@ bool Child::has_ended() {
 std::string Child::output() const { return read_file(folder_.file("out")); }
 std::string Child::error() const { return read_file(folder_.file("err")); }
 
+Ended run(const std::vector<std::string>& command) {
+  Child child(command);
+  const int exit_code = child.wait();
+  return {exit_code, child.output(), child.error()};
+}
+
 }  // namespace lockstep::testing

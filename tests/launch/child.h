@@ -42,4 +42,12 @@ class Child {
   bool ended_ = false;
 };
 
+// A program that is started and waited for, as Child::wait().
+struct Ended {
+  int exit_code;
+  std::string output;
+  std::string error;
+};
+Ended run(const std::vector<std::string>& command);
+
 }  // namespace lockstep::testing

@@ -16,22 +16,11 @@
 namespace lockstep {
 namespace {
 
-using testing::Child;
 using testing::contains;
+using testing::Ended;
+using testing::run;
 using testing::TempFolder;
 using Words = std::vector<std::string>;
-
-struct Ended {
-  int exit_code;
-  std::string output;
-  std::string error;
-};
-
-Ended run(const Words& command) {
-  Child child(command);
-  const int exit_code = child.wait();
-  return {exit_code, child.output(), child.error()};
-}
 
 Words operator+(Words words, const Words& more) {
   words.insert(words.end(), more.begin(), more.end());

@@ -9,23 +9,15 @@
 namespace lockstep {
 namespace {
 
-using testing::Child;
 using testing::contains;
+using testing::Ended;
 using testing::TempFolder;
 using Words = std::vector<std::string>;
-
-struct Ended {
-  int exit_code;
-  std::string output;
-  std::string error;
-};
 
 Ended lockstep_command(const Words& words) {
   Words command = {LOCKSTEP_COMMAND};
   command.insert(command.end(), words.begin(), words.end());
-  Child child(command);
-  const int exit_code = child.wait();
-  return {exit_code, child.output(), child.error()};
+  return testing::run(command);
 }
 
 std::vector<nlohmann::json> lines_of(const std::filesystem::path& metrics, const std::string& event) {
