@@ -59,12 +59,14 @@ class RecordWriter {
     std::uint64_t bytes;
   };
   void open_shard();
+  void write_whole_megabytes();
   void close_shard();
 
   std::filesystem::path folder_;
   std::uint64_t shard_bytes_;
   std::optional<AtomicFile> file_;
-  std::uint64_t offset_ = 0;
+  std::uint64_t written_ = 0;          // bytes of this shard that are in the file
+  std::vector<std::uint8_t> pending_;  // those that are not
   std::vector<Entry> index_;
   std::vector<Shard> shards_;
 };

@@ -12,6 +12,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr std::size_t kMegabyte = std::size_t{1} << 20;
+
 void append(std::vector<std::uint8_t>& bytes, std::uint64_t number) {
   const auto* first = reinterpret_cast<const std::uint8_t*>(&number);
   bytes.insert(bytes.end(), first, first + sizeof number);
@@ -27,21 +29,21 @@ std::uint8_t code_of(torch::ScalarType dtype) {
   throw UsageError({.what = concat("records of ", c10::toString(dtype), " can't be packed")});
 }
 
-// The whole record with padding up to the next one; `bytes_used` without it.
-std::vector<std::uint8_t> serialised(const Record& record, std::uint64_t& bytes_used) {
+// The whole record with padding up to the next one; returns its bytes without it.
+std::size_t append(std::vector<std::uint8_t>& bytes, const Record& record) {
   if (record.shape.size() > packed::kMostDimensions)
     throw UsageError({.what = concat("a record of ", record.shape.size(), " dimensions can't be packed")});
-  std::vector<std::uint8_t> bytes;
+  const std::size_t begin = bytes.size();
   append(bytes, static_cast<std::uint64_t>(record.target));
   bytes.push_back(record.encoded ? packed::kEncodedImage : packed::kArray);
   bytes.push_back(code_of(record.dtype));
   bytes.push_back(static_cast<std::uint8_t>(record.shape.size()));
-  bytes.resize(packed::kRecordHeaderBytes);
+  bytes.resize(begin + packed::kRecordHeaderBytes);
   for (const std::int64_t size : record.shape) append(bytes, static_cast<std::uint64_t>(size));
   bytes.insert(bytes.end(), record.payload.begin(), record.payload.end());
-  bytes_used = bytes.size();
-  bytes.resize((bytes.size() + packed::kAlignment - 1) / packed::kAlignment * packed::kAlignment);
-  return bytes;
+  const std::size_t used = bytes.size() - begin;
+  bytes.resize(begin + (used + packed::kAlignment - 1) / packed::kAlignment * packed::kAlignment);
+  return used;
 }
 
 std::string shard_name(std::size_t number) {
@@ -62,34 +64,41 @@ RecordWriter::RecordWriter(std::filesystem::path folder, std::uint64_t shard_byt
 
 void RecordWriter::open_shard() {
   file_.emplace(folder_ / shard_name(shards_.size()));
-  std::vector<std::uint8_t> header;
-  append(header, packed::kBegin);
-  append(header, packed::kVersion);
-  file_->write(header.data(), header.size());
-  offset_ = header.size();
+  written_ = 0;
+  append(pending_, packed::kBegin);
+  append(pending_, packed::kVersion);
+}
+
+// Whole megabytes: the page cache then holds large folios, which a mapping takes with a third of the page faults.
+void RecordWriter::write_whole_megabytes() {
+  const std::size_t bytes = pending_.size() / kMegabyte * kMegabyte;
+  file_->write(pending_.data(), bytes);
+  pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(bytes));
+  written_ += bytes;
 }
 
 void RecordWriter::add(const Record& record) {
   if (!file_) open_shard();
-  std::uint64_t bytes_used = 0;
-  const std::vector<std::uint8_t> bytes = serialised(record, bytes_used);
-  file_->write(bytes.data(), bytes.size());
-  index_.push_back({offset_, bytes_used, XXH3_64bits(bytes.data(), bytes_used)});
-  offset_ += bytes.size();
-  if (offset_ >= shard_bytes_) close_shard();
+  const std::size_t begin = pending_.size();
+  const std::size_t bytes = append(pending_, record);
+  index_.push_back({written_ + begin, bytes, XXH3_64bits(pending_.data() + begin, bytes)});
+  if (pending_.size() >= kMegabyte) write_whole_megabytes();
+  if (written_ + pending_.size() >= shard_bytes_) close_shard();
 }
 
 void RecordWriter::close_shard() {
-  std::vector<std::uint8_t> end;
+  const std::size_t begin = pending_.size();
+  const std::uint64_t index_offset = written_ + begin;
   for (const Entry& entry : index_)
-    for (const std::uint64_t number : {entry.offset, entry.bytes, entry.checksum}) append(end, number);
-  const std::uint64_t checksum = XXH3_64bits(end.data(), end.size());
-  for (const std::uint64_t number : {offset_, std::uint64_t{index_.size()}, checksum}) append(end, number);
-  append(end, packed::kEnd);
-  file_->write(end.data(), end.size());
+    for (const std::uint64_t number : {entry.offset, entry.bytes, entry.checksum}) append(pending_, number);
+  const std::uint64_t checksum = XXH3_64bits(pending_.data() + begin, pending_.size() - begin);
+  for (const std::uint64_t number : {index_offset, std::uint64_t{index_.size()}, checksum}) append(pending_, number);
+  append(pending_, packed::kEnd);
+  file_->write(pending_.data(), pending_.size());
   file_->commit();
   file_.reset();
-  shards_.push_back({shard_name(shards_.size()), index_.size(), offset_ + end.size()});
+  shards_.push_back({shard_name(shards_.size()), index_.size(), written_ + pending_.size()});
+  pending_.clear();
   index_.clear();
 }
 
