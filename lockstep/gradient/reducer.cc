@@ -6,88 +6,29 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/gradient/bucket.h"
+#include "lockstep/gradient/sparse_exchange.h"
+#include "lockstep/gradient/unused_parameters.h"
 
 namespace lockstep {
 namespace {
 
-// Where a parameter's gradient lies in its bucket.
-struct Slot {
-  NamedTensor parameter;
-  torch::Tensor gradient;  // (numel) view into the bucket
-  torch::Tensor flag;      // (1) view into the bucket: afterwards the number of ranks that have a gradient
-  std::size_t index = 0;   // of the parameter
-  bool ready = false;
-};
-
-// One flat tensor: the gradients of its parameters one after another, then a flag for each.
-struct Bucket {
-  torch::Tensor flat;
-  torch::Tensor values;  // its gradients: a view
-  torch::Tensor flags;   // (slots) view
-  std::vector<Slot> slots;
-  std::size_t pending = 0;
-  std::optional<Work> work;          // all of it; with a hook, the flags alone
-  CommunicationHook::Finish finish;  // with a hook
-};
-
-bool fits(const std::vector<NamedTensor>& bucket, const NamedTensor& next, std::size_t bytes, std::size_t limit) {
-  if (bucket.empty()) return true;
-  const torch::Tensor& first = bucket.front().tensor;
-  return bytes + next.tensor.nbytes() <= limit && first.dtype() == next.tensor.dtype() &&
-         first.device() == next.tensor.device();
-}
-
-std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
-  std::vector<std::vector<NamedTensor>> buckets;
-  std::size_t bytes = 0;
-  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
-    if (buckets.empty() || !fits(buckets.back(), *parameter, bytes, limit)) {
-      buckets.emplace_back();
-      bytes = 0;
-    }
-    buckets.back().push_back(*parameter);
-    bytes += parameter->tensor.nbytes();
-  }
-  return buckets;
-}
-
-Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters) {
-  std::int64_t values = 0;
-  for (const auto& [name, tensor] : parameters) values += tensor.numel();
-  const auto count = static_cast<std::int64_t>(parameters.size());
+// A bucket and the exchange of it that runs.
+struct Exchange {
   Bucket bucket;
-  bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
-  bucket.values = bucket.flat.narrow(0, 0, values);
-  bucket.flags = bucket.flat.narrow(0, values, count);
-  std::int64_t offset = 0;
-  for (const auto& parameter : parameters) {
-    const auto index = static_cast<std::int64_t>(bucket.slots.size());
-    bucket.slots.push_back({.parameter = parameter,
-                            .gradient = bucket.flat.narrow(0, offset, parameter.tensor.numel()),
-                            .flag = bucket.flags.narrow(0, index, 1)});
-    offset += parameter.tensor.numel();
-  }
-  return bucket;
-}
-
-// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients that
-// were put there by hand or made with create_graph.
-torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tensor& gradient) {
-  if (gradient.layout() != torch::kStrided)
-    throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse; only dense ones are exchanged"),
-                      .likely = "an Embedding with sparse(true)",
-                      .next = "make it with sparse(false)"});
-  if (gradient.strides() == parameter.tensor.strides()) return dense_view(gradient);
-  return dense_view(torch::empty_like(parameter.tensor).copy_(gradient));
-}
+  std::optional<Work> work{};          // all of it; with a hook, the flags alone
+  CommunicationHook::Finish finish{};  // with a hook
+};
 
 // (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
 torch::Tensor make_totals(const LocalBatch& batch, torch::Device device) {
@@ -116,23 +57,25 @@ class ReadyHook : public torch::autograd::FunctionPostHook {
 class Reducer::Impl {
  public:
   // In a world of one there is nothing to exchange: no buckets, no hooks.
-  Impl(World world, std::vector<NamedTensor> parameters, const ReducerOptions& options, OnFinished on_finished)
-      : world_(std::move(world)),
-        parameters_(std::move(parameters)),
-        options_(options),
-        on_finished_(std::move(on_finished)) {
-    if (world_.size() > 1) build_buckets();
+  Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options, OnFinished on_finished)
+      : world_(std::move(world)), options_(options), on_finished_(std::move(on_finished)) {
+    const auto is_sparse = [&](const NamedTensor& parameter) { return options_.sparse.contains(parameter.name); };
+    if (world_.size() == 1) return;
+    std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(sparse_), is_sparse);
+    std::remove_copy_if(parameters.begin(), parameters.end(), std::back_inserter(parameters_), is_sparse);
+    build_buckets();
   }
 
   ~Impl() { remove_hooks(); }
 
-  std::int64_t bytes_exchanged() const { return bytes_exchanged_; }
+  const ReducerStatistics& statistics() const { return statistics_; }
 
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
     if (active_) throw unfinished();
     const torch::Tensor seed = batch_.add(samples, loss);
     start_exchange();
+    if (some_are_unused_) pack_unused(loss);
     return seed;
   }
 
@@ -157,14 +100,13 @@ class Reducer::Impl {
  private:
   BatchTotals complete_exchange() {
     const std::lock_guard lock(mutex_);
-    for (Bucket& bucket : buckets_)
-      for (Slot& slot : bucket.slots)
-        if (!slot.ready) pack(bucket, slot);
-    send_full_buckets();
+    pack_the_rest();
     const BatchTotals totals = wait_for_totals();
-    for (Bucket& bucket : buckets_) take_back(bucket, scale_ / static_cast<double>(totals.samples));
+    for (Exchange& exchange : exchanges_) take_back(exchange, scale_ / static_cast<double>(totals.samples));
+    for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
+    if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
     learn_scale(totals);
-    if (!order_is_real_ && !buckets_.empty()) follow_real_order();
+    if (!order_is_real_ && !exchanges_.empty()) follow_real_order();
     active_ = false;
     batch_ = {};
     return totals;
@@ -172,13 +114,13 @@ class Reducer::Impl {
 
   // Parameters are in the reverse of the order in which buckets shall fill.
   void build_buckets() {
-    for (const auto& group : cut_into_buckets(parameters_, options_.bucket_bytes))
-      buckets_.push_back(make_bucket(world_, group));
+    for (Bucket& bucket : make_buckets(world_, parameters_, options_.bucket_bytes))
+      exchanges_.push_back({std::move(bucket)});
     std::size_t index = parameters_.size();
-    for (Bucket& bucket : buckets_)
-      for (Slot& slot : bucket.slots) {
+    for (Exchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots) {
         slot.index = --index;
-        install_hook(bucket, slot);
+        install_hook(slot);
       }
   }
 
@@ -201,13 +143,13 @@ class Reducer::Impl {
       sorted.push_back(parameters_[static_cast<std::size_t>(on_host[i].item<std::int64_t>())]);
     parameters_ = std::move(sorted);
     remove_hooks();
-    buckets_.clear();
+    exchanges_.clear();
     build_buckets();
   }
 
-  void install_hook(Bucket& bucket, Slot& slot) {
+  void install_hook(Slot& slot) {
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-    auto hook = std::make_unique<ReadyHook>([this, &bucket, &slot] { on_ready(bucket, slot); });
+    auto hook = std::make_unique<ReadyHook>([this, &slot] { on_ready(slot); });
     const std::uintptr_t key = accumulator->add_post_hook(std::move(hook));
     hooks_.emplace_back(std::move(accumulator), key);
   }
@@ -225,10 +167,12 @@ class Reducer::Impl {
     totals_work_.emplace(world_.all_reduce_async(totals_));
     if (scale_ == 0) learn_scale(wait_for_totals());  // the first step has none before it
     next_to_send_ = 0;
-    for (Bucket& bucket : buckets_) {
-      bucket.pending = bucket.slots.size();
-      for (Slot& slot : bucket.slots) slot.ready = false;
-    }
+    first_sent_.reset();
+    for (Exchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots) {
+        slot.packed = false;
+        slot.times_ready = 0;
+      }
     active_ = true;
   }
 
@@ -247,13 +191,42 @@ class Reducer::Impl {
   double weight() const { return batch_.weight() / scale_; }  // m_j / s
 
   // On autograd's thread.
-  void on_ready(Bucket& bucket, Slot& slot) {
+  void on_ready(Slot& slot) {
     const std::lock_guard lock(mutex_);
     if (paused_) return;
     if (!active_) start_by_itself();
-    if (slot.ready) throw ready_twice(slot.parameter.name);
-    if (!order_is_real_) ready_order_.push_back(static_cast<std::int64_t>(slot.index));
-    pack(bucket, slot);
+    if (slot.packed) throw ready_again(slot.parameter.name);
+    if (++slot.times_ready == 1 && !order_is_real_) ready_order_.push_back(static_cast<std::int64_t>(slot.index));
+    if (slot.times_ready < times_expected(slot)) return;
+    slot.pack(batch_.samples > 0, weight());
+    send_full_buckets();
+  }
+
+  // How often a gradient becomes ready in one backward(). With a static graph the first exchange, which waits for its end,
+  // tells; later ones need not.
+  int times_expected(const Slot& slot) const {
+    if (!options_.static_graph) return 1;
+    const auto found = times_ready_.find(slot.parameter.tensor.unsafeGetTensorImpl());
+    return found == times_ready_.end() ? std::numeric_limits<int>::max() : found->second;
+  }
+
+  // Those that this backward() will not reach would keep their buckets back to its end.
+  void pack_unused(const torch::Tensor& loss) {
+    const auto reached = reached_by(loss);
+    for (Exchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots)
+        if (!reached(slot.parameter.tensor)) slot.pack(batch_.samples > 0, weight());
+    send_full_buckets();
+  }
+
+  void pack_the_rest() {
+    for (Exchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots) {
+        if (!slot.packed) slot.pack(batch_.samples > 0, weight());
+        if (batch_.samples == 0) continue;
+        if (slot.times_ready == 0) some_are_unused_ = true;
+        if (options_.static_graph) times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
+      }
     send_full_buckets();
   }
 
@@ -264,82 +237,65 @@ class Reducer::Impl {
                        .next = "let it end the program, and go on from a checkpoint"});
   }
 
-  UsageError ready_twice(const std::string& name) const {
-    return UsageError({.what = concat("the gradient of ", name, " became ready twice in one backward()"),
+  UsageError ready_again(const std::string& name) const {
+    return UsageError({.what = concat("the gradient of ", name, " became ready again after it was sent"),
                        .here = world_.describe(),
-                       .likely = "a backward() inside of backward(), such as activation checkpointing",
-                       .next = "call backward() once per step, on the sum of the losses"});
-  }
-
-  // A rank without samples sends zeros whatever its gradients hold: 0 * NaN would be NaN.
-  void pack(Bucket& bucket, Slot& slot) {
-    const torch::NoGradGuard no_grad;
-    const torch::Tensor& gradient = slot.parameter.tensor.grad();
-    const bool has_one = gradient.defined() && batch_.samples > 0;
-    if (has_one)
-      at::mul_out(slot.gradient, in_parameter_order(slot.parameter, gradient), torch::scalar_tensor(weight(), torch::kFloat64));
-    else
-      slot.gradient.zero_();
-    slot.flag.fill_(has_one ? 1 : 0);
-    slot.ready = true;
-    --bucket.pending;
+                       .likely = options_.static_graph ? "a graph that is not the one of the first step"
+                                                       : "a backward() inside of backward(), such as activation checkpointing",
+                       .next = options_.static_graph ? "leave static_graph off"
+                                                     : "static_graph = true, if every step is like the first; or one backward() "
+                                                       "per step, on the sum of the losses"});
   }
 
   // In order, so that every rank sends the same bucket next.
   void send_full_buckets() {
-    for (; next_to_send_ < buckets_.size() && buckets_[next_to_send_].pending == 0; ++next_to_send_) send(next_to_send_);
+    for (; next_to_send_ < exchanges_.size() && exchanges_[next_to_send_].bucket.full(); ++next_to_send_)
+      send(next_to_send_);
   }
 
   void send(std::size_t number) {
-    Bucket& bucket = buckets_[number];
-    bytes_exchanged_ += static_cast<std::int64_t>(bucket.flat.nbytes());
+    auto& [bucket, work, finish] = exchanges_[number];
+    if (!first_sent_) first_sent_.emplace();
+    statistics_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
     if (options_.hook) {
       const torch::NoGradGuard no_grad;
-      bucket.work.emplace(world_.all_reduce_async(bucket.flags));
-      bucket.finish = options_.hook->start(world_, {number, bucket.values, parts_of(bucket)});
+      work.emplace(world_.all_reduce_async(bucket.flags));
+      finish = options_.hook->start(world_, {number, bucket.values, bucket.parts()});
     } else {
-      bucket.work.emplace(world_.all_reduce_async(bucket.flat));
+      work.emplace(world_.all_reduce_async(bucket.flat));
     }
   }
 
-  // The gradients in memory order: the first dimension of a parameter stays the first also where channels are last.
-  static std::vector<torch::Tensor> parts_of(const Bucket& bucket) {
-    std::vector<torch::Tensor> parts;
-    for (const Slot& slot : bucket.slots) {
-      const torch::Tensor& parameter = slot.parameter.tensor;
-      const bool matrix = parameter.dim() > 1 && parameter.numel() > 0;
-      parts.push_back(matrix ? slot.gradient.view({parameter.size(0), -1}) : slot.gradient);
-    }
-    return parts;
-  }
-
-  void take_back(Bucket& bucket, double factor) {
+  void take_back(Exchange& exchange, double factor) {
     const torch::NoGradGuard no_grad;
-    bucket.work->wait();
-    if (bucket.finish) bucket.finish();
-    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
+    exchange.work->wait();
+    if (exchange.finish) exchange.finish();
+    const torch::Tensor ranks_with_gradient = exchange.bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
-    for (Slot& slot : bucket.slots)
-      if (*count++ > 0) store_mean(slot, factor);
+    for (Slot& slot : exchange.bucket.slots)
+      if (*count++ > 0) slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
-  void store_mean(Slot& slot, double factor) {
-    const torch::Tensor& parameter = slot.parameter.tensor;
-    torch::Tensor& gradient = parameter.mutable_grad();
-    if (!gradient.defined() || gradient.strides() != parameter.strides())
-      gradient = torch::empty_like(parameter, parameter.options().requires_grad(false));
-    torch::Tensor values = dense_view(gradient);
-    at::mul_out(values, slot.gradient, torch::scalar_tensor(factor, torch::kFloat64));
+  // After backward(): how many rows there are is not known before.
+  void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
+    if (totals.samples == 0) return;
+    const double factor = batch_.samples > 0 ? batch_.weight() / static_cast<double>(totals.samples) : 0;
+    const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
+    if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
+    parameter.mutable_grad() = mean;
   }
 
   World world_;
-  std::vector<NamedTensor> parameters_;
+  std::vector<NamedTensor> parameters_;  // whose gradients go through buckets
+  std::vector<NamedTensor> sparse_;      // whose gradients are exchanged row by row
   ReducerOptions options_;
   OnFinished on_finished_;
-  std::vector<Bucket> buckets_;
+  std::vector<Exchange> exchanges_;       // of each bucket
   bool order_is_real_ = false;            // buckets fill in the order in which gradients become ready
   std::vector<std::int64_t> ready_order_;  // of the first exchange: indices of parameters
-  std::int64_t bytes_exchanged_ = 0;
+  std::unordered_map<const void*, int> times_ready_;  // of each parameter, with a static graph: once it is known
+  bool some_are_unused_ = false;          // some step left a parameter out: later ones look for such before backward()
+  ReducerStatistics statistics_;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
 
   std::mutex mutex_;             // guards what follows, and the buckets: autograd may have a thread per device
@@ -348,6 +304,7 @@ class Reducer::Impl {
   LocalBatch batch_;             // m_j and the loss, since the last exchange
   torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
+  std::optional<Stopwatch> first_sent_;  // when the first bucket of this exchange was
   double scale_ = 0;             // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;
 };
@@ -362,6 +319,6 @@ torch::Tensor Reducer::begin_without_exchange(std::int64_t samples, const torch:
 }
 void Reducer::resume() { impl_->resume(); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
-std::int64_t Reducer::bytes_exchanged() const { return impl_->bytes_exchanged(); }
+const ReducerStatistics& Reducer::statistics() const { return impl_->statistics(); }
 
 }  // namespace lockstep

@@ -1,10 +1,13 @@
 #include "lockstep/gradient/reducer.h"
 
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <limits>
 
 #include "lockstep/base/text.h"
+#include "lockstep/gradient/unused_parameters.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -150,6 +153,145 @@ TEST(Reducer, works_without_parameters) {
     const BatchTotals totals = reducer.finish();
     EXPECT_EQ(totals.samples, 3);
     EXPECT_EQ(totals.mean_loss, 3);
+  });
+}
+
+TEST_P(ReducerOfSize, sends_the_rows_that_a_sparse_gradient_has) {
+  run_ranks(GetParam(), [](World& world) {
+    torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
+    embedding->to(torch::kFloat64);
+    Reducer reducer(world, named_parameters(*embedding), {.sparse = {"weight"}});
+    const torch::Tensor loss = embedding(torch::tensor({world.rank(), 9, 9})).sum() * 8.0;
+    reducer.begin(samples_of(world.rank()), loss);
+    loss.backward();
+    const BatchTotals totals = reducer.finish();
+    torch::Tensor expected = torch::zeros({10, 3}, torch::kFloat64);
+    for (int rank = 0; rank < world.size(); ++rank) {
+      const double weight = 8.0 * static_cast<double>(samples_of(rank)) / static_cast<double>(totals.samples);
+      expected[rank] += weight;
+      expected[9] += 2 * weight;
+    }
+    EXPECT_TRUE(embedding->weight.grad().is_sparse());
+    EXPECT_TRUE(torch::equal(embedding->weight.grad().to_dense(), expected));
+    EXPECT_EQ(embedding->weight.grad().coalesce()._nnz(), world.size() + 1);
+  });
+}
+
+TEST(Reducer, leaves_a_sparse_gradient_undefined_if_no_rank_has_one) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
+    const torch::Tensor p = parameter({2});
+    Reducer reducer(world, {{"weight", embedding->weight}, {"p", p}}, {.sparse = {"weight"}});
+    reducer.begin(1, p.sum());
+    p.sum().backward();
+    reducer.finish();
+    EXPECT_FALSE(embedding->weight.grad().defined());
+  });
+}
+
+TEST_P(ReducerOfSize, puts_gradients_where_the_bucket_is_if_told) {
+  run_ranks(GetParam(), [](World& world) {
+    const torch::Tensor p = torch::ones({2, 3, 4, 4}, torch::kFloat64).contiguous(torch::MemoryFormat::ChannelsLast).set_requires_grad(true);
+    const torch::Tensor q = parameter({5});
+    Reducer reducer(world, {{"p", p}, {"q", q}}, {.gradient_as_bucket_view = true});
+    std::vector<const void*> places;
+    for (int step = 0; step < 4; ++step) {
+      const torch::Tensor loss = (p * torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})).sum() + loss_with_gradient(q, world.rank());
+      const torch::Tensor seed = reducer.begin(1, loss);
+      loss.backward(seed);
+      reducer.finish();
+      EXPECT_TRUE(torch::equal(p.grad(), torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})));
+      EXPECT_TRUE(torch::allclose(q.grad(), torch::full({5}, (world.size() - 1) / 2.0, torch::kFloat64), 1e-12));
+      EXPECT_EQ(p.grad().strides(), p.strides());
+      places.push_back(p.grad().const_data_ptr());
+      p.mutable_grad().zero_();
+      q.mutable_grad().reset();
+    }
+    EXPECT_EQ(places[2], places[1]) << "the first exchange settles the order of the buckets";
+    EXPECT_EQ(places[3], places[1]);
+  });
+}
+
+// Forgets what forward() computed and computes it again in backward(), in a backward() of its own.
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x, const torch::Tensor& w) {
+    context->saved_data["x"] = x.detach();
+    context->saved_data["w"] = w;
+    return x * w;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const torch::AutoGradMode on(true);
+    const torch::Tensor x = context->saved_data["x"].toTensor().detach().requires_grad_(true);
+    (x * context->saved_data["w"].toTensor()).backward(gradients[0]);
+    return {x.grad(), torch::Tensor()};
+  }
+};
+
+torch::Tensor twice_checkpointed(const torch::Tensor& w, double x) {
+  const torch::Tensor input = torch::full({4}, x, torch::kFloat64).set_requires_grad(true);
+  return Checkpointed::apply(Checkpointed::apply(input, w), w).sum();  // x w^2
+}
+
+TEST(Reducer, takes_a_gradient_that_becomes_ready_twice_if_the_graph_is_static) {
+  run_ranks(3, [](World& world) {
+    const torch::Tensor w = parameter({4});
+    const torch::Tensor other = parameter({2});
+    Reducer reducer(world, {{"w", w}, {"other", other}}, {.bucket_bytes = 16, .static_graph = true});
+    for (int step = 0; step < 3; ++step) {
+      const torch::Tensor loss = twice_checkpointed(w, world.rank()) + other.sum();
+      reducer.begin(1, loss);
+      loss.backward();
+      reducer.finish();
+      EXPECT_TRUE(torch::equal(w.grad(), torch::full({4}, 2.0, torch::kFloat64))) << step;
+      EXPECT_TRUE(torch::equal(other.grad(), torch::ones({2}, torch::kFloat64))) << step;
+      w.mutable_grad().reset();
+      other.mutable_grad().reset();
+    }
+  });
+}
+
+TEST(Reducer, says_so_if_a_gradient_becomes_ready_twice) {
+  const auto run_checkpointed = [](World& world) {
+    const torch::Tensor w = parameter({4});
+    Reducer reducer(world, {{"w", w}});
+    reducer.begin(1, twice_checkpointed(w, 1));
+    twice_checkpointed(w, 1).backward();
+    reducer.finish();
+  };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, run_checkpointed); }), "w became ready again"));
+}
+
+TEST(UnusedParameters, are_those_that_the_graph_does_not_reach) {
+  const torch::Tensor a = parameter({2}), b = parameter({2}), c = parameter({2});
+  const torch::Tensor loss = (a * b.detach() + c.square()).sum();
+  const auto reached = reached_by(loss);
+  EXPECT_TRUE(reached(a));
+  EXPECT_FALSE(reached(b));
+  EXPECT_TRUE(reached(c));
+  EXPECT_FALSE(reached_by({})(a));
+}
+
+TEST_P(ReducerOfSize, takes_branches_that_change_from_step_to_step) {
+  run_ranks(GetParam(), [](World& world) {
+    const std::vector<NamedTensor> branches = {{"0", parameter({3})}, {"1", parameter({4})}, {"2", parameter({5})}};
+    Reducer reducer(world, branches, {.bucket_bytes = 8});
+    for (int step = 0; step < 5; ++step) {
+      const auto branch_of = [&](int rank) { return static_cast<std::size_t>((rank + step) % 3); };
+      const torch::Tensor loss = loss_with_gradient(branches[branch_of(world.rank())].tensor, 6);
+      reducer.begin(1, loss);
+      loss.backward();
+      reducer.finish();
+      for (std::size_t i = 0; i < branches.size(); ++i) {
+        double ranks = 0;
+        for (int rank = 0; rank < world.size(); ++rank) ranks += branch_of(rank) == i ? 1 : 0;
+        torch::Tensor& gradient = torch::Tensor(branches[i].tensor).mutable_grad();
+        EXPECT_EQ(gradient.defined(), ranks > 0);
+        const double value = gradient.defined() ? gradient[0].item<double>() : 0;
+        EXPECT_NEAR(value, 6 * ranks / world.size(), 1e-12);
+        gradient.reset();
+      }
+    }
   });
 }
 

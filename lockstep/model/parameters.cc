@@ -1,5 +1,7 @@
 #include "lockstep/model/parameters.h"
 
+#include <torch/nn/modules/embedding.h>
+
 #include <map>
 #include <unordered_set>
 
@@ -50,6 +52,22 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& model) {
 }
 
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
+
+std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
+  std::unordered_set<const void*> sparse;
+  const auto look_at = [&](const torch::nn::Module& module) {
+    if (const auto* embedding = module.as<torch::nn::Embedding>(); embedding != nullptr && embedding->options.sparse())
+      sparse.insert(embedding->weight.unsafeGetTensorImpl());
+    if (const auto* bag = module.as<torch::nn::EmbeddingBag>(); bag != nullptr && bag->options.sparse())
+      sparse.insert(bag->weight.unsafeGetTensorImpl());
+  };
+  look_at(model);
+  for (const auto& module : model.modules(/*include_self=*/false)) look_at(*module);
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : named_parameters(model))
+    if (sparse.contains(tensor.unsafeGetTensorImpl())) names.insert(name);
+  return names;
+}
 
 torch::Tensor dense_view(const torch::Tensor& tensor) {
   if (!tensor.is_non_overlapping_and_dense())

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,10 @@ struct NamedTensor {
 // In the module's order, a tensor that has two names only once, under its first.
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
+
+// Names, as named_parameters() has them, of the weights of every Embedding and EmbeddingBag with sparse(true): their
+// gradients are sparse.
+std::set<std::string> sparse_parameters(const torch::nn::Module& model);
 
 // The values in memory order as one dimension, without a copy: two tensors of the same shape and strides agree element
 // by element. tensor: dense, any layout.

@@ -15,10 +15,14 @@ std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
   return parameters;
 }
 
-// Every parameter and buffer on rank 0's values; before that, nothing that could hang or corrupt is sent.
-void synchronise(const World& world, const torch::nn::Module& module) {
-  std::vector<NamedTensor> tensors = named_parameters(module);
-  for (auto& buffer : named_buffers(module)) tensors.push_back(std::move(buffer));
+std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector<NamedTensor> tensors) {
+  std::erase_if(tensors, [&](const NamedTensor& tensor) { return names.contains(tensor.name); });
+  return tensors;
+}
+
+// Every tensor on rank 0's values; before that, nothing that could hang or corrupt is sent.
+void synchronise(const World& world, std::vector<NamedTensor> tensors, const std::vector<NamedTensor>& more) {
+  tensors.insert(tensors.end(), more.begin(), more.end());
   for (const auto& [name, tensor] : tensors) require_device(tensor, world.device(), name);
   require_same_model(world, tensors);
   broadcast_tensors(world, tensors);
@@ -33,6 +37,24 @@ void require_own_parameters(const torch::nn::Module& module, const torch::optim:
                                          " that is not a parameter of the module"),
                           .likely = "an optimizer made before the module was replaced or its parameters were",
                           .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
+}
+
+void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
+  const auto known = module.named_parameters(), buffers = module.named_buffers();
+  for (const std::string& name : names)
+    if (!known.contains(name) && !buffers.contains(name))
+      throw UsageError({.what = concat("the module has no parameter or buffer ", name),
+                        .next = "give names as module.named_parameters() lists them"});
+}
+
+void require_not_ignored(const std::vector<NamedTensor>& all, const std::set<std::string>& ignored,
+                         const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    for (const torch::Tensor& parameter : group.params())
+      for (const auto& [name, tensor] : all)
+        if (tensor.is_same(parameter) && ignored.contains(name))
+          throw UsageError({.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
+                            .next = "give it an optimizer of its own, or share_parameters = false"});
 }
 
 std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
@@ -92,14 +114,23 @@ class DistributedDataParallel::Impl {
   Impl(World world, torch::nn::Module& module, const Options& options)
       : world_(std::move(world)),
         options_(options),
-        parameters_(named_parameters(module)),
-        buffers_(options.broadcast_buffers ? named_buffers(module) : std::vector<NamedTensor>{}) {
-    synchronise(world_, module);
+        parameters_(without(options.ignored, named_parameters(module))),
+        buffers_(without(options.ignored, named_buffers(module))) {
+    require_known_names(module, options.ignored);
+    require_known_names(module, options.sparse_parameters);
+    options_.sparse_parameters.merge(sparse_parameters(module));
+    synchronise(world_, parameters_, buffers_);
+    if (!options.broadcast_buffers) buffers_.clear();
     if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
   }
 
   void reduce_into_gradients() {
-    reducer_.emplace(world_, trainable(parameters_), ReducerOptions{.bucket_bytes = options_.bucket_bytes, .hook = options_.hook},
+    reducer_.emplace(world_, trainable(parameters_),
+                     ReducerOptions{.bucket_bytes = options_.bucket_bytes,
+                                    .hook = options_.hook,
+                                    .static_graph = options_.static_graph,
+                                    .gradient_as_bucket_view = options_.gradient_as_bucket_view,
+                                    .sparse = options_.sparse_parameters},
                      [this](const BatchTotals& totals) { finish_backward(totals); });
   }
 
@@ -151,7 +182,12 @@ class DistributedDataParallel::Impl {
     }
   }
 
-  const Statistics& statistics() const { return statistics_; }
+  Statistics statistics() const {
+    Statistics statistics = statistics_;
+    statistics.bytes = reducer_ ? reducer_->statistics().bytes : published_bytes_;
+    statistics.exchange_seconds = reducer_ ? reducer_->statistics().exchange_seconds : statistics_.waiting_seconds;
+    return statistics;
+  }
   bool& no_sync() { return no_sync_; }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
@@ -211,7 +247,7 @@ class DistributedDataParallel::Impl {
   void finish_backward(const BatchTotals& totals) {
     last_batch_ = totals;
     ++statistics_.exchanges;
-    statistics_.bytes = published_ ? statistics_.bytes + gradient_bytes() : reducer_->bytes_exchanged();
+    if (published_) published_bytes_ += gradient_bytes();
     broadcast_tensors(world_, buffers_);
     if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
   }
@@ -226,7 +262,8 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<ParameterBlock> block_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
-  Statistics statistics_;
+  Statistics statistics_;  // what is counted here
+  std::int64_t published_bytes_ = 0;
   bool no_sync_ = false;
   int shards_done_ = 0;                              // of this step's virtual shards
   std::vector<torch::Tensor> buffers_before_;        // at the beginning of the step
@@ -249,10 +286,12 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
     : impl_(std::make_unique<Impl>(world, module, options)) {
   require_shards_for(world, options);
   require_own_parameters(module, optimizer);
-  if (options.share_parameters && world.device().is_cpu())
+  if (options.share_parameters && world.device().is_cpu()) {
+    require_not_ignored(named_parameters(module), options.ignored, optimizer);
     impl_->share_parameters(optimizer);
-  else
+  } else {
     impl_->reduce_into_gradients();
+  }
 }
 
 DistributedDataParallel::~DistributedDataParallel() = default;

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
+#include <string>
 
 #include "lockstep/collective/world.h"
 #include "lockstep/gradient/published_gradients.h"
@@ -32,8 +34,22 @@ struct DistributedDataParallelOptions {
   bool share_parameters = true;
 
   // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an undefined
-  // gradient. false: on a rank with samples it is an error that names the parameters.
+  // gradient; the graph is walked only once a step has left one out. false: on a rank with samples it is an error that names
+  // the parameters.
   bool find_unused_parameters = true;
+
+  // Where gradients go through buckets (several machines, a hook, or separate parameters): see gradient/reducer.h. Gradients
+  // that are read where they lie need neither.
+  bool static_graph = false;
+  bool gradient_as_bucket_view = false;
+
+  // Parameters and buffers, by name, that are left alone: not compared, not sent, their gradients not exchanged. Shared
+  // parameters allow it only for what the optimizer does not hold.
+  std::set<std::string> ignored{};
+
+  // Parameters with sparse gradients beside those of an Embedding or EmbeddingBag with sparse(true), which are found. Through
+  // buckets only their rows are sent, and .grad is sparse; shared parameters are updated as by a dense gradient.
+  std::set<std::string> sparse_parameters{};
 
   // Other ways to sum a bucket (gradient/communication_hook.h). What is sent is then not what was computed, so every rank goes
   // through buckets, also within a machine.
@@ -93,7 +109,9 @@ class DistributedDataParallel {
   struct Statistics {
     std::int64_t exchanges = 0;
     std::int64_t bytes = 0;
-    double waiting_seconds = 0;  // after the last gradient was computed: what did not overlap with backward
+    double exchange_seconds = 0;  // from the first bucket sent until all are back
+    double waiting_seconds = 0;   // after the last gradient was computed: what did not overlap with backward
+    double overlap() const { return exchange_seconds > waiting_seconds ? 1 - waiting_seconds / exchange_seconds : 0; }
   };
   Statistics statistics() const;
 

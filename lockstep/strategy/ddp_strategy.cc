@@ -55,6 +55,12 @@ class DdpStrategy : public Strategy {
   Optimizer& optimizer() override { return *replica_.optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
 
+  Report report() const override {
+    if (world_.size() == 1) return {};
+    const auto statistics = ddp_->statistics();
+    return {{"exchanged_bytes", static_cast<double>(statistics.bytes)}, {"exchange_overlap", statistics.overlap()}};
+  }
+
  private:
   // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
   void compute_shards(const Batch& batch) {

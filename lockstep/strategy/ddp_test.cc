@@ -2,8 +2,10 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/init.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 
@@ -393,6 +395,75 @@ TEST(Ddp, counts_what_it_exchanges) {
       world.barrier();
     });
   }
+}
+
+// Words into a mean, then a linear layer: the words' gradient is sparse.
+struct BagOfWordsImpl : torch::nn::Module {
+  BagOfWordsImpl() {
+    words = register_module("words", torch::nn::Embedding(torch::nn::EmbeddingOptions(20, 4).sparse(true)));
+    last = register_module("last", torch::nn::Linear(4, 1));
+    to(torch::kFloat64);
+  }
+  torch::Tensor loss(const torch::Tensor& tokens) { return last(words(tokens).mean(1)).square().mean(); }
+  torch::nn::Embedding words{nullptr};
+  torch::nn::Linear last{nullptr};
+};
+TORCH_MODULE(BagOfWords);
+
+TEST(Ddp, trains_an_embedding_with_sparse_gradients_as_one_rank_does) {
+  const auto tokens = [](int step) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
+    return torch::randint(0, 20, {7, 3}, generator, torch::kInt64);
+  };
+  for (const bool share : {true, false}) {
+    Tensors weights;
+    for (const int ranks : {1, 2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        BagOfWords net;
+        for (torch::Tensor& p : net->parameters()) torch::nn::init::constant_(p, 0.5);
+        SGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+        DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
+        for (int step = 0; step < 5; ++step) {
+          const Range mine = even_part(7, world.rank(), world.size());
+          ddp.backward(net->loss(tokens(step).slice(0, mine.begin, mine.end)), mine.end - mine.begin);
+          sgd.step();
+          sgd.zero_grad();
+        }
+        if (world.rank() == 0) weights.push_back(net->words->weight.detach().clone());
+        world.barrier();
+      });
+    }
+    for (const torch::Tensor& each : weights) EXPECT_TRUE(torch::allclose(each, weights[0], 1e-12, 1e-12)) << share;
+  }
+}
+
+TEST(Ddp, leaves_alone_what_it_is_told_to_ignore) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::BatchNorm1d(2));
+    {
+      const torch::NoGradGuard no_grad;
+      for (torch::Tensor& p : net->parameters()) p.fill_(world.rank() + 1);
+      for (torch::Tensor& b : net->buffers()) b.fill_(world.rank() + 1);
+    }
+    DistributedDataParallel ddp(world, *net, {.ignored = {"0.weight", "1.running_mean"}});
+    EXPECT_EQ(net->named_parameters()["0.weight"][0][0].item<float>(), static_cast<float>(world.rank() + 1));
+    EXPECT_EQ(net->named_parameters()["0.bias"][0].item<float>(), 1.0F);
+    EXPECT_EQ(net->named_buffers()["1.running_mean"][0].item<float>(), static_cast<float>(world.rank() + 1));
+    EXPECT_EQ(net->named_buffers()["1.running_var"][0].item<float>(), 1.0F);
+    const torch::Tensor weight = net->named_parameters()["0.weight"], bias = net->named_parameters()["1.bias"];
+    ddp.backward(weight.sum() * world.rank() + bias.sum() * world.rank() * 2, 1);
+    EXPECT_EQ(weight.grad()[0][0].item<float>(), static_cast<float>(world.rank())) << "its own";
+    EXPECT_EQ(bias.grad()[0].item<float>(), 1.0F) << "the mean";
+  });
+}
+
+TEST(Ddp, names_what_is_ignored_and_can_not_be) {
+  torch::nn::Linear net(2, 1);
+  SGD sgd(net->parameters(), {.lr = 1});
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"weigth"}}); }),
+                       "no parameter or buffer weigth"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"bias"}}); }),
+                       "bias is ignored, but the optimizer"));
 }
 
 TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {

@@ -2,6 +2,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/model/mixed_precision.h"
 #include "lockstep/strategy/averaging.h"
 #include "lockstep/strategy/data_parallel.h"
 #include "lockstep/strategy/ddp_strategy.h"
@@ -42,6 +43,16 @@ const Entry& entry_of(const std::string& name) {
   throw UsageError({.what = concat("no such strategy: ", name), .next = concat("one of ", join(names, ", "))});
 }
 
+Task in_precision(const Task& task, const StrategyOptions& options) {
+  if (options.precision == "float32") return task;
+  if (options.precision != "bfloat16")
+    throw UsageError({.what = concat("no such precision: ", options.precision), .next = "float32 or bfloat16"});
+  if (options.name == "pipeline")
+    throw UsageError({.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
+                      .next = "leave precision float32, or choose another strategy"});
+  return in_mixed_precision(task);
+}
+
 }  // namespace
 
 const std::vector<StrategyInfo>& strategies() {
@@ -56,7 +67,7 @@ const std::vector<StrategyInfo>& strategies() {
 const StrategyInfo& strategy_info(const std::string& name) { return entry_of(name).info; }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  return entry_of(options.name).make(world, task, options);
+  return entry_of(options.name).make(world, in_precision(task, options), options);
 }
 
 }  // namespace lockstep

@@ -44,6 +44,7 @@ struct StrategyOptions {
   ClippingOptions clipping;
   double ema_decay = 0;  // 0: no moving average of the parameters
   std::uint64_t seed = 0;
+  std::string precision = "float32";  // or bfloat16: what forward computes in (model/mixed_precision.h)
   std::string layout = "auto";  // auto | contiguous | channels_last
   bool share_parameters = true;  // one copy per machine (strategy/ddp.h)
   std::string compression = "none";  // of gradients between ranks: none | fp16 | bf16 | powersgd | 2bit | topk

@@ -62,6 +62,9 @@ void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--device", o.device, "where to compute")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
+  app.add_option("--precision", o.precision, "of forward and backward; parameters stay float32")
+      ->check(CLI::IsMember({"float32", "bfloat16"}))
+      ->capture_default_str();
   app.add_option("--layout", o.layout, "memory order of images")
       ->check(CLI::IsMember({"auto", "contiguous", "channels_last"}))
       ->capture_default_str();

@@ -54,6 +54,7 @@ struct TrainOptions {
   double clip_value = 0;  // of each element; 0: off
   double ema_decay = 0;   // 0: no moving average of the parameters
   bool separate_parameters = false;  // a copy in every rank instead of one per machine
+  std::string precision = "float32";  // float32 | bfloat16: what forward computes in
   std::string compression = "none";  // none | fp16 | bf16 | powersgd | 2bit | topk
   double compression_amount = 0;     // powersgd: rank, 2bit: threshold, topk: share; 0: its default
   int virtual_shards = 0;  // the same bits on any number of ranks that divides this; 0: off

@@ -73,6 +73,7 @@ StrategyOptions strategy_options(const TrainOptions& o) {
           .clipping = {.max_norm = o.clip_norm, .max_value = o.clip_value},
           .ema_decay = o.ema_decay,
           .seed = o.seed,
+          .precision = o.precision,
           .layout = o.layout,
           .share_parameters = !o.separate_parameters,
           .compression = o.compression,

@@ -51,7 +51,7 @@ Json course(const TrainOptions& options) {
           {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
           {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
           {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
-          {"layout", options.layout},       {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
+          {"precision", options.precision}, {"layout", options.layout}, {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
           {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
           {"compression", options.compression}, {"compression_amount", options.compression_amount},
           {"average_every", options.average_every},

@@ -1,0 +1,116 @@
+#include "lockstep/gradient/bucket.h"
+
+#include <algorithm>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+bool fits(const std::vector<NamedTensor>& bucket, const NamedTensor& next, std::size_t bytes, std::size_t limit) {
+  if (bucket.empty()) return true;
+  const torch::Tensor& first = bucket.front().tensor;
+  return bytes + next.tensor.nbytes() <= limit && first.dtype() == next.tensor.dtype() &&
+         first.device() == next.tensor.device();
+}
+
+std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
+  std::vector<std::vector<NamedTensor>> buckets;
+  std::size_t bytes = 0;
+  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
+    if (buckets.empty() || !fits(buckets.back(), *parameter, bytes, limit)) {
+      buckets.emplace_back();
+      bytes = 0;
+    }
+    buckets.back().push_back(*parameter);
+    bytes += parameter->tensor.nbytes();
+  }
+  return buckets;
+}
+
+Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters) {
+  std::int64_t values = 0;
+  for (const auto& [name, tensor] : parameters) values += tensor.numel();
+  const auto count = static_cast<std::int64_t>(parameters.size());
+  Bucket bucket;
+  bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
+  bucket.values = bucket.flat.narrow(0, 0, values);
+  bucket.flags = bucket.flat.narrow(0, values, count);
+  std::int64_t offset = 0;
+  for (const auto& parameter : parameters) {
+    const auto index = static_cast<std::int64_t>(bucket.slots.size());
+    Slot& slot = bucket.slots.emplace_back();
+    slot.parameter = parameter;
+    slot.gradient = bucket.flat.narrow(0, offset, parameter.tensor.numel());
+    slot.flag = bucket.flags.narrow(0, index, 1);
+    offset += parameter.tensor.numel();
+  }
+  return bucket;
+}
+
+// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients that
+// were put there by hand or made with create_graph.
+torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tensor& gradient) {
+  if (gradient.layout() != torch::kStrided)
+    throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse, which was not expected"),
+                      .likely = "an embedding with sparse(true) inside of a module of your own",
+                      .next = "name it in the option sparse_parameters"});
+  if (gradient.strides() == parameter.tensor.strides()) return dense_view(gradient);
+  return dense_view(torch::empty_like(parameter.tensor).copy_(gradient));
+}
+
+torch::Tensor number(double value) { return torch::scalar_tensor(value, torch::kFloat64); }
+
+}  // namespace
+
+void Slot::pack(bool counts, double weight) {
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor& from = parameter.tensor.grad();
+  const bool has_one = from.defined() && counts;
+  if (has_one)
+    at::mul_out(gradient, in_parameter_order(parameter, from), number(weight));  // in place where the slot is the gradient
+  else
+    gradient.zero_();
+  flag.fill_(has_one ? 1 : 0);
+  packed = true;
+}
+
+void Slot::store_mean(double factor, bool as_view) {
+  torch::Tensor& into = parameter.tensor.mutable_grad();
+  if (as_view) {
+    gradient.mul_(factor);
+    if (!into.defined() || into.const_data_ptr() != gradient.const_data_ptr()) into = view_like_parameter();
+    return;
+  }
+  if (!into.defined() || into.strides() != parameter.tensor.strides())
+    into = torch::empty_like(parameter.tensor, parameter.tensor.options().requires_grad(false));
+  torch::Tensor values = dense_view(into);
+  at::mul_out(values, gradient, number(factor));
+}
+
+torch::Tensor Slot::view_like_parameter() const {
+  return gradient.as_strided(parameter.tensor.sizes(), parameter.tensor.strides(), gradient.storage_offset());
+}
+
+bool Bucket::full() const {
+  return std::all_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.packed; });
+}
+
+std::vector<torch::Tensor> Bucket::parts() const {
+  std::vector<torch::Tensor> parts;
+  for (const Slot& slot : slots) {
+    const torch::Tensor& parameter = slot.parameter.tensor;
+    const bool matrix = parameter.dim() > 1 && parameter.numel() > 0;
+    parts.push_back(matrix ? slot.gradient.view({parameter.size(0), -1}) : slot.gradient);
+  }
+  return parts;
+}
+
+std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit) {
+  std::vector<Bucket> buckets;
+  for (const auto& group : cut_into_buckets(parameters, limit)) buckets.push_back(make_bucket(world, group));
+  return buckets;
+}
+
+}  // namespace lockstep
