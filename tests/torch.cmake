@@ -16,7 +16,8 @@ lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc l
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc)
+lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc convergence_test.cc ddp_test.cc
+  devices_test.cc lossless_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc verify_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
 lockstep_room_test(train loop_test.cc)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
@@ -39,6 +40,18 @@ target_compile_definitions(command_test PRIVATE
 target_link_libraries(command_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)
 add_dependencies(command_test lockstep_train lockstep_data misbehaving_task)
 gtest_discover_tests(command_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
+
+add_executable(lossless_ranks train/lossless_ranks.cc)
+add_executable(lossless_test train/lossless_command_test.cc launch/child.cc)
+foreach(target lossless_ranks lossless_test)
+  target_precompile_headers(${target} REUSE_FROM lockstep_pch)
+  target_link_libraries(${target} PRIVATE lockstep GTest::gtest)
+endforeach()
+target_link_libraries(lossless_test PRIVATE GTest::gtest_main)
+target_compile_definitions(lossless_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" LOSSLESS_RANKS="$<TARGET_FILE:lossless_ranks>")
+add_dependencies(lossless_test lossless_ranks lockstep_command)
+gtest_discover_tests(lossless_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
 add_executable(reference_test reference/ddp_reference_test.cc)
 target_precompile_headers(reference_test REUSE_FROM lockstep_pch)

@@ -89,8 +89,10 @@ void Slot::store_mean(double factor, bool as_view) {
   at::mul_out(values, gradient, number(factor));
 }
 
+// Not a view to autograd: Optimizer::zero_grad() detaches gradients in place, which views refuse.
 torch::Tensor Slot::view_like_parameter() const {
-  return gradient.as_strided(parameter.tensor.sizes(), parameter.tensor.strides(), gradient.storage_offset());
+  return torch::empty({0}, gradient.options())
+      .set_(gradient.storage(), gradient.storage_offset(), parameter.tensor.sizes(), parameter.tensor.strides());
 }
 
 bool Bucket::full() const {

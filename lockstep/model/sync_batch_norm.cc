@@ -51,22 +51,25 @@ class Normalise : public torch::autograd::Function<Normalise> {
         ((wide - per_channel(mean, input)) * per_channel(inverse, input)).to(input.scalar_type());
     context->save_for_backward({output, inverse});
     context->saved_data["world"] = reinterpret_cast<std::int64_t>(world);
+    context->saved_data["mine"] = static_cast<double>(mine);
     context->saved_data["count"] = count;
     const torch::Tensor unbiased = variance * (count / std::max(count - 1, 1.0));
     context->mark_non_differentiable({mean, unbiased});
     return {output, mean, unbiased};
   }
 
-  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks.
+  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a rank's own
+  // mean, which counts as often as the rank has values: for the means it is multiplied by that, for dx divided again.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
     const auto& world = *reinterpret_cast<World*>(context->saved_data["world"].toInt());
+    const double mine = context->saved_data["mine"].toDouble();
     const double count = context->saved_data["count"].toDouble();
     const torch::Tensor dy = gradients[0].to(torch::kFloat64);
     const torch::Tensor y = saved[0].to(torch::kFloat64);
     const auto dimensions = summed_dimensions(dy);
-    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)});
-    const torch::Tensor means = summed_over_ranks(world, sums, 0).first / count;
+    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * mine;
+    const torch::Tensor means = summed_over_ranks(world, sums, 0).first / (count * mine);
     const torch::Tensor dx = per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
     return {dx.to(gradients[0].scalar_type()), {}, {}};
   }

@@ -6,6 +6,9 @@
 // Threads: one thread, as the model
 // Ranks:   all ranks of the world call forward() and backward() in the same order, each with one sample at least
 //
+// The loss of a rank is the mean over its samples, and ranks count by their samples, as DistributedDataParallel has it: uneven
+// parts are then exact too, with one forward() per step.
+//
 // Each forward in training sends 2 C + 1 values, each backward 2 C, for C channels.
 #pragma once
 
