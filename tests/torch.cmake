@@ -50,13 +50,14 @@ endforeach()
 target_link_libraries(lossless_test PRIVATE GTest::gtest_main)
 target_compile_definitions(lossless_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" LOSSLESS_RANKS="$<TARGET_FILE:lossless_ranks>")
-add_dependencies(lossless_test lossless_ranks lockstep_command)
+add_dependencies(lossless_test lossless_ranks lockstep_command lockstep_train)
 gtest_discover_tests(lossless_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
-add_executable(reference_test reference/ddp_reference_test.cc)
+add_executable(reference_test reference/ddp_reference_test.cc reference/optimizer_reference_test.cc)
 target_precompile_headers(reference_test REUSE_FROM lockstep_pch)
 target_compile_definitions(reference_test PRIVATE
-  REFERENCE_FILE="${CMAKE_CURRENT_SOURCE_DIR}/reference/lenet_ddp.safetensors")
+  REFERENCE_FILE="${CMAKE_CURRENT_SOURCE_DIR}/reference/lenet_ddp.safetensors"
+  OPTIMIZER_REFERENCE="${CMAKE_CURRENT_SOURCE_DIR}/reference/optimizers.safetensors")
 target_link_libraries(reference_test PRIVATE lockstep GTest::gtest_main)
 gtest_discover_tests(reference_test TEST_PREFIX reference. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 

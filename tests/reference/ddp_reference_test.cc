@@ -5,18 +5,17 @@
 #include "lockstep/data/sampler.h"
 #include "lockstep/model/lenet.h"
 #include "lockstep/strategy/strategy.h"
+#include "tests/reference/ramp.h"
 #include "tests/support.h"
 
 namespace lockstep {
 namespace {
 
+using testing::ramp;
+
 constexpr int kSteps = 20;
 constexpr std::int64_t kBatch = 10;
 constexpr std::int64_t kStride = 97;
-
-torch::Tensor ramp(std::int64_t count, std::int64_t seed) {
-  return (torch::arange(count, torch::kInt64) * 7919 + seed * 104729).remainder(1009).to(torch::kFloat64) / 1009 - 0.5;
-}
 
 Task lenet_with_known_weights() {
   Task task = classification_task<LeNet>("lenet");
