@@ -28,11 +28,12 @@ cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the 
 	cmake --build --preset cuda -j $(JOBS)
 	if [ -e /dev/nvidia0 ]; then ctest --preset cuda; else echo "no GPU here: compiled and linked, not run"; fi
 
+bench: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
 bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench collectives --json bench/results/collectives.json
-	PYTHONPATH=$(CURDIR)/.deps/pytorch build/release/bin/lockstep bench step --json bench/results/step.json
+	build/release/bin/lockstep bench step --json bench/results/step.json
 	bench/startup.py
 	bench/lenet.py
 	bench/accuracy.py

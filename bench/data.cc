@@ -1,12 +1,11 @@
 // `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
 // page cache, and a LeNet step with loading beside one without; in turn, medians.
 #include <CLI/CLI.hpp>
-#include <array>
-#include <cstdio>
 #include <iostream>
 
 #include "bench/benchmarks.h"
 #include "bench/data/measure.h"
+#include "bench/python_peer.h"
 #include "bench/report.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
@@ -25,7 +24,7 @@ struct Options {
   int turns = 3;
   int photographs = 512;
   double packed_mib = 2048;
-  fs::path checkout = LOCKSTEP_CHECKOUT;  // where the peers and their PyTorch are
+  bool with_pytorch = true;
   fs::path scratch = fs::temp_directory_path();
   std::string json;
 };
@@ -50,22 +49,10 @@ class ScratchFolder {
   fs::path path_;
 };
 
-// Rates that bench/peers/dataloader.py prints; none where PyTorch is not here.
-std::vector<double> peer_rates(const Options& options, const std::string& arguments) {
-  const fs::path deps = options.checkout / ".deps";
-  if (!fs::exists(deps / "torchvision/.complete")) return {};
-  const std::string command = concat("PYTHONPATH='", (deps / "pytorch").string(), ":", (deps / "torchvision").string(),
-                                     "' OMP_NUM_THREADS=1 python3 '",
-                                     (options.checkout / "bench/peers/dataloader.py").string(), "' ", arguments);
-  FILE* pipe = ::popen(command.c_str(), "r");
-  if (pipe == nullptr) throw system_error("start", "python3");
-  std::string output;
-  std::array<char, 4096> buffer{};
-  while (const std::size_t bytes = std::fread(buffer.data(), 1, buffer.size(), pipe))
-    output.append(buffer.data(), bytes);
-  if (::pclose(pipe) != 0)
-    throw SystemError({.what = "the PyTorch peer failed", .here = command, .next = "its own message stands above"});
-  return Json::parse(output).at("rates").get<std::vector<double>>();
+// Samples per second of each epoch that data-pytorch.py runs; none where PyTorch is not here.
+std::vector<double> peer_rates(const Options& options, const std::vector<std::string>& arguments) {
+  if (!options.with_pytorch) return {};
+  return Json::parse(run_python("data-pytorch.py", arguments)).at("rates").get<std::vector<double>>();
 }
 
 void append(std::vector<double>& all, const std::vector<double>& more) {
@@ -78,7 +65,7 @@ class Report {
 
   // Each line: what was measured, its rate, and how many times the last one's it is.
   void add(const std::string& what, const std::vector<double>& values, double base, int digits = 0, double unit = 1) {
-    if (values.empty()) return lines_.add({what, "not here: tools/setup.sh pytorch", ""});
+    if (values.empty()) return lines_.add({what, "not measured", ""});
     const double found = median(values);
     lines_.add({what, digits == 0 ? with_thousands(std::llround(found / unit)) : fixed(found / unit, digits),
                 base > 0 ? concat(fixed(found / base, 2), "x") : ""});
@@ -108,8 +95,8 @@ void bench_fashion(const Options& options, Report& report) {
     return fs::exists(fs::path(folder) / name) ? concat(folder, "/", name) : concat(folder, "/", name, ".gz");
   };
   const auto peer = [&](int workers) {
-    return peer_rates(options, concat("fashion ", file("train-images-idx3-ubyte"), " ", file("train-labels-idx1-ubyte"),
-                                      " ", workers, " 1"));
+    return peer_rates(options, {"fashion", file("train-images-idx3-ubyte"), file("train-labels-idx1-ubyte"),
+                                concat(workers), "1"});
   };
   std::vector<double> theirs;
   std::vector<double> theirs_two;
@@ -142,7 +129,7 @@ void bench_jpeg(const Options& options, const ScratchFolder& scratch, Report& re
   std::vector<double> theirs;
   std::vector<double> ours;
   for (int turn = 0; turn < options.turns; ++turn) {
-    append(theirs, peer_rates(options, concat("jpeg ", folder.string(), " ", cores, " 1")));
+    append(theirs, peer_rates(options, {"jpeg", folder.string(), concat(cores), "1"}));
     append(ours, epoch_rates(dataset, cores, 1, 32));
   }
   report.add(concat("torchvision and DataLoader, ", cores, " workers"), theirs, 0);
@@ -194,7 +181,6 @@ int bench_data(int argc, const char* const* argv) {
       ->check(CLI::Range(1.0, 1e7))
       ->capture_default_str();
   app.add_option("--scratch", options.scratch, "folder for them")->capture_default_str();
-  app.add_option("--checkout", options.checkout, "lockstep's source, which holds the peers")->capture_default_str();
   app.add_option("--json", options.json, "file to keep the figures in");
   try {
     app.parse(argc, argv);
@@ -203,6 +189,9 @@ int bench_data(int argc, const char* const* argv) {
     return app.exit(error) == 0 ? 0 : kUsage;
   }
   std::cout << machine() << '\n';
+  const std::string missing = why_no_python("torch, torchvision");
+  if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << '\n';
+  options.with_pytorch = missing.empty();
   Report report(options);
   const ScratchFolder scratch(options.scratch);
   bench_fashion(options, report);

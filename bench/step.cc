@@ -5,6 +5,7 @@
 #include <map>
 
 #include "bench/benchmarks.h"
+#include "bench/python_peer.h"
 #include "bench/report.h"
 #include "bench/step/training.h"
 #include "lockstep/base/error.h"
@@ -123,6 +124,7 @@ int bench_step(int argc, const char* const* argv) {
   app.add_option("--steps", options.run.steps, "steps per turn")->check(CLI::Range(1, 10000))->capture_default_str();
   app.add_option("--turns", options.turns, "how often each system runs")->check(CLI::Range(1, 100))->capture_default_str();
   app.add_flag("--separate-parameters", separate, "lockstep with share_parameters = false: buckets and private copies");
+  app.add_option("--virtual-shards", options.run.virtual_shards, "lockstep with these; 0: none")->capture_default_str();
   app.add_option("--json", options.json, "also write the medians to this file");
   try {
     app.parse(argc, argv);
@@ -130,7 +132,7 @@ int bench_step(int argc, const char* const* argv) {
     return app.exit(error) == 0 ? 0 : 2;
   }
   options.run.share_parameters = !separate;
-  const std::string missing = why_no_pytorch();
+  const std::string missing = why_no_python("torch, numpy");
   if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << "\n";
   std::vector<Compared> all;
   for (const StepCase& one : chosen_cases(options)) all.push_back(compare(one, options, missing.empty()));

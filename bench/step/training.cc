@@ -1,36 +1,29 @@
 #include "bench/step/training.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <array>
-#include <chrono>
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 
 #include <ATen/Parallel.h>
 
+#include "bench/python_peer.h"
 #include "bench/report.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/launch/process.h"
 #include "lockstep/model/layout.h"
 #include "lockstep/strategy/strategy.h"
 
 namespace lockstep::bench {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr std::size_t kCopied = std::size_t{64} << 20;
 constexpr int kCopies = 5;
@@ -103,7 +96,7 @@ class Training {
   static std::unique_ptr<Strategy> make(const World& world, const StepCase& one, const StepRun& run) {
     return make_strategy(world, task_of(one),
                          {.sgd = {.lr = 1e-3, .momentum = 0.9}, .seed = 1, .layout = one.layout,
-                          .share_parameters = run.share_parameters});
+                          .share_parameters = run.share_parameters, .virtual_shards = run.virtual_shards});
   }
 
   static Batch own_part(const World& world, const StepCase& one) {
@@ -134,12 +127,7 @@ Seconds train(const World& world, const StepCase& one, const StepRun& run) {
 }
 
 // Lines of a name and a number.
-Seconds parse_lines(int fd) {
-  std::string text;
-  std::array<char, 4096> buffer;
-  off_t at = 0;
-  for (ssize_t bytes = 0; (bytes = ::pread(fd, buffer.data(), buffer.size(), at)) > 0; at += bytes)
-    text.append(buffer.data(), static_cast<std::size_t>(bytes));
+Seconds parse_lines(const std::string& text) {
   std::istringstream lines(text);
   Seconds seconds;
   std::string name;
@@ -147,38 +135,11 @@ Seconds parse_lines(int fd) {
   return seconds;
 }
 
-UniqueFd file_for_results() {
-  UniqueFd file(::memfd_create("results", 0));
-  if (!file) throw system_error("make", "a file for results");
-  return file;
-}
-
-constexpr std::chrono::minutes kLongestRun{10};
-
-// What a program writes to stdout, as lines of a name and a number.
-Seconds run_program(const std::vector<std::string>& command) {
-  const UniqueFd results = file_for_results();
-  ProcessOptions options{.command = command, .body = nullptr};
-  options.variables = {{"OMP_NUM_THREADS", "1"}};
-  options.output_fd = results.get();
-  ::sigemptyset(&options.signal_mask);
-  const Process process(options);
-  const Deadline deadline = Deadline::after(kLongestRun);
-  pollfd ended{.fd = process.pidfd(), .events = POLLIN, .revents = 0};
-  while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
-  const std::optional<ExitStatus> status = process.status();
-  if (!status || status->exit_code != 0 || status->signal != 0)
-    throw SystemError({.what = concat(command.front(), " ", command[1], status ? " failed" : " did not end in time"),
-                       .likely = "its own message is above"});
-  return parse_lines(results.get());
-}
-
-fs::path pytorch_script() { return fs::read_symlink("/proc/self/exe").parent_path() / "step-pytorch.py"; }
-
 }  // namespace
 
 Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
-  const UniqueFd results = file_for_results();
+  const UniqueFd results(::memfd_create("results", 0));
+  if (!results) throw system_error("make", "a file for results");
   const auto rank = [&] {
     keep_freed_memory();
     at::set_num_threads(1);
@@ -194,17 +155,12 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a rank of lockstep ended with code ", ended.exit_code),
                        .likely = "its own message is above"});
-  return parse_lines(results.get());
-}
-
-std::string why_no_pytorch() {
-  const int code = std::system("python3 -c 'import torch, numpy' 2> /dev/null");
-  return code == 0 ? "" : "python3 has no torch here (pip install torch==2.11.0, or set PYTHONPATH)";
+  return parse_lines(read_file(concat("/proc/self/fd/", results.get())));
 }
 
 Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
-  return run_program({"python3", pytorch_script().string(), one.name, concat(run.ranks), concat(one.batch), one.layout,
-                      concat(run.warmup), concat(run.steps)});
+  return parse_lines(run_python("step-pytorch.py", {one.name, concat(run.ranks), concat(one.batch), one.layout,
+                                                    concat(run.warmup), concat(run.steps)}));
 }
 
 }  // namespace lockstep::bench

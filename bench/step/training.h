@@ -17,6 +17,7 @@ struct StepRun {
   int warmup = 3;
   int steps = 20;
   bool share_parameters = true;
+  int virtual_shards = 0;
 };
 
 // Medians in seconds: step, forward, backward, wait (for the last rank to arrive), update; copy (GB/s that all ranks
@@ -25,7 +26,5 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run);
 
 // ddp, no_sync: medians in seconds; idle_mib and memory_mib.
 Seconds run_pytorch_step(const StepCase& one, const StepRun& run);
-
-std::string why_no_pytorch();  // empty: it is here
 
 }  // namespace lockstep::bench

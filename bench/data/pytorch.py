@@ -1,7 +1,7 @@
 """PyTorch's DataLoader on the data of `lockstep bench data`; prints one JSON line with samples per second of each epoch.
 
-    dataloader.py fashion IMAGES LABELS WORKERS EPOCHS
-    dataloader.py jpeg FOLDER WORKERS EPOCHS
+    pytorch.py fashion IMAGES LABELS WORKERS EPOCHS
+    pytorch.py jpeg FOLDER WORKERS EPOCHS
 
 fashion: a TensorDataset of images that were normalised beforehand, the fastest that a user gets without a sampler of batches
 of their own. jpeg: torchvision's ImageFolder, random-resized crop to 224, flip, normalise.
