@@ -28,9 +28,10 @@ def mlp():
 
 
 class Trainer:
-    def __init__(self, group, batch_size):
+    def __init__(self, group, batch_size, zero_in_place):
         self.model = DistributedDataParallel(mlp(), process_group=group, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.zero_in_place = zero_in_place
         self.data = torch.randn(batch_size, 1024)
         self.target = torch.randint(4096, (batch_size,))
 
@@ -38,7 +39,7 @@ class Trainer:
         dist.barrier()
         start = time.perf_counter()
         with nullcontext() if exchange else self.model.no_sync():
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=not self.zero_in_place)
             nn.functional.cross_entropy(self.model(self.data), self.target).backward()
         self.optimizer.step()
         return time.perf_counter() - start
@@ -47,8 +48,8 @@ class Trainer:
 def measure(rank, arguments, store, results):
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
     dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
-    trainers = {"lockstep": Trainer(None, arguments.batch_size)}
-    trainers["gloo"] = Trainer(dist.new_group(backend="gloo"), arguments.batch_size)
+    trainers = {"lockstep": Trainer(None, arguments.batch_size, arguments.zero_in_place)}
+    trainers["gloo"] = Trainer(dist.new_group(backend="gloo"), arguments.batch_size, arguments.zero_in_place)
     seconds = {"lockstep": [], "gloo": [], "no_sync": []}
     for step in range(arguments.steps + 2):
         for name, taken in seconds.items():
@@ -75,6 +76,8 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16, help="of a rank")
+    parser.add_argument("--zero-in-place", action="store_true",
+                        help="zero_grad(set_to_none=False): gradients stay in DDP's buckets, and DDP need not copy them there")
     arguments = parser.parse_args()
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
