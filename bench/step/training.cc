@@ -1,6 +1,5 @@
 #include "bench/step/training.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "bench/child.h"
 #include "bench/report.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
@@ -162,14 +162,7 @@ Seconds run_program(const std::vector<std::string>& command) {
   options.variables = {{"OMP_NUM_THREADS", "1"}};
   options.output_fd = results.get();
   ::sigemptyset(&options.signal_mask);
-  const Process process(options);
-  const Deadline deadline = Deadline::after(kLongestRun);
-  pollfd ended{.fd = process.pidfd(), .events = POLLIN, .revents = 0};
-  while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
-  const std::optional<ExitStatus> status = process.status();
-  if (!status || status->exit_code != 0 || status->signal != 0)
-    throw SystemError({.what = concat(command.front(), " ", command[1], status ? " failed" : " did not end in time"),
-                       .likely = "its own message is above"});
+  require_good_end(Process(options), concat(command.front(), " ", command[1]), kLongestRun);
   return parse_lines(results.get());
 }
 

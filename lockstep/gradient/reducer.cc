@@ -298,7 +298,7 @@ class Reducer::Impl {
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
       bucket.finish = options_.hook->start(world_, {number, bucket.values, parts_of(bucket)});
     } else {
-      bucket.work.emplace(world_.all_reduce_async(bucket.flat));
+      bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
   }
 

@@ -36,6 +36,7 @@ namespace lockstep {
 struct ReducerOptions {
   std::size_t bucket_bytes = std::size_t{25} << 20;   // Li et al., "PyTorch Distributed" (VLDB 2020)
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
+  Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 };
 
 class Reducer {
