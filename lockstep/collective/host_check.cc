@@ -1,5 +1,8 @@
 #include "lockstep/collective/host_check.h"
 
+#include <bit>
+#include <span>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -7,12 +10,19 @@
 namespace lockstep {
 namespace {
 
-// FNV-1a. 0 stands for even parts.
-std::int64_t fingerprint(const std::vector<std::int64_t>& counts) {
-  if (counts.empty()) return 0;
+constexpr std::uint32_t kChecks = 0;  // the topic
+
+// FNV-1a.
+std::uint64_t fingerprint(std::span<const std::int64_t> numbers) {
   std::uint64_t hash = 0xcbf29ce484222325;
-  for (const std::int64_t count : counts) hash = (hash ^ static_cast<std::uint64_t>(count)) * 0x100000001b3;
-  return static_cast<std::int64_t>(hash | 1);
+  for (const std::int64_t number : numbers) hash = (hash ^ static_cast<std::uint64_t>(number)) * 0x100000001b3;
+  return hash;
+}
+
+std::uint32_t topic_of(const Wish& wish) {
+  const auto numbers = std::bit_cast<std::array<std::int64_t, sizeof(Wish) / sizeof(std::int64_t)>>(wish);
+  const std::uint64_t hash = fingerprint(numbers);
+  return static_cast<std::uint32_t>(hash ^ hash >> 32) | 1;
 }
 
 std::byte* bytes_of(const Wish& wish) { return reinterpret_cast<std::byte*>(const_cast<Wish*>(&wish)); }
@@ -29,7 +39,9 @@ Wish wish_of(const Collective& call, std::size_t count) {
           .algorithm = static_cast<std::int64_t>(call.algorithm),
           .root = call.root,
           .count = own_parts ? 0 : static_cast<std::int64_t>(count),
-          .parts = own_parts ? 1 : fingerprint(call.counts)};
+          .parts = own_parts            ? 1
+                   : call.counts.empty() ? 0
+                                         : static_cast<std::int64_t>(fingerprint(call.counts) | 1)};
 }
 
 std::string to_string(const Wish& wish) {
@@ -47,12 +59,14 @@ MismatchError mismatch(const std::string& one, const Wish& wants, const std::str
 }
 
 void HostCheck::begin(HostLink& between, const Wish& mine) {
+  between.set_topic(kChecks);
   said_.assign(static_cast<std::size_t>(between.nodes()), mine);
   for (int node = 0; node < between.nodes(); ++node) {
     if (node == between.node()) continue;
     between.receive(node, bytes_of(said_[static_cast<std::size_t>(node)]), sizeof(Wish), transfers_);
     between.send(node, bytes_of(said_[static_cast<std::size_t>(between.node())]), sizeof(Wish), transfers_);
   }
+  between.set_topic(topic_of(mine));
 }
 
 void HostCheck::finish(HostLink& between) {

@@ -1,7 +1,9 @@
-// collective/host_check.h: machines tell each other what they are about to do, before any data moves: Gloo ends the process
-// when two sides of a message differ in size.
+// collective/host_check.h: machines tell each other what they are about to do: Gloo ends the process when two sides of a message
+// differ in size.
 //
-// Flow:    a Collective -> Wish -> here -> MismatchError, or the transfers may begin
+// Data need not wait for it: transfers of different wishes have different topics (host_link.h), and do not meet.
+//
+// Flow:    a Collective -> Wish -> here -> MismatchError, or the transfers may be waited for
 // Owns:    what the machines said
 // Threads: one at a time
 // Ranks:   one of each machine, those of the link, in the same order
@@ -39,6 +41,7 @@ MismatchError mismatch(const std::string& one, const Wish& wants, const std::str
 
 class HostCheck {
  public:
+  // Transfers that are started afterwards are about `mine`. Does not block.
   void begin(HostLink& between, const Wish& mine);
 
   // Blocks until all machines have said theirs. Throws MismatchError, PeerLost.

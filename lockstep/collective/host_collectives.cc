@@ -61,16 +61,16 @@ struct HostCollectives::Job {
         op(call.op),
         root_node(machines.node_of(call.root)),
         around(call.algorithm == Algorithm::kRing),
-        one_shot(!around && count * size() <= kOneShotBytes),
-        slices(one_shot ? 1 : slices_of_chunk),
         nodes(machines.count()),
+        whole(!around && (nodes == 2 || count * size() <= kOneShotBytes)),
+        slices(whole && count * size() <= kOneShotBytes ? 1 : slices_of_chunk),
         result_node(call.operation == Operation::kReduce ? root_node : kAllNodes) {
     cut(around ? std::max(count * size(), kAlignment) : chunk_bytes(count * size()));
   }
 
   void cut(std::size_t bytes_of_chunk) {
     chunk_count = bytes_of_chunk / size();
-    chunks = (count + chunk_count - 1) / chunk_count;
+    chunks = std::max<std::size_t>(1, (count + chunk_count - 1) / chunk_count);
   }
 
   std::size_t size() const { return shm::size_of(dtype); }
@@ -98,9 +98,9 @@ struct HostCollectives::Job {
   shm::ReduceOp op;
   int root_node;
   bool around;  // the ring of machines
-  bool one_shot;
-  int slices;
   int nodes;
+  bool whole;  // slices are sent whole, in one round, and every machine reduces for itself
+  int slices;
   int result_node;  // kAllNodes, or the only machine that wants the result
   std::size_t chunk_count = 0;
   std::size_t chunks = 0;
@@ -154,8 +154,8 @@ void HostCollectives::reduce_in_chunks(const Job& job) {
   if (owns_slice(job)) check_.begin(*between_, job.wish);
   for (std::size_t step = 0; step < job.chunks + 2; ++step) {
     if (step < job.chunks) reduce_inside(job, step);
-    if (step == 0 && owns_slice(job)) check_.finish(*between_);
     if (step < job.chunks) send_parts(job, step);
+    if (step == 0 && owns_slice(job)) check_.finish(*between_);
     if (step >= 1 && step <= job.chunks) reduce_between(job, step - 1);
     if (step >= 2) share_inside(job, step - 2);
   }
@@ -179,7 +179,7 @@ void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
   Lane& lane = lane_of(chunk);
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
   const Split parts = job.cut_slice(slice_count);
-  const auto part_for = [&](int node) { return job.one_shot ? Part{0, slice_count} : parts[node]; };
+  const auto part_for = [&](int node) { return job.whole ? Part{0, slice_count} : parts[node]; };
   const std::size_t mine = part_for(node_).count * job.size();
   std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
   lane.received.clear();
@@ -196,10 +196,10 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
   if (!owns_slice(job)) return;
   Lane& lane = lane_of(chunk);
   between_->wait(lane.receives);
-  if (job.one_shot) between_->wait(lane.sends);  // the slice is about to change
+  if (job.whole) between_->wait(lane.sends);  // the slice is about to change
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
   const Split parts = job.cut_slice(slice_count);
-  const Part mine = job.one_shot ? Part{0, slice_count} : parts[node_];
+  const Part mine = job.whole ? Part{0, slice_count} : parts[node_];
   std::byte* const result = lane.slice + mine.begin * job.size();
   std::vector<const std::byte*> sources(lane.received.begin(), lane.received.end());
   sources[static_cast<std::size_t>(node_)] = result;
@@ -208,7 +208,7 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
                .count = mine.count,
                .divisor = machines_.ranks()},
               job.dtype, job.op);
-  if (job.one_shot) return;
+  if (job.whole) return;
   // A machine sends its result only once it has what this one sent it: so these places are free.
   for (int node = 0; node < job.nodes; ++node) {
     if (node == node_) continue;
@@ -234,10 +234,9 @@ void HostCollectives::share_inside(const Job& job, std::size_t chunk) {
 
 void HostCollectives::reduce_around(const Job& job) {
   if (owns_slice(job)) check_.begin(*between_, job.wish);
-  if (job.chunks > 0) reduce_inside(job, 0);
-  if (owns_slice(job)) check_.finish(*between_);
-  if (job.chunks == 0) return;
+  reduce_inside(job, 0);
   if (owns_slice(job)) {
+    check_.finish(*between_);
     scatter_around(job, lane_of(0).slice);
     gather_around(job, lane_of(0).slice);
   }
@@ -288,7 +287,6 @@ void HostCollectives::broadcast(const Collective& call) {
   const bool at_root = node_ == job.root_node;
   if (owns_slice(job)) {
     check_.begin(*between_, job.wish);
-    check_.finish(*between_);
     receive_all(job);
   }
   for (std::size_t chunk = 0; chunk < job.chunks; ++chunk) {
@@ -322,8 +320,16 @@ void HostCollectives::receive_all(const Job& job) {
     between_->receive(from, job.at(chunk), job.elements(chunk) * job.size(), arriving_[chunk]);
 }
 
+// Root need not wait for the others' wishes.
 void HostCollectives::pass_on(const Job& job, std::size_t chunk) {
+  if (node_ == job.root_node) send_on(job, chunk);
+  if (chunk == 0) check_.finish(*between_);
+  if (node_ == job.root_node) return;
   between_->wait(arriving_[chunk]);
+  send_on(job, chunk);
+}
+
+void HostCollectives::send_on(const Job& job, std::size_t chunk) {
   for (const int node : route_of(job).to)
     between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
 }

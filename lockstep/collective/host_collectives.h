@@ -14,8 +14,8 @@
 //                the order of the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
 //   3  inside    all_gather in shared memory
 //
-// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Up to kOneShotBytes the owner of
-// the only slice sends it whole and reduces for itself: 1 round. reduce sends the results of 2 to root's machine only.
+// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Two machines send each other whole slices
+// and reduce for themselves: as many bytes in 1 round. So do more machines up to kOneShotBytes, with one slice. reduce sends the results of 2 to root's machine only.
 // With the algorithm ring 2 goes around the machines, in one chunk and 2(n-1) rounds of K/n: as many bytes, and for study.
 // broadcast goes inside root's machine, from machine to machine, and inside the others. docs/design/hierarchy.md
 #pragma once
@@ -63,6 +63,7 @@ class HostCollectives {
   Route route_of(const Job& job) const;
   void receive_all(const Job& job);
   void pass_on(const Job& job, std::size_t chunk);
+  void send_on(const Job& job, std::size_t chunk);
   Lane& lane_of(std::size_t chunk) { return *lanes_[chunk % lanes_.size()]; }
   bool owns_slice(const Job& job) const;
   bool alone() const { return inside_.size() == 1; }

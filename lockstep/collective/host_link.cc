@@ -10,9 +10,9 @@
 namespace lockstep {
 namespace {
 
-// Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these.
-constexpr int kTag = 0x7ffffffd;
+// Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these tags.
 constexpr int kWatchTag = 0x7ffffffe;
+int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x3ffffffe); }
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
@@ -66,14 +66,14 @@ void HostLink::send(int node, const std::byte* data, std::size_t bytes, Transfer
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0)
     start(
-        node, [&] { return gloo_->send(tensors, node, kTag); }, transfers);
+        node, [&] { return gloo_->send(tensors, node, tag_of(topic_)); }, transfers);
 }
 
 void HostLink::receive(int node, std::byte* data, std::size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0)
     start(
-        node, [&] { return gloo_->recv(tensors, node, kTag); }, transfers);
+        node, [&] { return gloo_->recv(tensors, node, tag_of(topic_)); }, transfers);
 }
 
 void HostLink::start(int node, const std::function<C10dWork()>& issue, Transfers& transfers) {

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -60,6 +61,10 @@ class HostLink {
   int nodes() const { return options_.size; }
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
 
+  // From now on transfers meet only those that a counterpart starts on the same topic. So what may not fit together is never
+  // brought together, and the checks of host_check.h need not come before the data.
+  void set_topic(std::uint32_t topic) { topic_ = topic; }
+
   // Start a transfer and note it in `transfers`. Nothing is transferred where there are no bytes.
   void send(int node, const std::byte* data, std::size_t bytes, Transfers& transfers);
   void receive(int node, std::byte* data, std::size_t bytes, Transfers& transfers);
@@ -83,6 +88,7 @@ class HostLink {
 
   TransportOptions options_;
   std::string noun_;
+  std::uint32_t topic_ = 0;
   c10::intrusive_ptr<GlooConnection> gloo_;
   std::mutex mutex_;
   std::exception_ptr closed_;  // guarded by mutex_, like the next

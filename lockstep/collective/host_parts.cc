@@ -129,8 +129,8 @@ void HostParts::reduce_scatter(const Collective& call) {
   const std::size_t rounds = job.rounds.size();
   for (std::size_t step = 0; step <= rounds; ++step) {
     if (step < rounds) reduce_inside(job, step);
-    if (step == 0) finish_check();
     if (step < rounds) send_to_owners(job, step);
+    if (step == 0) finish_check();
     if (step > 0) reduce_between(job, step - 1);
     if (step > 0) deliver_inside(job, step - 1);
   }
@@ -209,8 +209,8 @@ void HostParts::all_gather(const Collective& call) {
   const std::size_t rounds = job.rounds.size();
   for (std::size_t step = 0; step <= rounds; ++step) {
     if (step < rounds) gather_inside(job, step);
-    if (step == 0) finish_check();
     if (step < rounds) send_to_all(job, step);
+    if (step == 0) finish_check();
     if (step > 0) share_inside(job, step - 1);
   }
 }
