@@ -7,5 +7,7 @@ namespace lockstep::bench {
 int bench_collectives(int argc, const char* const* argv);
 int bench_step(int argc, const char* const* argv);
 int bench_data(int argc, const char* const* argv);
+int bench_hosts(int argc, const char* const* argv);
+int bench_strategies(int argc, const char* const* argv);
 
 }  // namespace lockstep::bench

@@ -1,20 +1,18 @@
 #include "bench/python_peer.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 
-#include "lockstep/base/deadline.h"
+#include "bench/child.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/launch/process.h"
+#include "lockstep/base/unique_fd.h"
 
 namespace lockstep::bench {
 namespace {
@@ -26,14 +24,7 @@ void run_to_its_end(const std::vector<std::string>& command, int output) {
   options.variables = {{"OMP_NUM_THREADS", "1"}};
   options.output_fd = output;
   ::sigemptyset(&options.signal_mask);
-  const Process process(options);
-  const Deadline deadline = Deadline::after(kLongestRun);
-  pollfd ended{.fd = process.pidfd(), .events = POLLIN, .revents = 0};
-  while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
-  const std::optional<ExitStatus> status = process.status();
-  if (!status || status->exit_code != 0 || status->signal != 0)
-    throw SystemError({.what = concat(command.front(), " ", command[1], status ? " failed" : " did not end in time"),
-                       .likely = "its own message is above"});
+  require_good_end(Process(options), concat(command.front(), " ", command[1]), kLongestRun);
 }
 
 }  // namespace

@@ -25,6 +25,8 @@ constexpr std::array kBenchmarks = {
     Benchmark{"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
     Benchmark{"step", "a data-parallel training step beside PyTorch's", bench_step},
     Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
+    Benchmark{"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
+    Benchmark{"strategies", "parameter server against ring, over 1 to 8 hosts; needs root", bench_strategies},
 };
 
 int print_help() {

@@ -10,7 +10,7 @@ function(lockstep_room_test room)
 endfunction()
 
 lockstep_room_test(collective world_test.cc world_collectives_test.cc world_groups_test.cc world_messages_test.cc
-  work_test.cc hierarchical_transport_test.cc shm_backend_test.cc)
+  work_test.cc hierarchical_transport_test.cc machines_test.cc shm_backend_test.cc)
 lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc loader_test.cc order_test.cc
   packed_dataset_test.cc readers_test.cc sampler_test.cc)
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_transport.h"
 #include "lockstep/collective/hierarchical_transport.h"
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/world.h"
@@ -18,12 +17,12 @@
 
 namespace lockstep::testing {
 
-enum class Fabric { kSharedMemory, kGloo, kHosts };
+enum class Fabric { kSharedMemory, kLonelyHosts, kHosts };
 
 inline std::string name_of(Fabric fabric) {
   switch (fabric) {
     case Fabric::kSharedMemory: return "shared_memory";
-    case Fabric::kGloo: return "gloo";
+    case Fabric::kLonelyHosts: return "lonely_hosts";
     case Fabric::kHosts: return "hosts";
   }
   return {};
@@ -31,17 +30,6 @@ inline std::string name_of(Fabric fabric) {
 
 using Body = std::function<void(World&)>;
 using Nodes = std::vector<int>;
-
-// Gloo between all ranks, each of which counts as a machine of its own.
-inline void run_over_gloo(int ranks, const Body& body, const WorldOptions& options) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  Nodes nodes;
-  for (int rank = 0; rank < ranks; ++rank) nodes.push_back(rank);
-  const auto connect = [&](int rank) {
-    return make_gloo(store, {.rank = rank, .size = ranks, .describe = "a test", .timeout = options.timeout});
-  };
-  run_threads(nodes, connect, body, options);
-}
 
 // Shared memory between the ranks that count as one machine, Gloo between them: nodes[r] is the machine of rank r.
 inline void run_over_hosts(const Nodes& nodes, const Body& body,
@@ -64,6 +52,13 @@ inline void run_over_hosts(const Nodes& nodes, const Body& body,
   run_threads(nodes, connect, body, options);
 }
 
+// Each rank on a machine of its own.
+inline Nodes lonely(int ranks) {
+  Nodes nodes;
+  for (int rank = 0; rank < ranks; ++rank) nodes.push_back(rank);
+  return nodes;
+}
+
 // Some uneven spread of ranks over two or three machines.
 inline Nodes spread(int ranks) {
   const Nodes seven{0, 1, 1, 0, 2, 2, 0};
@@ -76,7 +71,7 @@ inline Nodes spread(int ranks) {
 
 inline void run_over(Fabric fabric, int ranks, const Body& body,
                      const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
-  if (fabric == Fabric::kGloo && ranks > 1) return run_over_gloo(ranks, body, options);
+  if (fabric == Fabric::kLonelyHosts && ranks > 1) return run_over_hosts(lonely(ranks), body, options);
   if (fabric == Fabric::kHosts && ranks > 1) return run_over_hosts(spread(ranks), body, options);
   run_ranks(ranks, body, options);
 }

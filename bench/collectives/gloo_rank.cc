@@ -23,12 +23,12 @@ at::ScalarType type_of(const std::string& dtype) {
 
 class GlooRank final : public System {
  public:
-  GlooRank(const std::string& store, int rank, int size) : rank_(rank), size_(size) {
+  explicit GlooRank(const GlooOptions& options) : rank_(options.rank), size_(options.size) {
     at::set_num_threads(1);
-    auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::minutes(2));
-    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    gloo_ = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::FileStore>(store, size), rank, size,
-                                                        options);
+    auto how = c10d::ProcessGroupGloo::Options::create(std::chrono::minutes(2));
+    how->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+    gloo_ = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::FileStore>(options.store, size_),
+                                                        rank_, size_, how);
   }
   int rank() const override { return rank_; }
   void barrier() override { gloo_->barrier()->wait(); }
@@ -90,13 +90,15 @@ GlooRank::Call GlooRank::call_for(const std::string& operation, at::Tensor data,
 
 }  // namespace
 
+std::unique_ptr<System> make_gloo_rank(const GlooOptions& options) { return std::make_unique<GlooRank>(options); }
+
 // Gloo's ranks meet through a file beside the socket.
 RunningSystemPtr start_gloo(int ranks) {
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < ranks; ++rank)
     programs.push_back({.command = {}, .body = [=](const std::string& address) {
-                          GlooRank system(address + ".store", rank, ranks);
-                          serve(system, address);
+                          const auto system = make_gloo_rank({.store = address + ".store", .rank = rank, .size = ranks});
+                          serve(*system, address);
                           return 0;
                         }});
   return std::make_unique<RunningSystem>("Gloo", ranks, programs);

@@ -3,7 +3,6 @@
 #include <sys/un.h>
 
 #include <chrono>
-#include <cstdlib>
 
 #include "bench/collectives/systems.h"
 #include "lockstep/base/cores.h"
@@ -13,15 +12,7 @@
 namespace lockstep::bench {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::chrono::minutes kLongestAnswer{5};
-
-fs::path make_folder() {
-  std::string folder = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
-  if (::mkdtemp(folder.data()) == nullptr) throw system_error("make a folder like", folder);
-  return folder;
-}
 
 UniqueFd listen_at(const std::string& address) {
   sockaddr_un name{};
@@ -39,8 +30,7 @@ UniqueFd listen_at(const std::string& address) {
 
 RunningSystem::RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs)
     : name_(std::move(name)),
-      folder_(make_folder()),
-      listener_(listen_at(folder_ / "socket")),
+      listener_(listen_at(folder_.file("socket"))),
       ranks_(static_cast<std::size_t>(ranks)) {
   start(programs);
   for (int i = 0; i < ranks; ++i) accept_rank();
@@ -54,12 +44,10 @@ RunningSystem::~RunningSystem() {
     ::poll(&ended, 1, 5000);
   }
   processes_.clear();
-  std::error_code ignored;
-  fs::remove_all(folder_, ignored);
 }
 
 void RunningSystem::start(const std::vector<RankProgram>& programs) {
-  const std::string address = folder_ / "socket";
+  const std::string address = folder_.file("socket");
   processes_.reserve(programs.size());
   for (std::size_t i = 0; i < programs.size(); ++i) {
     ProcessOptions options{.command = programs[i].command};

@@ -6,7 +6,6 @@
 // Threads: start them from the main thread while it is the only one (it forks)
 #pragma once
 
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -14,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "bench/collectives/cases.h"
+#include "bench/temporary_folder.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/launch/process.h"
 
@@ -44,7 +45,7 @@ class RunningSystem {
   std::string read_line(const UniqueFd& rank) const;
 
   std::string name_;
-  std::filesystem::path folder_;
+  TemporaryFolder folder_;
   UniqueFd listener_;
   std::vector<UniqueFd> ranks_;
   std::vector<Process> processes_;
@@ -56,6 +57,15 @@ RunningSystemPtr start_lockstep(int ranks);  // also "memcpy": every rank copies
 RunningSystemPtr start_gloo(int ranks);
 RunningSystemPtr start_open_mpi(int ranks);
 RunningSystemPtr start_mpich(int ranks);
+
+// A rank of c10d's Gloo. Blocks until all have come.
+struct GlooOptions {
+  std::string store;  // a file where the ranks meet
+  int rank = 0;
+  int size = 1;
+  std::string address = "127.0.0.1";  // of this rank's machine
+};
+std::unique_ptr<System> make_gloo_rank(const GlooOptions& options);
 
 struct Peer {
   std::string name;

@@ -102,9 +102,15 @@ class C10dMessages::UnderWay : public Pending {
   }
   int source() const override { return work_->sourceRank(); }
 
+  void abort() const { work_->abort(); }
+
  private:
   void wait_by(std::launch how) {
-    result_ = std::async(how, [work = work_] { work->wait(); }).share();
+    result_ = std::async(how, [work = work_] { wait_for(*work); }).share();
+  }
+
+  static void wait_for(c10d::Work& work) {
+    if (!work.wait()) throw std::runtime_error("the connection was closed");
   }
 
   C10dCall call_;
@@ -113,10 +119,18 @@ class C10dMessages::UnderWay : public Pending {
 };
 
 std::shared_ptr<Pending> C10dMessages::start(C10dCall call, const std::function<C10dWork()>& issue) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw peer_lost(call, std::runtime_error("the connection was closed"));
   std::erase_if(under_way_, [](const auto& message) { return message->settled(); });
   C10dWork work = issue_checked(call, issue);
   under_way_.push_back(std::make_shared<UnderWay>(std::move(call), std::move(work)));
   return under_way_.back();
+}
+
+void C10dMessages::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (const auto& message : under_way_) message->abort();
 }
 
 C10dWork issue_alone(const std::function<C10dWork()>& issue) {

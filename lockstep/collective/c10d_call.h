@@ -1,6 +1,6 @@
 // collective/c10d_call.h: a call of a c10d backend as a Pending of ours.
 //
-// Flow:    gloo_transport.cc, nccl_transport.cc -> here -> Transport's callers
+// Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers
 // Owns:    the c10d::Work, and a thread where a message is looked at without waiting for it
 // Threads: one at a time
 #pragma once
@@ -11,6 +11,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "lockstep/collective/transport.h"
@@ -40,8 +41,13 @@ class C10dMessages {
  public:
   std::shared_ptr<Pending> start(C10dCall call, const std::function<C10dWork()>& issue);
 
+  // From any thread: ends the waits for all messages, also for those that are started later.
+  void close();
+
  private:
   class UnderWay;
+  std::mutex mutex_;
+  bool closed_ = false;  // guarded by mutex_, like the next
   std::list<std::shared_ptr<UnderWay>> under_way_;
 };
 

@@ -1,4 +1,4 @@
-// collective/c10d_transport.h: c10d's backends as transports: Gloo for host tensors, NCCL for CUDA's.
+// collective/c10d_transport.h: c10d's NCCL as the transport of CUDA tensors.
 //
 // Flow:    collective/rendezvous.h -> here -> collective/world.h
 // Owns:    a backend's connections and threads
@@ -13,10 +13,7 @@
 
 namespace lockstep {
 
-// Blocks until this rank is connected to all others. Throws RendezvousError.
-std::unique_ptr<Transport> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
-
-// Throws DeviceError in a build without CUDA.
+// Blocks until this rank is connected to all others. Throws RendezvousError; DeviceError in a build without CUDA.
 std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
 
 // The GPU of a local rank. Throws DeviceError: a build without CUDA, no GPU, fewer GPUs than ranks; says what

@@ -7,7 +7,9 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d_call.h"
-#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/gloo_messages.h"
+#include "lockstep/collective/host_exchange.h"
+#include "lockstep/collective/host_parts.h"
 #include "lockstep/collective/shm/work.h"
 #include "lockstep/collective/shm_transport.h"
 
@@ -100,9 +102,12 @@ class HierarchicalTransport : public Transport {
         options_(std::move(options)),
         machines_(machines),
         inside_(std::move(inside)),
-        flat_(make_gloo(with_prefix(store_, "flat"), options_)),
+        all_(with_prefix(store_, "flat"), options_, "rank"),
+        messages_(all_, options_.describe),
         between_(connect_counterparts(inside_, machines_, store_, options_)),
-        collectives_(inside_, between_.get(), machines_, node()) {
+        collectives_(inside_, between_.get(), machines_, node()),
+        parts_(inside_, between_.get(), machines_, options_.rank),
+        exchange_(inside_, between_.get(), all_) {
     if (inside_.size() > 1) sentinel_.emplace(inside_, [this](const std::exception_ptr& error) { close(error); });
     if (between_) between_->watch([this](const std::exception_ptr& error) { give_up(error); });
   }
@@ -122,21 +127,24 @@ class HierarchicalTransport : public Transport {
     }
   }
 
+  // On this thread, where nothing is under way on the other: two wake-ups less.
+  void run(const Collective& call) override {
+    if (!worker_.idle()) return start(call)->wait();
+    check_algorithm(call);
+    carry_out(call);
+  }
+
   std::shared_ptr<Pending> start(Collective call) override {
-    if (call.algorithm != Algorithm::kDirect)
-      throw UsageError(
-          {.what = concat("all_reduce by the algorithm ", shm::to_string(call.algorithm), " between machines"),
-           .here = options_.describe,
-           .next = "leave the algorithm out, or keep all ranks on one machine"});
+    check_algorithm(call);
     auto state = worker_.start([this, call = std::move(call)] { carry_out(call); });
     return std::make_shared<TaskUnderWay>(std::move(state), options_.describe);
   }
 
   std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
-    return flat_->start_send(tensor, to, tag);
+    return messages_.send(tensor, to, tag);
   }
   std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
-    return flat_->start_receive(tensor, from, tag);
+    return messages_.receive(tensor, from, tag);
   }
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
@@ -168,24 +176,71 @@ class HierarchicalTransport : public Transport {
  private:
   int node() const { return machines_.nodes[static_cast<std::size_t>(options_.rank)]; }
 
+  void check_algorithm(const Collective& call) const {
+    if (call.algorithm != Algorithm::kDirect && call.algorithm != Algorithm::kRing)
+      throw UsageError(
+          {.what = concat("all_reduce by the algorithm ", shm::to_string(call.algorithm), " between machines"),
+           .here = options_.describe,
+           .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
+  }
+
   void carry_out(const Collective& call) try {
+    own_.clear();
     switch (call.operation) {
       case Operation::kAllReduce: return collectives_.all_reduce(call);
+      case Operation::kReduce: return collectives_.reduce(with_output(call));
       case Operation::kBroadcast: return collectives_.broadcast(call);
+      case Operation::kReduceScatter: return parts_.reduce_scatter(call);
+      case Operation::kAllGather: return parts_.all_gather(call);
       case Operation::kBarrier: return barrier();
-      default: return flat_->run(call);
+      default: return exchange(call);
     }
   } catch (const UsageError&) {
     throw;
   } catch (...) {
     give_up(std::current_exception());
-    collectives_.give_up();
+    forget_transfers();
     throw;
   }
 
+  // A transfer may touch its memory until forget_transfers(): a tensor made here has to live as long, also while an
+  // exception unwinds the call that made it.
+  const torch::Tensor& keep(torch::Tensor tensor) { return own_.emplace_back(std::move(tensor)); }
+
+  // Ranks other than root give a copy of what is theirs to read only.
+  Collective with_output(Collective call) {
+    if (!call.output.defined()) call.output = keep(call.input.detach().clone());
+    return call;
+  }
+
   void barrier() {
-    const torch::Tensor token = torch::zeros({1}, torch::kUInt8);
+    const torch::Tensor& token = keep(torch::zeros({1}, torch::kUInt8));
     collectives_.all_reduce({.operation = Operation::kAllReduce, .input = token, .output = token});
+  }
+
+  void exchange(const Collective& call) {
+    exchange_.check(call);
+    if (call.operation == Operation::kGather) return exchange_.gather(call);
+    if (call.operation == Operation::kScatter) return exchange_.scatter(call);
+    exchange_.all_to_all(call, call.counts.empty() ? std::vector<std::int64_t>() : sent_here(call.counts));
+  }
+
+  // Of what every rank sends to every rank, the part that is for this one.
+  std::vector<std::int64_t> sent_here(const std::vector<std::int64_t>& mine) {
+    const auto size = static_cast<std::int64_t>(mine.size());
+    const torch::Tensor all = keep(torch::empty({size, size}, torch::kInt64));
+    parts_.all_gather({.operation = Operation::kAllGather, .input = keep(torch::tensor(mine)), .output = all});
+    const torch::Tensor here = all.select(1, options_.rank).contiguous();
+    return {here.const_data_ptr<std::int64_t>(), here.const_data_ptr<std::int64_t>() + size};
+  }
+
+  // After an error: a transfer that may still arrive would write where the caller's tensors were.
+  void forget_transfers() {
+    collectives_.give_up();
+    parts_.give_up();
+    exchange_.give_up();
+    if (between_) between_->forget();
+    all_.forget();
   }
 
   void give_up(const std::exception_ptr& error) {
@@ -195,7 +250,8 @@ class HierarchicalTransport : public Transport {
 
   void close(const std::exception_ptr& reason) {
     if (between_) between_->close(reason);
-    flat_->fail(reason_of(reason));
+    all_.close(reason);
+    messages_.close();
   }
 
   // The lists as the ranks of this machine see them: only their own ranks, as local ones.
@@ -204,7 +260,7 @@ class HierarchicalTransport : public Transport {
     for (const int rank : machines_.ranks_on(node())) {
       mine.emplace_back();
       for (const int member : lists[static_cast<std::size_t>(rank)])
-        if (machines_.nodes[static_cast<std::size_t>(member)] == node())
+        if (machines_.node_of(member) == node())
           mine.back().push_back(machines_.local_rank(member));
     }
     return mine;
@@ -227,9 +283,13 @@ class HierarchicalTransport : public Transport {
   TransportOptions options_;
   Machines machines_;
   shm::Group inside_;
-  std::unique_ptr<Transport> flat_;
-  std::unique_ptr<HostLink> between_;
+  HostLink all_;  // ranks
+  GlooMessages messages_;
+  std::unique_ptr<HostLink> between_;  // owners of one slice
   HostCollectives collectives_;
+  HostParts parts_;
+  HostExchange exchange_;
+  std::vector<torch::Tensor> own_;  // of the call that is carried out
   std::optional<Sentinel> sentinel_;
   shm::Worker worker_;
   int groups_made_ = 0;

@@ -2,6 +2,7 @@
 #include "lockstep/collective/hierarchical_transport.h"
 
 #include <mutex>
+#include <numeric>
 
 #include "lockstep/base/deadline.h"
 #include "tests/worlds.h"
@@ -91,6 +92,93 @@ TEST_P(Hosts, broadcast_from_every_rank) {
   });
 }
 
+TEST_P(Hosts, all_reduce_around_the_ring_of_machines) {
+  run_over_hosts(GetParam(), [](World& world) {
+    for (const std::int64_t size : {0, 1, 100003}) {
+      const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
+      world.all_reduce(tensor, {.algorithm = Algorithm::kRing});
+      EXPECT_TRUE(same(tensor, sum_of(world.size(), size, torch::kFloat32))) << size;
+    }
+    const torch::Tensor mean = torch::full({5}, world.rank() + 1.0F);
+    world.all_reduce(mean, {.op = ReduceOp::kMean, .algorithm = Algorithm::kRing});
+    EXPECT_TRUE(same(mean, torch::full({5}, (world.size() + 1) / 2.0F)));
+  });
+}
+
+TEST_P(Hosts, reduce_to_every_rank_and_change_no_other) {
+  run_over_hosts(GetParam(), [](World& world) {
+    for (int root = 0; root < world.size(); ++root)
+      for (const std::int64_t size : {1, 5000, 1200007}) {
+        const torch::Tensor before = values_of(world.rank(), {size}, torch::kFloat32);
+        const torch::Tensor tensor = before.clone();
+        world.reduce(tensor, {.root = root});
+        EXPECT_TRUE(same(tensor, world.rank() == root ? sum_of(world.size(), size, torch::kFloat32) : before)) << size;
+      }
+  });
+}
+
+// Rows for rank r of `ranks`: even, growing with the rank, or all with one in the middle.
+using Rows = std::vector<std::int64_t>;
+std::vector<Rows> row_lists(std::size_t ranks) {
+  Rows growing(ranks);
+  Rows lonely(ranks, 0);
+  for (std::size_t rank = 0; rank < ranks; ++rank) growing[rank] = static_cast<std::int64_t>(20001 * rank);
+  lonely[ranks / 2] = 300007;
+  return {Rows(ranks, 0), Rows(ranks, 1), Rows(ranks, 170001), growing, lonely};
+}
+
+std::int64_t before(const Rows& rows, int rank) { return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0}); }
+
+TEST_P(Hosts, reduce_scatter_parts_of_any_length) {
+  run_over_hosts(GetParam(), [](World& world) {
+    for (const Rows& rows : row_lists(static_cast<std::size_t>(world.size()))) {
+      const std::int64_t size = before(rows, world.size());
+      const torch::Tensor given = values_of(world.rank(), {size}, torch::kFloat32);
+      const torch::Tensor kept = given.clone();
+      const torch::Tensor part = world.reduce_scatter(given, {.rows = rows});
+      const std::int64_t mine = rows[static_cast<std::size_t>(world.rank())];
+      const torch::Tensor sum = sum_of(world.size(), size, torch::kFloat32);
+      EXPECT_TRUE(same(part, sum.narrow(0, before(rows, world.rank()), mine).contiguous())) << size;
+      EXPECT_TRUE(same(given, kept)) << "what is given stays as it was";
+    }
+  });
+}
+
+TEST_P(Hosts, reduce_scatter_to_means_where_the_world_allocates) {
+  run_over_hosts(GetParam(), [](World& world) {
+    const torch::Tensor given = world.allocate({world.size(), 30001}, torch::kFloat32).fill_(world.rank() + 1);
+    const torch::Tensor part = world.allocate({1, 30001}, torch::kFloat32);
+    static_cast<void>(world.reduce_scatter(given, {.op = ReduceOp::kMean, .output = part}));
+    EXPECT_TRUE(same(part.clone(), torch::full({1, 30001}, (world.size() + 1) / 2.0F)));
+  });
+}
+
+TEST_P(Hosts, all_gather_parts_of_any_length) {
+  run_over_hosts(GetParam(), [](World& world) {
+    for (const Rows& rows : row_lists(static_cast<std::size_t>(world.size()))) {
+      const torch::Tensor whole = values_of(7, {before(rows, world.size())}, torch::kInt16);
+      const std::int64_t mine = rows[static_cast<std::size_t>(world.rank())];
+      const torch::Tensor part = whole.narrow(0, before(rows, world.rank()), mine).clone();
+      EXPECT_TRUE(same(world.all_gather_rows(part, {.rows = rows}), whole)) << whole.numel();
+    }
+  });
+}
+
+TEST_P(Hosts, gather_scatter_and_exchange_large_tensors) {
+  run_over_hosts(GetParam(), [](World& world) {
+    const std::int64_t ranks = world.size();
+    const torch::Tensor table = values_of(0, {ranks, ranks, 50001}, torch::kFloat32);  // [from][to]
+    const int root = world.size() - 1;
+    const torch::Tensor all = world.gather(table[world.rank()].contiguous(), root);
+    EXPECT_EQ(all.defined(), world.rank() == root);
+    EXPECT_TRUE(!all.defined() || same(all, table));
+    const torch::Tensor own = torch::empty({ranks, 50001});
+    world.scatter(world.rank() == root ? table : torch::Tensor(), own, root);
+    EXPECT_TRUE(same(own, table[world.rank()].contiguous()));
+    EXPECT_TRUE(same(world.all_to_all(own), table.select(1, world.rank()).contiguous()));
+  });
+}
+
 TEST_P(Hosts, have_a_group_of_their_own_on_each_machine) {
   run_over_hosts(GetParam(), [](World& world) {
     auto group = world.machine_group();
@@ -134,10 +222,26 @@ TEST_P(Hosts, lose_a_rank_in_all_reduce_and_all_find_out) {
     });
 }
 
-TEST_P(Hosts, lose_a_rank_in_a_flat_collective_and_all_find_out) {
-  const int victim = static_cast<int>(GetParam().size()) - 1;
-  expect_all_others_lose(GetParam(), victim, [](World& world) {
-    for (int i = 0; i < 100000; ++i) static_cast<void>(world.all_gather(torch::ones({1000})));
+// Large enough for some bytes of a message to have arrived and others not.
+TEST_P(Hosts, lose_a_rank_in_every_other_collective_and_all_find_out) {
+  const std::vector<testing::Body> calls{
+      [](World& world) { world.reduce(torch::ones({1000003})); },
+      [](World& world) { world.broadcast(torch::ones({1000003})); },
+      [](World& world) { static_cast<void>(world.all_gather(torch::ones({300007}))); },
+      [](World& world) { static_cast<void>(world.reduce_scatter(torch::ones({world.size() * 300007}))); },
+      [](World& world) { static_cast<void>(world.gather(torch::ones({300007}))); },
+      [](World& world) { world.scatter(torch::ones({world.size(), 300007}), torch::empty({300007})); },
+      [](World& world) { static_cast<void>(world.all_to_all(torch::ones({world.size() * 300007}))); }};
+  for (std::size_t i = 0; i < calls.size(); ++i)
+    expect_all_others_lose(GetParam(), static_cast<int>(i % GetParam().size()), [&](World& world) {
+      for (int round = 0; round < 100000; ++round) calls[i](world);
+    });
+}
+
+TEST(HostsThat, lose_the_sender_of_a_message_find_out) {
+  expect_all_others_lose({0, 1}, 1, [](World& world) {
+    const torch::Tensor tensor = torch::ones({10000019});
+    static_cast<void>(world.receive(tensor, {.from = 1}));
   });
 }
 
@@ -158,10 +262,47 @@ TEST(HostsThat, name_what_each_machine_wants_when_they_disagree) {
   EXPECT_TRUE(contains(first, "all_reduce of 11 float32"));
 }
 
+// What a rank of machine 1 wants differs from what the others want; a rank that sees it says `part`.
+void expect_mismatch(const testing::Body& usual, const testing::Body& other, const std::string& part) {
+  std::mutex mutex;
+  std::string messages;
+  const auto body = [&](World& world) {
+    try {
+      world.rank() == 2 ? other(world) : usual(world);
+    } catch (const MismatchError& error) {
+      const std::lock_guard lock(mutex);
+      messages += error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(run_over_hosts({0, 0, 1}, body), Error);
+  EXPECT_TRUE(contains(messages, part));
+}
+
+TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
+  const auto gather_of = [](std::int64_t size) {
+    return [size](World& world) { static_cast<void>(world.gather(torch::ones({size}))); };
+  };
+  const auto all_gather_of = [](Rows rows) {
+    return [rows](World& world) {
+      static_cast<void>(world.all_gather_rows(torch::ones({rows[static_cast<std::size_t>(world.rank())]}), {.rows = rows}));
+    };
+  };
+  const auto all_to_all_of = [](Rows send, Rows receive) {
+    return [=](World& world) {
+      static_cast<void>(world.all_to_all(torch::ones({before(send, 3)}), {.send_rows = send, .receive_rows = receive}));
+    };
+  };
+  expect_mismatch(gather_of(10), gather_of(11), "gather of 11 float32");
+  expect_mismatch(gather_of(10), all_gather_of({1, 2, 3}), "all_gather of 6 float32");
+  expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "parts of different lengths");
+  expect_mismatch(all_to_all_of({1, 1, 1}, {1, 1, 1}), all_to_all_of({1, 1, 1}, {1, 2, 1}), "sends 1 elements to rank 2");
+}
+
 TEST(HostsThat, refuse_an_algorithm_by_name) {
   run_over_hosts({0, 1}, [](World& world) {
-    const auto by_ring = [&] { world.all_reduce(torch::ones({1}), {.algorithm = Algorithm::kRing}); };
-    EXPECT_TRUE(contains(testing::message_of<UsageError>(by_ring), "ring"));
+    const auto by_tree = [&] { world.all_reduce(torch::ones({1}), {.algorithm = Algorithm::kTree}); };
+    EXPECT_TRUE(contains(testing::message_of<UsageError>(by_tree), "tree"));
     world.barrier();
   });
 }

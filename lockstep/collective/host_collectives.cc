@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/collective/host_chunks.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/split.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -16,51 +15,63 @@ using shm::Part;
 using shm::Split;
 
 constexpr std::size_t kOneShotBytes = 16384;
-constexpr std::size_t kSmallestChunk = std::size_t{512} << 10;
-constexpr std::size_t kLargestChunk = std::size_t{4} << 20;
-constexpr std::size_t kChunksWanted = 8;
-constexpr std::size_t kAlignment = 64;
+constexpr int kAllNodes = -1;
 
-std::size_t chunk_bytes(std::size_t bytes) {
-  const std::size_t wanted = std::clamp(bytes / kChunksWanted, kSmallestChunk, kLargestChunk);
-  return wanted / kAlignment * kAlignment;
+// Every machine but the last passes a piece on, and each waits for it once: so smaller pieces than a reduction's.
+std::size_t piece_bytes(std::size_t bytes) {
+  return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kAlignment * kAlignment;
 }
 
 }  // namespace
 
-int Machines::count() const { return std::ranges::max(nodes) + 1; }
+// Where a broadcast comes from and goes to.
+struct HostCollectives::Route {
+  int from = -1;  // none
+  std::vector<int> to{};
 
-std::vector<int> Machines::ranks_on(int node) const {
-  std::vector<int> ranks;
-  for (std::size_t rank = 0; rank < nodes.size(); ++rank)
-    if (nodes[rank] == node) ranks.push_back(static_cast<int>(rank));
-  return ranks;
+  static Route chain(int place, int places);
+  static Route tree(int place, int places);
+};
+
+// K/B and a piece more per machine. Of `places` machines root's has place 0.
+HostCollectives::Route HostCollectives::Route::chain(int place, int places) {
+  Route route{.from = place - 1};
+  if (place + 1 < places) route.to.push_back(place + 1);
+  return route;
 }
 
-int Machines::local_rank(int rank) const {
-  return static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, nodes[static_cast<std::size_t>(rank)]));
+// A binomial tree: the fewest steps, for what goes in one piece.
+HostCollectives::Route HostCollectives::Route::tree(int place, int places) {
+  Route route;
+  int distance = 1;
+  while (distance < places && (place & distance) == 0) distance *= 2;
+  if (place != 0) route.from = place - distance;
+  for (distance /= 2; distance > 0; distance /= 2)
+    if (place + distance < places) route.to.push_back(place + distance);
+  return route;
 }
 
-int Machines::slices() const {
-  std::size_t least = nodes.size();
-  for (int node = 0; node < count(); ++node) least = std::min(least, ranks_on(node).size());
-  return static_cast<int>(least);
-}
-
-// One call, cut up.
+// One call, cut up. `data` is the tensor of a rank that gets no result, too: then it is a copy.
 struct HostCollectives::Job {
-  Job(const Collective& call, int slices_of_chunk, int machines)
-      : operation(call.operation),
+  Job(const Collective& call, const Machines& machines, int slices_of_chunk)
+      : wish(wish_of(call, static_cast<std::size_t>(call.output.numel()))),
         data(static_cast<std::byte*>(call.output.mutable_data_ptr())),
         count(static_cast<std::size_t>(call.output.numel())),
         dtype(*to_shm_dtype(call.output.scalar_type())),
         op(call.op),
-        root(call.root),
-        one_shot(count * size() <= kOneShotBytes),
-        slices(one_shot ? 1 : slices_of_chunk),
-        nodes(machines),
-        chunk_count(chunk_bytes(count * size()) / size()),
-        chunks((count + chunk_count - 1) / chunk_count) {}
+        root_node(machines.node_of(call.root)),
+        around(call.algorithm == Algorithm::kRing),
+        nodes(machines.count()),
+        whole(!around && (nodes == 2 || count * size() <= kOneShotBytes)),
+        slices(whole && count * size() <= kOneShotBytes ? 1 : slices_of_chunk),
+        result_node(call.operation == Operation::kReduce ? root_node : kAllNodes) {
+    cut(around ? std::max(count * size(), kAlignment) : chunk_bytes(count * size()));
+  }
+
+  void cut(std::size_t bytes_of_chunk) {
+    chunk_count = bytes_of_chunk / size();
+    chunks = std::max<std::size_t>(1, (count + chunk_count - 1) / chunk_count);
+  }
 
   std::size_t size() const { return shm::size_of(dtype); }
   std::size_t begin(std::size_t chunk) const { return chunk * chunk_count; }
@@ -77,29 +88,26 @@ struct HostCollectives::Job {
     return all;
   }
 
-  // The machine's sum is divided when machines are added up.
-  shm::ReduceOp op_inside() const { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
+  int wrapped(int node) const { return (node + nodes) % nodes; }
+  bool wanted_by(int node) const { return result_node == kAllNodes || result_node == node; }
 
-  Operation operation;
+  Wish wish;
   std::byte* data;
   std::size_t count;
   shm::DType dtype;
   shm::ReduceOp op;
-  int root;
-  bool one_shot;
-  int slices;
+  int root_node;
+  bool around;  // the ring of machines
   int nodes;
-  std::size_t chunk_count;
-  std::size_t chunks;
+  bool whole;  // slices are sent whole, in one round, and every machine reduces for itself
+  int slices;
+  int result_node;  // kAllNodes, or the only machine that wants the result
+  std::size_t chunk_count = 0;
+  std::size_t chunks = 0;
 };
 
 // A chunk's memory and transfers. `slice` is the owner's slice: the tensor's own memory where a machine has one rank.
 struct HostCollectives::Lane {
-  std::byte* room(shm::Group& group, shm::Memory& memory, std::size_t bytes) {
-    if (memory.size() < bytes) memory = group.allocate(bytes);
-    return memory.data();
-  }
-
   shm::Memory slice_memory;
   shm::Memory received_memory;
   std::byte* slice = nullptr;
@@ -114,56 +122,36 @@ HostCollectives::HostCollectives(shm::Group& inside, HostLink* between, Machines
 }
 
 void HostCollectives::give_up() {
-  checks_.clear();
+  check_.give_up();
+  arriving_.clear();
+  leaving_.clear();
   for (const auto& lane : lanes_) {
     lane->receives.clear();
     lane->sends.clear();
   }
-  if (between_ != nullptr) between_->forget();
 }
 
 bool HostCollectives::owns_slice(const Job& job) const { return inside_.rank() < job.slices; }
 
-// ---- Machines that want different things would otherwise take each other's bytes for what they are not.
-
-void HostCollectives::begin_check(const Job& job) {
-  said_.assign(static_cast<std::size_t>(job.nodes), {});
-  auto& mine = said_[static_cast<std::size_t>(node_)];
-  mine = {static_cast<std::int64_t>(job.operation), static_cast<std::int64_t>(job.dtype),
-          static_cast<std::int64_t>(job.op), job.root, static_cast<std::int64_t>(job.count)};
-  for (int node = 0; node < job.nodes; ++node) {
-    if (node == node_) continue;
-    auto& theirs = said_[static_cast<std::size_t>(node)];
-    between_->receive(node, reinterpret_cast<std::byte*>(theirs.data()), sizeof theirs, checks_);
-    between_->send(node, reinterpret_cast<const std::byte*>(mine.data()), sizeof mine, checks_);
-  }
-}
-
-void HostCollectives::finish_check(const Job& job) {
-  between_->wait(checks_);
-  const auto text = [](const Wish& said) {
-    const auto operation = static_cast<Operation>(said[0]);
-    return concat(shm::to_string(operation), " of ", said[4], " ", shm::to_string(static_cast<shm::DType>(said[1])),
-                  " (", shm::to_string(static_cast<ReduceOp>(said[2])), ", root ", said[3], ")");
-  };
-  const auto& mine = said_[static_cast<std::size_t>(node_)];
-  for (int node = 0; node < job.nodes; ++node)
-    if (const auto& theirs = said_[static_cast<std::size_t>(node)]; theirs != mine)
-      throw MismatchError(
-          {.what = concat("machine ", node_, " wants ", text(mine), ", machine ", node, " wants ", text(theirs)),
-           .likely = "ranks that do not make the same calls in the same order",
-           .next = "compare the programs and their inputs on both machines"});
-}
-
-// ---- all_reduce
+// ---- all_reduce and reduce
 
 void HostCollectives::all_reduce(const Collective& call) {
-  const Job job(call, machines_.slices(), machines_.count());
-  if (owns_slice(job)) begin_check(job);
+  const Job job(call, machines_, machines_.slices());
+  if (job.around)
+    reduce_around(job);
+  else
+    reduce_in_chunks(job);
+}
+
+// As all_reduce, but the result goes to one machine.
+void HostCollectives::reduce(const Collective& call) { reduce_in_chunks(Job(call, machines_, machines_.slices())); }
+
+void HostCollectives::reduce_in_chunks(const Job& job) {
+  if (owns_slice(job)) check_.begin(*between_, job.wish);
   for (std::size_t step = 0; step < job.chunks + 2; ++step) {
     if (step < job.chunks) reduce_inside(job, step);
-    if (step == 0 && owns_slice(job)) finish_check(job);
     if (step < job.chunks) send_parts(job, step);
+    if (step == 0 && owns_slice(job)) check_.finish(*between_);
     if (step >= 1 && step <= job.chunks) reduce_between(job, step - 1);
     if (step >= 2) share_inside(job, step - 2);
   }
@@ -177,9 +165,9 @@ void HostCollectives::reduce_inside(const Job& job, std::size_t chunk) {
   }
   const std::vector<std::size_t> counts = job.counts(chunk, inside_.size());
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())];
-  lane.slice = lane.room(inside_, lane.slice_memory, mine * job.size());
+  lane.slice = grown(inside_, lane.slice_memory, mine * job.size());
   inside_.reduce_scatter(
-      {.input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = job.op_inside()});
+      {.input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
 }
 
 void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
@@ -187,9 +175,9 @@ void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
   Lane& lane = lane_of(chunk);
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
   const Split parts = job.cut_slice(slice_count);
-  const auto part_for = [&](int node) { return job.one_shot ? Part{0, slice_count} : parts[node]; };
+  const auto part_for = [&](int node) { return job.whole ? Part{0, slice_count} : parts[node]; };
   const std::size_t mine = part_for(node_).count * job.size();
-  std::byte* const room = lane.room(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
+  std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
   lane.received.clear();
   for (int node = 0; node < job.nodes; ++node) {
     lane.received.push_back(room + mine * static_cast<std::size_t>(node));
@@ -204,25 +192,26 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
   if (!owns_slice(job)) return;
   Lane& lane = lane_of(chunk);
   between_->wait(lane.receives);
-  if (job.one_shot) between_->wait(lane.sends);  // the slice is about to change
+  if (job.whole) between_->wait(lane.sends);  // the slice is about to change
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
   const Split parts = job.cut_slice(slice_count);
-  const Part mine = job.one_shot ? Part{0, slice_count} : parts[node_];
+  const Part mine = job.whole ? Part{0, slice_count} : parts[node_];
   std::byte* const result = lane.slice + mine.begin * job.size();
   std::vector<const std::byte*> sources(lane.received.begin(), lane.received.end());
   sources[static_cast<std::size_t>(node_)] = result;
   shm::reduce({.sources = sources,
                .destinations = std::span(&result, 1),
                .count = mine.count,
-               .divisor = static_cast<int>(machines_.nodes.size())},
+               .divisor = machines_.ranks()},
               job.dtype, job.op);
-  if (job.one_shot) return;
+  if (job.whole) return;
   // A machine sends its result only once it has what this one sent it: so these places are free.
   for (int node = 0; node < job.nodes; ++node) {
     if (node == node_) continue;
     const Part theirs = parts[node];
-    between_->receive(node, lane.slice + theirs.begin * job.size(), theirs.count * job.size(), lane.receives);
-    between_->send(node, result, mine.count * job.size(), lane.sends);
+    std::byte* const place = lane.slice + theirs.begin * job.size();
+    if (job.wanted_by(node_)) between_->receive(node, place, theirs.count * job.size(), lane.receives);
+    if (job.wanted_by(node)) between_->send(node, result, mine.count * job.size(), lane.sends);
   }
 }
 
@@ -232,28 +221,76 @@ void HostCollectives::share_inside(const Job& job, std::size_t chunk) {
     between_->wait(lane.receives);
     between_->wait(lane.sends);
   }
-  if (alone()) return;
+  if (alone() || !job.wanted_by(node_)) return;
   inside_.all_gather(
       {.input = lane.slice, .output = job.at(chunk), .counts = job.counts(chunk, inside_.size()), .dtype = job.dtype});
 }
 
-// ---- broadcast: inside root's machine, down a binomial tree of the machines' local ranks 0, inside the others
+// ---- all_reduce around the ring of machines (S1)
+
+void HostCollectives::reduce_around(const Job& job) {
+  if (owns_slice(job)) check_.begin(*between_, job.wish);
+  reduce_inside(job, 0);
+  if (owns_slice(job)) {
+    check_.finish(*between_);
+    scatter_around(job, lane_of(0).slice);
+    gather_around(job, lane_of(0).slice);
+  }
+  share_inside(job, 0);
+}
+
+// In step k the part that this machine got in step k - 1, with its own added, goes on to the next one.
+void HostCollectives::scatter_around(const Job& job, std::byte* slice) {
+  Lane& lane = lane_of(0);
+  const Split parts = job.cut_slice(job.slice(0, inside_.rank()).count);
+  std::byte* const received = grown(inside_, lane.received_memory, parts.longest() * job.size());
+  for (int step = 0; step < job.nodes - 1; ++step) {
+    const Part out = parts[job.wrapped(node_ - step)];
+    const Part in = parts[job.wrapped(node_ - step - 1)];
+    between_->receive(job.wrapped(node_ - 1), received, in.count * job.size(), lane.receives);
+    between_->send(job.wrapped(node_ + 1), slice + out.begin * job.size(), out.count * job.size(), lane.sends);
+    between_->wait(lane.receives);
+    between_->wait(lane.sends);
+    std::byte* const own = slice + in.begin * job.size();
+    const std::array<const std::byte*, 2> sources{received, own};
+    const bool last = step == job.nodes - 2;
+    shm::reduce({.sources = sources,
+                 .destinations = std::span(&own, 1),
+                 .count = in.count,
+                 .divisor = machines_.ranks()},
+                job.dtype, last ? job.op : op_inside(job.op));
+  }
+}
+
+void HostCollectives::gather_around(const Job& job, std::byte* slice) {
+  Lane& lane = lane_of(0);
+  const Split parts = job.cut_slice(job.slice(0, inside_.rank()).count);
+  for (int step = 0; step < job.nodes - 1; ++step) {
+    const Part out = parts[job.wrapped(node_ + 1 - step)];
+    const Part in = parts[job.wrapped(node_ - step)];
+    between_->receive(job.wrapped(node_ - 1), slice + in.begin * job.size(), in.count * job.size(), lane.receives);
+    between_->send(job.wrapped(node_ + 1), slice + out.begin * job.size(), out.count * job.size(), lane.sends);
+    between_->wait(lane.receives);
+    between_->wait(lane.sends);
+  }
+}
+
+// ---- broadcast
 
 void HostCollectives::broadcast(const Collective& call) {
-  const Job job(call, 1, machines_.count());
-  const int root_node = machines_.nodes[static_cast<std::size_t>(call.root)];
-  const bool at_root = node_ == root_node;
+  Job job(call, machines_, 1);
+  job.cut(piece_bytes(job.count * job.size()));
+  const bool at_root = node_ == job.root_node;
   if (owns_slice(job)) {
-    begin_check(job);
-    finish_check(job);
+    check_.begin(*between_, job.wish);
+    receive_all(job);
   }
-  HostLink::Transfers sends;
   for (std::size_t chunk = 0; chunk < job.chunks; ++chunk) {
     if (at_root) broadcast_inside(job, chunk, machines_.local_rank(call.root));
-    if (owns_slice(job)) pass_on(job, chunk, root_node, sends);
+    if (owns_slice(job)) pass_on(job, chunk);
     if (!at_root) broadcast_inside(job, chunk, 0);
   }
-  if (owns_slice(job)) between_->wait(sends);
+  if (owns_slice(job)) between_->wait(leaving_);
 }
 
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
@@ -261,19 +298,36 @@ void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int ro
   inside_.broadcast({.data = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
 }
 
-void HostCollectives::pass_on(const Job& job, std::size_t chunk, int root_node, HostLink::Transfers& sends) {
-  const int place = (node_ - root_node + job.nodes) % job.nodes;  // in the tree, whose root is 0
-  const auto node_at = [&](int other) { return (other + root_node) % job.nodes; };
-  const std::size_t bytes = job.elements(chunk) * job.size();
-  int distance = 1;
-  while (distance < job.nodes && (place & distance) == 0) distance *= 2;
-  if (place != 0) {
-    HostLink::Transfers receives;
-    between_->receive(node_at(place - distance), job.at(chunk), bytes, receives);
-    between_->wait(receives);
-  }
-  for (distance /= 2; distance > 0; distance /= 2)
-    if (place + distance < job.nodes) between_->send(node_at(place + distance), job.at(chunk), bytes, sends);
+HostCollectives::Route HostCollectives::route_of(const Job& job) const {
+  const int place = (node_ - job.root_node + job.nodes) % job.nodes;
+  Route route = job.chunks > 1 ? Route::chain(place, job.nodes) : Route::tree(place, job.nodes);
+  const auto node_at = [&](int other) { return (other + job.root_node) % job.nodes; };
+  if (route.from >= 0) route.from = node_at(route.from);
+  for (int& other : route.to) other = node_at(other);
+  return route;
+}
+
+// All at once: a machine then never waits for the one after it.
+void HostCollectives::receive_all(const Job& job) {
+  arriving_.assign(job.chunks, {});
+  const int from = route_of(job).from;
+  if (from < 0) return;
+  for (std::size_t chunk = 0; chunk < job.chunks; ++chunk)
+    between_->receive(from, job.at(chunk), job.elements(chunk) * job.size(), arriving_[chunk]);
+}
+
+// Root need not wait for the others' wishes.
+void HostCollectives::pass_on(const Job& job, std::size_t chunk) {
+  if (node_ == job.root_node) send_on(job, chunk);
+  if (chunk == 0) check_.finish(*between_);
+  if (node_ == job.root_node) return;
+  between_->wait(arriving_[chunk]);
+  send_on(job, chunk);
+}
+
+void HostCollectives::send_on(const Job& job, std::size_t chunk) {
+  for (const int node : route_of(job).to)
+    between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
 }
 
 }  // namespace lockstep

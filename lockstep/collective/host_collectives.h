@@ -1,4 +1,5 @@
-// collective/host_collectives.h: all_reduce and broadcast of ranks on several machines that share memory inside each.
+// collective/host_collectives.h: all_reduce, reduce and broadcast of ranks on several machines that share memory inside
+// each.
 //
 // Flow:    hierarchical_transport.cc -> here -> collective/shm/ inside a machine, host_link.h between machines
 // Owns:    chunks of memory on the way
@@ -13,31 +14,24 @@
 //                the order of the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
 //   3  inside    all_gather in shared memory
 //
-// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Up to kOneShotBytes the owner of
-// the only slice sends it whole and reduces for itself: 1 round. docs/design/hierarchy.md
+// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Two machines send each other whole slices
+// and reduce for themselves: as many bytes in 1 round. So do more machines up to kOneShotBytes, with one slice. reduce sends the results of 2 to root's machine only.
+// With the algorithm ring 2 goes around the machines, in one chunk and 2(n-1) rounds of K/n: as many bytes, and for study.
+// broadcast goes inside root's machine, from machine to machine, and inside the others. docs/design/hierarchy.md
 #pragma once
 
 #include <array>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "lockstep/collective/host_check.h"
 #include "lockstep/collective/host_link.h"
+#include "lockstep/collective/machines.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {
-
-// Who is where.
-struct Machines {
-  std::vector<int> nodes;  // of each rank: its machine, 0, 1, ...
-
-  int count() const;
-  std::vector<int> ranks_on(int node) const;
-  int local_rank(int rank) const;
-  int slices() const;  // the smallest number of ranks on one machine
-};
 
 class HostCollectives {
  public:
@@ -46,24 +40,30 @@ class HostCollectives {
 
   // Throw MismatchError, PeerLost.
   void all_reduce(const Collective& call);
+  void reduce(const Collective& call);  // call.output: defined on every rank, and changed
   void broadcast(const Collective& call);
 
-  // After one of them threw: nothing touches its tensors any more.
+  // After one of them threw: forgets its transfers. Once the link has, nothing touches its tensors any more.
   void give_up();
 
  private:
   struct Lane;
   struct Job;
-  using Wish = std::array<std::int64_t, 5>;  // operation, dtype, reduction, root, count
+  struct Route;
 
-  void begin_check(const Job& job);
-  void finish_check(const Job& job);
+  void reduce_in_chunks(const Job& job);
   void reduce_inside(const Job& job, std::size_t chunk);
   void send_parts(const Job& job, std::size_t chunk);
   void reduce_between(const Job& job, std::size_t chunk);
   void share_inside(const Job& job, std::size_t chunk);
+  void reduce_around(const Job& job);
+  void scatter_around(const Job& job, std::byte* slice);
+  void gather_around(const Job& job, std::byte* slice);
   void broadcast_inside(const Job& job, std::size_t chunk, int root);
-  void pass_on(const Job& job, std::size_t chunk, int root_node, HostLink::Transfers& sends);
+  Route route_of(const Job& job) const;
+  void receive_all(const Job& job);
+  void pass_on(const Job& job, std::size_t chunk);
+  void send_on(const Job& job, std::size_t chunk);
   Lane& lane_of(std::size_t chunk) { return *lanes_[chunk % lanes_.size()]; }
   bool owns_slice(const Job& job) const;
   bool alone() const { return inside_.size() == 1; }
@@ -73,8 +73,9 @@ class HostCollectives {
   Machines machines_;
   int node_;
   std::array<std::shared_ptr<Lane>, 3> lanes_;  // of three chunks in turn
-  std::vector<Wish> said_;                      // by each machine
-  HostLink::Transfers checks_;
+  HostCheck check_;
+  std::vector<HostLink::Transfers> arriving_;  // of a broadcast, by chunk
+  HostLink::Transfers leaving_;
 };
 
 }  // namespace lockstep

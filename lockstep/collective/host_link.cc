@@ -10,8 +10,9 @@
 namespace lockstep {
 namespace {
 
-constexpr int kTag = 0;  // Gloo keeps the order of the transfers of one tag
-constexpr int kWatchTag = 1;
+// Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these tags.
+constexpr int kWatchTag = 0x7ffffffe;
+int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x3ffffffe); }
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
@@ -22,8 +23,8 @@ std::string first_line(const std::exception& error) { return split(error.what(),
 
 }  // namespace
 
-HostLink::HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options)
-    : options_(std::move(options)), gloo_(connect_gloo(store, options_)) {}
+HostLink::HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun)
+    : options_(std::move(options)), noun_(std::move(noun)), gloo_(connect_gloo(store, options_)) {}
 
 HostLink::~HostLink() {
   if (!watcher_.joinable()) return;
@@ -65,14 +66,14 @@ void HostLink::send(int node, const std::byte* data, std::size_t bytes, Transfer
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0)
     start(
-        node, [&] { return gloo_->send(tensors, node, kTag); }, transfers);
+        node, [&] { return gloo_->send(tensors, node, tag_of(topic_)); }, transfers);
 }
 
 void HostLink::receive(int node, std::byte* data, std::size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0)
     start(
-        node, [&] { return gloo_->recv(tensors, node, kTag); }, transfers);
+        node, [&] { return gloo_->recv(tensors, node, tag_of(topic_)); }, transfers);
 }
 
 void HostLink::start(int node, const std::function<C10dWork()>& issue, Transfers& transfers) {
@@ -109,7 +110,7 @@ void HostLink::wait_for(const Transfer& transfer) {
 }
 
 PeerLost HostLink::lost(int node, const std::string& trouble) const {
-  return PeerLost({.what = concat("lost machine ", node, " of ", options_.size, ": ", trouble),
+  return PeerLost({.what = concat("lost ", noun_, " ", node, " of ", options_.size, ": ", trouble),
                    .here = options_.describe,
                    .likely = "a rank there died, failed or stopped; the launcher there names it",
                    .next = "run again with --resume to go on from the last checkpoint"});

@@ -1,7 +1,7 @@
-// collective/host_link.h: bytes between machines: this rank and its counterparts, one on each machine, over c10d's
-// Gloo.
+// collective/host_link.h: bytes between machines: this rank and its counterparts, over c10d's Gloo. Counterparts are one rank of
+// each machine, or all ranks.
 //
-// Flow:    host_collectives.cc -> here -> the network
+// Flow:    host_collectives.cc, host_parts.cc, host_exchange.cc -> here -> the network
 // Owns:    its connections, a thread that watches one of them. Memory given to a transfer stays the caller's, until the transfer was waited for
 // Threads: one at a time; close() from any
 // Ranks:   between two counterparts, what one sends in some order the other receives in that order and size
@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -41,9 +42,9 @@ class HostLink {
   };
   using Transfers = std::vector<Transfer>;
 
-  // `options`: rank is the number of this machine, size that of all. Blocks until all counterparts are connected.
-  // Throws RendezvousError.
-  HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options);
+  // `options`: rank is the number of this counterpart, size that of all; `noun`: what one is called in messages. Blocks until
+  // all are connected. Throws RendezvousError.
+  HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun = "machine");
   ~HostLink();
   HostLink(const HostLink&) = delete;
   HostLink& operator=(const HostLink&) = delete;
@@ -58,6 +59,11 @@ class HostLink {
 
   int node() const { return options_.rank; }
   int nodes() const { return options_.size; }
+  const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
+
+  // From now on transfers meet only those that a counterpart starts on the same topic. So what may not fit together is never
+  // brought together, and the checks of host_check.h need not come before the data.
+  void set_topic(std::uint32_t topic) { topic_ = topic; }
 
   // Start a transfer and note it in `transfers`. Nothing is transferred where there are no bytes.
   void send(int node, const std::byte* data, std::size_t bytes, Transfers& transfers);
@@ -81,6 +87,8 @@ class HostLink {
   [[noreturn]] void throw_lost(int node, const std::string& trouble);
 
   TransportOptions options_;
+  std::string noun_;
+  std::uint32_t topic_ = 0;
   c10::intrusive_ptr<GlooConnection> gloo_;
   std::mutex mutex_;
   std::exception_ptr closed_;  // guarded by mutex_, like the next

@@ -2,7 +2,6 @@
 //
 //   shared memory   host tensors, all ranks on one machine (or threads of one process): collective/shm/
 //   hierarchy       host tensors, ranks on several machines: shared memory inside each, Gloo between them
-//   Gloo            what the hierarchy does not do itself
 //   NCCL            CUDA tensors
 //   itself          a world of one rank
 //

@@ -15,7 +15,7 @@ class WorkOf : public ::testing::TestWithParam<Fabric> {
   void run(int ranks, const testing::Body& body) { testing::run_over(GetParam(), ranks, body); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Worlds, WorkOf, ::testing::Values(Fabric::kSharedMemory, Fabric::kGloo, Fabric::kHosts),
+INSTANTIATE_TEST_SUITE_P(Worlds, WorkOf, ::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
 torch::Tensor ones(float value) { return torch::full({1000}, value); }

@@ -82,7 +82,7 @@ class Work {
 // `rows`: entries of the first dimension, one count per rank; none: as many for each rank.
 struct AllReduceOptions {
   ReduceOp op = ReduceOp::kSum;
-  Algorithm algorithm = Algorithm::kDirect;  // another one, for study: only where all ranks share memory
+  Algorithm algorithm = Algorithm::kDirect;  // others, for study; kCentral, kTree: only where all ranks share memory
 };
 struct ReduceOptions {
   ReduceOp op = ReduceOp::kSum;
@@ -151,8 +151,8 @@ class World {
   // the same bits in every run. Within one machine nothing is sent (docs/design/shared-memory.md).
   //
   // They throw UsageError (arguments that make no sense), DeviceError (a tensor elsewhere than where this world
-  // exchanges), MismatchError (within one machine: ranks that make different calls or give different shapes; no data
-  // has moved), PeerLost. x_async does not block: the tensors must not be touched until the Work was waited for.
+  // exchanges), MismatchError (ranks that make different calls or give different shapes; no data has moved, and within one
+  // machine the world stays usable), PeerLost. x_async does not block: the tensors must not be touched until the Work was waited for.
 
   // Reduces in place: afterwards every rank has the result. tensor: the same shape everywhere.
   // Sends 2(N-1)/N * K from each rank.

@@ -28,8 +28,8 @@ class EveryWorld : public ::testing::TestWithParam<std::tuple<Fabric, int>> {
 INSTANTIATE_TEST_SUITE_P(Worlds, EveryWorld,
                          ::testing::Values(std::tuple(Fabric::kSharedMemory, 1), std::tuple(Fabric::kSharedMemory, 2),
                                            std::tuple(Fabric::kSharedMemory, 3), std::tuple(Fabric::kSharedMemory, 4),
-                                           std::tuple(Fabric::kSharedMemory, 7), std::tuple(Fabric::kGloo, 2),
-                                           std::tuple(Fabric::kGloo, 3), std::tuple(Fabric::kHosts, 3),
+                                           std::tuple(Fabric::kSharedMemory, 7), std::tuple(Fabric::kLonelyHosts, 2),
+                                           std::tuple(Fabric::kLonelyHosts, 3), std::tuple(Fabric::kHosts, 3),
                                            std::tuple(Fabric::kHosts, 4)),
                          [](const auto& test) {
                            return testing::name_of(std::get<0>(test.param)) + "_of_" +

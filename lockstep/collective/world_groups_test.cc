@@ -19,7 +19,7 @@ class SubWorlds : public ::testing::TestWithParam<Fabric> {
   void run(int ranks, const testing::Body& body) { testing::run_over(GetParam(), ranks, body); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds, ::testing::Values(Fabric::kSharedMemory, Fabric::kGloo, Fabric::kHosts),
+INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds, ::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
 TEST_P(SubWorlds, have_the_ranks_in_the_order_given) {
@@ -157,17 +157,13 @@ TEST_P(SubWorlds, take_random_sequences_of_calls_all_at_once) {
 }
 
 TEST(SubWorld, knows_its_machines) {
-  // Ranks 0, 1 and 4 on machine 0, 2 and 3 on machine 1: with Gloo between all, which is enough to know who is where.
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto connect = [&](int rank) { return make_gloo(store, {.rank = rank, .size = 5}); };
-  const auto body = [](World& world) {
+  testing::run_over_hosts({0, 0, 1, 1, 0}, [](World& world) {
     const auto sub = world.group({3, 4, 1});
     if (!sub) return;
     EXPECT_EQ(sub->local_size(), world.rank() == 3 ? 1 : 2);
     EXPECT_EQ(sub->local_rank(), world.rank() == 1 ? 1 : 0);
     EXPECT_EQ(sub->node_rank(), world.rank() == 3 ? 1 : 0);
-  };
-  run_threads({0, 0, 1, 1, 0}, connect, body, {});
+  });
 }
 
 }  // namespace

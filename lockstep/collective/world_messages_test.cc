@@ -16,7 +16,7 @@ class Messages : public ::testing::TestWithParam<std::tuple<Fabric, int>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Messages,
-                         ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kGloo, Fabric::kHosts),
+                         ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
                                             ::testing::Values(2, 4)),
                          [](const auto& test) {
                            return testing::name_of(std::get<0>(test.param)) + "_of_" +

@@ -262,7 +262,7 @@ class Reducer::Impl {
       work.emplace(world_.all_reduce_async(bucket.flags));
       finish = options_.hook->start(world_, {number, bucket.values, bucket.parts()});
     } else {
-      work.emplace(world_.all_reduce_async(bucket.flat));
+      work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
   }
 

@@ -39,6 +39,7 @@ namespace lockstep {
 struct ReducerOptions {
   std::size_t bucket_bytes = std::size_t{25} << 20;   // Li et al., "PyTorch Distributed" (VLDB 2020)
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
+  Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 
   // Every step is like the first in which parameters take part and how often each gradient becomes ready, more than once with
   // a backward() inside of backward() (activation checkpointing). The first exchange then begins when backward() is over.

@@ -76,6 +76,7 @@ void require_shards_for(const World& world, const DistributedDataParallelOptions
                       .here = world.describe(), .next = next});
   };
   if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
+  if (options.algorithm != Algorithm::kDirect) refuse("an algorithm by name sums buckets", "one of the two");
   if (options.hook) refuse("a communication hook sums gradients its own way", "one of the two");
   if (!options.share_parameters) refuse("parameters are separate", "share_parameters = true, a lockstep optimizer");
   if (!world.device().is_cpu() || world.local_size() != world.size())
@@ -128,6 +129,7 @@ class DistributedDataParallel::Impl {
     reducer_.emplace(world_, trainable(parameters_),
                      ReducerOptions{.bucket_bytes = options_.bucket_bytes,
                                     .hook = options_.hook,
+                                    .algorithm = options_.algorithm,
                                     .static_graph = options_.static_graph,
                                     .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                     .sparse = options_.sparse_parameters},
@@ -137,7 +139,8 @@ class DistributedDataParallel::Impl {
   void share_parameters(Optimizer& optimizer) {
     memory_ = SharedMemory::of(world_);
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
-    if (memory_->size() == world_.size() && !options_.hook)
+    const bool as_they_lie = !options_.hook && options_.algorithm == Algorithm::kDirect;
+    if (memory_->size() == world_.size() && as_they_lie)
       published_ = std::make_shared<PublishedGradients>(memory_, trainable(parameters_),
                                                         [this](const BatchTotals& totals) { finish_backward(totals); },
                                                         options_.virtual_shards / world_.size());

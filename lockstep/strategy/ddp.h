@@ -55,6 +55,10 @@ struct DistributedDataParallelOptions {
   // through buckets, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
 
+  // Of the all-reduce of a bucket. Others than kDirect, for study: then every rank goes through buckets, as with a hook.
+  // Between machines kRing, too. S1.
+  Algorithm algorithm = Algorithm::kDirect;
+
   // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls backward()
   // for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2, 4 ... V ranks give
   // the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend on the shard. Needs shared

@@ -8,6 +8,7 @@
 #include "lockstep/data/random.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/strategy/ddp.h"
+#include "lockstep/strategy/devices.h"
 #include "lockstep/strategy/replica.h"
 #include "lockstep/strategy/thread_generator.h"
 
@@ -23,6 +24,7 @@ class DdpStrategy : public Strategy {
         world, *replica_.model, *replica_.optimizer,
         DistributedDataParallelOptions{.share_parameters = options.share_parameters,
                                        .hook = make_hook(options.compression, options.compression_amount),
+                                       .algorithm = parse_algorithm(options.algorithm),
                                        .virtual_shards = options.virtual_shards});
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
     if (options.virtual_shards > 0) generator_.emplace(options.seed);

@@ -68,7 +68,7 @@ TEST_P(PipelineOfRanks, S1_trains_as_one_device_does) {
 }
 
 TEST(S1_pipeline_of_ranks, trains_as_one_device_does_over_gloo) {
-  expect_same_course(course_of_ranks(Fabric::kGloo, 3, small_task(), pipeline("1f1b", "0-1,2-4,5-6"), ten),
+  expect_same_course(course_of_ranks(Fabric::kLonelyHosts, 3, small_task(), pipeline("1f1b", "0-1,2-4,5-6"), ten),
                      on_one_device(small_task(), pipeline()));
 }
 

@@ -54,7 +54,7 @@ struct StrategyOptions {
   // Strategies whose devices are threads of this process:
   int devices = 1;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
-  std::string algorithm = "direct";    // towers: direct | central | ring | tree
+  std::string algorithm = "direct";    // towers, ddp: direct | central | ring | tree
   std::string update = "device";       // towers: on every device (S0), or once on the cpu (S3)
   bool refuse_uneven = false;          // towers: a batch that the devices do not divide is an error
   std::int64_t average_every = 1;      // averaging: batches

@@ -43,7 +43,7 @@ void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--ranks", o.ranks, "ranks to start on this machine, or auto: one per core")->capture_default_str();
   app.add_option("--devices-per-worker", o.devices_per_worker, "devices in each rank, where devices are threads")
       ->capture_default_str();
-  app.add_option("--algorithm", o.algorithm, "towers: how gradients are combined")
+  app.add_option("--algorithm", o.algorithm, "towers, ddp: how gradients are combined")
       ->check(CLI::IsMember({"direct", "central", "ring", "tree"}))
       ->capture_default_str();
   app.add_option("--update", o.update, "towers: on every device, or once on the cpu")

@@ -33,7 +33,7 @@ struct TrainOptions {
   std::string device = "auto";  // auto | cpu | cuda
   int threads = 0;              // per rank; 0: cores / ranks
   int devices_per_worker = 0;   // of strategies with threads: devices in each rank; 0: --ranks counts devices
-  std::string algorithm = "direct";        // towers: direct | central | ring | tree
+  std::string algorithm = "direct";        // towers, ddp: direct | central | ring | tree
   std::string update = "device";           // towers: device | cpu
   bool refuse_uneven = false;              // towers
   std::int64_t average_every = 1;          // averaging: batches

@@ -1,0 +1,67 @@
+#include "bench/hosts/network.h"
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::bench {
+namespace {
+
+// A token bucket that holds a millisecond of the link's data (a frame at least) bridges the time until its timer runs; a
+// queue of 20 ms is that of a usual switch.
+std::string shape(const std::string& device, double megabits) {
+  const int burst = std::max(4000, static_cast<int>(megabits * 1e6 / 8 * 1e-3));
+  return concat("tc qdisc add dev ", device, " root tbf rate ", static_cast<std::int64_t>(megabits * 1e6), "bit burst ",
+                burst, " latency 20ms\n");
+}
+
+LinkBytes read_bytes(const std::string& device) {
+  std::ifstream table("/proc/thread-self/net/dev");
+  for (std::string line; std::getline(table, line);) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    if (name != device + ":") continue;
+    LinkBytes bytes;
+    std::string skipped;
+    words >> bytes.received;
+    for (int i = 0; i < 7; ++i) words >> skipped;
+    words >> bytes.sent;
+    return bytes;
+  }
+  throw SystemError({.what = concat("no ", device, " in a host's network")});
+}
+
+}  // namespace
+
+Network::Network(int hosts, double megabits_per_second)
+    : megabits_per_second_(megabits_per_second), hosts_(static_cast<std::size_t>(hosts)) {
+  switch_.shell("ip link add bridge type bridge\nip link set bridge up\n");
+  for (int host = 0; host < hosts; ++host) connect(host);
+}
+
+void Network::connect(int host) const {
+  const std::string port = concat("port", host);
+  switch_.shell(concat("ip link add ", port, " type veth peer name eth0 netns ", this->host(host).path(), "\n",
+                       "ip link set ", port, " master bridge up\n", shape(port, megabits_per_second_)));
+  this->host(host).shell(concat("ip link set lo up\nip address add ", address(host), "/16 dev eth0\n",
+                                "ip link set eth0 up\n", shape("eth0", megabits_per_second_)));
+}
+
+std::string Network::address(int host) const { return concat("10.77.0.", host + 1); }
+
+LinkBytes Network::bytes(int host) const {
+  LinkBytes bytes;
+  this->host(host).run([&] { bytes = read_bytes("eth0"); });
+  return bytes;
+}
+
+std::string congestion_control() {
+  return split(read_file("/proc/sys/net/ipv4/tcp_congestion_control"), '\n').front();
+}
+
+}  // namespace lockstep::bench

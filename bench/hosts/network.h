@@ -1,0 +1,51 @@
+// bench/hosts/network.h: hosts on one machine: network namespaces, each with one link to a switch.
+//
+//   host 0 -- eth0 ==== port0 --.
+//   host 1 -- eth0 ==== port1 --+-- bridge         eth0 of host h has the address 10.77.0.(h + 1)
+//   host 2 -- eth0 ==== port2 --'
+//
+// Both ends of a link let through `rate`, so that it is full duplex: as much goes in as out. The hosts share the machine's
+// kernel, cores and memory, and no other network: there is none.
+//
+// Owns:    the namespaces; nothing outlives it or its process
+// Threads: make it on the main thread while that is the only one (it forks)
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bench/hosts/network_namespace.h"
+
+namespace lockstep::bench {
+
+// What a host's link has carried since it was made, frames with their headers.
+struct LinkBytes {
+  std::uint64_t sent = 0;
+  std::uint64_t received = 0;
+};
+
+class Network {
+ public:
+  Network(int hosts, double megabits_per_second);  // throws SystemError: not root, no iproute2
+
+  int hosts() const { return static_cast<int>(hosts_.size()); }
+  const NetworkNamespace& host(int index) const { return hosts_[static_cast<std::size_t>(index)]; }
+  std::string address(int host) const;
+  double bytes_per_second() const { return megabits_per_second_ * 1e6 / 8; }  // of a link, in one direction
+  LinkBytes bytes(int host) const;
+
+ private:
+  void connect(int host) const;
+
+  double megabits_per_second_;
+  NetworkNamespace switch_;
+  std::vector<NetworkNamespace> hosts_;
+};
+
+// What TCP gets through the links between hosts 0 and 1, in bytes of data per second and direction, while both send.
+double measured_bytes_per_second(const Network& network);
+
+std::string congestion_control();  // of TCP on this machine, which new namespaces take over
+
+}  // namespace lockstep::bench

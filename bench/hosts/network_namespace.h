@@ -1,0 +1,34 @@
+// bench/hosts/network_namespace.h: a network of its own, with interfaces, addresses and ports that nobody else sees.
+//
+// Owns:    a descriptor and no name: the kernel removes the namespace, and every interface in it, with the last descriptor or
+//          process that holds it. So nothing is left behind, however this program ends
+// Threads: any; enter() moves the calling one
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep::bench {
+
+class NetworkNamespace {
+ public:
+  NetworkNamespace();  // its loopback device is down. Throws SystemError: not root
+
+  // The calling thread, and what it starts, live here from now on.
+  void enter() const;
+
+  // Runs `body` on a thread that lives here, and throws what it throws.
+  void run(const std::function<void()>& body) const;
+
+  // Runs lines of sh here up to the first that fails. Throws SystemError.
+  void shell(const std::string& script) const;
+
+  std::string path() const;  // what ip's `netns` takes, while this lives
+
+ private:
+  UniqueFd fd_;
+};
+
+}  // namespace lockstep::bench

@@ -1,0 +1,57 @@
+// collective/host_check.h: machines tell each other what they are about to do: Gloo ends the process when two sides of a message
+// differ in size.
+//
+// Data need not wait for it: transfers of different wishes have different topics (host_link.h), and do not meet.
+//
+// Flow:    a Collective -> Wish -> here -> MismatchError, or the transfers may be waited for
+// Owns:    what the machines said
+// Threads: one at a time
+// Ranks:   one of each machine, those of the link, in the same order
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/host_link.h"
+#include "lockstep/collective/transport.h"
+
+namespace lockstep {
+
+// What all ranks must want alike. Sent as it is.
+struct Wish {
+  std::int64_t operation = 0;
+  std::int64_t dtype = 0;
+  std::int64_t op = 0;
+  std::int64_t algorithm = 0;
+  std::int64_t root = 0;
+  std::int64_t count = 0;  // elements
+  std::int64_t parts = 0;  // a fingerprint of the parts' lengths; 0: even
+
+  bool operator==(const Wish&) const = default;
+};
+
+Wish wish_of(const Collective& call, std::size_t count);
+std::string to_string(const Wish& wish);  // "all_reduce of 10 float32 (sum, direct, root 0)"
+
+// For two ranks or machines, `one` and `other`, that want different things.
+MismatchError mismatch(const std::string& one, const Wish& wants, const std::string& other, const Wish& wants_other);
+
+class HostCheck {
+ public:
+  // Transfers that are started afterwards are about `mine`. Does not block.
+  void begin(HostLink& between, const Wish& mine);
+
+  // Blocks until all machines have said theirs. Throws MismatchError, PeerLost.
+  void finish(HostLink& between);
+
+  void give_up() { transfers_.clear(); }  // after an error; what was said stays until the link has forgotten it, too
+
+ private:
+  std::vector<Wish> said_;  // by each machine
+  HostLink::Transfers transfers_;
+};
+
+}  // namespace lockstep
