@@ -14,8 +14,8 @@ using Seconds = std::map<std::string, double>;  // by name
 
 struct StepRun {
   int ranks = 2;
-  int warmup = 3;
-  int steps = 20;
+  int warmup = 2;
+  int steps = 10;
   bool share_parameters = true;
   int virtual_shards = 0;
 };

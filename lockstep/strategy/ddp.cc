@@ -155,7 +155,7 @@ class DistributedDataParallel::Impl {
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     compute_gradients(loss, samples);
     exchange_seconds_ = 0;
-    if (no_sync_ || !last_shard()) return;
+    if (no_sync_ || !finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const Stopwatch exchange;
     if (published_)
@@ -196,8 +196,9 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
-  // Of this rank in this step. Each shard's forward begins with the same buffers, and those of the first are kept.
-  bool last_shard() {
+  // After each backward() of a step: true once it was the last. Each shard's forward begins with the same buffers, and those
+  // of the first are kept.
+  bool finish_shard() {
     if (options_.virtual_shards == 0) return true;
     const int shards = options_.virtual_shards / world_.size();
     if (shards_done_ == 0) first_shards_buffers_ = copies_of(buffers_);
