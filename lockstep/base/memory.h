@@ -1,6 +1,6 @@
 // base/memory.h: how this process gets memory from the machine.
 //
-// Threads: call it before other threads allocate
+// Threads: keep_freed_memory() before other threads allocate; give_back_freed_memory() from any
 #pragma once
 
 namespace lockstep {
