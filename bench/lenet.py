@@ -31,7 +31,7 @@ def lockstep(layout):
 
 
 def pytorch(layout):
-    return last_json([sys.executable, ROOT / "bench/peers/pytorch_ddp_lenet.py", str(RANKS), layout],
+    return last_json([sys.executable, ROOT / "bench/peers/pytorch_ddp.py", str(RANKS), layout],
                      env=peer_environment())
 
 

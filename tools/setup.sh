@@ -6,6 +6,7 @@
 #   tools/setup.sh test      that, and what the tests need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
+#   tools/setup.sh originals that, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
 #
 # A second run needs no network. Root, or a user with sudo, is needed only while packages are missing.
 set -euo pipefail
@@ -23,6 +24,7 @@ demo_packages=(
 )
 test_packages=(libgtest-dev openmpi-bin mpich spin iproute2)
 bench_packages=(libopenmpi-dev libmpich-dev)
+originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
 missing_packages() {
   local name
@@ -73,11 +75,16 @@ case "${1:-}" in
     install_packages "${demo_packages[@]}" "${test_packages[@]}"
     install_libtorch
     ;;
-  pytorch)
+  pytorch | originals)
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
+    [ "$1" = originals ] || exit 0
+    install_packages "${originals_packages[@]}"
+    install_wheels "$deps/mxnet" --no-deps mxnet==1.9.1 numpy==1.23.5 graphviz==0.8.4 requests urllib3 idna certifi \
+      charset-normalizer
+    install_wheels "$deps/tensorflow" tensorflow-cpu==2.21.0
     ;;
   *)
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2

@@ -26,6 +26,10 @@ Task grey(const std::string& name) {
   return of_shape(classification_task<M>(name), grey_images());
 }
 
+Task wide_mlp(const std::string& name) {
+  return of_shape(classification_task<MLP>(name, MLPOptions{.hidden = {4096, 4096}}), grey_images());
+}
+
 template <class M>
 Task large(const std::string& name) {
   return of_shape(classification_task<M>(name), large_images());
@@ -52,10 +56,11 @@ struct Entry {
   Task (*make)(const std::string& name);
 };
 constexpr Entry kEntries[] = {
-    {"lenet", grey<LeNet>},         {"mlp", grey<MLP>},           {"alexnet", large<AlexNet>},
-    {"inception", large<Inception>}, {"resnet18", resnet<18>},     {"resnet34", resnet<34>},
-    {"resnet50", resnet<50>},       {"resnet18-32", resnet_32<18>}, {"resnet34-32", resnet_32<34>},
-    {"resnet50-32", resnet_32<50>}, {"gpt2", gpt2},               {"gpt-mini", gpt_mini},
+    {"lenet", grey<LeNet>},          {"mlp", grey<MLP>},             {"mlp-wide", wide_mlp},
+    {"alexnet", large<AlexNet>},     {"inception", large<Inception>}, {"resnet18", resnet<18>},
+    {"resnet34", resnet<34>},        {"resnet50", resnet<50>},       {"resnet18-32", resnet_32<18>},
+    {"resnet34-32", resnet_32<34>},  {"resnet50-32", resnet_32<50>}, {"gpt2", gpt2},
+    {"gpt-mini", gpt_mini},
 };
 
 }  // namespace

@@ -29,7 +29,7 @@ struct Published {
 
 class PublishedModel : public ::testing::TestWithParam<Published> {};
 INSTANTIATE_TEST_SUITE_P(Models, PublishedModel,
-                         ::testing::Values(Published{"lenet", 129068}, Published{"mlp", 669706},
+                         ::testing::Values(Published{"lenet", 129068}, Published{"mlp", 669706}, Published{"mlp-wide", 20037642},
                                            Published{"alexnet", 61100840}, Published{"inception", 6624904},
                                            Published{"resnet18", 11689512}, Published{"resnet34", 21797672},
                                            Published{"resnet50", 25557032}, Published{"resnet18-32", 11173962},
