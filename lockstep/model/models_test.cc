@@ -123,7 +123,7 @@ TEST(GPT, refuses_heads_that_do_not_divide_the_width) {
 }
 
 TEST(Models, names_those_there_are_when_asked_for_another) {
-  EXPECT_TRUE(contains(message_of<UsageError>([] { model_task("lennet"); }), "lenet, mlp, alexnet"));
+  EXPECT_TRUE(contains(message_of<UsageError>([] { model_task("lennet"); }), "lenet, mlp, mlp-wide, alexnet"));
 }
 
 }  // namespace
