@@ -63,7 +63,7 @@ struct HostCollectives::Job {
         around(call.algorithm == Algorithm::kRing),
         nodes(machines.count()),
         whole(!around && (nodes == 2 || count * size() <= kOneShotBytes)),
-        slices(whole && count * size() <= kOneShotBytes ? 1 : slices_of_chunk),
+        slices(slices_for(count * size(), slices_of_chunk)),
         result_node(call.operation == Operation::kReduce ? root_node : kAllNodes) {
     cut(around ? std::max(count * size(), kAlignment) : chunk_bytes(count * size()));
   }
@@ -294,7 +294,9 @@ void HostCollectives::broadcast(const Collective& call) {
     if (owns_slice(job)) pass_on(job, chunk);
     if (!at_root) broadcast_inside(job, chunk, 0);
   }
-  if (owns_slice(job)) between_->wait(leaving_);
+  if (!owns_slice(job)) return;
+  check_.finish(*between_);
+  between_->wait(leaving_);
 }
 
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
@@ -320,17 +322,12 @@ void HostCollectives::receive_all(const Job& job) {
     between_->receive(from, job.at(chunk), job.elements(chunk) * job.size(), arriving_[chunk]);
 }
 
-// Root need not wait for the others' wishes.
+// Before data can be waited for, it must be known that it will come.
 void HostCollectives::pass_on(const Job& job, std::size_t chunk) {
-  if (node_ == job.root_node) send_on(job, chunk);
-  if (chunk == 0) check_.finish(*between_);
-  if (node_ == job.root_node) return;
+  const Route route = route_of(job);
+  if (chunk == 0 && route.from >= 0) check_.compare(*between_, route.from);
   between_->wait(arriving_[chunk]);
-  send_on(job, chunk);
-}
-
-void HostCollectives::send_on(const Job& job, std::size_t chunk) {
-  for (const int node : route_of(job).to)
+  for (const int node : route.to)
     between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
 }
 
