@@ -62,8 +62,7 @@ void HostCheck::begin(HostLink& between, const Wish& mine) {
   said_.assign(static_cast<std::size_t>(between.nodes()), mine);
   receives_.resize(said_.size());
   between.set_topic(kChecks);
-  for (int node = 0; node < between.nodes(); ++node) {
-    if (node == between.node()) continue;
+  for (const int node : between.others()) {
     const auto at = static_cast<std::size_t>(node);
     between.receive(node, bytes_of(said_[at]), sizeof(Wish), receives_[at]);
     between.send(node, bytes_of(said_[static_cast<std::size_t>(between.node())]), sizeof(Wish), sends_);

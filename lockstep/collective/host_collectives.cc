@@ -182,12 +182,12 @@ void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
   const auto part_for = [&](int node) { return job.whole ? Part{0, slice_count} : parts[node]; };
   const std::size_t mine = part_for(node_).count * job.size();
   std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
-  lane.received.clear();
-  for (int node = 0; node < job.nodes; ++node) {
-    lane.received.push_back(room + mine * static_cast<std::size_t>(node));
-    if (node == node_) continue;
+  lane.received.assign(static_cast<std::size_t>(job.nodes), nullptr);
+  for (const int node : between_->others()) {
+    std::byte*& received = lane.received[static_cast<std::size_t>(node)];
+    received = room + mine * static_cast<std::size_t>(node);
     const Part theirs = part_for(node);
-    between_->receive(node, lane.received.back(), mine, lane.receives);
+    between_->receive(node, received, mine, lane.receives);
     between_->send(node, lane.slice + theirs.begin * job.size(), theirs.count * job.size(), lane.sends);
   }
 }
@@ -210,8 +210,7 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
               job.dtype, job.op);
   if (job.whole) return;
   // A machine sends its result only once it has what this one sent it: so these places are free.
-  for (int node = 0; node < job.nodes; ++node) {
-    if (node == node_) continue;
+  for (const int node : between_->others()) {
     const Part theirs = parts[node];
     std::byte* const place = lane.slice + theirs.begin * job.size();
     if (job.wanted_by(node_)) between_->receive(node, place, theirs.count * job.size(), lane.receives);

@@ -193,10 +193,9 @@ void HostParts::send_to_owners(const Job& job, std::size_t round) {
   const std::size_t mine = job.slice(job.piece(round, node_), inside_.rank()).count * job.size();
   std::byte* const room =
       grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(machines_.count()));
-  for (int node = 0; node < machines_.count(); ++node) {
+  for (const int node : between_->others()) {
     const auto at = static_cast<std::size_t>(node);
     lane.received[at] = room + mine * at;
-    if (node == node_) continue;
     const std::size_t theirs = job.slice(job.piece(round, node), inside_.rank()).count * job.size();
     between_->receive(node, lane.received[at], mine, lane.receives);
     between_->send(node, lane.slices[at], theirs, lane.sends);
@@ -270,10 +269,13 @@ void HostParts::send_to_all(const Job& job, std::size_t round) {
   for (int node = 0; node < machines_.count(); ++node) {
     if (node == node_) continue;
     const Part theirs = job.slice(job.piece(round, node), inside_.rank());
-    const std::size_t bytes = theirs.count * job.size();
-    between_->receive(node, alone() ? job.in_whole(theirs) : next, bytes, lane.receives);
+    lane.received[static_cast<std::size_t>(node)] = alone() ? job.in_whole(theirs) : next;
+    if (!alone()) next += theirs.count * job.size();
+  }
+  for (const int node : between_->others()) {
+    const Part theirs = job.slice(job.piece(round, node), inside_.rank());
+    between_->receive(node, lane.received[static_cast<std::size_t>(node)], theirs.count * job.size(), lane.receives);
     between_->send(node, job.in_whole(mine), mine.count * job.size(), lane.sends);
-    if (!alone()) next += bytes;
   }
 }
 
