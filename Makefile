@@ -6,10 +6,10 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 # Set-up, build and test take turns, also under make -j.
 .NOTPARALLEL:
 
-.PHONY: help demo test soak cuda bench format clean
+.PHONY: help demo test soak cuda bench bench-hosts format clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
 demo: setup-demo  ## trains LeNet on Fashion-MNIST on every core, in 5 epochs
 	cmake --preset release -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_BENCH=OFF
@@ -38,6 +38,13 @@ bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	bench/lenet.py
 	bench/accuracy.py
 	build/release/bin/lockstep bench data --json bench/results/data.json
+
+bench-hosts: setup-bench  ## as root: collectives and strategies over hosts (network namespaces) with slow links
+	cmake --preset release -DLOCKSTEP_BENCH=ON
+	cmake --build --preset release -j $(JOBS)
+	build/release/bin/lockstep bench hosts --json bench/results/hosts.json
+	build/release/bin/lockstep bench strategies --json bench/results/strategies.json
+	bench/plot_strategies.py
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

@@ -5,6 +5,7 @@
 
 #include "bench/benchmarks.h"
 #include "bench/collectives/cases.h"
+#include "bench/hosts/link_options.h"
 #include "bench/hosts/network.h"
 #include "bench/hosts/systems.h"
 #include "bench/report.h"
@@ -19,7 +20,8 @@ const std::vector<std::string> kOperations{"all_reduce", "reduce_scatter", "all_
 struct Options {
   std::vector<int> hosts{2, 4};
   std::vector<int> ranks_per_host{2, 1};
-  double rate = 1000;
+  LinkOptions link;
+  std::string algorithm = "direct";
   std::vector<std::string> operations = kOperations;
   std::vector<std::size_t> sizes{std::size_t{64} << 10, std::size_t{1} << 20, 25'000'000, 100'000'000};
   int turns = 3;
@@ -67,7 +69,7 @@ std::vector<Result> cases_of(const Options& options, const Setup& setup, double 
   std::vector<Result> results;
   for (const std::string& operation : options.operations)
     for (const std::size_t bytes : options.sizes)
-      results.push_back({.one = {.operation = operation, .bytes = bytes},
+      results.push_back({.one = {.operation = operation, .bytes = bytes, .algorithm = options.algorithm},
                          .bound = share_sent(operation, setup.hosts) * static_cast<double>(bytes) / rate});
   return results;
 }
@@ -79,7 +81,7 @@ void progress(const Setup& setup, const Case& one) {
 
 // Both systems in turn at every case: what changes meanwhile on the machine meets both.
 Measured measure(const Options& options, const Setup& setup) {
-  const Network network(setup.hosts, options.rate);
+  const Network network(setup.hosts, options.link);
   Measured all{.setup = setup, .rate = network.bytes_per_second(), .raw = measured_bytes_per_second(network)};
   all.results = cases_of(options, setup, all.rate);
   const RunningSystemPtr ours = start_hierarchy(network, setup.ranks_per_host);
@@ -135,8 +137,8 @@ nlohmann::ordered_json to_json(const Measured& all) {
   return json;
 }
 
-void print_head() {
-  std::cout << machine() << ", TCP " << congestion_control()
+void print_head(const LinkOptions& link) {
+  std::cout << machine() << ", TCP " << congestion_control(link)
             << "\nHosts are network namespaces on this machine. Each figure: the slowest rank, median over turns.\n"
                "bound: the least that must leave a host at the link's rate: all_reduce 2(n-1)/n*K, reduce_scatter and\n"
                "all_gather (n-1)/n*K, broadcast K; of raw bound: at the rate that one TCP stream gets through.\n";
@@ -151,7 +153,10 @@ void add_options(CLI::App& app, Options& options) {
       ->delimiter(',')
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
-  app.add_option("--rate", options.rate, "of every link, Mb/s in each direction")->capture_default_str();
+  add_link_options(app, options.link);
+  app.add_option("--algorithm", options.algorithm, "of lockstep's all_reduce between hosts: direct, ring")
+      ->check(CLI::IsMember({"direct", "ring"}))
+      ->capture_default_str();
   app.add_option("--operation", options.operations, "only these")->delimiter(',')->check(CLI::IsMember(kOperations));
   app.add_option("--sizes", options.sizes, "bytes of float32 per rank; of all parts together")
       ->delimiter(',')
@@ -163,8 +168,8 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 void run(const Options& options) {
-  print_head();
-  nlohmann::ordered_json json{{"turns", options.turns}, {"congestion_control", congestion_control()}};
+  print_head(options.link);
+  nlohmann::ordered_json json{{"turns", options.turns}, {"congestion_control", congestion_control(options.link)}, {"algorithm", options.algorithm}};
   for (const Setup& setup : setups_of(options)) {
     const Measured all = measure(options, setup);
     print(all, std::cout);

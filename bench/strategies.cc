@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "bench/benchmarks.h"
+#include "bench/hosts/link_options.h"
 #include "bench/hosts/network.h"
 #include "bench/report.h"
 #include "bench/strategies/cases.h"
@@ -23,7 +24,7 @@ struct Options {
   std::vector<int> workers{1, 2, 3, 4, 5, 6, 7, 8};
   std::vector<std::string> cases;
   std::string model = "mlp";
-  double rate = 100;
+  LinkOptions link{.megabits_per_second = 100};
   int steps = 8;
   int turns = 1;
   std::string json;
@@ -61,7 +62,7 @@ void add_bytes(Result& result, const Training& longer, const Training& shorter, 
 
 Result measure(const StrategyCase& one, int workers, const Options& options, double gradient) {
   Result result{.one = &one, .workers = workers, .formula = gradient * one.busiest(workers, one.servers)};
-  const Network network(workers + one.servers, options.rate);
+  const Network network(workers + one.servers, options.link);
   TrainingOptions run{.model = options.model, .workers = workers, .steps = kWarmUp};
   const Training shorter = train(network, one, run);
   run.steps += options.steps;
@@ -101,9 +102,9 @@ std::string megabytes(double bytes) { return fixed(bytes / 1e6, 2); }
 
 // Each byte of the formula costs its time on the busiest link; the rest is computing, headers and waiting.
 void print(const std::vector<Result>& results, const Options& options, double gradient) {
-  const double rate = options.rate * 1e6 / 8;
+  const double rate = options.link.megabits_per_second * 1e6 / 8;
   std::cout << "A step of " << options.model << " (K = " << megabytes(gradient) << " MB of gradient), N workers, a host each, links of "
-            << fixed(options.rate, 0) << " Mb/s; " << machine() << "\n\n";
+            << fixed(options.link.megabits_per_second, 0) << " Mb/s; " << machine() << "\n\n";
   Table table({"strategy", "N", "step ms", "limit ms", "busiest link out MB", "in MB", "formula MB", "formula"});
   for (const Result& result : results)
     table.add({result.one->name, concat(result.workers), fixed(median(result.seconds) * 1e3, 1),
@@ -117,10 +118,10 @@ void keep(const std::vector<Result>& results, const Options& options, double gra
   if (options.json.empty()) return;
   nlohmann::ordered_json json{{"model", options.model},
                               {"gradient_bytes", gradient},
-                              {"bytes_per_second", options.rate * 1e6 / 8},
+                              {"bytes_per_second", options.link.megabits_per_second * 1e6 / 8},
                               {"steps", options.steps},
                               {"turns", options.turns},
-                              {"congestion_control", congestion_control()}};
+                              {"congestion_control", congestion_control(options.link)}};
   for (const Result& result : results)
     json["results"].push_back({{"strategy", result.one->name},
                                {"workers", result.workers},
@@ -142,7 +143,7 @@ void add_options(CLI::App& app, Options& options) {
       ->delimiter(',')
       ->check(CLI::IsMember(names()));
   app.add_option("--model", options.model, "as lockstep train")->check(CLI::IsMember(model_names()))->capture_default_str();
-  app.add_option("--rate", options.rate, "of every link, Mb/s in each direction")->capture_default_str();
+  add_link_options(app, options.link);
   app.add_option("--steps", options.steps, "that are measured, of each training")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();

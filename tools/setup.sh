@@ -4,6 +4,7 @@
 #
 #   tools/setup.sh demo      to build and to train
 #   tools/setup.sh test      that, and what the tests need
+#   tools/setup.sh bench     that, and what benchmarks without PyTorch need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
 #   tools/setup.sh originals that, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
@@ -23,7 +24,7 @@ demo_packages=(
   dataset-fashion-mnist
 )
 test_packages=(libgtest-dev openmpi-bin mpich spin iproute2)
-bench_packages=(libopenmpi-dev libmpich-dev)
+bench_packages=(libopenmpi-dev libmpich-dev python3-matplotlib)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
 missing_packages() {
@@ -73,6 +74,10 @@ case "${1:-}" in
     ;;
   test)
     install_packages "${demo_packages[@]}" "${test_packages[@]}"
+    install_libtorch
+    ;;
+  bench)
+    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     ;;
   pytorch | originals)

@@ -11,6 +11,8 @@
 namespace lockstep::bench {
 namespace {
 
+constexpr const char* kCongestionControl = "/proc/sys/net/ipv4/tcp_congestion_control";  // new namespaces take it over
+
 // A token bucket that holds a millisecond of the link's data (a frame at least) bridges the time until its timer runs; a
 // queue of 20 ms is that of a usual switch.
 std::string shape(const std::string& device, double megabits) {
@@ -38,8 +40,7 @@ LinkBytes read_bytes(const std::string& device) {
 
 }  // namespace
 
-Network::Network(int hosts, double megabits_per_second)
-    : megabits_per_second_(megabits_per_second), hosts_(static_cast<std::size_t>(hosts)) {
+Network::Network(int hosts, const LinkOptions& options) : options_(options), hosts_(static_cast<std::size_t>(hosts)) {
   switch_.shell("ip link add bridge type bridge\nip link set bridge up\n");
   for (int host = 0; host < hosts; ++host) connect(host);
 }
@@ -47,9 +48,11 @@ Network::Network(int hosts, double megabits_per_second)
 void Network::connect(int host) const {
   const std::string port = concat("port", host);
   switch_.shell(concat("ip link add ", port, " type veth peer name eth0 netns ", this->host(host).path(), "\n",
-                       "ip link set ", port, " master bridge up\n", shape(port, megabits_per_second_)));
+                       "ip link set ", port, " master bridge up\n", shape(port, options_.megabits_per_second)));
   this->host(host).shell(concat("ip link set lo up\nip address add ", address(host), "/16 dev eth0\n",
-                                "ip link set eth0 up\n", shape("eth0", megabits_per_second_)));
+                                "ip link set eth0 up\n", shape("eth0", options_.megabits_per_second)));
+  if (!options_.congestion_control.empty())
+    this->host(host).shell(concat("echo ", options_.congestion_control, " > ", kCongestionControl));
 }
 
 std::string Network::address(int host) const { return concat("10.77.0.", host + 1); }
@@ -60,8 +63,9 @@ LinkBytes Network::bytes(int host) const {
   return bytes;
 }
 
-std::string congestion_control() {
-  return split(read_file("/proc/sys/net/ipv4/tcp_congestion_control"), '\n').front();
+std::string congestion_control(const LinkOptions& options) {
+  if (!options.congestion_control.empty()) return options.congestion_control;
+  return split(read_file(kCongestionControl), '\n').front();
 }
 
 }  // namespace lockstep::bench

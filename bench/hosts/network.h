@@ -25,20 +25,25 @@ struct LinkBytes {
   std::uint64_t received = 0;
 };
 
+struct LinkOptions {
+  double megabits_per_second = 1000;  // each direction
+  std::string congestion_control{};   // of TCP: bbr, reno, ...; empty: this machine's
+};
+
 class Network {
  public:
-  Network(int hosts, double megabits_per_second);  // throws SystemError: not root, no iproute2
+  Network(int hosts, const LinkOptions& options);  // throws SystemError: not root, no iproute2
 
   int hosts() const { return static_cast<int>(hosts_.size()); }
   const NetworkNamespace& host(int index) const { return hosts_[static_cast<std::size_t>(index)]; }
   std::string address(int host) const;
-  double bytes_per_second() const { return megabits_per_second_ * 1e6 / 8; }  // of a link, in one direction
+  double bytes_per_second() const { return options_.megabits_per_second * 1e6 / 8; }  // of a link, in one direction
   LinkBytes bytes(int host) const;
 
  private:
   void connect(int host) const;
 
-  double megabits_per_second_;
+  LinkOptions options_;
   NetworkNamespace switch_;
   std::vector<NetworkNamespace> hosts_;
 };
@@ -46,6 +51,6 @@ class Network {
 // What TCP gets through the links between hosts 0 and 1, in bytes of data per second and direction, while both send.
 double measured_bytes_per_second(const Network& network);
 
-std::string congestion_control();  // of TCP on this machine, which new namespaces take over
+std::string congestion_control(const LinkOptions& options);  // what it is
 
 }  // namespace lockstep::bench

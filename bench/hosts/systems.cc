@@ -38,7 +38,8 @@ class WorldRank final : public System {
 std::function<void()> WorldRank::prepare(const Case& one) {
   const auto part = static_cast<std::int64_t>(one.part(world_.size()));
   const at::Tensor data = array(static_cast<std::int64_t>(one.count()));
-  if (one.operation == "all_reduce") return [=, this] { world_.all_reduce(data); };
+  const Algorithm algorithm = one.algorithm == "ring" ? Algorithm::kRing : Algorithm::kDirect;
+  if (one.operation == "all_reduce") return [=, this] { world_.all_reduce(data, {.algorithm = algorithm}); };
   if (one.operation == "broadcast") return [=, this] { world_.broadcast(data); };
   const at::Tensor own = array(part);
   const at::Tensor all = array(part * world_.size());

@@ -14,13 +14,13 @@ namespace lockstep::bench {
 struct StrategyCase {
   std::string name;                    // in tables and plots
   std::string formula;                 // of busiest_bytes, to print
-  std::vector<std::string> arguments;  // of lockstep train
+  std::vector<std::string> arguments;  // of lockstep train: --strategy first
   int servers = 0;
 
   // In and out of the busiest host's link in one step, each direction, in K.
   double (*busiest)(int workers, int servers) = nullptr;
 };
 
-const std::vector<StrategyCase>& strategy_cases();
+const std::vector<StrategyCase>& strategy_cases();  // whose strategy is in this build
 
 }  // namespace lockstep::bench

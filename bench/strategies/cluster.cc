@@ -24,9 +24,10 @@ constexpr int kPort = 29500;  // of a network that has nothing else in it
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
-Variables variables_of(int host, const Network& network, int workers) {
+// Servers are the first ranks.
+Variables variables_of(int host, const Network& network) {
   return {{"RANK", concat(host)},
-          {"WORLD_SIZE", concat(workers)},
+          {"WORLD_SIZE", concat(network.hosts())},
           {"LOCAL_RANK", "0"},
           {"LOCAL_WORLD_SIZE", "1"},
           {"GROUP_RANK", concat(host)},
@@ -118,8 +119,8 @@ Training train(const Network& network, const StrategyCase& one, const TrainingOp
   const auto command = command_of(one, options, folder.file("metrics"));
   const std::vector<LinkBytes> before = links_of(network);
   std::list<Process> processes;
-  for (int host = 0; host < options.workers + one.servers; ++host)
-    processes.push_back(start_on(network.host(host), command, variables_of(host, network, options.workers)));
+  for (int host = 0; host < network.hosts(); ++host)
+    processes.push_back(start_on(network.host(host), command, variables_of(host, network)));
   wait_for_all(processes, one.name);
   Training training{.step_seconds = step_seconds(folder.file("metrics")), .links = links_of(network)};
   for (std::size_t host = 0; host < before.size(); ++host) {

@@ -15,7 +15,7 @@ namespace lockstep::bench {
 
 struct Training {
   std::vector<double> step_seconds;  // of each step
-  std::vector<LinkBytes> links;      // of each host, while it ran: workers first
+  std::vector<LinkBytes> links;      // of each host, while it ran
 };
 
 struct TrainingOptions {
@@ -25,7 +25,7 @@ struct TrainingOptions {
   int steps = 10;
 };
 
-// Blocks until all processes have ended. Throws SystemError: one of them failed, or they take too long.
+// `network`: a host for each server and each worker. Blocks until all processes have ended. Throws SystemError: one of them failed, or they take too long.
 Training train(const Network& network, const StrategyCase& one, const TrainingOptions& options);
 
 }  // namespace lockstep::bench

@@ -59,22 +59,32 @@ MismatchError mismatch(const std::string& one, const Wish& wants, const std::str
 }
 
 void HostCheck::begin(HostLink& between, const Wish& mine) {
-  between.set_topic(kChecks);
   said_.assign(static_cast<std::size_t>(between.nodes()), mine);
-  for (int node = 0; node < between.nodes(); ++node) {
-    if (node == between.node()) continue;
-    between.receive(node, bytes_of(said_[static_cast<std::size_t>(node)]), sizeof(Wish), transfers_);
-    between.send(node, bytes_of(said_[static_cast<std::size_t>(between.node())]), sizeof(Wish), transfers_);
+  receives_.resize(said_.size());
+  between.set_topic(kChecks);
+  for (const int node : between.others()) {
+    const auto at = static_cast<std::size_t>(node);
+    between.receive(node, bytes_of(said_[at]), sizeof(Wish), receives_[at]);
+    between.send(node, bytes_of(said_[static_cast<std::size_t>(between.node())]), sizeof(Wish), sends_);
   }
   between.set_topic(topic_of(mine));
 }
 
-void HostCheck::finish(HostLink& between) {
-  between.wait(transfers_);
+void HostCheck::compare(HostLink& between, int node) {
+  between.wait(receives_[static_cast<std::size_t>(node)]);
   const Wish& mine = said_[static_cast<std::size_t>(between.node())];
-  for (int node = 0; node < between.nodes(); ++node)
-    if (const Wish& theirs = said_[static_cast<std::size_t>(node)]; theirs != mine)
-      throw mismatch(concat("machine ", between.node()), mine, concat("machine ", node), theirs);
+  if (const Wish& theirs = said_[static_cast<std::size_t>(node)]; theirs != mine)
+    throw mismatch(concat("machine ", between.node()), mine, concat("machine ", node), theirs);
+}
+
+void HostCheck::finish(HostLink& between) {
+  for (int node = 0; node < between.nodes(); ++node) compare(between, node);
+  between.wait(sends_);
+}
+
+void HostCheck::give_up() {
+  for (auto& receives : receives_) receives.clear();
+  sends_.clear();
 }
 
 }  // namespace lockstep

@@ -44,14 +44,16 @@ class HostCheck {
   // Transfers that are started afterwards are about `mine`. Does not block.
   void begin(HostLink& between, const Wish& mine);
 
-  // Blocks until all machines have said theirs. Throws MismatchError, PeerLost.
+  // Block until that machine, or all, have said theirs. Throw MismatchError, PeerLost.
+  void compare(HostLink& between, int node);
   void finish(HostLink& between);
 
-  void give_up() { transfers_.clear(); }  // after an error; what was said stays until the link has forgotten it, too
+  void give_up();  // after an error; what was said stays until the link has forgotten it, too
 
  private:
   std::vector<Wish> said_;  // by each machine
-  HostLink::Transfers transfers_;
+  std::vector<HostLink::Transfers> receives_;
+  HostLink::Transfers sends_;
 };
 
 }  // namespace lockstep

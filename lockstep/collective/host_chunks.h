@@ -21,6 +21,12 @@ inline std::size_t chunk_bytes(std::size_t bytes) {
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kAlignment * kAlignment;
 }
 
+// Few bytes go in one slice: more owners would only add messages.
+inline int slices_for(std::size_t bytes, int slices) {
+  constexpr std::size_t kWorthDividing = std::size_t{64} << 10;
+  return bytes <= kWorthDividing ? 1 : slices;
+}
+
 // At least `bytes` bytes that the ranks of the machine can read.
 inline std::byte* grown(shm::Group& group, shm::Memory& memory, std::size_t bytes) {
   if (memory.size() < bytes) memory = group.allocate(bytes);

@@ -63,7 +63,7 @@ struct HostCollectives::Job {
         around(call.algorithm == Algorithm::kRing),
         nodes(machines.count()),
         whole(!around && (nodes == 2 || count * size() <= kOneShotBytes)),
-        slices(whole && count * size() <= kOneShotBytes ? 1 : slices_of_chunk),
+        slices(slices_for(count * size(), slices_of_chunk)),
         result_node(call.operation == Operation::kReduce ? root_node : kAllNodes) {
     cut(around ? std::max(count * size(), kAlignment) : chunk_bytes(count * size()));
   }
@@ -178,12 +178,12 @@ void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
   const auto part_for = [&](int node) { return job.whole ? Part{0, slice_count} : parts[node]; };
   const std::size_t mine = part_for(node_).count * job.size();
   std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
-  lane.received.clear();
-  for (int node = 0; node < job.nodes; ++node) {
-    lane.received.push_back(room + mine * static_cast<std::size_t>(node));
-    if (node == node_) continue;
+  lane.received.assign(static_cast<std::size_t>(job.nodes), nullptr);
+  for (const int node : between_->others()) {
+    std::byte*& received = lane.received[static_cast<std::size_t>(node)];
+    received = room + mine * static_cast<std::size_t>(node);
     const Part theirs = part_for(node);
-    between_->receive(node, lane.received.back(), mine, lane.receives);
+    between_->receive(node, received, mine, lane.receives);
     between_->send(node, lane.slice + theirs.begin * job.size(), theirs.count * job.size(), lane.sends);
   }
 }
@@ -206,8 +206,7 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
               job.dtype, job.op);
   if (job.whole) return;
   // A machine sends its result only once it has what this one sent it: so these places are free.
-  for (int node = 0; node < job.nodes; ++node) {
-    if (node == node_) continue;
+  for (const int node : between_->others()) {
     const Part theirs = parts[node];
     std::byte* const place = lane.slice + theirs.begin * job.size();
     if (job.wanted_by(node_)) between_->receive(node, place, theirs.count * job.size(), lane.receives);
@@ -290,7 +289,9 @@ void HostCollectives::broadcast(const Collective& call) {
     if (owns_slice(job)) pass_on(job, chunk);
     if (!at_root) broadcast_inside(job, chunk, 0);
   }
-  if (owns_slice(job)) between_->wait(leaving_);
+  if (!owns_slice(job)) return;
+  check_.finish(*between_);
+  between_->wait(leaving_);
 }
 
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
@@ -316,17 +317,12 @@ void HostCollectives::receive_all(const Job& job) {
     between_->receive(from, job.at(chunk), job.elements(chunk) * job.size(), arriving_[chunk]);
 }
 
-// Root need not wait for the others' wishes.
+// Before data can be waited for, it must be known that it will come.
 void HostCollectives::pass_on(const Job& job, std::size_t chunk) {
-  if (node_ == job.root_node) send_on(job, chunk);
-  if (chunk == 0) check_.finish(*between_);
-  if (node_ == job.root_node) return;
+  const Route route = route_of(job);
+  if (chunk == 0 && route.from >= 0) check_.compare(*between_, route.from);
   between_->wait(arriving_[chunk]);
-  send_on(job, chunk);
-}
-
-void HostCollectives::send_on(const Job& job, std::size_t chunk) {
-  for (const int node : route_of(job).to)
+  for (const int node : route.to)
     between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
 }
 

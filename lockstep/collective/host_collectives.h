@@ -63,7 +63,6 @@ class HostCollectives {
   Route route_of(const Job& job) const;
   void receive_all(const Job& job);
   void pass_on(const Job& job, std::size_t chunk);
-  void send_on(const Job& job, std::size_t chunk);
   Lane& lane_of(std::size_t chunk) { return *lanes_[chunk % lanes_.size()]; }
   bool owns_slice(const Job& job) const;
   bool alone() const { return inside_.size() == 1; }

@@ -62,6 +62,12 @@ void HostLink::leave() {
   }
 }
 
+std::vector<int> HostLink::others() const {
+  std::vector<int> all;
+  for (int step = 1; step < nodes(); ++step) all.push_back((node() + step) % nodes());
+  return all;
+}
+
 void HostLink::send(int node, const std::byte* data, std::size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0)

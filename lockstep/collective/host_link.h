@@ -59,6 +59,9 @@ class HostLink {
 
   int node() const { return options_.rank; }
   int nodes() const { return options_.size; }
+
+  // The others in the order in which to turn to them: this one + 1, + 2, ... around, so that not all send to one at a time.
+  std::vector<int> others() const;
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
 
   // From now on transfers meet only those that a counterpart starts on the same topic. So what may not fit together is never

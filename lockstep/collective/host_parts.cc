@@ -34,22 +34,39 @@ struct HostParts::Job {
     const std::size_t total = Split::uneven(counts).total();
     const std::size_t most = chunk_bytes(total * size()) / static_cast<std::size_t>(machines.count()) / kAlignment;
     wish = wish_of(call, total);
+    slices = slices_for(total * size(), machines.slices());
     rounds = rounds_of(counts, machines, most * kAlignment / size());
   }
 
   std::size_t size() const { return shm::size_of(dtype); }
   Part part_of(int rank) const { return Split::uneven(counts)[rank]; }
   const Part& piece(std::size_t round, int node) const { return rounds[round][static_cast<std::size_t>(node)]; }
+  std::size_t elements(std::size_t round) const {
+    std::size_t all = 0;
+    for (const Part& piece : rounds[round]) all += piece.count;
+    return all;
+  }
 
   // Of a piece, the owner of `slice`'s elements, and their number for each local rank.
   Part slice(const Part& piece, int slice) const {
-    if (slice >= machines.slices()) return {piece.begin + piece.count, 0};
-    const Part within = Split::even(piece.count, machines.slices(), kAlignment / size())[slice];
+    if (slice >= slices) return {piece.begin + piece.count, 0};
+    const Part within = Split::even(piece.count, slices, kAlignment / size())[slice];
     return {piece.begin + within.begin, within.count};
   }
-  Counts slice_counts(const Part& piece, int local_size) const {
-    Counts all;
-    for (int rank = 0; rank < local_size; ++rank) all.push_back(slice(piece, rank).count);
+
+  // The slices of one owner in the pieces of all machines but `except`, in the order of the machines.
+  std::vector<Part> slices_of(std::size_t round, int owner, int except = -1) const {
+    std::vector<Part> all;
+    for (int node = 0; node < machines.count(); ++node)
+      if (node != except) all.push_back(slice(piece(round, node), owner));
+    return all;
+  }
+
+  // How many elements those of each local rank are together.
+  Counts owned(std::size_t round, int local_size, int except = -1) const {
+    Counts all(static_cast<std::size_t>(local_size), 0);
+    for (int rank = 0; rank < local_size; ++rank)
+      for (const Part& slice : slices_of(round, rank, except)) all[static_cast<std::size_t>(rank)] += slice.count;
     return all;
   }
 
@@ -66,6 +83,7 @@ struct HostParts::Job {
   shm::ReduceOp op;
   Part mine;
   Wish wish;
+  int slices = 1;
   std::vector<Pieces> rounds;
   std::byte* whole = nullptr;
   std::byte* own = nullptr;
@@ -76,10 +94,12 @@ struct HostParts::Job {
   }
 };
 
-// A round's memory and transfers. `slices`: of each machine's piece the owner's slice, as summed here.
+// A round's memory and transfers. `packed`: the slices of owner 0 in all pieces, then those of owner 1, and so on, so that one
+// call inside does for all of them.
 struct HostParts::Lane {
-  std::vector<shm::Memory> slice_memory;
-  std::vector<std::byte*> slices;
+  shm::Memory packed;
+  shm::Memory slice_memory;         // this owner's slices, one after the other
+  std::vector<std::byte*> slices;   // of each machine's piece
   shm::Memory received_memory;
   std::vector<std::byte*> received;  // from each machine
   HostLink::Transfers receives;
@@ -91,7 +111,6 @@ HostParts::HostParts(shm::Group& inside, HostLink* between, Machines machines, i
   const auto nodes = static_cast<std::size_t>(machines_.count());
   for (auto& lane : lanes_) {
     lane = std::make_shared<Lane>();
-    lane->slice_memory.resize(nodes);
     lane->slices.resize(nodes);
     lane->received.resize(nodes);
   }
@@ -106,17 +125,19 @@ void HostParts::give_up() {
 }
 
 void HostParts::finish(Lane& lane) {
-  if (!owns_slice()) return;
+  if (between_ == nullptr) return;
   between_->wait(lane.receives);
   between_->wait(lane.sends);
 }
 
+bool HostParts::owns_slice(const Job& job) const { return inside_.rank() < job.slices; }
+
 void HostParts::begin_check(const Job& job) {
-  if (owns_slice()) check_.begin(*between_, job.wish);
+  if (owns_slice(job)) check_.begin(*between_, job.wish);
 }
 
-void HostParts::finish_check() {
-  if (owns_slice()) check_.finish(*between_);
+void HostParts::finish_check(const Job& job) {
+  if (owns_slice(job)) check_.finish(*between_);
 }
 
 // ---- reduce_scatter
@@ -130,7 +151,7 @@ void HostParts::reduce_scatter(const Collective& call) {
   for (std::size_t step = 0; step <= rounds; ++step) {
     if (step < rounds) reduce_inside(job, step);
     if (step < rounds) send_to_owners(job, step);
-    if (step == 0) finish_check();
+    if (step == 0) finish_check(job);
     if (step > 0) reduce_between(job, step - 1);
     if (step > 0) deliver_inside(job, step - 1);
   }
@@ -138,32 +159,43 @@ void HostParts::reduce_scatter(const Collective& call) {
 
 void HostParts::reduce_inside(const Job& job, std::size_t round) {
   Lane& lane = lane_of(round);
-  for (int node = 0; node < machines_.count(); ++node) {
-    const Part& piece = job.piece(round, node);
-    std::byte*& slice = lane.slices[static_cast<std::size_t>(node)];
-    slice = job.in_whole(piece);
-    if (alone()) continue;
-    const Counts counts = job.slice_counts(piece, inside_.size());
-    slice = grown(inside_, lane.slice_memory[static_cast<std::size_t>(node)],
-                  counts[static_cast<std::size_t>(inside_.rank())] * job.size());
-    inside_.reduce_scatter({.input = job.in_whole(piece),
-                            .output = slice,
-                            .counts = counts,
-                            .dtype = job.dtype,
-                            .op = op_inside(job.op)});
+  if (alone()) {
+    for (int node = 0; node < machines_.count(); ++node)
+      lane.slices[static_cast<std::size_t>(node)] = job.in_whole(job.piece(round, node));
+    return;
+  }
+  const Counts counts = job.owned(round, inside_.size());
+  const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())] * job.size();
+  std::byte* slice = grown(inside_, lane.slice_memory, mine);
+  inside_.reduce_scatter(
+      {.input = pack(job, round), .output = slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
+  const auto own = job.slices_of(round, inside_.rank());
+  for (std::size_t node = 0; node < own.size(); ++node) {
+    lane.slices[node] = slice;
+    slice += own[node].count * job.size();
   }
 }
 
+const std::byte* HostParts::pack(const Job& job, std::size_t round) {
+  std::byte* const packed = grown(inside_, lane_of(round).packed, job.elements(round) * job.size());
+  std::byte* end = packed;
+  for (int owner = 0; owner < job.slices; ++owner)
+    for (const Part& slice : job.slices_of(round, owner)) {
+      std::memcpy(end, job.in_whole(slice), slice.count * job.size());
+      end += slice.count * job.size();
+    }
+  return packed;
+}
+
 void HostParts::send_to_owners(const Job& job, std::size_t round) {
-  if (!owns_slice()) return;
+  if (!owns_slice(job)) return;
   Lane& lane = lane_of(round);
   const std::size_t mine = job.slice(job.piece(round, node_), inside_.rank()).count * job.size();
   std::byte* const room =
       grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(machines_.count()));
-  for (int node = 0; node < machines_.count(); ++node) {
+  for (const int node : between_->others()) {
     const auto at = static_cast<std::size_t>(node);
     lane.received[at] = room + mine * at;
-    if (node == node_) continue;
     const std::size_t theirs = job.slice(job.piece(round, node), inside_.rank()).count * job.size();
     between_->receive(node, lane.received[at], mine, lane.receives);
     between_->send(node, lane.slices[at], theirs, lane.sends);
@@ -175,7 +207,7 @@ void HostParts::reduce_between(const Job& job, std::size_t round) {
   Lane& lane = lane_of(round);
   finish(lane);
   const Part mine = job.slice(job.piece(round, node_), inside_.rank());
-  if (!owns_slice() || mine.count == 0) return;
+  if (!owns_slice(job) || mine.count == 0) return;
   std::vector<const std::byte*> sources(lane.received.begin(), lane.received.end());
   std::byte* const own = lane.slices[static_cast<std::size_t>(node_)];
   sources[static_cast<std::size_t>(node_)] = own;
@@ -210,7 +242,7 @@ void HostParts::all_gather(const Collective& call) {
   for (std::size_t step = 0; step <= rounds; ++step) {
     if (step < rounds) gather_inside(job, step);
     if (step < rounds) send_to_all(job, step);
-    if (step == 0) finish_check();
+    if (step == 0) finish_check(job);
     if (step > 0) share_inside(job, step - 1);
   }
 }
@@ -218,7 +250,7 @@ void HostParts::all_gather(const Collective& call) {
 void HostParts::gather_inside(const Job& job, std::size_t round) {
   const Part& piece = job.piece(round, node_);
   if (alone()) {
-    std::memcpy(job.in_whole(piece), job.in_own(piece), piece.count * job.size());
+    if (piece.count > 0) std::memcpy(job.in_whole(piece), job.in_own(piece), piece.count * job.size());
     return;
   }
   inside_.all_gather({.input = job.in_own(piece),
@@ -228,16 +260,21 @@ void HostParts::gather_inside(const Job& job, std::size_t round) {
 }
 
 void HostParts::send_to_all(const Job& job, std::size_t round) {
-  if (!owns_slice()) return;
+  if (!owns_slice(job)) return;
   Lane& lane = lane_of(round);
   const Part mine = job.slice(job.piece(round, node_), inside_.rank());
+  const Counts counts = job.owned(round, inside_.size(), node_);
+  const std::size_t room = alone() ? 0 : counts[static_cast<std::size_t>(inside_.rank())] * job.size();
+  std::byte* next = grown(inside_, lane.slice_memory, room);
   for (int node = 0; node < machines_.count(); ++node) {
     if (node == node_) continue;
-    const auto at = static_cast<std::size_t>(node);
     const Part theirs = job.slice(job.piece(round, node), inside_.rank());
-    const std::size_t bytes = theirs.count * job.size();
-    lane.slices[at] = alone() ? job.in_whole(theirs) : grown(inside_, lane.slice_memory[at], bytes);
-    between_->receive(node, lane.slices[at], bytes, lane.receives);
+    lane.received[static_cast<std::size_t>(node)] = alone() ? job.in_whole(theirs) : next;
+    if (!alone()) next += theirs.count * job.size();
+  }
+  for (const int node : between_->others()) {
+    const Part theirs = job.slice(job.piece(round, node), inside_.rank());
+    between_->receive(node, lane.received[static_cast<std::size_t>(node)], theirs.count * job.size(), lane.receives);
     between_->send(node, job.in_whole(mine), mine.count * job.size(), lane.sends);
   }
 }
@@ -246,14 +283,16 @@ void HostParts::share_inside(const Job& job, std::size_t round) {
   Lane& lane = lane_of(round);
   finish(lane);
   if (alone()) return;
-  for (int node = 0; node < machines_.count(); ++node) {
-    const Part& piece = job.piece(round, node);
-    if (node != node_)
-      inside_.all_gather({.input = lane.slices[static_cast<std::size_t>(node)],
-                          .output = job.in_whole(piece),
-                          .counts = job.slice_counts(piece, inside_.size()),
-                          .dtype = job.dtype});
-  }
+  const Counts counts = job.owned(round, inside_.size(), node_);
+  std::byte* const packed = grown(inside_, lane.packed, job.elements(round) * job.size());
+  inside_.all_gather(
+      {.input = lane.slice_memory.data(), .output = packed, .counts = counts, .dtype = job.dtype});
+  const std::byte* next = packed;
+  for (int owner = 0; owner < job.slices; ++owner)
+    for (const Part& slice : job.slices_of(round, owner, node_)) {
+      std::memcpy(job.in_whole(slice), next, slice.count * job.size());
+      next += slice.count * job.size();
+    }
 }
 
 }  // namespace lockstep

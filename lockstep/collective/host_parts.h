@@ -9,13 +9,13 @@
 // An array goes in rounds of one piece per machine (machines.h). Local rank s < S of each machine owns slice s of every
 // piece: it alone exchanges it, with its counterparts.
 //
-//   reduce_scatter  1  inside    reduce_scatter of each machine's piece: the owner of slice s has this machine's sum of it
+//   reduce_scatter  1  inside    reduce_scatter of the pieces of all machines: the owner of slice s has this machine's sum of it
 //                   2  between   to every machine its piece: (n-1)/n * K leave each machine, in 1 round; the owner reduces in
 //                                the order of the machines
 //                   3  inside    all_to_all: every rank gets what is its own
 //   all_gather      1  inside    all_gather of this machine's piece
 //                   2  between   to every machine this one's piece: (n-1)/n * K leave each machine, in 1 round
-//                   3  inside    all_gather of each other machine's piece
+//                   3  inside    all_gather of the other machines' pieces
 //
 // While round c is in 1 and 2, c-1 is waited for and in 3.
 #pragma once
@@ -50,8 +50,9 @@ class HostParts {
   struct Job;
 
   void begin_check(const Job& job);
-  void finish_check();
+  void finish_check(const Job& job);
   void reduce_inside(const Job& job, std::size_t round);
+  const std::byte* pack(const Job& job, std::size_t round);
   void send_to_owners(const Job& job, std::size_t round);
   void reduce_between(const Job& job, std::size_t round);
   void deliver_inside(const Job& job, std::size_t round);
@@ -60,7 +61,7 @@ class HostParts {
   void share_inside(const Job& job, std::size_t round);
   void finish(Lane& lane);
   Lane& lane_of(std::size_t round) { return *lanes_[round % lanes_.size()]; }
-  bool owns_slice() const { return inside_.rank() < machines_.slices(); }
+  bool owns_slice(const Job& job) const;
   bool alone() const { return inside_.size() == 1; }
 
   shm::Group& inside_;
