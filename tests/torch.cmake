@@ -16,7 +16,8 @@ lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc l
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc)
+lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc kvstore/dist_kvstore_test.cc
+  kvstore/kvstore_strategy_test.cc kvstore/local_kvstore_test.cc kvstore/plan_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
 lockstep_room_test(train loop_test.cc)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 
+#include "lockstep/base/error.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -151,7 +152,7 @@ class MessageUnderWay : public Pending {
 
 class ShmTransport : public Transport {
  public:
-  explicit ShmTransport(shm::Group group) : group_(std::move(group)) {}
+  ShmTransport(shm::Group group, std::chrono::milliseconds timeout) : group_(std::move(group)), timeout_(timeout) {}
 
   // In good order, unless an exception is on its way out: then the others learn at once that this rank is gone.
   ~ShmTransport() override {
@@ -189,7 +190,13 @@ class ShmTransport : public Transport {
   std::unique_ptr<Transport> group(const RankLists& lists) override {
     queue_.make_all_calls();
     auto members = subgroup_of(group_, lists);
-    return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
+    return members ? std::make_unique<ShmTransport>(std::move(*members), timeout_) : nullptr;
+  }
+
+  std::unique_ptr<Transport> separate(const RankLists& lists) override {
+    queue_.make_all_calls();
+    auto members = separate_group_of(group_, lists, timeout_);
+    return members ? std::make_unique<ShmTransport>(std::move(*members), timeout_) : nullptr;
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
@@ -227,7 +234,22 @@ class ShmTransport : public Transport {
   std::list<Message> messages_;
   Queue queue_{group_};
   shm::Group group_;
+  std::chrono::milliseconds timeout_;
 };
+
+constexpr std::size_t kLongestAddress = 256;
+
+// Every rank's address, where it has one, in rank order.
+std::vector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
+  if (mine.size() >= kLongestAddress) throw SystemError({.what = "an address of shared memory that is too long: " + mine});
+  std::string padded = mine;
+  padded.resize(kLongestAddress);
+  std::string all(kLongestAddress * static_cast<std::size_t>(group.size()), '\0');
+  group.all_gather({.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = shm::DType::kUInt8});
+  std::vector<std::string> addresses;
+  for (std::size_t i = 0; i < all.size(); i += kLongestAddress) addresses.emplace_back(all.c_str() + i);
+  return addresses;
+}
 
 }  // namespace
 
@@ -257,6 +279,21 @@ shm::Group whole_group_of(shm::Group& group) {
   return std::move(*group.subgroup(everyone));
 }
 
+std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
+                                            std::chrono::milliseconds timeout) {
+  const shm::Options options{.timeout = timeout};
+  const auto& mine = lists[static_cast<std::size_t>(group.rank())];
+  const int size = static_cast<int>(mine.size());
+  std::optional<shm::Host> host;
+  if (size > 1 && mine.front() == group.rank()) host.emplace(size, options);
+  const auto addresses = exchange_addresses(group, host ? host->address() : "");
+  if (mine.empty()) return std::nullopt;
+  if (size == 1) return std::move(shm::make_thread_group(1, options).front());
+  if (host) return host->connect(Deadline::after(timeout));
+  const auto place = static_cast<int>(std::ranges::find(mine, group.rank()) - mine.begin());
+  return shm::join_host(addresses[static_cast<std::size_t>(mine.front())], place, size, Deadline::after(timeout), options);
+}
+
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {
   const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
   auto memory = std::make_shared<shm::Memory>(group.allocate(bytes));
@@ -264,14 +301,14 @@ torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const
       memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
 }
 
-std::unique_ptr<Transport> make_shared_memory(shm::Group group) {
-  return std::make_unique<ShmTransport>(std::move(group));
+std::unique_ptr<Transport> make_shared_memory(shm::Group group, std::chrono::milliseconds timeout) {
+  return std::make_unique<ShmTransport>(std::move(group), timeout);
 }
 
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout) {
   std::vector<std::unique_ptr<Transport>> transports;
   for (shm::Group& group : shm::make_thread_group(ranks, {.timeout = timeout}))
-    transports.push_back(make_shared_memory(std::move(group)));
+    transports.push_back(make_shared_memory(std::move(group), timeout));
   return transports;
 }
 

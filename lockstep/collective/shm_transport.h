@@ -25,10 +25,15 @@ std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists)
 // Another group of the same ranks. Every rank of the group calls.
 shm::Group whole_group_of(shm::Group& group);
 
+// As subgroup_of, but in memory of its own. Blocks until the ranks of the list are connected. Throws RendezvousError,
+// SystemError.
+std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists, std::chrono::milliseconds timeout);
+
 // As World::allocate.
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
 
-std::unique_ptr<Transport> make_shared_memory(shm::Group group);
+// `timeout`: what transports separated from it get.
+std::unique_ptr<Transport> make_shared_memory(shm::Group group, std::chrono::milliseconds timeout);
 
 // Ranks that are threads of this process: the transport of each, in rank order.
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout);
