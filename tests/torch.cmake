@@ -34,7 +34,7 @@ add_executable(misbehaving_task train/misbehaving_task.cc)
 target_precompile_headers(misbehaving_task REUSE_FROM lockstep_pch)
 target_link_libraries(misbehaving_task PRIVATE lockstep)
 
-add_executable(command_test train/command_test.cc train/data_command_test.cc launch/child.cc)
+add_executable(command_test train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc launch/child.cc)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 target_link_libraries(command_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)

@@ -79,12 +79,15 @@ class GlooTransport : public Transport {
     });
   }
 
-  std::unique_ptr<Transport> group(const RankLists& lists) override {
+  std::unique_ptr<Transport> group(const RankLists& lists) override { return separate(lists, options_.timeout); }
+
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
     const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
-    return std::make_unique<GlooTransport>(with_prefix(store_, prefix_of_group(made, ranks)),
-                                           options_of_group(options_, ranks));
+    TransportOptions options = options_of_group(options_, ranks);
+    options.timeout = timeout;
+    return std::make_unique<GlooTransport>(with_prefix(store_, prefix_of_group(made, ranks)), std::move(options));
   }
 
   void fail(const std::string&) override { gloo_->close(); }

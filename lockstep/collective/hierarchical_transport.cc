@@ -141,12 +141,12 @@ class HierarchicalTransport : public Transport {
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
     worker_.drain();
-    return transport_of(lists, subgroup_of(inside_, lists_inside(lists)));
+    return transport_of(lists, subgroup_of(inside_, lists_inside(lists)), options_.timeout);
   }
 
-  std::unique_ptr<Transport> separate(const RankLists& lists) override {
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
     worker_.drain();
-    return transport_of(lists, separate_group_of(inside_, lists_inside(lists), options_.timeout));
+    return transport_of(lists, separate_group_of(inside_, lists_inside(lists), timeout), timeout);
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
@@ -167,14 +167,16 @@ class HierarchicalTransport : public Transport {
   int node() const { return machines_.nodes[static_cast<std::size_t>(options_.rank)]; }
 
   // `inside`: the members of this rank's list that are on this machine.
-  std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside) {
+  std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside,
+                                          std::chrono::milliseconds timeout) {
     const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     const Machines machines = machines_of(ranks);
-    if (machines.count() == 1) return make_shared_memory(std::move(*inside), options_.timeout);
-    return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)),
-                             options_of_group(options_, ranks));
+    if (machines.count() == 1) return make_shared_memory(std::move(*inside));
+    TransportOptions options = options_of_group(options_, ranks);
+    options.timeout = timeout;
+    return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)), options);
   }
 
   void carry_out(const Collective& call) try {

@@ -152,7 +152,7 @@ class MessageUnderWay : public Pending {
 
 class ShmTransport : public Transport {
  public:
-  ShmTransport(shm::Group group, std::chrono::milliseconds timeout) : group_(std::move(group)), timeout_(timeout) {}
+  explicit ShmTransport(shm::Group group) : group_(std::move(group)) {}
 
   // In good order, unless an exception is on its way out: then the others learn at once that this rank is gone.
   ~ShmTransport() override {
@@ -190,13 +190,13 @@ class ShmTransport : public Transport {
   std::unique_ptr<Transport> group(const RankLists& lists) override {
     queue_.make_all_calls();
     auto members = subgroup_of(group_, lists);
-    return members ? std::make_unique<ShmTransport>(std::move(*members), timeout_) : nullptr;
+    return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
   }
 
-  std::unique_ptr<Transport> separate(const RankLists& lists) override {
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
     queue_.make_all_calls();
-    auto members = separate_group_of(group_, lists, timeout_);
-    return members ? std::make_unique<ShmTransport>(std::move(*members), timeout_) : nullptr;
+    auto members = separate_group_of(group_, lists, timeout);
+    return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
@@ -234,7 +234,6 @@ class ShmTransport : public Transport {
   std::list<Message> messages_;
   Queue queue_{group_};
   shm::Group group_;
-  std::chrono::milliseconds timeout_;
 };
 
 constexpr std::size_t kLongestAddress = 256;
@@ -301,14 +300,14 @@ torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const
       memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
 }
 
-std::unique_ptr<Transport> make_shared_memory(shm::Group group, std::chrono::milliseconds timeout) {
-  return std::make_unique<ShmTransport>(std::move(group), timeout);
+std::unique_ptr<Transport> make_shared_memory(shm::Group group) {
+  return std::make_unique<ShmTransport>(std::move(group));
 }
 
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout) {
   std::vector<std::unique_ptr<Transport>> transports;
   for (shm::Group& group : shm::make_thread_group(ranks, {.timeout = timeout}))
-    transports.push_back(make_shared_memory(std::move(group), timeout));
+    transports.push_back(make_shared_memory(std::move(group)));
   return transports;
 }
 

@@ -32,8 +32,7 @@ std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& 
 // As World::allocate.
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
 
-// `timeout`: what transports separated from it get.
-std::unique_ptr<Transport> make_shared_memory(shm::Group group, std::chrono::milliseconds timeout);
+std::unique_ptr<Transport> make_shared_memory(shm::Group group);
 
 // Ranks that are threads of this process: the transport of each, in rank order.
 std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout);

@@ -74,8 +74,8 @@ class Transport {
   // lists: all ranks of a list have that list, and no rank is in two.
   virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
 
-  // The same with connections of its own: neither is lost with the other.
-  virtual std::unique_ptr<Transport> separate(const RankLists& lists) { return group(lists); }
+  // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
+  virtual std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) = 0;
 
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);

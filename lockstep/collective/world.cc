@@ -126,10 +126,12 @@ std::optional<World> World::group(const std::vector<int>& ranks) const {
   return World(std::move(state));
 }
 
-std::optional<World> World::separate(const std::vector<int>& ranks) const {
-  auto host = state_->host->separate(agree_on_lists(ranks));
+std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+  const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
+  auto host = state_->host->separate(agree_on_lists(ranks), longest);
   if (!host) return std::nullopt;
   auto state = state_->sub_world(ranks);
+  state->timeout = longest;
   state->host = std::move(host);
   return World(std::move(state));
 }

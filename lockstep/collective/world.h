@@ -141,7 +141,8 @@ class World {
 
   // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its own
   // is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
-  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks) const;
+  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world.
+  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
 
   // One world for each color, its ranks in the order of `key`, then of their ranks here; nothing for color < 0.
   // (MPI_Comm_split.)

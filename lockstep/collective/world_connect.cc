@@ -52,7 +52,7 @@ void connect(const std::shared_ptr<WorldState>& state) {
   const Machines machines{state->nodes};
   const auto here = machines.ranks_on(state->nodes[static_cast<std::size_t>(state->rank())]);
   auto inside = connect_shared_memory(world, here, options);
-  state->host = machines.count() == 1 ? make_shared_memory(std::move(inside), options.timeout)
+  state->host = machines.count() == 1 ? make_shared_memory(std::move(inside))
                                       : make_hierarchical(std::move(inside), machines, state->store, options);
   if (state->device.is_cuda()) state->cuda = make_nccl(state->store, options);
 }

@@ -243,6 +243,18 @@ class Job {
       else
         on_failed(*rank);
     }
+    if (options_.workers_may_fail && !stopping_ && servers_ended()) give_workers_the_grace_period();
+  }
+
+  bool servers_ended() const {
+    return options_.servers > 0 && std::all_of(ranks_.begin(), ranks_.begin() + options_.servers,
+                                               [](const auto& rank) { return rank->end.has_value(); });
+  }
+
+  // What they still have to do is little; one that stands still is not waited for.
+  void give_workers_the_grace_period() {
+    kill_at_ = Deadline::after(options_.grace);
+    stopping_ = true;
   }
 
   void on_failed(const Rank& rank) {

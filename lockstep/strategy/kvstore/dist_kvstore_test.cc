@@ -31,7 +31,7 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
       fabric, cluster.servers + cluster.workers,
       [&](World& world) {
         const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
-        Links links = connect_links(world, roles);
+        Links links = connect_links(world, roles, cluster.timeout);
         if (const int number = roles.server_of(world.rank()); number >= 0) {
           for (const Link& other : links.servers) other.send(QuestionHeader{.question = Question::kGoodbye});
           KVServer server({.consistency = cluster.consistency,
@@ -61,7 +61,7 @@ class DistStore : public ::testing::TestWithParam<std::tuple<Fabric, int, int>> 
 };
 INSTANTIATE_TEST_SUITE_P(Clusters, DistStore,
                          ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
-                                            ::testing::Values(1, 2, 3), ::testing::Values(1, 2, 4)),
+                                            ::testing::Values(1, 2), ::testing::Values(1, 3)),
                          [](const auto& test) {
                            return lockstep::concat(testing::name_of(std::get<0>(test.param)), "_", std::get<1>(test.param),
                                          "_servers_", std::get<2>(test.param), "_workers");
@@ -309,12 +309,12 @@ TEST(DistKVStore, S2_dist_bounded_waits_for_a_slow_worker_and_goes_on_without_a_
             Fabric::kSharedMemory,
             {.workers = 3, .consistency = Consistency::kBounded, .staleness = 2, .timeout = std::chrono::milliseconds(1500)},
             [&](DistKVStore& store, int worker) {
+              const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { ++done; });
               train(store, 40, [&](int step) {
                 if (worker == 1 && step < 10) std::this_thread::sleep_for(std::chrono::milliseconds(10));
                 if (worker == 1 && step == 10)
                   while (done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
               });
-              ++done;
             },
             [&](KVServer& server) {
               server.wait_for_pushes(40);

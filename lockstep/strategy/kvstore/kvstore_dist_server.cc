@@ -94,7 +94,7 @@ class KVStoreServer : public Strategy {
     const std::vector<SliceState> slices = server_->states();
     for (std::size_t i = 0; i < slices.size(); ++i) place(own.slices()[i], slices[i], states);
     for (const Link& other : others_) {
-      other.send(QuestionHeader{.question = Question::kState});
+      other.send(QuestionHeader{.question = Question::kState, .count = pushes_});
       const auto count = other.receive<AnswerHeader>().count;
       for (std::int64_t i = 0; i < count; ++i) {
         const auto slice = other.receive<KeySlice>();

@@ -47,7 +47,7 @@ std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const 
                             .consistency = consistency_of(options.kvstore),
                             .update_in_store = options.update_on_kvstore};
   check_clipping(options, setting.roles, setting.update_in_store);
-  Links links = connect_links(world, setting.roles);
+  Links links = connect_links(world, setting.roles, options.timeout);
   const World peers = *world.split(serves ? 0 : 1);
   if (serves) return make_kvstore_server(setting, std::move(links), task, options);
   return make_kvstore_worker(setting, std::move(links.servers), peers, task, options);

@@ -3,7 +3,7 @@
 
 #include <torch/nn/modules/batchnorm.h>
 
-#include <atomic>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -66,7 +66,7 @@ Trained train(int workers, const StrategyOptions& options, const Task& task = sm
 }
 
 class DistSyncOfSize : public ::testing::TestWithParam<std::tuple<int, int>> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize, ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(1, 2, 3, 4)),
+INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize, ::testing::Combine(::testing::Values(1, 2), ::testing::Values(1, 2, 3, 4)),
                          [](const auto& test) {
                            return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param), "_workers");
                          });
@@ -104,17 +104,24 @@ TEST(S2_dist_sync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_w
   EXPECT_TRUE(contains(trained.table, "dist_sync                    1-2         2                   4-8                    16           0"));
 }
 
-// Whoever reads 2 bits trains a little differently, but no worse.
+double distance(const Course& one, const Course& other) {
+  double sum = 0;
+  for (std::size_t i = 0; i < one.parameters.size(); ++i)
+    sum += (one.parameters[i] - other.parameters[i]).square().sum().item<double>();
+  return std::sqrt(sum);
+}
+
+// Two bits train a little differently: the residuals are what differs.
 TEST(S2_dist_sync, trains_with_two_bit_gradients) {
   StrategyOptions options = dist("dist_sync", 2);
   options.sgd = {.lr = 0.1};
   options.compression = "2bit";
-  options.compression_amount = 0.01;
-  const Trained trained = train(3, options, small_task(), 60);
-  const Course exact = on_one_device(small_task(), options, 60);
-  for (std::size_t i = 0; i < exact.parameters.size(); ++i)
-    EXPECT_LT((trained.course.parameters[i] - exact.parameters[i]).norm().item<double>(),
-              0.2 * exact.parameters[i].norm().item<double>());
+  options.compression_amount = 0.05;
+  const Course exact = on_one_device(small_task(), options, 30);
+  const Course start = on_one_device(small_task(), options, 0);
+  const double off = distance(train(2, options, small_task(), 30).course, exact);
+  EXPECT_GT(off, 0);
+  EXPECT_LT(off, 0.3 * distance(start, exact));
 }
 
 // Batch normalisation: everybody's buffers are the mean of the workers'.
@@ -202,14 +209,17 @@ TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worke
     oldest = std::max(oldest, numbers.at("max_delay"));
   });
   EXPECT_LE(oldest, bound);
-  const double unbounded = train(3, dist("dist_async", servers), small_task(), 30, kBatch, slow_first_worker(servers)).report.at("max_delay");
-  EXPECT_GT(unbounded, 3);
+}
+
+TEST(S2_dist_async, has_no_bound_for_the_delay_of_a_slow_worker) {
+  const Trained trained = train(3, dist("dist_async"), small_task(), 30, kBatch, slow_first_worker(1));
+  EXPECT_GT(trained.report.at("max_delay"), 3);
 }
 
 // ---- Checkpoints
 
 class Resumed : public ::testing::TestWithParam<std::tuple<int, bool>> {};
-INSTANTIATE_TEST_SUITE_P(Servers, Resumed, ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Servers, Resumed, ::testing::Combine(::testing::Values(1, 2), ::testing::Bool()));
 
 // The first server's model and optimizer hold what all servers have; put back, training goes on with the same bits.
 TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {

@@ -79,7 +79,7 @@ Roles agree_on_roles(const World& world, bool serves) {
   return roles;
 }
 
-Links connect_links(const World& world, const Roles& roles) {
+Links connect_links(const World& world, const Roles& roles, std::chrono::milliseconds timeout) {
   std::vector<Pair> left = pairs_of(roles);
   std::map<int, Link> to_clients;  // by rank
   std::map<int, Link> to_servers;
@@ -87,9 +87,10 @@ Links connect_links(const World& world, const Roles& roles) {
     std::vector<int> mine;
     for (const Pair& pair : take_round(left))
       if (pair.server == world.rank() || pair.client == world.rank()) mine = {pair.server, pair.client};
-    const auto pair = world.separate(mine);
+    const bool serves = !mine.empty() && mine[0] == world.rank();
+    const auto pair = world.separate(mine, serves ? timeout : 3 * timeout);
     if (!pair) continue;
-    if (mine[0] == world.rank())
+    if (serves)
       to_clients.emplace(mine[1], Link(*pair));
     else
       to_servers.emplace(mine[0], Link(*pair));

@@ -20,6 +20,7 @@
 
 #include <torch/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -38,7 +39,7 @@ enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPull, kPullRows,
 struct QuestionHeader {
   Question question = Question::kGoodbye;
   KeyRange keys{};
-  std::int64_t count = 0;      // kInit: slices; kOptimizer: bytes; kPullRows: rows
+  std::int64_t count = 0;      // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
   std::int64_t bytes = 0;      // kPush: of the values as they travel; kPullRows: of a row
   std::int64_t trained = 0;    // 1: there are trained keys among them
   // kPush:
@@ -50,8 +51,7 @@ struct QuestionHeader {
 };
 
 struct AnswerHeader {
-  std::int64_t version = 0;  // updates that the server has made
-  std::int64_t count = 0;    // kState: names
+  std::int64_t count = 0;    // kState: slices
 };
 
 class Link {
@@ -102,11 +102,12 @@ struct Roles {
 Roles agree_on_roles(const World& world, bool serves);
 
 // Links of this rank with connections of their own. Clients: the workers in order, and last, for every server but the
-// first, the first server. All ranks call.
+// first, the first server. All ranks call. A client that is silent for `timeout` is lost to its server; clients wait three
+// times as long, so that they hear of it instead of losing the server.
 struct Links {
   std::vector<Link> clients;  // of a server
   std::vector<Link> servers;  // of a client; the first server has those of the other servers
 };
-Links connect_links(const World& world, const Roles& roles);
+Links connect_links(const World& world, const Roles& roles, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

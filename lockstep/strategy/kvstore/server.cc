@@ -69,11 +69,7 @@ KVServer::~KVServer() {
 
 BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) {
   Lock lock(mutex_);
-  wait(lock, concat("push ", pushes, " of every worker"), [&] {
-    return std::ranges::all_of(clients_, [&](const Client& each) {
-      return !each.here || !is_worker(static_cast<int>(&each - clients_.data())) || each.pushes >= pushes;
-    });
-  });
+  wait_for_workers(lock, pushes);
   const auto [samples, loss] = std::exchange(totals_[pushes], {});
   totals_.erase(totals_.begin(), totals_.upper_bound(pushes));
   return {.samples = samples, .mean_loss = samples > 0 ? loss / static_cast<double>(samples) : 0};
@@ -90,9 +86,10 @@ BlockLayout KVServer::layout() {
   return table_.layout();
 }
 
-std::vector<SliceState> KVServer::states() {
+std::vector<SliceState> KVServer::states(std::int64_t pushes) {
   Lock lock(mutex_);
   wait_for_keys(lock);
+  wait_for_workers(lock, pushes);
   std::vector<SliceState> states;
   for (std::size_t i = 0; i < table_.layout().slices().size(); ++i) {
     states.push_back({.value = table_.value_of(i).clone(), .state = table_.state_of(i)});
@@ -128,14 +125,10 @@ bool KVServer::answer(int number, const QuestionHeader& question) {
     case Question::kPush: push(number, question); break;
     case Question::kPull: pull(number, question); break;
     case Question::kPullRows: pull_rows(number, question); break;
-    case Question::kState: send_states(number); break;
+    case Question::kState: send_states(number, question); break;
     case Question::kGoodbye: return false;
   }
   return true;
-}
-
-AnswerHeader KVServer::answer_now() const {
-  return {.version = table_.updates(), .count = static_cast<std::int64_t>(table_.layout().slices().size())};
 }
 
 void KVServer::create(int worker, const QuestionHeader& question) {
@@ -189,9 +182,8 @@ void KVServer::push(int worker, const QuestionHeader& question) {
   }
   options_.consistency == Consistency::kSync ? merge(question) : apply(lock, worker, question);
   changed_.notify_all();
-  const AnswerHeader reply = answer_now();
   lock.unlock();
-  link.send(reply);
+  link.send(AnswerHeader{});
 }
 
 void KVServer::receive_values(int worker, const QuestionHeader& question) {
@@ -256,9 +248,8 @@ void KVServer::pull(int worker, const QuestionHeader& question) {
   table_.mark_read(worker, question.keys);
   if (question.trained != 0) gate_.read(worker);
   changed_.notify_all();
-  const AnswerHeader reply = answer_now();
   lock.unlock();
-  client(worker).link.send(reply);
+  client(worker).link.send(AnswerHeader{});
   client(worker).link.send_bytes(region);
 }
 
@@ -277,10 +268,10 @@ void KVServer::pull_rows(int worker, const QuestionHeader& question) {
   link.send_bytes(values.flatten());
 }
 
-void KVServer::send_states(int number) {
-  const auto all = states();
+void KVServer::send_states(int number, const QuestionHeader& question) {
+  const auto all = states(question.count);
   const Link& link = client(number).link;
-  link.send(AnswerHeader{.version = 0, .count = static_cast<std::int64_t>(all.size())});
+  link.send(AnswerHeader{.count = static_cast<std::int64_t>(all.size())});
   const BlockLayout places = layout();
   for (std::size_t i = 0; i < all.size(); ++i) {
     link.send(places.slices()[i]);
@@ -290,7 +281,7 @@ void KVServer::send_states(int number) {
 
 // ---- Waiting, and who is gone
 
-// A client that is silent is lost after the timeout, and ends the wait for it: this deadline is for what nobody foresaw.
+// A client that is silent is lost after the timeout, which ends the wait for it: this deadline is for what nobody foresaw.
 template <class Ready>
 void KVServer::wait(Lock& lock, const std::string& what, const Ready& ready) {
   const auto over = [&] { return failure_ || ready(); };
@@ -304,6 +295,14 @@ void KVServer::wait(Lock& lock, const std::string& what, const Ready& ready) {
 
 void KVServer::wait_for_keys(Lock& lock) {
   wait(lock, "values of the keys", [this] { return has_values_; });
+}
+
+void KVServer::wait_for_workers(Lock& lock, std::int64_t pushes) {
+  wait(lock, concat("push ", pushes, " of every worker"), [&] {
+    for (std::size_t i = 0; i < options_.workers.size(); ++i)
+      if (clients_[i].here && clients_[i].pushes < pushes) return false;
+    return true;
+  });
 }
 
 std::string KVServer::name_of(int number) const {

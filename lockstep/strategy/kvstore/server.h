@@ -63,9 +63,10 @@ class KVServer {
 
   ServerStatistics statistics() const;
 
-  // The slices as they lie, and all their states: a copy. Blocks until the store has its keys. Throw PeerLost.
+  // The slices as they lie, and all their states: a copy. Block until the store has its keys, and every worker that is
+  // still there has pushed gradients `pushes` times. Throw PeerLost.
   BlockLayout layout();
-  std::vector<SliceState> states();
+  std::vector<SliceState> states(std::int64_t pushes = 0);
   void set_states(const std::vector<SliceState>& states);
 
  private:
@@ -95,12 +96,12 @@ class KVServer {
   void applied(int worker);
   void pull(int worker, const QuestionHeader& question);
   void pull_rows(int worker, const QuestionHeader& question);
-  void send_states(int client);
-  AnswerHeader answer_now() const;
+  void send_states(int client, const QuestionHeader& question);
 
   template <class Ready>
   void wait(Lock& lock, const std::string& what, const Ready& ready);
   void wait_for_keys(Lock& lock);
+  void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
   void lose(int client, const std::string& why);
   void fail(std::exception_ptr error);
