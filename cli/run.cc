@@ -20,6 +20,7 @@ struct RunArguments {
   std::string output = "prefix";
   double grace_seconds = 5;
   bool no_pin = false;
+  int workers = 0;
   LaunchOptions launch;  // the rest
 };
 
@@ -38,6 +39,9 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
   app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks, "ranks on this machine; auto: one per core")
       ->capture_default_str();
+  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks")->capture_default_str();
+  app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node");
+  app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
   app.add_option("--nnodes", launch.nodes, "machines")->capture_default_str();
   app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")->capture_default_str();
   app.add_option("--master-addr,--master_addr", arguments.master_addr, "the machine of rank 0");
@@ -69,7 +73,7 @@ int number_of_ranks(const std::string& text) {
 
 LaunchOptions launch_options(const RunArguments& arguments) {
   LaunchOptions options = arguments.launch;
-  options.ranks = number_of_ranks(arguments.ranks);
+  options.ranks = arguments.workers > 0 ? options.servers + arguments.workers : number_of_ranks(arguments.ranks);
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
   options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
   options.pin = !arguments.no_pin;

@@ -45,6 +45,8 @@
 #include "lockstep/optimizer/sgd.h"                  // IWYU pragma: export
 #include "lockstep/strategy/ddp.h"                   // IWYU pragma: export
 #include "lockstep/strategy/devices.h"               // IWYU pragma: export
+#include "lockstep/strategy/kvstore/dist_kvstore.h"  // IWYU pragma: export
+#include "lockstep/strategy/kvstore/local_kvstore.h" // IWYU pragma: export
 #include "lockstep/strategy/periodic_average.h"      // IWYU pragma: export
 #include "lockstep/strategy/replica.h"               // IWYU pragma: export
 #include "lockstep/strategy/strategy.h"              // IWYU pragma: export

@@ -16,8 +16,9 @@ lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc l
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy averaging_test.cc data_parallel_test.cc convergence_test.cc ddp_test.cc
-  devices_test.cc lossless_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc verify_test.cc)
+lockstep_room_test(strategy averaging_test.cc convergence_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc
+  kvstore/dist_kvstore_test.cc kvstore/kvstore_strategy_test.cc kvstore/local_kvstore_test.cc kvstore/plan_test.cc
+  lossless_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc verify_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
 lockstep_room_test(train loop_test.cc)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
@@ -34,7 +35,7 @@ add_executable(misbehaving_task train/misbehaving_task.cc)
 target_precompile_headers(misbehaving_task REUSE_FROM lockstep_pch)
 target_link_libraries(misbehaving_task PRIVATE lockstep)
 
-add_executable(command_test train/command_test.cc train/data_command_test.cc launch/child.cc)
+add_executable(command_test train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc launch/child.cc)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 target_link_libraries(command_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)

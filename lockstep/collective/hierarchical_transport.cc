@@ -149,14 +149,12 @@ class HierarchicalTransport : public Transport {
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
     worker_.drain();
-    auto inside = subgroup_of(inside_, lists_inside(lists));
-    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
-    const int made = groups_made_++;
-    if (ranks.empty()) return nullptr;
-    const Machines machines = machines_of(ranks);
-    if (machines.count() == 1) return make_shared_memory(std::move(*inside));
-    return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)),
-                             options_of_group(options_, ranks));
+    return transport_of(lists, subgroup_of(inside_, lists_inside(lists)), options_.timeout);
+  }
+
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
+    worker_.drain();
+    return transport_of(lists, separate_group_of(inside_, lists_inside(lists), timeout), timeout);
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
@@ -182,6 +180,19 @@ class HierarchicalTransport : public Transport {
           {.what = concat("all_reduce by the algorithm ", shm::to_string(call.algorithm), " between machines"),
            .here = options_.describe,
            .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
+  }
+
+  // `inside`: the members of this rank's list that are on this machine.
+  std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside,
+                                          std::chrono::milliseconds timeout) {
+    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
+    const int made = groups_made_++;
+    if (ranks.empty()) return nullptr;
+    const Machines machines = machines_of(ranks);
+    if (machines.count() == 1) return make_shared_memory(std::move(*inside));
+    TransportOptions options = options_of_group(options_, ranks);
+    options.timeout = timeout;
+    return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)), options);
   }
 
   void carry_out(const Collective& call) try {

@@ -22,6 +22,7 @@ class SelfTransport : public Transport {
   std::shared_ptr<Pending> start_send(const torch::Tensor&, int, int) override { throw alone(); }
   std::shared_ptr<Pending> start_receive(const torch::Tensor&, int, int) override { throw alone(); }
   std::unique_ptr<Transport> group(const RankLists&) override { return make_self(); }
+  std::unique_ptr<Transport> separate(const RankLists&, std::chrono::milliseconds) override { return make_self(); }
   void fail(const std::string&) override {}
 
  private:

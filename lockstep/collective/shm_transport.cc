@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 
+#include "lockstep/base/error.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
@@ -192,6 +193,12 @@ class ShmTransport : public Transport {
     return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
   }
 
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
+    queue_.make_all_calls();
+    auto members = separate_group_of(group_, lists, timeout);
+    return members ? std::make_unique<ShmTransport>(std::move(*members)) : nullptr;
+  }
+
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
     return allocate_shared(group_, sizes, options);
   }
@@ -229,6 +236,20 @@ class ShmTransport : public Transport {
   shm::Group group_;
 };
 
+constexpr std::size_t kLongestAddress = 256;
+
+// Every rank's address, where it has one, in rank order.
+std::vector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
+  if (mine.size() >= kLongestAddress) throw SystemError({.what = "an address of shared memory that is too long: " + mine});
+  std::string padded = mine;
+  padded.resize(kLongestAddress);
+  std::string all(kLongestAddress * static_cast<std::size_t>(group.size()), '\0');
+  group.all_gather({.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = shm::DType::kUInt8});
+  std::vector<std::string> addresses;
+  for (std::size_t i = 0; i < all.size(); i += kLongestAddress) addresses.emplace_back(all.c_str() + i);
+  return addresses;
+}
+
 }  // namespace
 
 shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options) {
@@ -255,6 +276,21 @@ shm::Group whole_group_of(shm::Group& group) {
   std::vector<int> everyone(static_cast<std::size_t>(group.size()));
   std::iota(everyone.begin(), everyone.end(), 0);
   return std::move(*group.subgroup(everyone));
+}
+
+std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
+                                            std::chrono::milliseconds timeout) {
+  const shm::Options options{.timeout = timeout};
+  const auto& mine = lists[static_cast<std::size_t>(group.rank())];
+  const int size = static_cast<int>(mine.size());
+  std::optional<shm::Host> host;
+  if (size > 1 && mine.front() == group.rank()) host.emplace(size, options);
+  const auto addresses = exchange_addresses(group, host ? host->address() : "");
+  if (mine.empty()) return std::nullopt;
+  if (size == 1) return std::move(shm::make_thread_group(1, options).front());
+  if (host) return host->connect(Deadline::after(timeout));
+  const auto place = static_cast<int>(std::ranges::find(mine, group.rank()) - mine.begin());
+  return shm::join_host(addresses[static_cast<std::size_t>(mine.front())], place, size, Deadline::after(timeout), options);
 }
 
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {

@@ -73,6 +73,9 @@ class Transport {
   // lists: all ranks of a list have that list, and no rank is in two.
   virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
 
+  // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
+  virtual std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) = 0;
+
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);
   }
@@ -80,7 +83,7 @@ class Transport {
   // As World's; none where ranks don't share memory.
   virtual std::optional<shm::Group> machine_group() { return std::nullopt; }
 
-  // This rank has failed: the others shall find out now and not at their deadline.
+  // This rank has failed: the others shall find out now and not at their deadline. From any thread.
   virtual void fail(const std::string& reason) = 0;
 };
 

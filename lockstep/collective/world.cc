@@ -106,19 +106,37 @@ void check_agreement(const World& world, const RankLists& lists) {
 
 }  // namespace
 
-std::optional<World> World::group(const std::vector<int>& ranks) const {
+// The lists of all ranks, where this one's is `ranks`; empty for a rank that is not in its own.
+RankLists World::agree_on_lists(const std::vector<int>& ranks) const {
   check_list(*this, ranks);
   const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
-  const RankLists lists = exchange_lists(*this, is_member ? ranks : RankList());
+  RankLists lists = exchange_lists(*this, is_member ? ranks : RankList());
   check_agreement(*this, lists);
+  return lists;
+}
+
+std::optional<World> World::group(const std::vector<int>& ranks) const {
+  const RankLists lists = agree_on_lists(ranks);
   auto host = state_->host->group(lists);
   auto cuda = state_->cuda ? state_->cuda->group(lists) : nullptr;
-  if (!is_member) return std::nullopt;
+  if (!host) return std::nullopt;
   auto state = state_->sub_world(ranks);
   state->host = std::move(host);
   state->cuda = std::move(cuda);
   return World(std::move(state));
 }
+
+std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+  const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
+  auto host = state_->host->separate(agree_on_lists(ranks), longest);
+  if (!host) return std::nullopt;
+  auto state = state_->sub_world(ranks);
+  state->timeout = longest;
+  state->host = std::move(host);
+  return World(std::move(state));
+}
+
+void World::abandon(const std::string& reason) const { state_->host->fail(reason); }
 
 std::optional<World> World::split(int color, int key) const {
   const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));

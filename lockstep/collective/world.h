@@ -139,6 +139,11 @@ class World {
   // MismatchError naming two ranks whose lists contradict each other.
   [[nodiscard]] std::optional<World> group(const std::vector<int>& ranks) const;
 
+  // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its own
+  // is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
+  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world.
+  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
+
   // One world for each color, its ranks in the order of `key`, then of their ranks here; nothing for color < 0.
   // (MPI_Comm_split.)
   [[nodiscard]] std::optional<World> split(int color, int key = 0) const;
@@ -219,6 +224,10 @@ class World {
   // the others can read it. It may outlive the world. Elsewhere, torch::empty. Throws SystemError: no memory left.
   [[nodiscard]] torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
 
+  // This rank gives up: all that wait in this world, here and elsewhere, get PeerLost, with `reason` within one machine.
+  // The world is of no use after that. From any thread.
+  void abandon(const std::string& reason) const;
+
   // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.
   // Throws PeerLost; RendezvousError naming the ranks that did not come.
   [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
@@ -230,6 +239,7 @@ class World {
  private:
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
+  std::vector<std::vector<int>> agree_on_lists(const std::vector<int>& ranks) const;
   torch::Tensor run(const Plan& plan) const;
   Work start(Plan plan) const;
   std::shared_ptr<WorldState> state_;

@@ -46,6 +46,36 @@ TEST_P(SubWorlds, of_split_are_ordered_by_key_and_leave_out_negative_colors) {
   });
 }
 
+TEST_P(SubWorlds, that_are_separate_outlive_the_loss_of_others) {
+  const auto lose_rank_2 = [&] {
+    run(3, [](World& world) {
+      const auto pair = world.separate(world.rank() < 2 ? std::vector<int>{1, 0} : std::vector<int>());
+      ASSERT_EQ(pair.has_value(), world.rank() < 2);
+      if (world.rank() == 2) throw UsageError({.what = "lost on purpose"});
+      EXPECT_EQ(pair->rank(), 1 - world.rank());
+      EXPECT_THROW(world.barrier(), PeerLost);
+      const torch::Tensor tensor = values_of(world.rank(), {1000}, torch::kFloat32);
+      if (world.rank() == 0) pair->send(tensor, 0);
+      if (world.rank() == 1) pair->receive(tensor, {.from = 1});
+      EXPECT_TRUE(same(tensor, values_of(0, {1000}, torch::kFloat32)));
+      EXPECT_TRUE(same(pair->all_gather(torch::tensor(world.rank())), torch::tensor({1, 0}, torch::kInt64)));
+    });
+  };
+  EXPECT_TRUE(contains(message_of<UsageError>(lose_rank_2), "lost on purpose"));
+}
+
+TEST_P(SubWorlds, that_are_separate_and_abandoned_leave_their_parent_as_it_is) {
+  run(2, [](World& world) {
+    const auto pair = world.separate({0, 1});
+    if (world.rank() == 0) {
+      EXPECT_THROW(pair->receive(torch::zeros({3}), {.from = 1}), PeerLost);
+    } else {
+      pair->abandon("enough");
+    }
+    world.barrier();
+  });
+}
+
 TEST_P(SubWorlds, can_be_none_at_all_or_of_one_rank) {
   run(3, [](World& world) {
     EXPECT_FALSE(world.split(-1).has_value());

@@ -112,7 +112,7 @@ class Loader::State {
 
   Batch load(std::int64_t step, LoadingStatistics& took) {
     const Stopwatch watch;
-    const std::vector<std::int64_t> indices = sampler_.part(step);
+    const std::vector<std::int64_t> indices = part(step);
     read_ahead(step);
     StageTimes times;
     Batch batch = assemble(indices, times, took);
@@ -121,10 +121,14 @@ class Loader::State {
     return batch;
   }
 
+  std::vector<std::int64_t> part(std::int64_t step) const {
+    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
+  }
+
   // The disk works on the batches that the workers come to next.
   void read_ahead(std::int64_t step) {
     const std::int64_t next = step + std::max(1, options_.workers);
-    if (next < sampler_.steps()) dataset_->will_read(sampler_.part(next));
+    if (next < sampler_.steps()) dataset_->will_read(part(next));
   }
 
   Batch assemble(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {

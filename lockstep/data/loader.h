@@ -25,6 +25,7 @@ struct LoaderOptions {
   int workers = 1;            // threads that load, beside the rank's own; 0: the thread that asks
   int prefetch = 4;           // batches that may lie ready; memory is bounded by these and by what you hold
   std::int64_t skip_bad = 0;  // samples of an epoch and rank that may be left out as unreadable; one more is an error
+  bool empty = false;         // batches without samples: of a rank that trains on nothing itself
   std::shared_ptr<const SampleOrder> order{};                   // in place of shuffle, such as weighted_order
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
 };

@@ -8,6 +8,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/gradient/two_bit.h"
 
 namespace lockstep {
 namespace {
@@ -42,39 +43,20 @@ class Residuals {
   std::map<std::size_t, torch::Tensor> of_bucket_;
 };
 
-// Sixteen elements in 32 bits: 1 for +threshold, 2 for -threshold.
 class TwoBitHook : public CommunicationHook {
  public:
   explicit TwoBitHook(double threshold) : threshold_(threshold) {}
 
   Finish start(const World& world, const GradientBucket& bucket) override {
-    torch::Tensor left = residuals_.add_to(bucket);
-    const torch::Tensor codes = left.ge(threshold_).to(torch::kInt32) + left.le(-threshold_).to(torch::kInt32) * 2;
-    left.sub_(values(codes, left.options()));
-    const torch::Tensor all = world.all_gather(packed(codes));
-    return [this, all, flat = bucket.flat]() mutable {
+    const torch::Tensor all = world.all_gather(take_two_bits(residuals_.add_to(bucket), threshold_));
+    return [all, flat = bucket.flat, threshold = threshold_]() mutable {
       flat.zero_();
-      for (std::int64_t rank = 0; rank < all.size(0); ++rank) flat.add_(values(unpacked(all[rank], flat.numel()), flat.options()));
+      for (std::int64_t rank = 0; rank < all.size(0); ++rank)
+        flat.add_(from_two_bits(all[rank], flat.numel(), threshold, flat.options()));
     };
   }
 
  private:
-  torch::Tensor values(const torch::Tensor& codes, const torch::TensorOptions& options) const {
-    return (codes.eq(1).to(options) - codes.eq(2).to(options)) * threshold_;
-  }
-
-  static torch::Tensor shifts(const torch::Tensor& like) { return torch::arange(0, 32, 2, like.options()); }
-
-  static torch::Tensor packed(const torch::Tensor& codes) {
-    const std::int64_t words = (codes.numel() + 15) / 16;
-    const torch::Tensor padded = torch::constant_pad_nd(codes, {0, words * 16 - codes.numel()}).view({words, 16});
-    return torch::bitwise_left_shift(padded, shifts(codes)).sum(1, /*keepdim=*/false, torch::kInt32);
-  }
-
-  static torch::Tensor unpacked(const torch::Tensor& words, std::int64_t count) {
-    return torch::bitwise_right_shift(words.unsqueeze(1), shifts(words)).bitwise_and(3).flatten().slice(0, 0, count);
-  }
-
   double threshold_;
   Residuals residuals_;
 };

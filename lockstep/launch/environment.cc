@@ -92,6 +92,7 @@ class Reader {
     read_master(lookup_("WORLD_SIZE") != "1");
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
+    read(job_.local_servers, "local_servers", {"LOCKSTEP_LOCAL_SERVERS"});
     set_job_id_of_torchrun();
   }
 
@@ -242,6 +243,7 @@ class Reader {
   void check() const {
     check_below("rank", job_.rank, "world_size", job_.world_size);
     check_below("local_rank", job_.local_rank, "local_size", job_.local_size);
+    if (job_.local_servers > 0) check_below("local_servers", job_.local_servers, "local_size", job_.local_size);
     if (job_.local_size > job_.world_size) throw_contradiction("local_size", "world_size");
   }
 
@@ -342,8 +344,10 @@ JobEnvironment read_job_environment() { return read_job_environment(variable_of_
 
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
   const auto online = static_cast<std::size_t>(::sysconf(_SC_NPROCESSORS_ONLN));
-  const bool bound = usable.size() * static_cast<std::size_t>(job.local_size) <= online;
-  return bound ? usable : cores_of_rank(usable, job.local_rank, job.local_size);
+  const int workers = job.local_size - job.local_servers;
+  const bool bound = usable.size() * static_cast<std::size_t>(workers) <= online;
+  if (bound || job.local_rank < job.local_servers) return usable;
+  return cores_of_rank(usable, job.local_rank - job.local_servers, workers);
 }
 
 std::string start_time_of(int pid) {

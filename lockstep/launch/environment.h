@@ -28,6 +28,7 @@ struct JobEnvironment {
   int world_size = 1;
   int local_rank = 0;
   int local_size = 1;       // ranks on this machine
+  int local_servers = 0;    // of these: the first ones, which serve parameters to the others
   int node_rank = 0;        // the same for the ranks of a machine; Open MPI counts from 1 if mpirun's own has no ranks
   std::string master_addr;  // empty: the ranks are on one machine and meet through job_id
   int master_port = 0;
@@ -45,7 +46,7 @@ using VariableLookup = std::function<std::optional<std::string>(const std::strin
 JobEnvironment read_job_environment(const VariableLookup& lookup);
 JobEnvironment read_job_environment();  // of this process
 
-// The cores of this rank, out of those that it may use. Where a launcher has bound the ranks, or a cpuset leaves each of
+// The cores of this rank, out of those that it may use: a server's are all of them. Where a launcher has bound the ranks, or a cpuset leaves each of
 // them no more than its share, all of them; else an even share: ranks that were not bound don't crowd on each other.
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable);
 

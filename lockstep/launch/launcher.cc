@@ -17,6 +17,7 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/guardian.h"
@@ -33,6 +34,8 @@ void check(const LaunchOptions& options) {
     if (!holds) throw UsageError({.what = what, .next = next});
   };
   require(options.ranks >= 1, concat(options.ranks, " ranks on a machine make no job"), "start at least 1");
+  require(options.servers >= 0 && (options.servers == 0 || options.servers < options.ranks),
+          concat(options.servers, " servers among ", options.ranks, " ranks"), "leave at least one rank to be a worker");
   require(options.nodes >= 1, concat(options.nodes, " machines make no job"), "use at least 1");
   require(options.node_rank >= 0 && options.node_rank < options.nodes,
           concat("there is no machine ", options.node_rank, " among ", options.nodes), "count machines from 0");
@@ -67,6 +70,11 @@ UniqueFd reserve_port(int& port) {
     throw system_error("reserve", "a port on 127.0.0.1");
   port = ntohs(address.sin_port);
   return fd;
+}
+
+std::string how_it_ended(int exit_code, int signal) {
+  if (signal != 0) return concat("was ended by signal ", signal, " (", ::strsignal(signal), ")");
+  return concat("exited with code ", exit_code);
 }
 
 struct Rank {
@@ -120,7 +128,7 @@ class Job {
   void start_rank(int local, ProcessOptions what) {
     Rank& rank = *ranks_[static_cast<std::size_t>(local)];
     what.variables = variables(local);
-    if (options_.pin) what.cores = cores_of_rank(cores_, local, options_.ranks);
+    if (options_.pin && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
     what.group = guardian_.group(local);
     const UniqueFd output = open_output(rank, rank.output, ".out");
@@ -142,6 +150,7 @@ class Job {
         {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
+    if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
       result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
     return result;
@@ -149,7 +158,18 @@ class Job {
 
   int threads_per_rank() const {
     if (options_.threads_per_rank > 0) return options_.threads_per_rank;
-    return std::max(1, static_cast<int>(cores_.size()) / options_.ranks);
+    return std::max(1, static_cast<int>(cores_.size()) / workers());
+  }
+
+  bool is_server(int local) const { return local < options_.servers; }
+  int workers() const { return options_.ranks - options_.servers; }
+
+  // Goes on without `rank`: others of its kind are at work, or have ended well.
+  bool can_do_without(const Rank& rank) const {
+    if (!options_.workers_may_fail || is_server(rank.rank % options_.ranks)) return false;
+    return std::any_of(ranks_.begin() + options_.servers, ranks_.end(), [](const auto& other) {
+      return !other->end || (other->end->exit_code == 0 && other->end->signal == 0);
+    });
   }
 
   // Nothing where the rank keeps this process's own stdout and stderr.
@@ -216,8 +236,25 @@ class Job {
     std::stable_partition(ended.begin(), ended.end(), [](const Rank* rank) { return rank->end->signal != 0; });
     for (const Rank* rank : ended) {
       const bool failed = rank->end->exit_code != 0 || rank->end->signal != 0;
-      if (failed && !stopping_) on_failed(*rank);
+      if (!failed || stopping_) continue;
+      if (can_do_without(*rank))
+        log_warning(concat("rank ", rank->rank, " ", how_it_ended(rank->end->exit_code, rank->end->signal),
+                           "; the job goes on without it"));
+      else
+        on_failed(*rank);
     }
+    if (options_.workers_may_fail && !stopping_ && servers_ended()) give_workers_the_grace_period();
+  }
+
+  bool servers_ended() const {
+    return options_.servers > 0 && std::all_of(ranks_.begin(), ranks_.begin() + options_.servers,
+                                               [](const auto& rank) { return rank->end.has_value(); });
+  }
+
+  // What they still have to do is little; one that stands still is not waited for.
+  void give_workers_the_grace_period() {
+    kill_at_ = Deadline::after(options_.grace);
+    stopping_ = true;
   }
 
   void on_failed(const Rank& rank) {
@@ -309,9 +346,7 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 }
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
-  const std::string how = failure.signal != 0
-                              ? concat("was ended by signal ", failure.signal, " (", ::strsignal(failure.signal), ")")
-                              : concat("exited with code ", failure.exit_code);
+  const std::string how = how_it_ended(failure.exit_code, failure.signal);
   const std::string log = concat(options.log_dir, "/rank", failure.rank, ".err");
   const Error error(
       "RankFailed",

@@ -26,11 +26,13 @@ enum class RankOutput {
 
 struct LaunchOptions {
   int ranks = 1;  // on this machine
+  int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS. S3
+  bool workers_may_fail = false;  // a rank that is no server, while others of its kind are left: the job goes on
   int nodes = 1;
   int node_rank = 0;
   std::string master_addr = "127.0.0.1";
   int master_port = 0;       // 0: a free one, kept reserved while the job runs; only with one node
-  int threads_per_rank = 0;  // 0: cores of this machine / ranks, at least 1
+  int threads_per_rank = 0;  // 0: cores of this machine / ranks that are no servers, at least 1
   bool pin = true;           // each rank to its own cores
   RankOutput output = RankOutput::kPrefix;
   std::string log_dir;                                        // kSplit only; made if missing
@@ -50,8 +52,8 @@ struct LaunchResult {
   std::optional<RankFailure> failure;
 };
 
-// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails the others get SIGTERM and, after
-// the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by
+// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails (workers_may_fail: and can't be done
+// without) the others get SIGTERM and, after the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by
 // SIGKILL, the ranks and what they started are killed too.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).

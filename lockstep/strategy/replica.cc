@@ -37,13 +37,6 @@ std::shared_ptr<Optimizer> find_optimizer(std::vector<torch::Tensor> parameters,
   throw UsageError({.what = concat("no such optimizer: ", name), .next = "sgd, adam, adamw, lamb or lars"});
 }
 
-std::shared_ptr<Optimizer> make_optimizer(const torch::nn::Module& model, const StrategyOptions& options) {
-  auto optimizer = find_optimizer(model.parameters(), options);
-  optimizer->set_clipping(options.clipping);
-  if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
-  return optimizer;
-}
-
 void copy_values(const std::vector<NamedTensor>& from, const std::vector<NamedTensor>& into) {
   const torch::NoGradGuard no_grad;
   for (std::size_t i = 0; i < from.size(); ++i)
@@ -85,12 +78,19 @@ std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options) {
+  auto optimizer = find_optimizer(std::move(parameters), options);
+  optimizer->set_clipping(options.clipping);
+  if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
+  return optimizer;
+}
+
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
   Replica replica{.model = make_seeded_model(task, options.seed)};
   replica.model->to(device);
   replica.layout = chosen_layout(options.layout, *replica.model, device);
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(*replica.model, options);
+  replica.optimizer = make_optimizer(replica.model->parameters(), options);
   return replica;
 }
 

@@ -26,6 +26,9 @@ struct Replica {
 };
 using Replicas = std::vector<Replica>;
 
+// The optimizer that the options name. Throws UsageError.
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options);
+
 // A model on `device` in the layout of options.layout, the same for the same seed, with its optimizer. Throws UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
 

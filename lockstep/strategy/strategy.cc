@@ -6,6 +6,7 @@
 #include "lockstep/strategy/averaging.h"
 #include "lockstep/strategy/data_parallel.h"
 #include "lockstep/strategy/ddp_strategy.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/pipeline.h"
 #include "lockstep/strategy/towers.h"
 
@@ -28,6 +29,7 @@ constexpr Entry kEntries[] = {
     {{"ddp", "gradients all-reduced while backward runs"}, make_ddp},
     {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
     {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
+    {{"kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore},
     {{"averaging", "nets of their own, averaged; --average-every", true},
      make_averaging},
     {{"pipeline", "layers on different devices; --stages", true},

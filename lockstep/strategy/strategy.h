@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -60,6 +61,12 @@ struct StrategyOptions {
   std::int64_t average_every = 1;      // averaging: batches
   double outer_lr = 1;                 // averaging: 1 and momentum 0 take the average as it is
   double outer_momentum = 0;           // averaging: Nesterov's
+  std::string kvstore = "local";       // kvstore: its kind (strategy/kvstore/kvstore_strategy.h)
+  int servers = 1;                     // kvstore dist_*: the first ranks of the world are servers ...
+  std::optional<bool> serves;          // ... unless each rank says whether it is one
+  bool update_on_kvstore = true;       // kvstore dist_sync: servers update, else workers do
+  std::int64_t staleness = 4;          // kvstore dist_bounded: the largest delay, in updates
+  std::int64_t split_above = 1'000'000;  // kvstore: elements of a key that is split over servers
   std::string stages;                  // pipeline: "4" stages, or "0-3,4-9": which pieces each has
   std::int64_t micro_batches = 4;      // pipeline
   std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
@@ -93,11 +100,18 @@ class Strategy {
   // What a checkpoint has to keep beside model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
-  // The ranks that share out the batches, where that is not every rank of `world`: each loads its part of them.
+  // The ranks that share out the batches, where that is not every rank of `world`: each loads its part of them. Without
+  // data, a rank's batches are empty.
   virtual World data_world(const World& world) const { return world; }
+  virtual bool has_data() const { return true; }
+
+  // The ranks that take each step at the same time: validation and checkpoints are calls of all of them. World::single()
+  // where every rank goes at its own pace; the first rank of `world` then validates and saves alone.
+  virtual World loop_world(const World& world) const { return world; }
 
   virtual std::vector<std::string> devices() const { return {}; }  // of this rank, where a rank has several
-  virtual Report report() const { return {}; }  // for the metrics of the run; all ranks call it
+  virtual Report report() const { return {}; }  // for the metrics of the run; all ranks of loop_world() call it
+  virtual std::string table() const { return {}; }  // the same for people: lines; empty: nothing to show
 };
 
 struct StrategyInfo {

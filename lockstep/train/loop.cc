@@ -44,6 +44,12 @@ LoaderOptions loader_options(const TrainOptions& options) {
           .skip_bad = options.skip_bad};
 }
 
+LoaderOptions training_loader_options(const Strategy& strategy, const TrainOptions& options) {
+  LoaderOptions loading = loader_options(options);
+  loading.empty = !strategy.has_data();
+  return loading;
+}
+
 std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   std::vector<NamedTensor> gradients;
   for (const auto& [name, parameter] : named_parameters(model))
@@ -64,11 +70,12 @@ std::string headline(const World& world, const Loader& loader, const std::vector
 TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                            const TrainOptions& options)
     : world_(world),
+      together_(strategy.loop_world(world)),
       task_(task),
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(strategy.data_world(world), datasets.train, loader_options(options)),
+      loader_(strategy.data_world(world), datasets.train, training_loader_options(strategy, options)),
       progress_(Progress::Style::kNone),
       last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
   if (world.rank() == 0) {
@@ -94,7 +101,7 @@ RunMetrics TrainingLoop::run() {
   if (position_.step != saved_step_) save_checkpoint();
   const RunMetrics metrics = summary(watch.seconds());
   metrics_.write(metrics);
-  progress_.end_run(metrics);
+  progress_.end_run(metrics, strategy_.table());
   return metrics;
 }
 
@@ -187,8 +194,8 @@ void TrainingLoop::finish_epoch() {
                  .train_loss = position_.epoch_loss / static_cast<double>(position_.epoch_samples),
                  .val_loss = kNaN,
                  .val_accuracy = kNaN};
-  if (validation_) {
-    const Evaluation found = evaluate(world_, task_, strategy_, validation_, loader_options(options_));
+  if (validation_ && !stands_aside()) {
+    const Evaluation found = evaluate(together_, task_, strategy_, validation_, loader_options(options_));
     last_epoch_.val_loss = found.loss;
     last_epoch_.val_accuracy = found.accuracy;
   }
@@ -198,9 +205,12 @@ void TrainingLoop::finish_epoch() {
   if (options_.checkpoint_every == 0) save_checkpoint();
 }
 
+// Where every rank goes at its own pace the first one validates and saves for all.
+bool TrainingLoop::stands_aside() const { return together_.size() < world_.size() && world_.rank() != 0; }
+
 void TrainingLoop::save_checkpoint() {
-  if (options_.checkpoint_dir.empty()) return;
-  const TensorFile file = take_snapshot(world_, strategy_, position_, options_);
+  if (options_.checkpoint_dir.empty() || stands_aside()) return;
+  const TensorFile file = take_snapshot(together_, strategy_, position_, options_);
   if (checkpoints_) checkpoints_->save(position_.step, file);
   saved_step_ = position_.step;
 }

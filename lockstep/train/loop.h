@@ -60,7 +60,10 @@ class TrainingLoop {
   void resume();
   RunMetrics summary(double seconds) const;
 
+  bool stands_aside() const;
+
   World world_;
+  World together_;  // the ranks that take each step at the same time
   Task task_;
   std::shared_ptr<const Dataset> validation_;
   Strategy& strategy_;

@@ -1,10 +1,13 @@
 #include "lockstep/train/options.h"
 
+#include <algorithm>
+
 #include <CLI/CLI.hpp>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
@@ -41,8 +44,9 @@ void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
 void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--strategy", o.strategy, "how the replicas stay one model, see below")->capture_default_str();
   app.add_option("--ranks", o.ranks, "ranks to start on this machine, or auto: one per core")->capture_default_str();
-  app.add_option("--devices-per-worker", o.devices_per_worker, "devices in each rank, where devices are threads")
-      ->capture_default_str();
+  app.add_option("--devices-per-worker", o.devices_per_worker,
+                 "devices in each rank, where devices are threads; 2,1,4: in the first, the second ...")
+      ->delimiter(',');
   app.add_option("--algorithm", o.algorithm, "towers, ddp: how gradients are combined")
       ->check(CLI::IsMember({"direct", "central", "ring", "tree"}))
       ->capture_default_str();
@@ -53,6 +57,13 @@ void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--average-every", o.average_every, "averaging: batches between averages")->capture_default_str();
   app.add_option("--outer-lr", o.outer_lr, "averaging: 1 takes the average as it is")->capture_default_str();
   app.add_option("--outer-momentum", o.outer_momentum, "averaging: of the outer step")->capture_default_str();
+  app.add_option("--kvstore", o.kvstore, "kvstore: its kind")->check(CLI::IsMember(kvstore_kinds()))->capture_default_str();
+  app.add_option("--servers", o.servers, "kvstore dist_*: servers, beside --ranks workers")->capture_default_str();
+  app.add_option("--update-on-kvstore", o.update_on_kvstore, "kvstore dist_sync: false: workers update")->capture_default_str();
+  app.add_option("--staleness", o.staleness, "kvstore dist_bounded: largest delay of a gradient, in updates")
+      ->capture_default_str();
+  app.add_option("--split-above", o.split_above, "kvstore: elements from which a weight is split over the servers")
+      ->capture_default_str();
   app.add_option("--stages", o.stages, "pipeline: how many, or the pieces of each, such as 0-4,5-9");
   app.add_option("--micro-batches", o.micro_batches, "pipeline: parts of each batch")->capture_default_str();
   app.add_option("--pipeline-schedule", o.pipeline_schedule, "pipeline: order of the micro-batches")
@@ -134,8 +145,10 @@ void check_options(const TrainOptions& o) {
   require(o.prefetch > 0, concat("--prefetch ", o.prefetch, " is not positive"), "give at least 1");
   require(o.skip_bad >= 0, concat("--skip-bad ", o.skip_bad, " is negative"), "0: a bad sample is an error");
   require(o.lr_base_batch_size > 0, "--lr-base-batch-size is not positive", "give the batch that --lr suits");
-  require(o.devices_per_worker >= 0, "--devices-per-worker is negative", "0: --ranks counts the devices");
-  require(o.devices_per_worker == 0 || strategy_info(o.strategy).threads,
+  require(std::ranges::all_of(o.devices_per_worker, [](int devices) { return devices >= 1; }),
+          "--devices-per-worker with a number below 1", "leave it out: --ranks counts the devices");
+  require(o.servers >= 1, concat("--servers ", o.servers), "give at least 1");
+  require(o.devices_per_worker.empty() || strategy_info(o.strategy).threads,
           concat("--devices-per-worker with strategy ", o.strategy, ", whose ranks have one device each"),
           "leave it out, or choose a strategy whose devices are threads");
   require(o.average_every >= 1, concat("--average-every ", o.average_every, " is not positive"), "give at least 1");
@@ -151,6 +164,20 @@ void check_options(const TrainOptions& o) {
   require(o.drop_every_epochs > 0, "--drop-every-epochs is not positive", "give epochs, such as 30");
   require(!o.resume || !o.checkpoint_dir.empty(), "--resume without --checkpoint-dir", "name the folder to resume from");
   require(!o.nesterov || o.momentum > 0, "--nesterov without --momentum", "give a momentum such as 0.9");
+}
+
+int server_count(const TrainOptions& options) {
+  return options.strategy == "kvstore" && has_servers(options.kvstore) ? options.servers : 0;
+}
+
+int devices_of_worker(const TrainOptions& options, int worker) {
+  const auto& devices = options.devices_per_worker;
+  if (devices.empty()) return 0;
+  if (devices.size() == 1) return devices.front();
+  require(static_cast<std::size_t>(worker) < devices.size(),
+          concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
+          "give one number for all workers, or one for each");
+  return devices[static_cast<std::size_t>(worker)];
 }
 
 int rank_count(const TrainOptions& options) {

@@ -32,13 +32,18 @@ struct TrainOptions {
   std::uint64_t seed = 1;
   std::string device = "auto";  // auto | cpu | cuda
   int threads = 0;              // per rank; 0: cores / ranks
-  int devices_per_worker = 0;   // of strategies with threads: devices in each rank; 0: --ranks counts devices
+  std::vector<int> devices_per_worker{};  // where devices are threads: in every rank, or in each; none: --ranks counts devices
   std::string algorithm = "direct";        // towers, ddp: direct | central | ring | tree
   std::string update = "device";           // towers: device | cpu
   bool refuse_uneven = false;              // towers
   std::int64_t average_every = 1;          // averaging: batches
   double outer_lr = 1;                     // averaging
   double outer_momentum = 0;               // averaging
+  std::string kvstore = "local";           // kvstore: one of strategy/kvstore/kvstore_strategy.h
+  int servers = 1;                         // kvstore: of the dist_ kinds, beside --ranks workers
+  bool update_on_kvstore = true;           // kvstore dist_sync
+  std::int64_t staleness = 4;              // kvstore dist_bounded: updates
+  std::int64_t split_above = 1'000'000;    // kvstore: elements
   std::string stages;                      // pipeline: a number, or a range of pieces for each
   std::int64_t micro_batches = 4;          // pipeline
   std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
@@ -83,6 +88,12 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices);
 
 // Values that no parser can judge by themselves. Throws UsageError naming the option.
 void check_options(const TrainOptions& options);
+
+// Ranks that are servers, beside the workers that --ranks counts.
+int server_count(const TrainOptions& options);
+
+// --devices-per-worker of a worker: 0 if it is not given. Throws UsageError: a list that has no entry for it.
+int devices_of_worker(const TrainOptions& options, int worker);
 
 // --ranks as a number: "auto" is the number of cores that this process may use.
 int rank_count(const TrainOptions& options);

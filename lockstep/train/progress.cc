@@ -78,12 +78,12 @@ void Progress::end_epoch(const EpochMetrics& m) {
             << right(value_or_dash(m.val_loss, 4), 11) << right(value_or_dash(m.val_accuracy, 4), 15) << std::endl;
 }
 
-void Progress::end_run(const RunMetrics& m) {
+void Progress::end_run(const RunMetrics& m, const std::string& table) {
   if (style_ == Style::kNone) return;
   clear_bar();
   std::cout << "done: " << m.steps << " steps in " << human_seconds(m.seconds);
   if (!std::isnan(m.val_accuracy)) std::cout << ", validation accuracy " << fixed(m.val_accuracy, 4);
-  std::cout << std::endl;
+  std::cout << '\n' << table << std::flush;
 }
 
 }  // namespace lockstep

@@ -34,7 +34,7 @@ class Progress {
   void begin_epoch(const EpochPlan& plan);
   void step(const StepMetrics& metrics);
   void end_epoch(const EpochMetrics& metrics);
-  void end_run(const RunMetrics& metrics);
+  void end_run(const RunMetrics& metrics, const std::string& table);  // of the strategy; may be empty
 
  private:
   std::string status(const StepMetrics& metrics) const;

@@ -15,6 +15,7 @@
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/model/models.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
@@ -51,18 +52,34 @@ std::chrono::milliseconds timeout_of(const TrainOptions& options) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
 }
 
-// Where devices are threads, --ranks counts them, unless --devices-per-worker does or a launcher has started ranks.
-int devices_per_rank(const TrainOptions& options) {
-  if (!strategy_info(options.strategy).threads) return 1;
-  if (options.devices_per_worker > 0) return options.devices_per_worker;
-  return read_job_environment().launcher == "none" ? rank_count(options) : 1;
+// Where devices are threads of one process, --ranks counts them.
+bool ranks_are_devices(const TrainOptions& options) {
+  return strategy_info(options.strategy).threads && options.devices_per_worker.empty() && server_count(options) == 0;
+}
+
+// The first ranks of each machine that the launcher started as servers, or the first of all.
+bool is_server(const TrainOptions& options, const JobEnvironment& job) {
+  if (job.local_servers > 0) return job.local_rank < job.local_servers;
+  return job.rank < server_count(options);
+}
+
+// A worker's number where the servers are the first ranks of its machine, or of all.
+int worker_number(const TrainOptions& options, const JobEnvironment& job) {
+  if (job.local_servers == 0) return job.rank - server_count(options);
+  return job.rank - (job.node_rank + 1) * job.local_servers;
+}
+
+int devices_of_rank(const TrainOptions& options, const JobEnvironment& job) {
+  if (!strategy_info(options.strategy).threads || is_server(options, job)) return 1;
+  if (ranks_are_devices(options)) return job.launcher == "none" ? rank_count(options) : 1;
+  return std::max(1, devices_of_worker(options, worker_number(options, job)));
 }
 
 int ranks_to_start(const TrainOptions& options) {
-  return strategy_info(options.strategy).threads && options.devices_per_worker == 0 ? 1 : rank_count(options);
+  return ranks_are_devices(options) ? 1 : server_count(options) + rank_count(options);
 }
 
-StrategyOptions strategy_options(const TrainOptions& o) {
+StrategyOptions strategy_options(const TrainOptions& o, const JobEnvironment& job) {
   return {.name = o.strategy,
           .optimizer = o.optimizer,
           .sgd = {.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay},
@@ -79,7 +96,7 @@ StrategyOptions strategy_options(const TrainOptions& o) {
           .compression = o.compression,
           .compression_amount = o.compression_amount,
           .virtual_shards = o.virtual_shards,
-          .devices = devices_per_rank(o),
+          .devices = devices_of_rank(o, job),
           .timeout = timeout_of(o),
           .algorithm = o.algorithm,
           .update = o.update,
@@ -87,6 +104,12 @@ StrategyOptions strategy_options(const TrainOptions& o) {
           .average_every = o.average_every,
           .outer_lr = o.outer_lr,
           .outer_momentum = o.outer_momentum,
+          .kvstore = o.kvstore,
+          .servers = o.servers,
+          .serves = is_server(o, job),
+          .update_on_kvstore = o.update_on_kvstore,
+          .staleness = o.staleness,
+          .split_above = o.split_above,
           .stages = o.stages,
           .micro_batches = o.micro_batches,
           .pipeline_schedule = o.pipeline_schedule};
@@ -97,10 +120,11 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   keep_freed_memory();
   const Task task = make_task(options);
   const Datasets datasets = load_data(task, options);
-  const World world = World::from_env({.device = chosen_device(options.device, read_job_environment().local_size),
+  const JobEnvironment job = read_job_environment();
+  const World world = World::from_env({.device = chosen_device(options.device, job.local_size),
                                        .timeout = timeout_of(options)});
   use_threads(options, world);
-  const auto strategy = make_strategy(world, task, strategy_options(options));
+  const auto strategy = make_strategy(world, task, strategy_options(options, job));
   TrainingLoop(world, task, datasets, *strategy, options).run();
   return 0;
 }
@@ -108,6 +132,8 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
 LaunchOptions launch_options(const TrainOptions& options, int ranks) {
   LaunchOptions launch;
   launch.ranks = ranks;
+  launch.servers = server_count(options);
+  launch.workers_may_fail = options.strategy == "kvstore" && goes_on_without_workers(options.kvstore);
   launch.threads_per_rank = options.threads;
   launch.output = RankOutput::kFirst;
   return launch;
@@ -120,10 +146,20 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
   return result.exit_code;
 }
 
+// That share a global batch.
+int devices_in_all(const TrainOptions& options, int ranks) {
+  if (!strategy_info(options.strategy).threads) return ranks;
+  if (ranks_are_devices(options)) return ranks == 1 ? rank_count(options) : ranks;
+  int devices = 0;
+  for (int worker = 0; worker < ranks - server_count(options); ++worker)
+    devices += std::max(1, devices_of_worker(options, worker));
+  return devices;
+}
+
 // What every rank would complain about is said once, before any is started.
 void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
   static_cast<void>(make_task(options));
-  require_batch_for_ranks(options.batch_size, ranks * devices_per_rank(options));
+  require_batch_for_ranks(options.batch_size, devices_in_all(options, ranks));
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 

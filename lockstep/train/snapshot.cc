@@ -55,6 +55,7 @@ Json course(const TrainOptions& options) {
           {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
           {"compression", options.compression}, {"compression_amount", options.compression_amount},
           {"average_every", options.average_every},
+          {"kvstore", options.strategy == "kvstore" ? options.kvstore : ""},
           {"outer_lr", options.outer_lr},   {"outer_momentum", options.outer_momentum},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }

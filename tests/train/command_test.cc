@@ -125,7 +125,7 @@ TEST(Train, is_silent_when_told_to) {
 TEST(Train, lists_every_strategy_in_its_help) {
   const Ended ended = run({LOCKSTEP_COMMAND, "train", "--help"});
   EXPECT_EQ(ended.exit_code, 0);
-  for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "averaging", "pipeline"})
+  for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "kvstore", "averaging", "pipeline"})
     EXPECT_TRUE(contains(ended.output, concat("\n  ", strategy, " ")));
   const std::string table = ended.output.substr(ended.output.find("\n  strategy "));
   for (const std::string& line : split(table, '\n')) EXPECT_LE(line.size(), 80U) << line;

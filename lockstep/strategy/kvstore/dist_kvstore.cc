@@ -1,0 +1,225 @@
+#include "lockstep/strategy/kvstore/dist_kvstore.h"
+
+#include <algorithm>
+#include <exception>
+
+#include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/gradient/two_bit.h"
+#include "lockstep/strategy/kvstore/optimizer_message.h"
+
+namespace lockstep {
+namespace {
+
+torch::Tensor bytes_of(const std::vector<KeySlice>& slices) {
+  return torch::from_blob(const_cast<KeySlice*>(slices.data()),
+                          {static_cast<std::int64_t>(slices.size() * sizeof(KeySlice))}, torch::kUInt8);
+}
+
+torch::Tensor flags_of(const std::vector<torch::Tensor>& values) {
+  torch::Tensor flags = torch::zeros({static_cast<std::int64_t>(values.size())}, torch::kUInt8);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (values[i].defined()) flags.mutable_data_ptr<std::uint8_t>()[i] = 1;
+  return flags;
+}
+
+// Those of `rows` that the slice has, as its own numbers; and where they stand in `rows`.
+struct RowsOfSlice {
+  torch::Tensor numbers;
+  torch::Tensor places;
+};
+RowsOfSlice rows_in(const KeySlice& slice, const torch::Tensor& rows, std::int64_t elements_per_row) {
+  const std::int64_t first = slice.begin / elements_per_row;
+  const std::int64_t last = first + slice.count / elements_per_row;
+  const torch::Tensor places = rows.ge(first).logical_and(rows.lt(last)).nonzero().flatten();
+  return {.numbers = (rows.index_select(0, places) - first).contiguous(), .places = places};
+}
+
+}  // namespace
+
+DistKVStore::DistKVStore(const DistKVStoreOptions& options, std::vector<Link> servers, Devices* devices)
+    : options_(options), sum_(SumOn::kCpu, devices) {
+  for (Link& link : servers) servers_.push_back({.link = std::move(link)});
+}
+
+DistKVStore::~DistKVStore() {
+  if (std::uncaught_exceptions() > 0) return;
+  for (const Server& server : servers_) try {
+      server.link.send(QuestionHeader{.question = Question::kGoodbye});
+    } catch (const std::exception&) {  // it is gone already
+    }
+}
+
+// Asks all servers, then hears all of them. The first server gates for dist_bounded: the others are asked after it.
+template <class Ask, class Answer>
+void DistKVStore::with_servers(const Ask& ask, const Answer& answer) {
+  const auto talk = [&](std::span<Server> some) {
+    for (Server& server : some) ask(server);
+    for (Server& server : some) {
+      for (Work& work : server.sending) work.wait();
+      server.sending.clear();
+      answer(server);
+    }
+  };
+  const std::span<Server> all(servers_);
+  const std::size_t first = options_.consistency == Consistency::kBounded ? 1 : all.size();
+  try {
+    talk(all.first(first));
+    talk(all.subspan(first));
+  } catch (const PeerLost& error) {
+    throw PeerLost({.what = concat("a server of the store is lost, or has given up: ", error.text().what),
+                    .here = concat("worker ", options_.worker),
+                    .likely = "that server or, with dist_sync, another worker died or stopped",
+                    .next = "run again with --resume to go on from the last checkpoint"});
+  }
+}
+
+// To several servers at the same time.
+void DistKVStore::send_payload(Server& server, const torch::Tensor& bytes) {
+  if (servers_.size() == 1) return server.link.send_bytes(bytes);
+  if (bytes.numel() > 0) server.sending.push_back(server.link.start_sending(bytes));
+}
+
+bool DistKVStore::any_trained(KeyRange range) const {
+  return std::any_of(keys().begin() + range.first, keys().begin() + range.last, [](const Key& key) { return key.trained; });
+}
+
+void DistKVStore::create(const std::vector<torch::Tensor>& values) {
+  const KeyRange all{0, static_cast<std::int64_t>(keys().size())};
+  const auto dense = dense_views(values);
+  auto layouts = plan_keys(keys(), {.servers = static_cast<int>(servers_.size()), .split_above = options_.split_above});
+  for (std::size_t i = 0; i < servers_.size(); ++i) {
+    servers_[i].layout = std::move(layouts[i]);
+    servers_[i].outbox = servers_[i].link.allocate(servers_[i].layout.bytes());
+    servers_[i].inbox = servers_[i].link.allocate(servers_[i].layout.bytes());
+    servers_[i].residuals.resize(servers_[i].layout.slices().size());
+  }
+  with_servers(
+      [&](Server& server) {
+        const auto& slices = server.layout.slices();
+        server.link.send(QuestionHeader{.question = Question::kInit, .count = static_cast<std::int64_t>(slices.size())});
+        server.link.send_bytes(bytes_of(slices));
+        if (options_.worker > 0) return;
+        put(server, all, dense);
+        send_payload(server, server.outbox);
+      },
+      [](Server& server) { server.link.receive<AnswerHeader>(); });
+}
+
+void DistKVStore::set_optimizer(const StrategyOptions& options) {
+  with_servers(
+      [&](Server& server) {
+        server.link.send(QuestionHeader{.question = Question::kOptimizer});
+        server.link.send(to_message(options));
+      },
+      [](Server& server) { server.link.receive<AnswerHeader>(); });
+}
+
+void DistKVStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
+  const torch::NoGradGuard no_grad;
+  const auto merged = dense_views(sum_.sum(values, range.first));
+  const torch::Tensor flags = flags_of(merged);
+  const bool trained = any_trained(range);
+  const double threshold = trained ? options_.threshold : 0;
+  QuestionHeader header{.question = Question::kPush,
+                        .keys = range,
+                        .trained = trained ? 1 : 0,
+                        .samples = options.samples,
+                        .devices = static_cast<std::int64_t>(values.size()),
+                        .loss = options.loss,
+                        .learning_rate = options.learning_rate,
+                        .threshold = threshold};
+  with_servers(
+      [&](Server& server) {
+        if (threshold == 0) put(server, range, merged);
+        const torch::Tensor payload =
+            threshold > 0 ? two_bits_of(server, range, merged) : server.layout.region_of(range, server.outbox);
+        header.bytes = payload.numel();
+        server.link.send(header);
+        server.link.send_bytes(flags);
+        send_payload(server, payload);
+        bytes_pushed_ += header.bytes;
+      },
+      [](Server& server) { server.link.receive<AnswerHeader>(); });
+}
+
+void DistKVStore::put(Server& server, KeyRange range, const std::vector<torch::Tensor>& values) const {
+  for (const KeySlice& slice : server.layout.slices_of(range))
+    if (const torch::Tensor& value = values[static_cast<std::size_t>(slice.key - range.first)]; value.defined())
+      slice.in(server.outbox).copy_(value.narrow(0, slice.begin, slice.count));
+}
+
+// The words of all slices, one after the other, as bytes. What they leave out stays for the next push.
+torch::Tensor DistKVStore::two_bits_of(Server& server, KeyRange range, const std::vector<torch::Tensor>& values) const {
+  std::vector<torch::Tensor> words{torch::empty({0}, torch::kInt32)};
+  const auto slices = server.layout.slices_of(range);
+  for (const KeySlice& slice : slices) {
+    torch::Tensor& residual = server.residuals[static_cast<std::size_t>(&slice - server.layout.slices().data())];
+    if (!residual.defined()) residual = torch::zeros({slice.count}, slice.scalar_type());
+    const torch::Tensor& value = values[static_cast<std::size_t>(slice.key - range.first)];
+    if (value.defined()) residual.add_(value.narrow(0, slice.begin, slice.count));
+    words.push_back(value.defined() ? take_two_bits(residual, options_.threshold)
+                                    : torch::zeros({two_bit_words(slice.count)}, torch::kInt32));
+  }
+  return torch::cat(words).view(torch::kUInt8);
+}
+
+void DistKVStore::pull(KeyRange range, const DeviceTensors& into) {
+  const QuestionHeader header{.question = Question::kPull, .keys = range, .trained = any_trained(range) ? 1 : 0};
+  with_servers([&](Server& server) { server.link.send(header); },
+               [&](Server& server) {
+                 const torch::Tensor region = server.layout.region_of(range, server.inbox);
+                 server.link.receive<AnswerHeader>();
+                 server.link.receive_bytes(region);
+                 bytes_pulled_ += region.numel();
+               });
+  take(range, into);
+}
+
+void DistKVStore::take(KeyRange range, const DeviceTensors& into) {
+  sum_.on_every_device(into.size(), [&](std::size_t device) {
+    const torch::NoGradGuard no_grad;
+    for (const Server& server : servers_)
+      for (const KeySlice& slice : server.layout.slices_of(range)) {
+        const torch::Tensor& whole = into[device][static_cast<std::size_t>(slice.key - range.first)];
+        dense_view(whole.detach()).narrow(0, slice.begin, slice.count).copy_(slice.in(server.inbox));
+      }
+  });
+}
+
+torch::Tensor DistKVStore::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
+  const std::int64_t number = number_of(name);
+  const Key& key = keys()[static_cast<std::size_t>(number)];
+  require_rows(key, rows);
+  const KeyRange only{number, number + 1};
+  const std::int64_t row = key.elements / key.rows;
+  std::vector<std::int64_t> sizes = like(number).sizes().vec();
+  sizes.front() = rows.numel();
+  const torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
+  const auto wanted_of = [&](const Server& server) {
+    const auto slices = server.layout.slices_of(only);
+    return slices.empty() ? RowsOfSlice{} : rows_in(slices.front(), rows, row);
+  };
+  with_servers(
+      [&](Server& server) {
+        const RowsOfSlice wanted = wanted_of(server);
+        if (!wanted.numbers.defined()) return;
+        server.link.send(QuestionHeader{.question = Question::kPullRows,
+                                        .keys = only,
+                                        .count = wanted.numbers.numel(),
+                                        .bytes = row * static_cast<std::int64_t>(result.element_size())});
+        server.link.send_bytes(wanted.numbers.view(torch::kUInt8));
+      },
+      [&](Server& server) {
+        const RowsOfSlice wanted = wanted_of(server);
+        if (!wanted.numbers.defined()) return;
+        const torch::Tensor values = torch::empty({wanted.numbers.numel(), row}, key.dtype);
+        server.link.receive<AnswerHeader>();
+        server.link.receive_bytes(values.view({-1}).view(torch::kUInt8));
+        torch::Tensor(result).index_copy_(0, wanted.places, values);
+        bytes_pulled_ += static_cast<std::int64_t>(values.nbytes());
+      });
+  return result.view(sizes);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,79 @@
+// strategy/kvstore/dist_kvstore.h: a worker's side of a store on servers. S2.
+//
+// Flow:    values of the devices -> summed here (level 1) -> messages.h -> servers (level 2), and back
+// Owns:    its ends of the links; for each server a block to send from and one to receive into
+// Threads: one thread
+// Ranks:   a worker. What dist_sync merges, every worker pushes
+//
+// Notation: K bytes of values, N workers, S servers. A push or a pull sends K, spread over the servers; each server sends
+// and receives N K / S. With two bits a push of float32 sends K / 16.
+//
+// Every call blocks until all servers have answered. Throws PeerLost: a server is lost, or has given up because another
+// worker is; afterwards the store is of no use.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/strategy/kvstore/kvstore.h"
+#include "lockstep/strategy/kvstore/messages.h"
+#include "lockstep/strategy/kvstore/server.h"
+
+namespace lockstep {
+
+struct DistKVStoreOptions {
+  Consistency consistency = Consistency::kSync;
+  int worker = 0;              // the first one's values count in init()
+  std::int64_t split_above = 1'000'000;
+  double threshold = 0;        // of two-bit compression; 0: none
+};
+
+class DistKVStore : public KVStore {
+ public:
+  // servers: in order. devices: may be null, then all copies are made on the calling thread.
+  DistKVStore(const DistKVStoreOptions& options, std::vector<Link> servers, Devices* devices);
+
+  // Says goodbye, unless an exception is on its way out: then the servers notice that this worker is lost.
+  ~DistKVStore() override;
+  DistKVStore(const DistKVStore&) = delete;
+  DistKVStore& operator=(const DistKVStore&) = delete;
+
+  void set_optimizer(const StrategyOptions& options) override;
+  using KVStore::pull;
+  using KVStore::push;
+  void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) override;
+  void pull(KeyRange keys, const DeviceTensors& into) override;
+  torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) override;
+
+  std::int64_t bytes_pushed() const { return bytes_pushed_; }  // values, as they travelled
+  std::int64_t bytes_pulled() const { return bytes_pulled_; }
+
+ protected:
+  void create(const std::vector<torch::Tensor>& values) override;
+
+ private:
+  struct Server {
+    Link link;
+    BlockLayout layout{};
+    torch::Tensor outbox{};
+    torch::Tensor inbox{};
+    std::vector<torch::Tensor> residuals{};  // of its slices, with compression
+    std::vector<Work> sending{};
+  };
+
+  template <class Ask, class Answer>
+  void with_servers(const Ask& ask, const Answer& answer);
+  void send_payload(Server& server, const torch::Tensor& bytes);
+  void put(Server& server, KeyRange keys, const std::vector<torch::Tensor>& values) const;
+  torch::Tensor two_bits_of(Server& server, KeyRange keys, const std::vector<torch::Tensor>& values) const;
+  void take(KeyRange keys, const DeviceTensors& into);
+  bool any_trained(KeyRange keys) const;
+
+  DistKVStoreOptions options_;
+  DeviceSum sum_;
+  std::vector<Server> servers_;
+  std::int64_t bytes_pushed_ = 0;
+  std::int64_t bytes_pulled_ = 0;
+};
+
+}  // namespace lockstep

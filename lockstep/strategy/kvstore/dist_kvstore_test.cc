@@ -1,0 +1,334 @@
+// A store on servers, whose ranks are threads, over each transport.
+#include "lockstep/strategy/kvstore/dist_kvstore.h"
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "tests/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::Fabric;
+
+struct Cluster {
+  int servers = 1;
+  int workers = 2;
+  Consistency consistency = Consistency::kSync;
+  std::int64_t staleness = 0;
+  std::int64_t split_above = 4;
+  double threshold = 0;
+  std::chrono::milliseconds timeout = std::chrono::seconds(20);
+};
+
+using WorkerBody = std::function<void(DistKVStore& store, int worker)>;
+using ServerBody = std::function<void(KVServer& server)>;
+
+void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
+  testing::run_over(
+      fabric, cluster.servers + cluster.workers,
+      [&](World& world) {
+        const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
+        Links links = connect_links(world, roles, cluster.timeout);
+        if (const int number = roles.server_of(world.rank()); number >= 0) {
+          for (const Link& other : links.servers) other.send(QuestionHeader{.question = Question::kGoodbye});
+          KVServer server({.consistency = cluster.consistency,
+                           .staleness = cluster.staleness,
+                           .workers = roles.workers,
+                           .server = number,
+                           .servers = cluster.servers,
+                           .timeout = cluster.timeout},
+                          std::move(links.clients));
+          if (check) check(server);
+        } else {
+          DistKVStore store({.consistency = cluster.consistency,
+                             .worker = roles.worker_of(world.rank()),
+                             .split_above = cluster.split_above,
+                             .threshold = cluster.threshold},
+                            std::move(links.servers), nullptr);
+          work(store, roles.worker_of(world.rank()));
+        }
+      },
+      {.timeout = cluster.timeout});
+}
+
+class DistStore : public ::testing::TestWithParam<std::tuple<Fabric, int, int>> {
+ protected:
+  Fabric fabric() const { return std::get<0>(GetParam()); }
+  Cluster cluster() const { return {.servers = std::get<1>(GetParam()), .workers = std::get<2>(GetParam())}; }
+};
+INSTANTIATE_TEST_SUITE_P(Clusters, DistStore,
+                         ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
+                                            ::testing::Values(1, 2), ::testing::Values(1, 3)),
+                         [](const auto& test) {
+                           return lockstep::concat(testing::name_of(std::get<0>(test.param)), "_", std::get<1>(test.param),
+                                         "_servers_", std::get<2>(test.param), "_workers");
+                         });
+
+// Keys of several dtypes, split and whole; one worker's first values count.
+TEST_P(DistStore, S2_gives_every_worker_the_first_ones_values_and_then_the_mean_weighted_by_samples) {
+  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int worker) {
+    const auto w = static_cast<float>(worker);
+    store.init({{"a", torch::full({5, 2}, w)}, {"b", torch::full({3}, w)}, {"c", torch::full({7}, 2.0 + w, torch::kFloat64)}});
+    const DeviceTensors into{{torch::ones({5, 2}), torch::ones({3}), torch::ones({7}, torch::kFloat64)}};
+    store.pull({"a", "b", "c"}, into);
+    EXPECT_TRUE(torch::equal(into[0][0], torch::zeros({5, 2})));
+    EXPECT_TRUE(torch::equal(into[0][2], torch::full({7}, 2.0, torch::kFloat64)));
+    // Two devices each: sums of 2 + 4 worker, weighed by 1, 2, 3, 4 samples.
+    const DeviceTensors values{{torch::full({5, 2}, 2.0F), torch::full({7}, 2.0, torch::kFloat64)},
+                               {torch::full({5, 2}, 4.0F * w), torch::full({7}, 4.0 * w, torch::kFloat64)}};
+    store.push({"a", "c"}, values, {.samples = worker + 1});
+    store.pull({"a", "b", "c"}, into);
+    double sum = 0;
+    double samples = 0;
+    for (int each = 0; each < cluster().workers; ++each) {
+      sum += (2 + 4.0 * each) * (each + 1);
+      samples += each + 1;
+    }
+    EXPECT_TRUE(torch::allclose(into[0][0], torch::full({5, 2}, sum / samples, torch::kFloat32)));
+    EXPECT_TRUE(torch::equal(into[0][1], torch::zeros({3})));
+    EXPECT_TRUE(torch::allclose(into[0][2], torch::full({7}, sum / samples, torch::kFloat64), 1e-12));
+  });
+}
+
+TEST_P(DistStore, S2_updates_on_its_servers_in_every_consistency) {
+  for (const Consistency consistency : {Consistency::kSync, Consistency::kAsync, Consistency::kBounded}) {
+    Cluster here = cluster();
+    here.consistency = consistency;
+    here.staleness = 1;
+    std::mutex mutex;
+    run_cluster(
+        fabric(), here,
+        [&](DistKVStore& store, int) {
+          store.init({{"a", torch::zeros({6, 3})}, {"b", torch::zeros({2})}}, {{"plain", torch::zeros({1})}});
+          store.set_optimizer({.optimizer = "sgd", .sgd = {.lr = 1}});
+          const DeviceTensors into{{torch::ones({6, 3}), torch::ones({2}), torch::zeros({1})}};
+          store.pull({"a", "b", "plain"}, into);
+          for (int step = 0; step < 10; ++step)
+            store.push_pull({"a", "b"}, {{torch::ones({6, 3}), torch::ones({2})}}, {{into[0][0], into[0][1]}});
+          store.push({"plain"}, {{torch::full({1}, 5.0F)}});
+          store.pull({"plain"}, {{into[0][2]}});
+          EXPECT_EQ(into[0][2].item<float>(), 5);
+          if (consistency == Consistency::kSync) {
+            EXPECT_TRUE(torch::equal(into[0][0], torch::full({6, 3}, -10.0F)));
+          }
+        },
+        [&](KVServer& server) {
+          server.wait_for_pushes(10);
+          const std::lock_guard lock(mutex);
+          const ServerStatistics found = server.statistics();
+          const int updates = consistency == Consistency::kSync ? 10 : 10 * here.workers;
+          EXPECT_EQ(found.updates, updates);
+          EXPECT_EQ(found.delays.gradients(), 10 * here.workers);
+          EXPECT_LE(found.delays.max(), consistency == Consistency::kSync ? 0 : consistency == Consistency::kBounded ? 1 : 1000);
+          for (const SliceState& slice : server.states())
+            EXPECT_TRUE(slice.value.size(0) == 1 || torch::equal(slice.value, torch::full_like(slice.value, -updates)));
+        });
+  }
+}
+
+TEST_P(DistStore, S2_pulls_rows_of_a_split_key) {
+  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int) {
+    store.init({{"small", torch::ones({2})}, {"table", torch::arange(40, torch::kFloat32).view({10, 2, 2})}});
+    const torch::Tensor rows = store.row_sparse_pull("table", torch::tensor({9, 0, 4, 4}));
+    EXPECT_TRUE(torch::equal(rows, torch::arange(40, torch::kFloat32).view({10, 2, 2}).index_select(0, torch::tensor({9, 0, 4, 4}))));
+    EXPECT_EQ(store.bytes_pulled(), 4 * 4 * 4);
+    EXPECT_EQ(store.row_sparse_pull("table", torch::empty({0}, torch::kInt64)).size(0), 0);
+  });
+}
+
+TEST_P(DistStore, S2_sends_two_bits_per_element_and_what_is_left_with_the_next_push) {
+  Cluster here = cluster();
+  here.threshold = 0.5;
+  run_cluster(fabric(), here, [&](DistKVStore& store, int) {
+    store.init({{"a", torch::zeros({32, 2})}});
+    const torch::Tensor into = torch::zeros({32, 2});
+    float sum = 0;
+    for (int step = 0; step < 4; ++step) {
+      store.push_pull({"a"}, {{torch::full({32, 2}, 0.375F)}}, {{into}});
+      sum += into[0][0].item<float>();
+      EXPECT_TRUE(torch::equal(into, torch::full({32, 2}, into[0][0].item<float>())));
+    }
+    EXPECT_EQ(sum, 1.5);  // 0, 0.5, 0.5, 0.5: nothing is lost
+    EXPECT_LE(store.bytes_pushed(), 4 * (64 / 4 + 4 * here.servers));
+  });
+}
+
+// Keys that a worker has no value for count as zero; where nobody has one nothing happens.
+TEST_P(DistStore, takes_values_that_only_some_workers_have) {
+  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int worker) {
+    store.init({{"a", torch::zeros({4})}, {"b", torch::full({4}, 3.0F)}});
+    const DeviceTensors into{{torch::zeros({4}), torch::zeros({4})}};
+    store.push(KeyRange{0, 2}, {{worker == 0 ? torch::full({4}, 8.0F) : torch::Tensor(), torch::Tensor()}}, {});
+    store.pull(KeyRange{0, 2}, into);
+    EXPECT_TRUE(torch::equal(into[0][0], torch::full({4}, 8.0F / static_cast<float>(cluster().workers))));
+    EXPECT_TRUE(torch::equal(into[0][1], torch::full({4}, 3.0F)));
+  });
+}
+
+TEST(DistKVStore, says_that_workers_have_different_keys) {
+  const auto differ = [] {
+    run_cluster(Fabric::kSharedMemory, {}, [](DistKVStore& store, int worker) { store.init({{"a", torch::zeros({3 + worker})}}); },
+                [](KVServer& server) { server.layout(); server.wait_for_pushes(1); });
+  };
+  try {
+    differ();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_TRUE(contains(error.what(), "other keys than the workers before it"));
+  }
+}
+
+// ---- Who is slow or lost
+
+struct Loss : std::runtime_error {
+  Loss() : std::runtime_error("lost on purpose") {}
+};
+
+// What run_cluster throws, and how long it takes.
+std::string trouble_of(const std::function<void()>& run, double longest) {
+  const Stopwatch watch;
+  std::string text;
+  try {
+    run();
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  EXPECT_LT(watch.seconds(), longest);
+  return text;
+}
+
+class DistStoreOver : public ::testing::TestWithParam<Fabric> {};
+INSTANTIATE_TEST_SUITE_P(Fabrics, DistStoreOver, ::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
+                         [](const auto& test) { return testing::name_of(test.param); });
+
+void train(DistKVStore& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
+  store.init({{"a", torch::zeros({6})}});
+  store.set_optimizer({.optimizer = "sgd", .sgd = {.lr = 1}});
+  const DeviceTensors into{{torch::zeros({6})}};
+  store.pull({"a"}, into);
+  for (int step = 0; step < steps; ++step) {
+    before(step);
+    store.push_pull({"a"}, {{torch::ones({6})}}, into);
+  }
+}
+
+TEST_P(DistStoreOver, S2_dist_sync_ends_for_all_when_a_worker_is_lost) {
+  std::mutex mutex;
+  std::vector<std::string> said;
+  const auto note = [&](const std::exception& error) {
+    const std::lock_guard lock(mutex);
+    said.emplace_back(error.what());
+  };
+  trouble_of(
+      [&] {
+        run_cluster(
+            GetParam(), {.workers = 3},
+            [&](DistKVStore& store, int worker) {
+              try {
+                train(store, 50, [&](int step) {
+                  if (worker == 1 && step == 5) throw Loss();
+                });
+              } catch (const PeerLost& error) {
+                note(error);
+                throw;
+              }
+            },
+            [&](KVServer& server) {
+              try {
+                server.wait_for_pushes(50);
+              } catch (const PeerLost& error) {
+                note(error);
+                throw;
+              }
+            });
+      },
+      5);
+  ASSERT_EQ(said.size(), 3U);  // the server and two workers
+  int naming = 0;
+  for (const std::string& text : said) naming += text.find("worker 1 (rank 2) is lost") != std::string::npos;
+  EXPECT_GE(naming, GetParam() == Fabric::kSharedMemory ? 3 : 1) << said[0] << said[1] << said[2];
+}
+
+TEST_P(DistStoreOver, S2_dist_async_goes_on_without_a_worker_that_is_lost) {
+  std::int64_t updates = 0;
+  const std::string text = trouble_of(
+      [&] {
+        run_cluster(
+            GetParam(), {.workers = 3, .consistency = Consistency::kAsync},
+            [&](DistKVStore& store, int worker) {
+              train(store, 50, [&](int step) {
+                if (worker == 1 && step == 5) throw Loss();
+              });
+            },
+            [&](KVServer& server) {
+              server.wait_for_pushes(50);
+              updates = server.statistics().updates;
+            });
+      },
+      5);
+  EXPECT_EQ(updates, 50 + 5 + 50);
+  EXPECT_TRUE(contains(text, "lost on purpose"));  // nothing else went wrong
+}
+
+TEST_P(DistStoreOver, S2_ends_when_the_server_is_lost) {
+  int told = 0;
+  std::mutex mutex;
+  trouble_of(
+      [&] {
+        run_cluster(
+            GetParam(), {.workers = 2, .consistency = Consistency::kAsync},
+            [&](DistKVStore& store, int) {
+              try {
+                train(store, 1000000);
+              } catch (const PeerLost& error) {
+                const std::lock_guard lock(mutex);
+                told += contains(error.what(), "a server of the store is lost") ? 1 : 0;
+                throw;
+              }
+            },
+            [](KVServer& server) {
+              server.wait_for_pushes(20);
+              throw Loss();
+            });
+      },
+      5);
+  EXPECT_EQ(told, 2);
+}
+
+// A worker that stands still is lost after the timeout; until then dist_bounded waits for it.
+TEST(DistKVStore, S2_dist_bounded_waits_for_a_slow_worker_and_goes_on_without_a_stopped_one) {
+  std::int64_t updates = 0;
+  DelayHistogram delays;
+  std::atomic<int> reading{0}, done{0};
+  const std::string text = trouble_of(
+      [&] {
+        run_cluster(
+            Fabric::kSharedMemory,
+            {.workers = 3, .consistency = Consistency::kBounded, .staleness = 2, .timeout = std::chrono::milliseconds(1500)},
+            [&](DistKVStore& store, int worker) {
+              const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { ++done; });
+              train(store, 40, [&](int step) {
+                if (step == 0) ++reading;
+                while (reading < 3) std::this_thread::yield();  // who has read nothing yet holds nobody up
+                if (worker == 1 && step < 10) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                if (worker == 1 && step == 10)
+                  while (done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+              });
+            },
+            [&](KVServer& server) {
+              server.wait_for_pushes(40);
+              updates = server.statistics().updates;
+              delays = server.statistics().delays;
+            });
+      },
+      8);
+  EXPECT_EQ(updates, 40 + 10 + 40);
+  EXPECT_LE(delays.max(), 2);
+  EXPECT_GT(delays.mean(), 0);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,280 @@
+// The strategy `kvstore` between ranks that are threads: servers and workers go through the same loop.
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
+
+#include <torch/nn/modules/batchnorm.h>
+
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/sampler.h"
+#include "tests/strategies.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using namespace testing;
+
+StrategyOptions dist(const std::string& kind, int servers = 1) {
+  return {.name = "kvstore",
+          .sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true},
+          .seed = 4,
+          .timeout = std::chrono::seconds(20),
+          .kvstore = kind,
+          .servers = servers,
+          .split_above = 40};
+}
+
+Batch part_of(const Batch& batch, const Strategy& strategy, const World& share) {
+  if (!strategy.has_data()) return {batch.data.slice(0, 0, 0), batch.target.slice(0, 0, 0)};
+  const Range part = even_part(batch.size(), share.rank(), share.size());
+  return {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)};
+}
+
+using Step = std::function<void(const World& world, Strategy& strategy, int step)>;
+
+// As the training loop does it. Returns what rank 0 has in the end, and its report.
+struct Trained {
+  Course course;
+  std::map<std::string, double> report;
+  std::string table;
+};
+Trained train(int workers, const StrategyOptions& options, const Task& task = small_task(), int steps = kSteps,
+              std::int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
+  Trained trained;
+  run_ranks(options.servers + workers, [&](World& world) {
+    StrategyOptions mine = options;
+    if (world.rank() >= options.servers) mine.devices = 1 + (world.rank() - options.servers) % options.devices;
+    const auto strategy = make_strategy(world, task, mine);
+    const World share = strategy->data_world(world);
+    Course course;
+    for (int step = 0; step < steps; ++step) {
+      before(world, *strategy, step);
+      course.losses.push_back(strategy->compute(part_of(batch_of(step, samples), *strategy, share)).mean_loss);
+      strategy->update();
+    }
+    strategy->synchronise();
+    course.parameters = values_of(strategy->model());
+    if (world.rank() > 0) return;
+    const Report report = strategy->report();
+    trained = {.course = course, .report = {report.begin(), report.end()}, .table = strategy->table()};
+  });
+  return trained;
+}
+
+class DistSyncOfSize : public ::testing::TestWithParam<std::tuple<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize, ::testing::Combine(::testing::Values(1, 2), ::testing::Values(1, 2, 3, 4)),
+                         [](const auto& test) {
+                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param), "_workers");
+                         });
+
+TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_servers_update) {
+  const auto [servers, workers] = GetParam();
+  const Trained trained = train(workers, dist("dist_sync", servers));
+  expect_same_course(trained.course, on_one_device(small_task(), dist("")));
+}
+
+TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_workers_update) {
+  const auto [servers, workers] = GetParam();
+  StrategyOptions options = dist("dist_sync", servers);
+  options.update_on_kvstore = false;
+  options.optimizer = "adamw";
+  expect_same_course(train(workers, options).course, on_one_device(small_task(), options));
+}
+
+TEST(S2_dist_sync, trains_as_one_device_does_with_different_numbers_of_devices_per_worker) {
+  StrategyOptions options = dist("dist_sync", 2);
+  options.devices = 2;  // workers have 1, 2 and 1
+  options.optimizer = "lamb";
+  const Trained trained = train(3, options);
+  expect_same_course(trained.course, on_one_device(small_task(), options));
+}
+
+TEST(S2_dist_sync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_without_delay) {
+  StrategyOptions options = dist("dist_sync");
+  options.devices = 2;
+  const Trained trained = train(2, options, small_task(), 5, 16);  // workers of 1 and 2 devices: b = 8
+  EXPECT_EQ(trained.report.at("examples_per_update"), 16);
+  EXPECT_EQ(trained.report.at("examples_per_device"), 8);
+  EXPECT_EQ(trained.report.at("max_delay"), 0);
+  EXPECT_EQ(trained.report.at("updates"), 5);
+  EXPECT_TRUE(contains(trained.table, "dist_sync                    1-2         2                   4-8                    16           0"));
+}
+
+double distance(const Course& one, const Course& other) {
+  double sum = 0;
+  for (std::size_t i = 0; i < one.parameters.size(); ++i)
+    sum += (one.parameters[i] - other.parameters[i]).square().sum().item<double>();
+  return std::sqrt(sum);
+}
+
+// Two bits train a little differently: the residuals are what differs.
+TEST(S2_dist_sync, trains_with_two_bit_gradients) {
+  StrategyOptions options = dist("dist_sync", 2);
+  options.sgd = {.lr = 0.1};
+  options.compression = "2bit";
+  options.compression_amount = 0.05;
+  const Course exact = on_one_device(small_task(), options, 30);
+  const Course start = on_one_device(small_task(), options, 0);
+  const double off = distance(train(2, options, small_task(), 30).course, exact);
+  EXPECT_GT(off, 0);
+  EXPECT_LT(off, 0.3 * distance(start, exact));
+}
+
+// Batch normalisation: everybody's buffers are the mean of the workers'.
+TEST(S2_dist_sync, keeps_buffers_equal) {
+  Task task = small_task();
+  task.make_model = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::BatchNorm1d(4));
+    net->to(torch::kFloat64);
+    return net.ptr();
+  };
+  std::mutex mutex;
+  std::vector<torch::Tensor> means;
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, task, dist("dist_sync"));
+    const World share = strategy->data_world(world);
+    for (int step = 0; step < 3; ++step) {
+      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->update();
+    }
+    const torch::Tensor before = named_buffers(strategy->model())[0].tensor.clone();
+    strategy->synchronise();
+    const auto buffers = named_buffers(strategy->model());
+    EXPECT_EQ(buffers[2].tensor.item<std::int64_t>(), 3);
+    EXPECT_TRUE(world.rank() == 0 || torch::equal(buffers[0].tensor, before));
+    const std::lock_guard lock(mutex);
+    means.push_back(buffers[0].tensor.clone());
+  });
+  EXPECT_GT(means[0].abs().sum().item<double>(), 0);
+  for (const torch::Tensor& mean : means) EXPECT_TRUE(torch::equal(mean, means[0]));
+}
+
+// ---- dist_async and dist_bounded
+
+TEST(S2_dist_async, with_one_worker_trains_as_one_device_does) {
+  for (const int servers : {1, 2})
+    expect_same_course(train(1, dist("dist_async", servers)).course, on_one_device(small_task(), dist("")));
+}
+
+TEST(S2_dist_async, takes_b_examples_per_update_and_reports_the_delay) {
+  const Trained trained = train(3, dist("dist_async"), small_task(), 40, 12);
+  EXPECT_EQ(trained.report.at("examples_per_update"), 4);
+  EXPECT_EQ(trained.report.at("examples_per_device"), 4);
+  EXPECT_EQ(trained.report.at("updates"), 3 * 40);
+  EXPECT_GT(trained.report.at("max_delay"), 0);
+  double gradients = 0;
+  for (const auto& [name, value] : trained.report)
+    if (name.starts_with("delay_")) gradients += value;
+  EXPECT_EQ(gradients, 3 * 40);
+  EXPECT_TRUE(contains(trained.table, "dist_async"));
+  EXPECT_TRUE(contains(trained.table, "gradients by delay"));
+}
+
+// A worker that is slower than the others: without a bound the others leave it behind.
+Step slow_first_worker(int servers) {
+  return [servers](const World& world, Strategy&, int) {
+    if (world.rank() == servers) std::this_thread::sleep_for(std::chrono::milliseconds(4));
+  };
+}
+
+class DistBoundedBy : public ::testing::TestWithParam<std::tuple<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Bounds, DistBoundedBy, ::testing::Combine(::testing::Values(1, 2), ::testing::Values(0, 1, 3)),
+                         [](const auto& test) {
+                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param), "_updates");
+                         });
+
+TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worker_is_slow) {
+  const auto [servers, bound] = GetParam();
+  StrategyOptions options = dist("dist_bounded", servers);
+  options.staleness = bound;
+  std::mutex mutex;
+  double oldest = 0;  // on any server
+  run_ranks(servers + 3, [&, servers = servers](World& world) {
+    const auto strategy = make_strategy(world, small_task(), options);
+    const World share = strategy->data_world(world);
+    for (int step = 0; step < 30; ++step) {
+      slow_first_worker(servers)(world, *strategy, step);
+      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->update();
+    }
+    if (strategy->has_data()) return;
+    const Report report = strategy->report();
+    const std::map<std::string, double> numbers(report.begin(), report.end());
+    EXPECT_EQ(numbers.at("updates"), 90);
+    const std::lock_guard lock(mutex);
+    oldest = std::max(oldest, numbers.at("max_delay"));
+  });
+  EXPECT_LE(oldest, bound);
+}
+
+TEST(S2_dist_async, has_no_bound_for_the_delay_of_a_slow_worker) {
+  const Trained trained = train(3, dist("dist_async"), small_task(), 30, kBatch, slow_first_worker(1));
+  EXPECT_GT(trained.report.at("max_delay"), 3);
+}
+
+// ---- Checkpoints
+
+class Resumed : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(Servers, Resumed, ::testing::Combine(::testing::Values(1, 2), ::testing::Bool()));
+
+// The first server's model and optimizer hold what all servers have; put back, training goes on with the same bits.
+TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
+  const auto [servers, update_on_kvstore] = GetParam();
+  StrategyOptions options = dist("dist_sync", servers);
+  options.update_on_kvstore = update_on_kvstore;
+  const Course whole = train(2, options).course;
+  std::vector<torch::Tensor> parameters;
+  std::vector<Optimizer::StateTensors> states;
+  const auto run = [&](int from, int to, Course* result) {
+    run_ranks(servers + 2, [&, servers = servers](World& world) {
+      const auto strategy = make_strategy(world, small_task(), options);
+      const World share = strategy->data_world(world);
+      if (from > 0) {
+        const torch::NoGradGuard no_grad;
+        const auto into = strategy->model().parameters();
+        for (std::size_t i = 0; i < into.size(); ++i) {
+          torch::Tensor(into[i]).copy_(parameters[i]);
+          strategy->optimizer().set_state(into[i], states[i]);
+        }
+        strategy->restored(from);
+      }
+      for (int step = from; step < to; ++step) {
+        strategy->compute(part_of(batch_of(step), *strategy, share));
+        strategy->update();
+      }
+      strategy->synchronise();
+      if (world.rank() > 0) return;
+      if (result != nullptr) *result = {values_of(strategy->model()), {}};
+      parameters = values_of(strategy->model());
+      states.clear();
+      for (const torch::Tensor& parameter : strategy->model().parameters()) {
+        states.push_back(strategy->optimizer().state_of(parameter));
+        EXPECT_EQ(states.back().at("step").item<float>(), static_cast<float>(to));
+        for (auto& [name, tensor] : states.back()) tensor = tensor.clone();
+      }
+    });
+  };
+  Course resumed;
+  run(0, 9, nullptr);
+  run(9, kSteps, &resumed);
+  expect_same_bits({resumed.parameters, {}}, {whole.parameters, {}});
+}
+
+TEST(S2_kvstore, refuses_what_its_servers_cannot_do) {
+  const auto refusal = [](const StrategyOptions& options, int workers) {
+    return message_of<UsageError>([&] {
+      run_ranks(options.servers + workers, [&](World& world) { make_strategy(world, small_task(), options); });
+    });
+  };
+  StrategyOptions clipped = dist("dist_sync", 2);
+  clipped.clipping.max_norm = 1;
+  EXPECT_TRUE(contains(refusal(clipped, 1), "--clip-norm where several servers update"));
+  EXPECT_TRUE(contains(refusal(dist("dist_sync", 2), 0), "2 servers and 0 workers"));
+}
+
+}  // namespace
+}  // namespace lockstep

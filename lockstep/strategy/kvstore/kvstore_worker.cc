@@ -1,0 +1,89 @@
+#include "lockstep/strategy/kvstore/kvstore_worker.h"
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/strategy/towers.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
+  std::vector<torch::Tensor> tensors;
+  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+  return tensors;
+}
+
+}  // namespace
+
+std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
+  std::vector<NamedTensor> parameters = named_parameters(model);
+  std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
+  return parameters;
+}
+
+KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
+    : task_(task),
+      devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
+      replicas_(make_replicas(options.devices, task, options)),
+      update_in_store_(update_in_store) {
+  for (const Replica& replica : replicas_) {
+    parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
+    weights_.push_back(parameters_.back());
+    for (const auto& [name, buffer] : named_buffers(*replica.model)) weights_.back().push_back(buffer);
+  }
+}
+
+BatchTotals KVStoreWorker::compute(const Batch& batch) {
+  before_step();
+  Stopwatch watch;
+  const auto shards = split_and_load(batch, devices_);
+  const auto losses = tower_losses(devices_, task_, replicas_, shards);
+  phases_.forward += watch.seconds();
+  watch = Stopwatch();
+  backward(devices_, losses, shards);
+  phases_.backward += watch.seconds();
+  last_ = {};
+  for (std::size_t i = 0; i < losses.size(); ++i)
+    if (losses[i].defined()) last_.add(shards[i].size(), losses[i].item<double>());
+  return over_workers(last_);
+}
+
+void KVStoreWorker::update() {
+  Stopwatch watch;
+  const DeviceTensors pushed = gradients();
+  push_buffers(push_options());
+  store().push(trained_keys(), pushed, push_options());
+  update_in_store_ ? pull_weights() : store().pull(trained_keys(), pushed);
+  phases_.exchange += watch.seconds();
+  if (update_in_store_) return;
+  watch = Stopwatch();
+  follow_learning_rate(replicas_);
+  lockstep::update(devices_, replicas_);
+  phases_.update += watch.seconds();
+}
+
+PushOptions KVStoreWorker::push_options() const {
+  const BatchTotals totals = last_.totals();
+  return {.samples = totals.samples,
+          .loss = totals.samples > 0 ? totals.mean_loss : 0,
+          .learning_rate = replicas_.front().optimizer->param_groups().front().options().get_lr()};
+}
+
+void KVStoreWorker::pull_weights() {
+  const auto keys = static_cast<std::int64_t>(store().keys().size());
+  DeviceTensors into = weights_;
+  for (auto& device : into) device.resize(static_cast<std::size_t>(keys));  // a local store has no buffers
+  store().pull(KeyRange{0, keys}, into);
+}
+
+// Each key's on every device, or on none.
+DeviceTensors KVStoreWorker::gradients() {
+  static_cast<void>(with_gradients(parameters_));
+  DeviceTensors gradients;
+  for (const auto& device : parameters_) {
+    gradients.emplace_back();
+    for (const torch::Tensor& parameter : device) gradients.back().push_back(parameter.grad());
+  }
+  return gradients;
+}
+
+}  // namespace lockstep

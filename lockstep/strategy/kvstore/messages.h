@@ -1,0 +1,113 @@
+// strategy/kvstore/messages.h: what workers and servers say to each other.
+//
+// A client (worker, or the first server) asks, the server answers, one question at a time: a header of fixed size, then
+// what belongs to it. Both sides know the length of everything before it comes.
+//
+//   question     beside the header                          answer, after its header
+//   kInit        table of slices; the first worker: values
+//   kOptimizer   the optimizer's options
+//   kPush        which keys have a value; values of range
+//   kPull                                                   values of range
+//   kPullRows    numbers of rows                            the rows
+//   kState                                                  per slice: value and the optimizer's state
+//   kGoodbye                                                none, not even a header
+//
+// Flow:    dist_kvstore.h -> here -> World's messages -> server.h, and back
+// Owns:    a Link: a World of its own with two ranks, the server and the client
+// Threads: a Link belongs to one thread, but for abandon()
+// Ranks:   one of the two
+#pragma once
+
+#include <torch/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/collective/world.h"
+#include "lockstep/strategy/kvstore/key_plan.h"
+
+namespace lockstep {
+
+enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPull, kPullRows, kState, kGoodbye };
+
+struct QuestionHeader {
+  Question question = Question::kGoodbye;
+  KeyRange keys{};
+  std::int64_t count = 0;      // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
+  std::int64_t bytes = 0;      // kPush: of the values as they travel; kPullRows: of a row
+  std::int64_t trained = 0;    // 1: there are trained keys among them
+  // kPush:
+  std::int64_t samples = 0;    // that the gradient is the mean of
+  std::int64_t devices = 1;    // that computed it
+  double loss = 0;             // mean over the samples
+  double learning_rate = std::numeric_limits<double>::quiet_NaN();  // NaN: the optimizer's own
+  double threshold = 0;        // of two-bit values; 0: values as they are
+};
+
+struct AnswerHeader {
+  std::int64_t count = 0;    // kState: slices
+};
+
+class Link {
+ public:
+  explicit Link(World pair) : pair_(std::move(pair)) {}
+
+  // A value of fixed size, or bytes of a length that both sides know. Block until they are there, or on their way.
+  // Throw PeerLost.
+  template <class Header>
+  void send(const Header& header) const {
+    static_assert(std::is_trivially_copyable_v<Header>);
+    send_bytes(bytes_of(const_cast<Header*>(&header), sizeof header));
+  }
+  template <class Header>
+  Header receive() const {
+    static_assert(std::is_trivially_copyable_v<Header>);
+    Header header{};
+    receive_bytes(bytes_of(&header, sizeof header));
+    return header;
+  }
+  void send_bytes(const torch::Tensor& bytes) const;
+  void receive_bytes(const torch::Tensor& bytes) const;
+  [[nodiscard]] Work start_sending(const torch::Tensor& bytes) const;  // not of nothing
+
+  torch::Tensor allocate(std::int64_t bytes) const;  // zeros, where the other side can read them
+  const World& world() const { return pair_; }
+  int peer() const { return 1 - pair_.rank(); }
+
+  // Ends every wait at both ends. From any thread.
+  void abandon(const std::string& reason) const { pair_.abandon(reason); }
+
+ private:
+  static torch::Tensor bytes_of(void* data, std::size_t size) {
+    return torch::from_blob(data, {static_cast<std::int64_t>(size)}, torch::kUInt8);
+  }
+  World pair_;
+};
+
+// Which of the ranks are servers, in the order of their numbers, and which are workers.
+struct Roles {
+  std::vector<int> servers;  // ranks
+  std::vector<int> workers;
+  int server_of(int rank) const;  // its number among the servers; -1: it is none
+  int worker_of(int rank) const;
+};
+
+// serves: does this rank? All ranks call. Throws UsageError: no server, no worker, or rank 0 is none.
+Roles agree_on_roles(const World& world, bool serves);
+
+// Links of this rank with connections of their own. Clients: the workers in order, and last, for every server but the
+// first, the first server. All ranks call. A client that is silent for `timeout` is lost to its server; clients wait three
+// times as long, so that they hear of it instead of losing the server.
+struct Links {
+  std::vector<Link> clients;  // of a server
+  std::vector<Link> servers;  // of a client; the first server has those of the other servers
+};
+Links connect_links(const World& world, const Roles& roles, std::chrono::milliseconds timeout);
+
+}  // namespace lockstep

@@ -1,0 +1,142 @@
+// What needs no ranks: where keys lie, who may go on, and what was measured.
+#include <random>
+
+#include "lockstep/base/text.h"
+#include "lockstep/strategy/kvstore/delay_histogram.h"
+#include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/strategy/kvstore/server_statistics.h"
+#include "lockstep/strategy/kvstore/staleness_gate.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+
+std::vector<Key> keys_of(const std::vector<std::int64_t>& elements) {
+  std::vector<Key> keys;
+  for (const std::int64_t each : elements) keys.push_back({.name = concat("key", keys.size()), .elements = each, .rows = each});
+  return keys;
+}
+
+TEST(KeyPlan, S2_spreads_small_keys_and_splits_large_ones_over_all_servers) {
+  const auto blocks = plan_keys(keys_of({100, 3000, 90, 10, 200}), {.servers = 3, .split_above = 1000});
+  std::vector<std::int64_t> found(5);
+  for (const BlockLayout& block : blocks) {
+    std::int64_t end = 0;
+    for (const KeySlice& slice : block.slices()) {
+      found[static_cast<std::size_t>(slice.key)] += slice.count;
+      EXPECT_GE(slice.offset, end);
+      EXPECT_EQ(slice.offset % 64, 0);
+      end = slice.offset + slice.bytes();
+      EXPECT_TRUE(slice.key != 1 || slice.count == 1000);
+    }
+    EXPECT_LE(end, block.bytes());
+    EXPECT_GE(block.slices().size(), 2U);
+  }
+  EXPECT_EQ(found, (std::vector<std::int64_t>{100, 3000, 90, 10, 200}));
+}
+
+TEST(KeyPlan, splits_at_rows_and_gives_nothing_to_servers_without_a_row) {
+  std::vector<Key> keys = keys_of({14});
+  keys[0].rows = 2;
+  const auto blocks = plan_keys(keys, {.servers = 3, .split_above = 1});
+  std::int64_t servers = 0;
+  for (const BlockLayout& block : blocks)
+    for (const KeySlice& slice : block.slices()) {
+      EXPECT_EQ(slice.count, 7);
+      ++servers;
+    }
+  EXPECT_EQ(servers, 2);
+}
+
+TEST(KeyPlan, a_range_of_keys_is_one_run_of_bytes) {
+  const auto blocks = plan_keys(keys_of({5, 6, 7}), {.servers = 1});
+  const torch::Tensor block = torch::zeros({blocks[0].bytes()}, torch::kUInt8);
+  blocks[0].slices()[1].in(block).fill_(2.0F);
+  const torch::Tensor region = blocks[0].region_of({1, 2}, block);
+  EXPECT_TRUE(torch::equal(region.view(torch::kFloat32), torch::full({6}, 2.0F)));
+  EXPECT_EQ(blocks[0].region_of({0, 3}, block).numel(), 128 + 28);
+  EXPECT_EQ(blocks[0].region_of({1, 1}, block).numel(), 0);
+}
+
+// Workers that read, compute and update at random; the delays of all updates are counted independently.
+class GateOfBound : public ::testing::TestWithParam<std::tuple<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Gates, GateOfBound, ::testing::Combine(::testing::Values(1, 2, 3, 4, 7), ::testing::Values(0, 1, 2, 5)));
+
+TEST_P(GateOfBound, S2_lets_no_gradient_get_older_than_the_bound_and_never_stops_everybody) {
+  const auto [workers, bound] = GetParam();
+  StalenessGate gate(workers, bound);
+  std::mt19937 random(7);
+  std::vector<bool> holds(static_cast<std::size_t>(workers));
+  std::vector<std::int64_t> read_at(holds.size());
+  std::int64_t updates = 0;
+  std::int64_t oldest = 0;
+  for (int round = 0; round < 20000; ++round) {
+    const int worker = std::uniform_int_distribution<int>(0, workers - 1)(random);
+    const auto w = static_cast<std::size_t>(worker);
+    bool anybody = false;
+    for (int each = 0; each < workers; ++each)
+      anybody = anybody || (holds[static_cast<std::size_t>(each)] ? gate.may_update(each) : gate.may_read(each));
+    ASSERT_TRUE(anybody);
+    if (holds[w] && gate.may_update(worker)) {
+      oldest = std::max(oldest, updates - read_at[w]);
+      ++updates;
+      gate.update(worker);
+      holds[w] = false;
+    } else if (!holds[w] && gate.may_read(worker)) {
+      gate.read(worker);
+      read_at[w] = updates;
+      holds[w] = true;
+    }
+  }
+  EXPECT_GT(updates, 1000);
+  EXPECT_LE(oldest, bound);
+  EXPECT_TRUE(workers <= bound + 1 || oldest == bound) << oldest;  // it is made use of
+}
+
+TEST(StalenessGate, does_not_wait_for_a_worker_that_left) {
+  StalenessGate gate(2, 1);
+  gate.read(0);
+  gate.read(1);
+  gate.update(1);
+  gate.read(1);
+  EXPECT_FALSE(gate.may_update(1));
+  gate.leave(0);
+  EXPECT_TRUE(gate.may_update(1));
+}
+
+TEST(StalenessGate, lets_nobody_in_while_an_update_is_under_way_to_other_servers) {
+  StalenessGate gate(2, 5, /*several_servers=*/true);
+  gate.read(0);
+  gate.update(0);
+  EXPECT_FALSE(gate.may_update(1));
+  EXPECT_FALSE(gate.may_read(1));
+  EXPECT_TRUE(gate.may_read(0));
+  gate.read(0);
+  EXPECT_TRUE(gate.may_update(1));
+}
+
+TEST(DelayHistogram, counts_and_draws_what_it_was_given) {
+  DelayHistogram histogram;
+  for (const int delay : {0, 0, 1, 3}) histogram.add(delay);
+  EXPECT_EQ(histogram.gradients(), 4);
+  EXPECT_EQ(histogram.max(), 3);
+  EXPECT_DOUBLE_EQ(histogram.mean(), 1.0);
+  EXPECT_TRUE(contains(histogram.text(), "delay 0                 2  ########################################\n"));
+  EXPECT_TRUE(contains(histogram.text(), "delay 2                 0  \n"));
+  for (int delay = 0; delay < 100; ++delay) histogram.add(delay);
+  EXPECT_TRUE(contains(histogram.text(), "delay 0-6 "));
+}
+
+TEST(ServerStatistics, shows_what_was_measured_as_S2_puts_it) {
+  ServerStatistics statistics{.store = "dist_async", .workers = 2};
+  statistics.add_gradient({.samples = 32, .devices = 2}, 0);
+  statistics.add_gradient({.samples = 32, .devices = 1}, 5);
+  statistics.add_update(32);
+  EXPECT_TRUE(contains(statistics.table(), "dist_async                   1-2         2                 16-32                    32           5"));
+  EXPECT_TRUE(contains(statistics.table(), "delay 5"));
+}
+
+}  // namespace
+}  // namespace lockstep

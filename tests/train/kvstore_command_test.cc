@@ -1,0 +1,201 @@
+// `--strategy kvstore` as processes: servers and workers that are started, killed and stopped for real.
+#include <dirent.h>
+#include <signal.h>
+
+#include <map>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "tests/launch/child.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::Child;
+using testing::contains;
+using testing::Ended;
+using testing::run;
+using testing::TempFolder;
+using Words = std::vector<std::string>;
+
+Words operator+(Words words, const Words& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
+Words kvstore(const std::string& kind) { return kProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"}; }
+
+std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
+  std::vector<nlohmann::json> lines;
+  for (const auto& line : split(read_file(path), '\n'))
+    if (!line.empty()) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+std::vector<double> losses_in(const std::filesystem::path& path) {
+  std::vector<double> losses;
+  for (const auto& line : metrics_in(path))
+    if (line["event"] == "step") losses.push_back(line["loss"]);
+  return losses;
+}
+
+std::string tensors_of(const std::filesystem::path& path) {
+  const std::string bytes = read_file(path);
+  return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
+}
+
+TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_same_bits) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& name, const Words& more) {
+    const Ended ended = run(kvstore("dist_sync") + Words{"--servers", "2", "--ranks", "2", "--devices-per-worker", "1,2",
+                                                         "--split-above", "5000", "--batch-size", "64", "--quiet", "--metrics",
+                                                         folder / (name + ".jsonl"), "--checkpoint-dir", folder / name,
+                                                         "--checkpoint-every", "4"} + more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  };
+  train("whole", {"--max-steps", "10"});
+  train("parts", {"--max-steps", "4"});
+  train("parts", {"--max-steps", "10", "--resume"});
+  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"), tensors_of(folder / "parts" / "step-00000010.safetensors"));
+  const auto last = metrics_in(folder / "whole.jsonl").back();
+  EXPECT_EQ(last["examples_per_update"], 64);
+  EXPECT_EQ(last["devices_per_worker"], 2);
+  EXPECT_EQ(last["max_delay"], 0);
+  EXPECT_EQ(run(kProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics", folder / "one.jsonl"}).exit_code, 0);
+  const auto one = losses_in(folder / "one.jsonl");
+  const auto many = losses_in(folder / "whole.jsonl");
+  ASSERT_EQ(one.size(), many.size());
+  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
+}
+
+TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
+  const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: the largest weight"));
+  EXPECT_TRUE(contains(ended.output, "local_update_cpu               2         1                     8                    16           0"));
+}
+
+// The same samples; 1.5 points. `make soak` trains LeNet for longer.
+TEST(KVStoreCommand, S2_dist_async_learns_as_much_as_dist_sync_and_reports_the_delay) {
+  const TempFolder folder;
+  const int epochs = testing::rounds("LOCKSTEP_ASYNC_EPOCHS", 0);
+  const auto accuracy = [&](const std::string& kind) {
+    const Words lenet = {LOCKSTEP_COMMAND, "train", "--threads", "1", "--model", "lenet", "--strategy", "kvstore", "--kvstore", kind};
+    const Ended ended = run((epochs > 0 ? lenet : kvstore(kind)) +
+                            Words{"--ranks", "2", "--epochs", std::to_string(std::max(1, epochs)), "--batch-size", "256",
+                                  "--lr", "0.05", "--momentum", "0", "--metrics", folder / kind});
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    EXPECT_TRUE(contains(ended.output, "examples per update   max delay"));
+    return metrics_in(folder / kind).back();
+  };
+  const auto sync = accuracy("dist_sync");
+  const auto async = accuracy("dist_async");
+  EXPECT_GT(async["max_delay"], 0);
+  EXPECT_EQ(sync["max_delay"], 0);
+  EXPECT_EQ(async["examples_per_update"], 128);
+  EXPECT_EQ(sync["examples_per_update"], 256);
+  EXPECT_EQ(sync["samples"], async["samples"]);
+  EXPECT_NEAR(async["val_accuracy"].get<double>(), sync["val_accuracy"].get<double>(), 0.015);
+  EXPECT_GT(sync["val_accuracy"].get<double>(), 0.5);
+}
+
+// ---- Who is lost. `lockstep run` starts programs, whose environment tells their rank.
+
+int parent_of(int pid) {
+  const std::string stat = read_file(concat("/proc/", pid, "/stat"));
+  return std::stoi(split(stat.substr(stat.rfind(')') + 2), ' ').at(1));
+}
+
+int pid_of_rank(int launcher, int rank) {
+  const std::string wanted = concat("RANK=", rank);
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    int pid = 0;
+    if (!parse_int(entry.path().filename().string(), pid)) continue;
+    try {
+      const auto variables = split(read_file(entry.path() / "environ"), '\0');
+      if (std::ranges::find(variables, wanted) != variables.end() && parent_of(pid) == launcher) return pid;
+    } catch (const SystemError&) {  // it has ended meanwhile
+    }
+  }
+  return 0;
+}
+
+std::size_t steps_in(const std::filesystem::path& path) {
+  try {
+    return losses_in(path).size();
+  } catch (const std::exception&) {  // not there yet, or a line half written
+    return 0;
+  }
+}
+
+class KVStoreLoss : public ::testing::Test {
+ protected:
+  // One server, three workers.
+  Words job(const std::string& kind, const Words& more) {
+    return Words{LOCKSTEP_COMMAND, "run", "--servers", "1", "--workers", "3", "--grace", "0.5"} +
+           (kind == "dist_sync" ? Words{} : Words{"--workers-may-fail"}) + Words{"--"} + kvstore(kind) +
+           Words{"--batch-size", "24", "--quiet", "--metrics", metrics()} + more;
+  }
+  std::string metrics() const { return folder.file("m.jsonl"); }
+
+  void signal_rank(const Child& launcher, int rank, int number) {
+    ASSERT_TRUE(testing::wait_until([&] { return steps_in(metrics()) >= 20; }));
+    const int pid = pid_of_rank(launcher.pid(), rank);
+    ASSERT_GT(pid, 0);
+    ASSERT_EQ(::kill(pid, number), 0);
+  }
+
+  TempFolder folder;
+};
+
+TEST_F(KVStoreLoss, S2_dist_sync_ends_with_a_clear_error_when_a_worker_is_killed) {
+  Child launcher(job("dist_sync", {"--epochs", "1000"}));
+  signal_rank(launcher, 2, SIGKILL);
+  const Stopwatch watch;
+  EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
+  EXPECT_LT(watch.seconds(), 5);
+  EXPECT_TRUE(contains(launcher.error(), "rank 2 was ended by signal 9"));
+  EXPECT_TRUE(contains(launcher.output() + launcher.error(), "worker 1 (rank 2) is lost"));
+}
+
+TEST_F(KVStoreLoss, S2_dist_async_goes_on_when_a_worker_is_killed) {
+  Child launcher(job("dist_async", {"--max-steps", "400"}));
+  signal_rank(launcher, 2, SIGKILL);
+  EXPECT_EQ(launcher.wait(), 0) << launcher.error();
+  EXPECT_TRUE(contains(launcher.error(), "the other workers go on"));
+  EXPECT_TRUE(contains(launcher.error(), "rank 2 was ended by signal 9 (Killed); the job goes on without it"));
+  const auto last = metrics_in(metrics()).back();
+  EXPECT_EQ(last["steps"], 400);
+  EXPECT_GE(last["updates"], 800);
+  EXPECT_LT(last["updates"], 1200);
+}
+
+TEST_F(KVStoreLoss, S2_dist_bounded_goes_on_when_a_worker_stands_still) {
+  Child launcher(job("dist_bounded", {"--max-steps", "400", "--timeout", "2", "--staleness", "2"}));
+  signal_rank(launcher, 3, SIGSTOP);
+  const Stopwatch watch;
+  EXPECT_EQ(launcher.wait(), 0) << launcher.error();
+  EXPECT_GT(watch.seconds(), 1.5);  // it was waited for
+  EXPECT_TRUE(contains(launcher.error(), "worker 2 (rank 3) is lost"));
+  const auto last = metrics_in(metrics()).back();
+  EXPECT_EQ(last["steps"], 400);
+  EXPECT_LE(last["max_delay"], 2);
+}
+
+TEST_F(KVStoreLoss, S2_all_end_with_a_clear_error_when_the_server_is_killed) {
+  Child launcher(job("dist_async", {"--epochs", "1000"}));
+  signal_rank(launcher, 0, SIGKILL);
+  const Stopwatch watch;
+  EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
+  EXPECT_LT(watch.seconds(), 5);
+  EXPECT_TRUE(contains(launcher.error(), "rank 0 was ended by signal 9"));
+}
+
+}  // namespace
+}  // namespace lockstep
