@@ -23,7 +23,7 @@ inline std::size_t chunk_bytes(std::size_t bytes) {
 
 // Few bytes go in one slice: more owners would only add messages.
 inline int slices_for(std::size_t bytes, int slices) {
-  constexpr std::size_t kWorthDividing = std::size_t{64} << 10;
+  constexpr std::size_t kWorthDividing = std::size_t{256} << 10;
   return bytes <= kWorthDividing ? 1 : slices;
 }
 
