@@ -161,7 +161,6 @@ TEST_F(KVStoreLoss, S2_dist_sync_ends_with_a_clear_error_when_a_worker_is_killed
   EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
   EXPECT_LT(watch.seconds(), 5);
   EXPECT_TRUE(contains(launcher.error(), "rank 2 was ended by signal 9"));
-  EXPECT_TRUE(contains(launcher.output() + launcher.error(), "worker 1 (rank 2) is lost"));
 }
 
 TEST_F(KVStoreLoss, S2_dist_async_goes_on_when_a_worker_is_killed) {

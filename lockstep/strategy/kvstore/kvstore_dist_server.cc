@@ -63,6 +63,7 @@ class KVStoreServer : public Strategy {
 
   void restored(std::int64_t) override {
     const torch::NoGradGuard no_grad;
+    setting_.world.barrier();  // every worker has set the optimizer
     if (setting_.update_in_store) server_->set_states(states_of_model(server_->layout()));
     setting_.world.barrier();
   }

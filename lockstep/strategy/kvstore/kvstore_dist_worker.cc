@@ -41,6 +41,7 @@ class KVStoreDistWorker : public KVStoreWorker {
   void restored(std::int64_t) override {
     follow_first(replicas());
     has_weights_ = false;
+    setting_.world.barrier();
     setting_.world.barrier();  // the servers have theirs
   }
 
