@@ -37,5 +37,7 @@ int main(int argc, char** argv) {
                         .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
                           return torch::cross_entropy_loss(output, target);
                         },
+                        .correct = [](const torch::Tensor& output,
+                                      const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
                         .name = "perceptron"});
 }
