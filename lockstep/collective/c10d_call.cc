@@ -17,19 +17,21 @@ using std::chrono::milliseconds;
 
 std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
 
-C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
-  return issue_alone(issue);
-} catch (const std::exception& error) {  // before anything was sent
-  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
-                    .here = call.here,
-                    .likely = "a dtype or a layout that c10d does not exchange"});
-}
-
 PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
   return PeerLost({.what = concat(call.operation, " failed: ", first_line(cause)),
                    .here = call.here,
                    .likely = "another rank died, failed or stopped; the launcher names the first",
                    .next = "run again with --resume to go on from the last checkpoint"});
+}
+
+C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
+  return issue_alone(issue);
+} catch (const c10::Error& error) {  // before anything was sent
+  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
+                    .here = call.here,
+                    .likely = "a dtype or a layout that c10d does not exchange"});
+} catch (const std::exception& error) {  // Gloo's own: a connection that is closed already
+  throw peer_lost(call, error);
 }
 
 PeerLost not_finished(const C10dCall& call) {

@@ -31,8 +31,8 @@ struct C10dCall {
   std::function<void()> finish = {};  // once the data is there, before wait() returns
 };
 
-// `issue` starts the call. What it throws at once is about the arguments: UsageError. What comes later is about a peer:
-// PeerLost, from wait().
+// `issue` starts the call. A c10::Error that it throws at once is about the arguments: UsageError. All else is about a peer:
+// PeerLost, at once or from wait().
 std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
 
 // Messages over Gloo, which says whether one is done only to those who wait, and gives up one that nobody holds.

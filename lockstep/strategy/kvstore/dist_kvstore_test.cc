@@ -299,7 +299,7 @@ TEST_P(DistStoreOver, S2_ends_when_the_server_is_lost) {
 }
 
 // A worker that stands still is lost after the timeout; until then dist_bounded waits for it.
-TEST(DistKVStore, S2_dist_bounded_waits_for_a_slow_worker_and_goes_on_without_a_stopped_one) {
+TEST(DistKVStore, S2_dist_bounded_waits_for_a_stopped_worker_and_goes_on_without_it) {
   std::int64_t updates = 0;
   DelayHistogram delays;
   std::atomic<int> reading{0}, done{0};
@@ -313,9 +313,7 @@ TEST(DistKVStore, S2_dist_bounded_waits_for_a_slow_worker_and_goes_on_without_a_
               train(store, 40, [&](int step) {
                 if (step == 0) ++reading;
                 while (reading < 3) std::this_thread::yield();  // who has read nothing yet holds nobody up
-                if (worker == 1 && step < 10) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-                if (worker == 1 && step == 10)
-                  while (done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                while (worker == 1 && done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
               });
             },
             [&](KVServer& server) {
@@ -325,7 +323,7 @@ TEST(DistKVStore, S2_dist_bounded_waits_for_a_slow_worker_and_goes_on_without_a_
             });
       },
       8);
-  EXPECT_EQ(updates, 40 + 10 + 40);
+  EXPECT_EQ(updates, 40 + 40);
   EXPECT_LE(delays.max(), 2);
   EXPECT_GT(delays.mean(), 0);
 }

@@ -20,6 +20,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -98,8 +99,7 @@ class KVServer {
   void pull_rows(int worker, const QuestionHeader& question);
   void send_states(int client, const QuestionHeader& question);
 
-  template <class Ready>
-  void wait(Lock& lock, const std::string& what, const Ready& ready);
+  void wait(Lock& lock, const std::string& what, const std::function<bool()>& ready);
   void wait_for_keys(Lock& lock);
   void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
