@@ -74,6 +74,12 @@ TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_s
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
 }
 
+TEST(KVStoreCommand, S2_servers_take_no_part_of_the_batch) {
+  const Ended ended = run(kvstore("dist_sync") + Words{"--servers", "4", "--ranks", "1", "--max-steps", "2", "--batch-size", "2",
+                                                       "--quiet"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+}
+
 TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
   const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
   EXPECT_EQ(ended.exit_code, 0);

@@ -72,6 +72,7 @@ class KVStoreServer : public Strategy {
   Optimizer& optimizer() override { return *replica_.optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
   bool has_data() const override { return false; }
+  World data_world(const World&) const override { return World::single(); }  // it has no part in the batches
   World loop_world(const World& world) const override { return setting_.in_step() ? world : World::single(); }
   Report report() const override { return server_->statistics().report(); }
   std::string table() const override { return server_->statistics().table(); }
