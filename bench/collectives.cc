@@ -1,5 +1,4 @@
 // `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.
-#include <CLI/CLI.hpp>
 #include <iostream>
 #include <map>
 #include <optional>
@@ -8,6 +7,7 @@
 #include "bench/collectives/cases.h"
 #include "bench/collectives/loopback.h"
 #include "bench/collectives/systems.h"
+#include "bench/command_line.h"
 #include "bench/report.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -260,12 +260,7 @@ int bench_collectives(int argc, const char* const* argv) {
                "lockstep bench collectives");
   Options options;
   add_options(app, options);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
+  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
   if (options.full && app.count("--ranks") == 0) options.ranks = {2, 4, 8};
   if (options.full && app.count("--algorithm") == 0) options.algorithms = kAlgorithms;
   run(options);

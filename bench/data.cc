@@ -1,9 +1,9 @@
 // `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
 // page cache, and a LeNet step with loading beside one without; in turn, medians.
-#include <CLI/CLI.hpp>
 #include <iostream>
 
 #include "bench/benchmarks.h"
+#include "bench/command_line.h"
 #include "bench/data/measure.h"
 #include "bench/python_peer.h"
 #include "bench/report.h"
@@ -182,12 +182,7 @@ int bench_data(int argc, const char* const* argv) {
       ->capture_default_str();
   app.add_option("--scratch", options.scratch, "folder for them")->capture_default_str();
   app.add_option("--json", options.json, "file to keep the figures in");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
+  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
   std::cout << machine() << '\n';
   const std::string missing = why_no_python("torch, torchvision");
   if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << '\n';

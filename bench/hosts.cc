@@ -1,10 +1,10 @@
 // `lockstep bench hosts`: collectives between hosts, which are network namespaces with shaped links, beside flat Gloo.
-#include <CLI/CLI.hpp>
 #include <iostream>
 #include <map>
 
 #include "bench/benchmarks.h"
 #include "bench/collectives/cases.h"
+#include "bench/command_line.h"
 #include "bench/hosts/link_options.h"
 #include "bench/hosts/network.h"
 #include "bench/hosts/systems.h"
@@ -184,12 +184,7 @@ int bench_hosts(int argc, const char* const* argv) {
   CLI::App app("Collectives between hosts with shaped links, beside flat Gloo, in turn. Needs root.", "lockstep bench hosts");
   Options options;
   add_options(app, options);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
+  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
   run(options);
   return 0;
 }

@@ -1,10 +1,10 @@
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <map>
 
 #include "bench/benchmarks.h"
+#include "bench/command_line.h"
 #include "bench/python_peer.h"
 #include "bench/report.h"
 #include "bench/step/training.h"
@@ -126,11 +126,7 @@ int bench_step(int argc, const char* const* argv) {
   app.add_flag("--separate-parameters", separate, "lockstep with share_parameters = false: buckets and private copies");
   app.add_option("--virtual-shards", options.run.virtual_shards, "lockstep with these; 0: none")->capture_default_str();
   app.add_option("--json", options.json, "also write the medians to this file");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  }
+  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
   options.run.share_parameters = !separate;
   const std::string missing = why_no_python("torch, numpy");
   if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << "\n";

@@ -1,11 +1,11 @@
 // `lockstep bench strategies`: parameter server against ring (S1): training over 1 to 8 hosts with equal, slow links, each strategy
 // in turn: the time of a step, and what the busiest link carries, beside the formulas.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <memory>
 
 #include "bench/benchmarks.h"
+#include "bench/command_line.h"
 #include "bench/hosts/link_options.h"
 #include "bench/hosts/network.h"
 #include "bench/report.h"
@@ -157,12 +157,7 @@ int bench_strategies(int argc, const char* const* argv) {
   CLI::App app("Parameter server against ring, over hosts with equal links. Needs root.", "lockstep bench strategies");
   Options options;
   add_options(app, options);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
+  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
   const double gradient = gradient_bytes(options.model);
   const std::vector<Result> results = measure_all(options, gradient);
   print(results, options, gradient);

@@ -12,6 +12,7 @@
 #include "lockstep/base/unique_fd.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"
+#include "tests/train/command.h"
 
 namespace lockstep {
 namespace {
@@ -20,12 +21,10 @@ using testing::contains;
 using testing::Ended;
 using testing::run;
 using testing::TempFolder;
-using Words = std::vector<std::string>;
-
-Words operator+(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
+using testing::losses_in;
+using testing::metrics_in;
+using testing::operator+;
+using testing::Words;
 
 const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1"};
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
@@ -34,21 +33,6 @@ Words with_variables(const std::map<std::string, std::string>& variables, const 
   Words words = {"/usr/bin/env"};
   for (const auto& [name, value] : variables) words.push_back(name + "=" + value);
   return words + command;
-}
-
-std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
-  std::vector<nlohmann::json> lines;
-  for (const auto& line : split(read_file(path), '\n'))
-    if (!line.empty()) lines.push_back(nlohmann::json::parse(line));
-  return lines;
-}
-
-// The losses of the first steps: what tells whether two ways to start make the same training.
-std::vector<double> losses_in(const std::filesystem::path& path) {
-  std::vector<double> losses;
-  for (const auto& line : metrics_in(path))
-    if (line["event"] == "step") losses.push_back(line["loss"]);
-  return losses;
 }
 
 void expect_close(const std::vector<double>& a, const std::vector<double>& b) {

@@ -12,6 +12,7 @@
 #include "lockstep/base/text.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"
+#include "tests/train/command.h"
 
 namespace lockstep {
 namespace {
@@ -21,29 +22,13 @@ using testing::contains;
 using testing::Ended;
 using testing::run;
 using testing::TempFolder;
-using Words = std::vector<std::string>;
-
-Words operator+(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
+using testing::losses_in;
+using testing::metrics_in;
+using testing::operator+;
+using testing::Words;
 
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
 Words kvstore(const std::string& kind) { return kProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"}; }
-
-std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
-  std::vector<nlohmann::json> lines;
-  for (const auto& line : split(read_file(path), '\n'))
-    if (!line.empty()) lines.push_back(nlohmann::json::parse(line));
-  return lines;
-}
-
-std::vector<double> losses_in(const std::filesystem::path& path) {
-  std::vector<double> losses;
-  for (const auto& line : metrics_in(path))
-    if (line["event"] == "step") losses.push_back(line["loss"]);
-  return losses;
-}
 
 std::string tensors_of(const std::filesystem::path& path) {
   const std::string bytes = read_file(path);

@@ -1,0 +1,37 @@
+// tests/train/command.h: words of a command that is really started, and what it wrote into its metrics.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+
+namespace lockstep::testing {
+
+using Words = std::vector<std::string>;
+
+inline Words operator+(Words words, const Words& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+inline std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
+  std::vector<nlohmann::json> lines;
+  for (const auto& line : split(read_file(path), '\n'))
+    if (!line.empty()) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+// The losses of the steps: what tells whether two ways to start make the same training.
+inline std::vector<double> losses_in(const std::filesystem::path& path) {
+  std::vector<double> losses;
+  for (const auto& line : metrics_in(path))
+    if (line["event"] == "step") losses.push_back(line["loss"]);
+  return losses;
+}
+
+}  // namespace lockstep::testing
