@@ -175,9 +175,8 @@ class FlatUpdate::Impl {
 
   // Calls each(piece, number, T()) for this rank's pieces that take part, T being what the parameter is computed in.
   template <class Each>
-  void for_own_pieces(const Each& each) {
-    const auto begin = static_cast<std::int64_t>(first_);
-    at::parallel_for(begin, static_cast<std::int64_t>(last_), kPiecesPerTask, [&](std::int64_t from, std::int64_t to) {
+  void for_own_pieces(const Step& step, const Each& each) {
+    const auto part = [&](std::int64_t from, std::int64_t to) {
       for (auto i = static_cast<std::size_t>(from); i < static_cast<std::size_t>(to); ++i) {
         const Piece& piece = pieces_[i];
         if (!active_[piece.parameter]) continue;
@@ -186,11 +185,17 @@ class FlatUpdate::Impl {
         else
           each(piece, i, float());
       }
-    });
+    };
+    const auto begin = static_cast<std::int64_t>(first_);
+    const auto end = static_cast<std::int64_t>(last_);
+    if (step.gradients.parallel_for)
+      step.gradients.parallel_for(begin, end, kPiecesPerTask, part);
+    else
+      at::parallel_for(begin, end, kPiecesPerTask, part);
   }
 
   void update_in_one_pass(const Step& step) {
-    for_own_pieces([&](const Piece& piece, std::size_t, auto type) {
+    for_own_pieces(step, [&](const Piece& piece, std::size_t, auto type) {
       using T = decltype(type);
       alignas(kLine) T gradient[kMaxRun];
       take_mean(piece, step, gradient);
@@ -202,7 +207,7 @@ class FlatUpdate::Impl {
   // The mean gradient of every own piece into scratch memory, and its norm over all ranks.
   void reduce(const Step& step) {
     make_room_for_norms();
-    for_own_pieces([&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
       take_mean(piece, step, gradient);
@@ -221,7 +226,7 @@ class FlatUpdate::Impl {
 
   void find_directions(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces([&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
       scale_and_cut(gradient, piece.count, factor, step.treatment.max_value);
@@ -243,7 +248,7 @@ class FlatUpdate::Impl {
 
   void update_from_scratch(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces([&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
       if (!step.rule.layerwise()) scale_and_cut(gradient, piece.count, factor, step.treatment.max_value);
@@ -253,7 +258,8 @@ class FlatUpdate::Impl {
 
   template <class T>
   void take_mean(const Piece& piece, const Step& step, T* mean) const {
-    const auto& [weights, pointers] = step.gradients;
+    const auto& weights = step.gradients.weights;
+    const auto& pointers = step.gradients.pointers;
     thread_local std::vector<Term> terms;
     terms.clear();
     for (std::size_t s = 0; s < weights.size(); ++s)

@@ -1,8 +1,13 @@
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
+
+#include <mutex>
+#include <set>
+#include <thread>
 
 #include "lockstep/optimizer/adam.h"
 #include "lockstep/optimizer/lamb.h"
@@ -47,6 +52,45 @@ void expect_same_course(torch::optim::Optimizer& mine, const Tensors& my_paramet
     theirs.step();
     expect_same(my_parameters, their_parameters);
   }
+}
+
+// Notes which threads update.
+class NotingRule : public UpdateRule {
+ public:
+  void update(const Group&, const Run<float>&) const override {
+    const std::lock_guard lock(mutex_);
+    threads_.insert(std::this_thread::get_id());
+  }
+  void update(const Group&, const Run<double>&) const override {}
+  std::size_t threads() const { return threads_.size(); }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::set<std::thread::id> threads_;
+};
+
+TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
+  const torch::Tensor parameter = torch::zeros({1 << 18});
+  const torch::Tensor gradient = torch::ones_like(parameter);
+  FlatUpdate flat(SharedMemory::alone(), {{.tensor = parameter}}, {});
+  StepGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
+  const int before = at::get_num_threads();
+  for (const int threads : {2, 1}) {
+    at::set_num_threads(threads);
+    const NotingRule rule;
+    flat.run(rule, {}, gradients, {});
+    EXPECT_EQ(rule.threads(), static_cast<std::size_t>(threads));
+  }
+  at::set_num_threads(before);
+  std::int64_t pieces = 0;
+  gradients.parallel_for = [&pieces](std::int64_t begin, std::int64_t end, std::int64_t, const auto& part) {
+    std::thread([&] { part(begin, end); }).join();
+    pieces = end - begin;
+  };
+  const NotingRule rule;
+  flat.run(rule, {}, gradients, {});
+  EXPECT_EQ(rule.threads(), 1U);
+  EXPECT_EQ(pieces, (1 << 18) / 4096);
 }
 
 TEST(SGD, follows_libtorchs_sgd) {

@@ -12,6 +12,7 @@
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
+#include "lockstep/data/sampler.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/thread_generator.h"
 
@@ -271,6 +272,14 @@ void Devices::run(Body body) {
 void Devices::run_on(int index, const Body& body) {
   run([index, body](Device& device) {
     if (device.index() == index) body(device);
+  });
+}
+
+void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                           const std::function<void(std::int64_t, std::int64_t)>& part) {
+  run([begin, count = end - begin, grain, part, devices = size()](Device& device) {
+    const Range mine = even_part(count, device.index(), devices);
+    at::parallel_for(begin + mine.begin, begin + mine.end, grain, part);
   });
 }
 

@@ -114,6 +114,11 @@ class Devices {
   // Only on that device; the others rest.
   void run_on(int index, const Body& body);
 
+  // Calls part(first, last) for pieces of [begin, end), one on each device, which spreads it over its cores in steps of at
+  // least `grain`. Blocks until all are done.
+  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const std::function<void(std::int64_t, std::int64_t)>& part);
+
   // Seconds that each device has spent in bodies since the start.
   std::vector<double> busy_seconds() const;
 
@@ -121,6 +126,14 @@ class Devices {
   std::shared_ptr<DevicesState> state_;
   std::vector<std::thread> threads_;
 };
+
+// devices.parallel_for, as what it is given to takes it. `devices` has to outlive it.
+inline auto on_all(Devices& devices) {
+  return [&devices](std::int64_t begin, std::int64_t end, std::int64_t grain,
+                    const std::function<void(std::int64_t, std::int64_t)>& part) {
+    devices.parallel_for(begin, end, grain, part);
+  };
+}
 
 // direct | central | ring | tree. Throws UsageError.
 shm::Algorithm parse_algorithm(const std::string& name);

@@ -38,6 +38,17 @@ TEST_P(DevicesOfSize, run_a_function_once_on_each_thread) {
   EXPECT_EQ(std::set<std::thread::id>(threads.begin(), threads.end()).size(), threads.size());
 }
 
+TEST_P(DevicesOfSize, share_a_range_between_their_threads) {
+  Devices devices({.count = GetParam()});
+  for (const std::int64_t count : {0, 1, 5, 1000}) {
+    std::vector<std::atomic<int>> visits(static_cast<std::size_t>(count) + 10);
+    devices.parallel_for(10, 10 + count, 1, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t i = first; i < last; ++i) ++visits[static_cast<std::size_t>(i)];
+    });
+    for (std::size_t i = 0; i < visits.size(); ++i) EXPECT_EQ(visits[i], i < 10 ? 0 : 1) << i << " of " << count;
+  }
+}
+
 TEST_P(DevicesOfSize, reduce_with_every_algorithm) {
   Devices devices({.count = GetParam()});
   const double sum = GetParam() * (GetParam() + 1) / 2;

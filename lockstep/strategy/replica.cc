@@ -122,6 +122,15 @@ ParameterLists with_gradients(const ParameterLists& all) {
   return found;
 }
 
+std::vector<std::vector<torch::Tensor>> gradients_of(const Replicas& replicas) {
+  std::vector<std::vector<torch::Tensor>> gradients;
+  for (const Replica& replica : replicas) {
+    gradients.emplace_back();
+    for (const auto& [name, parameter] : named_parameters(*replica.model)) gradients.back().push_back(parameter.grad());
+  }
+  return gradients;
+}
+
 void share_parameters(const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {

@@ -61,6 +61,9 @@ void reduce_gradients(Devices& devices, const Replicas& replicas);
 using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
 ParameterLists with_gradients(const ParameterLists& all);
 
+// [replica][parameter]; undefined where there is none
+std::vector<std::vector<torch::Tensor>> gradients_of(const Replicas& replicas);
+
 // Bytes of a model's tensors.
 std::int64_t parameter_bytes(const torch::nn::Module& model);
 std::int64_t gradient_bytes(const torch::nn::Module& model);

@@ -3,6 +3,7 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
@@ -65,7 +66,11 @@ class Towers : public Strategy {
         update_on_cpu_(options.update == "cpu") {
     if (!update_on_cpu_ && options.update != "device")
       throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
-    if (update_on_cpu_) share_parameters(replicas_);
+    if (update_on_cpu_) {
+      share_parameters(replicas_);
+      gradients_ = std::make_shared<SummedGradients>(on_all(devices_));
+      optimizer().attach(gradients_);
+    }
     seed_steps(options.seed + 1);
   }
 
@@ -102,11 +107,10 @@ class Towers : public Strategy {
   std::vector<std::string> devices() const override { return devices_.names(); }
 
  private:
-  // One set of variables for all towers, and one optimizer.
-  // With the variables on the CPU one sum there is enough.
+  // With the variables on the CPU, once for all towers, the optimizer takes the sum in the pass that updates.
   void combine() {
     if (update_on_cpu_)
-      reduce_gradients(devices_, replicas_);
+      gradients_->set(gradients_of(replicas_));
     else
       all_reduce_gradients(devices_, replicas_, algorithm_);
   }
@@ -124,6 +128,7 @@ class Towers : public Strategy {
   Uneven uneven_;
   shm::Algorithm algorithm_;
   bool update_on_cpu_;
+  std::shared_ptr<SummedGradients> gradients_;  // with update_on_cpu_
   PhaseTimes phases_;
 };
 

@@ -9,27 +9,34 @@
 namespace lockstep {
 namespace {
 
+constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
+constexpr std::int64_t kRunsPerTask = 4;
+
 template <class T>
-void sum_in_place(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count) {
+void sum_in_place(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count, Devices* devices) {
   const std::int64_t runs = (count + kMaxRun - 1) / kMaxRun;
-  at::parallel_for(0, runs, 4, [&](std::int64_t first, std::int64_t last) {
+  const auto part = [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t run = first; run < last; ++run) {
       const std::int64_t begin = run * kMaxRun;
       weighted_sum(terms, dtype, begin, std::min(kMaxRun, count - begin), into + begin);
     }
-  });
+  };
+  if (devices != nullptr)
+    devices->parallel_for(0, runs, kRunsPerTask, part);
+  else
+    at::parallel_for(0, runs, kRunsPerTask, part);
 }
 
 bool all_undefined(const DeviceTensors& values, std::size_t key) { return !values.front()[key].defined(); }
 
 }  // namespace
 
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms) {
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, Devices* devices) {
   const torch::ScalarType dtype = into.scalar_type();
-  if (dtype == torch::kFloat32) return sum_in_place(into.mutable_data_ptr<float>(), terms, dtype, into.numel());
-  if (dtype == torch::kFloat64) return sum_in_place(into.mutable_data_ptr<double>(), terms, dtype, into.numel());
+  if (dtype == torch::kFloat32) return sum_in_place(into.mutable_data_ptr<float>(), terms, dtype, into.numel(), devices);
+  if (dtype == torch::kFloat64) return sum_in_place(into.mutable_data_ptr<double>(), terms, dtype, into.numel(), devices);
   const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
-  sum_in_place(wide.mutable_data_ptr<float>(), terms, dtype, into.numel());
+  sum_in_place(wide.mutable_data_ptr<float>(), terms, dtype, into.numel(), devices);
   into.copy_(wide);
 }
 
@@ -55,7 +62,7 @@ std::vector<torch::Tensor> DeviceSum::sum_on_cpu(const DeviceTensors& values, st
     if (!buffer.defined()) buffer = torch::empty_like(values.front()[key]).detach();
     std::vector<Term> terms;
     for (const auto& device : values) terms.push_back({dense_view(device[key]).const_data_ptr(), 1.0});
-    weighted_sum_into(dense_view(buffer), terms);
+    weighted_sum_into(dense_view(buffer), terms, buffer.numel() > kWorthDividing ? devices_ : nullptr);
     sums[key] = buffer;
   }
   return sums;

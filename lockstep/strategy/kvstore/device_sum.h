@@ -20,13 +20,13 @@ namespace lockstep {
 using DeviceTensors = std::vector<std::vector<torch::Tensor>>;
 
 enum class SumOn {
-  kCpu,    // into memory of the store's own, by the scheduling thread and its cores
+  kCpu,    // into memory of the store's own
   kDevice  // onto device 0
 };
 
 class DeviceSum {
  public:
-  // `devices`: needed for kDevice; what runs on them copies there.
+  // `devices`: needed for kDevice; they add up and copy.
   DeviceSum(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
 
   // Sums over devices, key by key, in the order of the devices; with one device its own tensors. `first` is the number of
@@ -48,8 +48,9 @@ class DeviceSum {
   std::vector<torch::Tensor> buffers_;  // by number of the key
 };
 
-// into = sum of the terms' values, which are like `into`, dense, in one pass over memory.
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms);
+// into = sum of the terms' values, which are like `into`, dense, in one pass over memory. Computed on `devices`; null: by the
+// calling thread and its cores.
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, Devices* devices = nullptr);
 
 // The memory order of tensors of any layout; of an undefined one an undefined one.
 std::vector<torch::Tensor> dense_views(const std::vector<torch::Tensor>& tensors);

@@ -18,7 +18,10 @@ class KVStoreLocal : public KVStoreWorker {
         store_(kind == "local_allreduce_device" ? SumOn::kDevice : SumOn::kCpu, &threads()),
         statistics_{.store = kind, .workers = 1} {
     store_.init(trained_parameters(model()));
-    if (update_in_store()) store_.set_optimizer(options);
+    if (update_in_store()) {
+      store_.set_optimizer(options);
+      share_values();
+    }
     seed_steps(options.seed + 1);
   }
 
@@ -30,11 +33,8 @@ class KVStoreLocal : public KVStoreWorker {
 
   void restored(std::int64_t) override {
     if (!update_in_store()) return follow_first(replicas());
-    const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < store_.values().size(); ++i) {
-      torch::Tensor(store_.values()[i]).copy_(parameters().front()[i]);
+    for (std::size_t i = 0; i < store_.values().size(); ++i)
       store_.optimizer()->set_state(store_.values()[i], optimizer().state_of(parameters().front()[i]));
-    }
     follow_model(replicas());
   }
 
@@ -43,6 +43,12 @@ class KVStoreLocal : public KVStoreWorker {
 
  private:
   KVStore& store() override { return store_; }
+
+  // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
+  void share_values() {
+    for (const auto& device : parameters())
+      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(store_.values()[i]);
+  }
 
   BatchTotals over_workers(const BatchMean& mine) override {
     const BatchTotals totals = mine.totals();

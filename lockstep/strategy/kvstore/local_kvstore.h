@@ -5,7 +5,8 @@
 //   local_allreduce_cpu      CPU                   every device (not here)     large weights
 //   local_allreduce_device   device 0              every device (not here)     peer-to-peer links, large gradients
 //
-// S2. Memory: a copy of the values; on the CPU one of the gradients, too.
+// S2. Memory: a copy of the values, on the CPU; without an optimizer one of what is pushed, too. With one, what the devices
+// push is added up in the pass that updates.
 #pragma once
 
 #include <memory>
@@ -13,13 +14,17 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/strategy/kvstore/kvstore.h"
 
 namespace lockstep {
 
 class LocalKVStore : public KVStore {
  public:
-  LocalKVStore(SumOn where, Devices* devices) : sum_(where, devices) {}
+  // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
+  LocalKVStore(SumOn where, Devices* devices)
+      : sum_(where, devices),
+        gradients_(std::make_shared<SummedGradients>(devices ? ParallelFor(on_all(*devices)) : ParallelFor())) {}
 
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;
@@ -36,9 +41,13 @@ class LocalKVStore : public KVStore {
   void create(const std::vector<torch::Tensor>& values) override;
 
  private:
+  void update(KeyRange keys, const DeviceTensors& values, double learning_rate);
+  void replace(std::int64_t key, KeyRange keys, const DeviceTensors& values);
+
   DeviceSum sum_;
   std::vector<torch::Tensor> values_;
   std::shared_ptr<Optimizer> optimizer_;
+  std::shared_ptr<SummedGradients> gradients_;
 };
 
 // local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `local` chooses.

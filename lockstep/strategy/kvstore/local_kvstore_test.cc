@@ -65,12 +65,15 @@ TEST(S2_local, chooses_by_the_largest_weight_and_says_why) {
   const auto choice = [](const std::string& model, int devices, torch::Device where) {
     return choose_local_kind(named_parameters(*model_task(model).make_model()), devices, where);
   };
+  const torch::Device gpu(torch::kCUDA, 0);
   EXPECT_EQ(choice("lenet", 2, torch::kCPU).kind, "local_update_cpu");
-  EXPECT_TRUE(contains(choice("lenet", 2, torch::kCPU).reason, "small ones are updated once"));
+  EXPECT_TRUE(contains(choice("lenet", 2, torch::kCPU).reason, "devices that are cores"));
+  EXPECT_EQ(choice("lenet", 2, gpu).kind, "local_update_cpu");
+  EXPECT_TRUE(contains(choice("lenet", 2, gpu).reason, "small ones are updated once"));
   const auto alexnet = named_parameters(*model_task("alexnet").make_model());
-  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::kCPU).kind, "local_allreduce_cpu");
-  EXPECT_TRUE(contains(choose_local_kind(alexnet, 2, torch::kCPU).reason, "37,748,736 elements"));
-  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::Device(torch::kCUDA, 0)).kind, "local_allreduce_device");
+  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::kCPU).kind, "local_update_cpu");
+  EXPECT_EQ(choose_local_kind(alexnet, 2, gpu).kind, "local_allreduce_device");
+  EXPECT_TRUE(contains(choose_local_kind(alexnet, 2, gpu).reason, "37,748,736 elements"));
   EXPECT_TRUE(contains(choose_local_kind(alexnet, 1, torch::kCPU).reason, "one device"));
 }
 
