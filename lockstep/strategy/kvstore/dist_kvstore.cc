@@ -16,21 +16,14 @@ torch::Tensor bytes_of(const std::vector<KeySlice>& slices) {
                           {static_cast<std::int64_t>(slices.size() * sizeof(KeySlice))}, torch::kUInt8);
 }
 
-torch::Tensor flags_of(const std::vector<torch::Tensor>& values) {
-  torch::Tensor flags = torch::zeros({static_cast<std::int64_t>(values.size())}, torch::kUInt8);
-  for (std::size_t i = 0; i < values.size(); ++i)
-    if (values[i].defined()) flags.mutable_data_ptr<std::uint8_t>()[i] = 1;
-  return flags;
-}
-
-// Those of `rows` that the slice has, as its own numbers; and where they stand in `rows`.
-struct RowsOfSlice {
+// Those of `rows` that slices of one key have, counted from the first one's; and where they stand in `rows`.
+struct RowsHere {
   torch::Tensor numbers;
   torch::Tensor places;
 };
-RowsOfSlice rows_in(const KeySlice& slice, const torch::Tensor& rows, std::int64_t elements_per_row) {
-  const std::int64_t first = slice.begin / elements_per_row;
-  const std::int64_t last = first + slice.count / elements_per_row;
+RowsHere rows_in(std::span<const KeySlice> slices, const torch::Tensor& rows, std::int64_t elements_per_row) {
+  const std::int64_t first = slices.front().begin / elements_per_row;
+  const std::int64_t last = (slices.back().begin + slices.back().count) / elements_per_row;
   const torch::Tensor places = rows.ge(first).logical_and(rows.lt(last)).nonzero().flatten();
   return {.numbers = (rows.index_select(0, places) - first).contiguous(), .places = places};
 }
@@ -81,7 +74,8 @@ void DistKVStore::send_payload(Server& server, const torch::Tensor& bytes) {
 }
 
 bool DistKVStore::any_trained(KeyRange range) const {
-  return std::any_of(keys().begin() + range.first, keys().begin() + range.last, [](const Key& key) { return key.trained; });
+  return std::any_of(keys().begin() + range.first, keys().begin() + range.last,
+                     [](const Key& key) { return key.trained; });
 }
 
 void DistKVStore::create(const std::vector<torch::Tensor>& values) {
@@ -97,16 +91,18 @@ void DistKVStore::create(const std::vector<torch::Tensor>& values) {
   with_servers(
       [&](Server& server) {
         const auto& slices = server.layout.slices();
-        server.link.send(QuestionHeader{.question = Question::kInit, .count = static_cast<std::int64_t>(slices.size())});
+        server.link.send(
+            QuestionHeader{.question = Question::kInit, .count = static_cast<std::int64_t>(slices.size())});
         server.link.send_bytes(bytes_of(slices));
         if (options_.worker > 0) return;
-        put(server, all, dense);
+        put(server, server.layout.range_of(all), {.keys = all, .values = dense, .header = {}});
         send_payload(server, server.outbox);
       },
       [](Server& server) { server.link.receive<AnswerHeader>(); });
 }
 
 void DistKVStore::set_optimizer(const StrategyOptions& options) {
+  in_parts_ = options.clipping.max_norm == 0;
   with_servers(
       [&](Server& server) {
         server.link.send(QuestionHeader{.question = Question::kOptimizer});
@@ -115,48 +111,95 @@ void DistKVStore::set_optimizer(const StrategyOptions& options) {
       [](Server& server) { server.link.receive<AnswerHeader>(); });
 }
 
-void DistKVStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
+DistKVStore::Push DistKVStore::to_push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) {
+  const bool trained = any_trained(keys);
+  return {.keys = keys,
+          .values = dense_views(sum_.sum(values, keys.first)),
+          .header = {.trained = trained ? 1 : 0,
+                     .samples = options.samples,
+                     .devices = static_cast<std::int64_t>(values.size()),
+                     .loss = options.loss,
+                     .learning_rate = options.learning_rate,
+                     .threshold = trained ? options_.threshold : 0}};
+}
+
+void DistKVStore::push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
-  const auto merged = dense_views(sum_.sum(values, range.first));
-  const torch::Tensor flags = flags_of(merged);
-  const bool trained = any_trained(range);
-  const double threshold = trained ? options_.threshold : 0;
-  QuestionHeader header{.question = Question::kPush,
-                        .keys = range,
-                        .trained = trained ? 1 : 0,
-                        .samples = options.samples,
-                        .devices = static_cast<std::int64_t>(values.size()),
-                        .loss = options.loss,
-                        .learning_rate = options.learning_rate,
-                        .threshold = threshold};
+  const Push push = to_push(keys, values, options);
   with_servers(
       [&](Server& server) {
-        if (threshold == 0) put(server, range, merged);
-        const torch::Tensor payload =
-            threshold > 0 ? two_bits_of(server, range, merged) : server.layout.region_of(range, server.outbox);
-        header.bytes = payload.numel();
+        QuestionHeader header = push.header;
+        header.question = Question::kPush;
+        header.slices = server.layout.range_of(keys);
+        const torch::Tensor payload = payload_of(server, header.slices, push);
         server.link.send(header);
-        server.link.send_bytes(flags);
+        server.link.send_bytes(flags_of(server.layout.slices_of(header.slices), push));
         send_payload(server, payload);
-        bytes_pushed_ += header.bytes;
+        bytes_pushed_ += payload.numel();
       },
       [](Server& server) { server.link.receive<AnswerHeader>(); });
 }
 
-void DistKVStore::put(Server& server, KeyRange range, const std::vector<torch::Tensor>& values) const {
-  for (const KeySlice& slice : server.layout.slices_of(range))
-    if (const torch::Tensor& value = values[static_cast<std::size_t>(slice.key - range.first)]; value.defined())
+void DistKVStore::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
+                            const PushOptions& options) {
+  if (options_.consistency != Consistency::kSync || !in_parts_) return KVStore::push_pull(keys, values, into, options);
+  const torch::NoGradGuard no_grad;
+  const Push push = to_push(keys, values, options);
+  with_servers([&](Server& server) { start_push_pull(server, push); },
+               [](Server& server) {
+                 for (Work& work : server.receiving) work.wait();
+                 server.receiving.clear();
+               });
+  take(keys, into);
+}
+
+// All answers are expected before anything is sent: they come while later parts go.
+void DistKVStore::start_push_pull(Server& server, const Push& push) {
+  QuestionHeader header = push.header;
+  header.question = Question::kPushPull;
+  header.slices = server.layout.range_of(push.keys);
+  const auto parts = server.layout.parts_of(header.slices, kPartBytes);
+  for (const SliceRange part : parts)
+    if (const torch::Tensor region = server.layout.region_of(part, server.inbox); region.numel() > 0) {
+      server.receiving.push_back(server.link.start_receiving(region));
+      bytes_pulled_ += region.numel();
+    }
+  server.link.send(header);
+  server.link.send_bytes(flags_of(server.layout.slices_of(header.slices), push));
+  for (const SliceRange part : parts)
+    if (const torch::Tensor payload = payload_of(server, part, push); payload.numel() > 0) {
+      server.sending.push_back(server.link.start_sending(payload));
+      bytes_pushed_ += payload.numel();
+    }
+}
+
+// Which of the slices have a value, one by one.
+torch::Tensor DistKVStore::flags_of(std::span<const KeySlice> slices, const Push& push) {
+  torch::Tensor flags = torch::zeros({static_cast<std::int64_t>(slices.size())}, torch::kUInt8);
+  for (std::size_t i = 0; i < slices.size(); ++i)
+    if (push.of(slices[i]).defined()) flags.mutable_data_ptr<std::uint8_t>()[i] = 1;
+  return flags;
+}
+
+torch::Tensor DistKVStore::payload_of(Server& server, SliceRange slices, const Push& push) const {
+  if (push.header.threshold > 0) return two_bits_of(server, slices, push);
+  put(server, slices, push);
+  return server.layout.region_of(slices, server.outbox);
+}
+
+void DistKVStore::put(Server& server, SliceRange slices, const Push& push) const {
+  for (const KeySlice& slice : server.layout.slices_of(slices))
+    if (const torch::Tensor& value = push.of(slice); value.defined())
       slice.in(server.outbox).copy_(value.narrow(0, slice.begin, slice.count));
 }
 
 // The words of all slices, one after the other, as bytes. What they leave out stays for the next push.
-torch::Tensor DistKVStore::two_bits_of(Server& server, KeyRange range, const std::vector<torch::Tensor>& values) const {
+torch::Tensor DistKVStore::two_bits_of(Server& server, SliceRange range, const Push& push) const {
   std::vector<torch::Tensor> words{torch::empty({0}, torch::kInt32)};
-  const auto slices = server.layout.slices_of(range);
-  for (const KeySlice& slice : slices) {
+  for (const KeySlice& slice : server.layout.slices_of(range)) {
     torch::Tensor& residual = server.residuals[static_cast<std::size_t>(&slice - server.layout.slices().data())];
     if (!residual.defined()) residual = torch::zeros({slice.count}, slice.scalar_type());
-    const torch::Tensor& value = values[static_cast<std::size_t>(slice.key - range.first)];
+    const torch::Tensor& value = push.of(slice);
     if (value.defined()) residual.add_(value.narrow(0, slice.begin, slice.count));
     words.push_back(value.defined() ? take_two_bits(residual, options_.threshold)
                                     : torch::zeros({two_bit_words(slice.count)}, torch::kInt32));
@@ -165,14 +208,18 @@ torch::Tensor DistKVStore::two_bits_of(Server& server, KeyRange range, const std
 }
 
 void DistKVStore::pull(KeyRange range, const DeviceTensors& into) {
-  const QuestionHeader header{.question = Question::kPull, .keys = range, .trained = any_trained(range) ? 1 : 0};
-  with_servers([&](Server& server) { server.link.send(header); },
-               [&](Server& server) {
-                 const torch::Tensor region = server.layout.region_of(range, server.inbox);
-                 server.link.receive<AnswerHeader>();
-                 server.link.receive_bytes(region);
-                 bytes_pulled_ += region.numel();
-               });
+  const bool trained = any_trained(range);
+  with_servers(
+      [&](Server& server) {
+        server.link.send(QuestionHeader{
+            .question = Question::kPull, .slices = server.layout.range_of(range), .trained = trained ? 1 : 0});
+      },
+      [&](Server& server) {
+        const torch::Tensor region = server.layout.region_of(server.layout.range_of(range), server.inbox);
+        server.link.receive<AnswerHeader>();
+        server.link.receive_bytes(region);
+        bytes_pulled_ += region.numel();
+      });
   take(range, into);
 }
 
@@ -180,7 +227,7 @@ void DistKVStore::take(KeyRange range, const DeviceTensors& into) {
   sum_.on_every_device(into.size(), [&](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (const Server& server : servers_)
-      for (const KeySlice& slice : server.layout.slices_of(range)) {
+      for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range))) {
         const torch::Tensor& whole = into[device][static_cast<std::size_t>(slice.key - range.first)];
         dense_view(whole.detach()).narrow(0, slice.begin, slice.count).copy_(slice.in(server.inbox));
       }
@@ -197,21 +244,21 @@ torch::Tensor DistKVStore::row_sparse_pull(const std::string& name, const torch:
   sizes.front() = rows.numel();
   const torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
   const auto wanted_of = [&](const Server& server) {
-    const auto slices = server.layout.slices_of(only);
-    return slices.empty() ? RowsOfSlice{} : rows_in(slices.front(), rows, row);
+    const auto slices = server.layout.slices_of(server.layout.range_of(only));
+    return slices.empty() ? RowsHere{} : rows_in(slices, rows, row);
   };
   with_servers(
       [&](Server& server) {
-        const RowsOfSlice wanted = wanted_of(server);
+        const RowsHere wanted = wanted_of(server);
         if (!wanted.numbers.defined()) return;
         server.link.send(QuestionHeader{.question = Question::kPullRows,
-                                        .keys = only,
+                                        .slices = server.layout.range_of(only),
                                         .count = wanted.numbers.numel(),
                                         .bytes = row * static_cast<std::int64_t>(result.element_size())});
         server.link.send_bytes(wanted.numbers.view(torch::kUInt8));
       },
       [&](Server& server) {
-        const RowsOfSlice wanted = wanted_of(server);
+        const RowsHere wanted = wanted_of(server);
         if (!wanted.numbers.defined()) return;
         const torch::Tensor values = torch::empty({wanted.numbers.numel(), row}, key.dtype);
         server.link.receive<AnswerHeader>();

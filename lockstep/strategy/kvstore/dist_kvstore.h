@@ -5,8 +5,8 @@
 // Threads: one thread
 // Ranks:   a worker. What dist_sync merges, every worker pushes
 //
-// Notation: K bytes of values, N workers, S servers. A push or a pull sends K, spread over the servers; each server sends
-// and receives N K / S. With two bits a push of float32 sends K / 16.
+// Notation: K bytes of values, N workers, S servers. A push or a pull sends K, spread over the servers; each server
+// sends and receives N K / S. With two bits a push of float32 sends K / 16.
 //
 // Every call blocks until all servers have answered. Throws PeerLost: a server is lost, or has given up because another
 // worker is; afterwards the store is of no use.
@@ -23,9 +23,9 @@ namespace lockstep {
 
 struct DistKVStoreOptions {
   Consistency consistency = Consistency::kSync;
-  int worker = 0;              // the first one's values count in init()
+  int worker = 0;  // the first one's values count in init()
   std::int64_t split_above = 1'000'000;
-  double threshold = 0;        // of two-bit compression; 0: none
+  double threshold = 0;  // of two-bit compression; 0: none
 };
 
 class DistKVStore : public KVStore {
@@ -41,8 +41,14 @@ class DistKVStore : public KVStore {
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;
   using KVStore::push;
+  using KVStore::push_pull;
   void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) override;
   void pull(KeyRange keys, const DeviceTensors& into) override;
+
+  // With dist_sync part by part: while some are pushed, others are merged, and others come back. Not where gradients
+  // are clipped by their common norm.
+  void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
+                 const PushOptions& options) override;
   torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) override;
 
   std::int64_t bytes_pushed() const { return bytes_pushed_; }  // values, as they travelled
@@ -59,19 +65,34 @@ class DistKVStore : public KVStore {
     torch::Tensor inbox{};
     std::vector<torch::Tensor> residuals{};  // of its slices, with compression
     std::vector<Work> sending{};
+    std::vector<Work> receiving{};
   };
 
   template <class Ask, class Answer>
   void with_servers(const Ask& ask, const Answer& answer);
   void send_payload(Server& server, const torch::Tensor& bytes);
-  void put(Server& server, KeyRange keys, const std::vector<torch::Tensor>& values) const;
-  torch::Tensor two_bits_of(Server& server, KeyRange keys, const std::vector<torch::Tensor>& values) const;
+  // What is pushed of `keys`: their values, added up over the devices.
+  struct Push {
+    KeyRange keys;
+    std::vector<torch::Tensor> values;  // dense views; undefined: none
+    QuestionHeader header;
+    const torch::Tensor& of(const KeySlice& slice) const {
+      return values[static_cast<std::size_t>(slice.key - keys.first)];
+    }
+  };
+  Push to_push(KeyRange keys, const DeviceTensors& values, const PushOptions& options);
+  static torch::Tensor flags_of(std::span<const KeySlice> slices, const Push& push);
+  torch::Tensor payload_of(Server& server, SliceRange slices, const Push& push) const;
+  void start_push_pull(Server& server, const Push& push);
+  void put(Server& server, SliceRange slices, const Push& push) const;
+  torch::Tensor two_bits_of(Server& server, SliceRange slices, const Push& push) const;
   void take(KeyRange keys, const DeviceTensors& into);
   bool any_trained(KeyRange keys) const;
 
   DistKVStoreOptions options_;
   DeviceSum sum_;
   std::vector<Server> servers_;
+  bool in_parts_ = true;  // no update needs all gradients
   std::int64_t bytes_pushed_ = 0;
   std::int64_t bytes_pulled_ = 0;
 };

@@ -4,8 +4,8 @@
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //
-// A server's part of the keys is one block of bytes, in the order of the keys: a range of keys is one run of bytes, so
-// that it travels as one message.
+// A server's part of the keys is one block of bytes, in the order of the keys: a range of keys is one run of bytes. A large key
+// is several slices, so that some are on their way while others are merged.
 #pragma once
 
 #include <torch/types.h>
@@ -27,6 +27,13 @@ struct Key {
 
 // Keys [first, last), by number.
 struct KeyRange {
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  std::int64_t size() const { return last - first; }
+};
+
+// Slices [first, last) of one server, by their place in its layout.
+struct SliceRange {
   std::int64_t first = 0;
   std::int64_t last = 0;
   std::int64_t size() const { return last - first; }
@@ -55,8 +62,12 @@ class BlockLayout {
 
   const std::vector<KeySlice>& slices() const { return slices_; }
   std::int64_t bytes() const { return bytes_; }
-  std::span<const KeySlice> slices_of(KeyRange range) const;
-  torch::Tensor region_of(KeyRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
+  SliceRange range_of(KeyRange keys) const;
+  std::span<const KeySlice> slices_of(SliceRange range) const;
+  torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
+
+  // The range in parts of at least `bytes`, if there is so much; at least one part, which may be empty.
+  std::vector<SliceRange> parts_of(SliceRange range, std::int64_t bytes) const;
 
  private:
   std::vector<KeySlice> slices_;
@@ -68,8 +79,8 @@ struct KeyPlanOptions {
   std::int64_t split_above = 1'000'000;  // elements: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
 };
 
-// A key of at least split_above elements is split at rows, evenly over all servers; another one goes to the server that
-// has the fewest bytes so far. S2.
+// A key of at least split_above elements is split at rows, evenly over all servers, and there into slices of about 256 KiB
+// that follow each other without a gap; another one goes to the server that has the fewest bytes so far. S2.
 std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options);
 
 }  // namespace lockstep

@@ -74,8 +74,16 @@ void KVStore::pull(const std::vector<std::string>& names, const DeviceTensors& i
 
 void KVStore::push_pull(const std::vector<std::string>& names, const DeviceTensors& values, const DeviceTensors& into,
                         const PushOptions& options) {
-  push(names, values, options);
-  pull(names, into);
+  std::vector<std::int64_t> numbers;
+  for (const std::string& name : names) numbers.push_back(number_of(name));
+  for_each_run(numbers, [&](KeyRange keys, std::size_t first, std::size_t last) {
+    push_pull(keys, slice_of(values, first, last), slice_of(into, first, last), options);
+  });
+}
+
+void KVStore::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into, const PushOptions& options) {
+  push(keys, values, options);
+  pull(keys, into);
 }
 
 void require_rows(const Key& key, const torch::Tensor& rows) {

@@ -57,6 +57,7 @@ class KVStore {
   // The same for keys that follow each other.
   virtual void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) = 0;
   virtual void pull(KeyRange keys, const DeviceTensors& into) = 0;
+  virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into, const PushOptions& options);
 
   // Rows of a key, by number: shape (rows, ...). Sends these rows only.
   virtual torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) = 0;

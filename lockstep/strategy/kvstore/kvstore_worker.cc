@@ -27,8 +27,7 @@ KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const Strateg
       update_in_store_(update_in_store) {
   for (const Replica& replica : replicas_) {
     parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
-    weights_.push_back(parameters_.back());
-    for (const auto& [name, buffer] : named_buffers(*replica.model)) weights_.back().push_back(buffer);
+    buffers_.push_back(tensors_of(named_buffers(*replica.model)));
   }
 }
 
@@ -51,8 +50,8 @@ void KVStoreWorker::update() {
   Stopwatch watch;
   const DeviceTensors pushed = gradients();
   push_buffers(push_options());
-  store().push(trained_keys(), pushed, push_options());
-  update_in_store_ ? pull_weights() : store().pull(trained_keys(), pushed);
+  store().push_pull(trained_keys(), pushed, update_in_store_ ? parameters_ : pushed, push_options());
+  if (update_in_store_) pull_buffers();
   phases_.exchange += watch.seconds();
   if (update_in_store_) return;
   watch = Stopwatch();
@@ -69,10 +68,14 @@ PushOptions KVStoreWorker::push_options() const {
 }
 
 void KVStoreWorker::pull_weights() {
-  const auto keys = static_cast<std::int64_t>(store().keys().size());
-  DeviceTensors into = weights_;
-  for (auto& device : into) device.resize(static_cast<std::size_t>(keys));  // a local store has no buffers
-  store().pull(KeyRange{0, keys}, into);
+  store().pull(trained_keys(), parameters_);
+  pull_buffers();
+}
+
+// A local store has none.
+void KVStoreWorker::pull_buffers() {
+  const KeyRange keys{trained_keys().last, static_cast<std::int64_t>(store().keys().size())};
+  if (keys.size() > 0) store().pull(keys, buffers_);
 }
 
 // Each key's on every device, or on none.

@@ -44,13 +44,14 @@ class KVStoreWorker : public Strategy {
   void pull_weights();
 
  private:
+  void pull_buffers();
   PushOptions push_options() const;
 
   Task task_;
   Devices devices_;
   Replicas replicas_;
   DeviceTensors parameters_;
-  DeviceTensors weights_;  // parameters and buffers
+  DeviceTensors buffers_;
   bool update_in_store_;
   BatchMean last_;         // of this worker
   PhaseTimes phases_;

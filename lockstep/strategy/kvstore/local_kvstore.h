@@ -29,6 +29,7 @@ class LocalKVStore : public KVStore {
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;
   using KVStore::push;
+  using KVStore::push_pull;
   void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) override;
   void pull(KeyRange keys, const DeviceTensors& into) override;
   torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) override;

@@ -1,13 +1,15 @@
 // strategy/kvstore/messages.h: what workers and servers say to each other.
 //
 // A client (worker, or the first server) asks, the server answers, one question at a time: a header of fixed size, then
-// what belongs to it. Both sides know the length of everything before it comes.
+// what belongs to it. Both sides know the length of everything before it comes. With kPushPull values go in parts, both ways at
+// the same time: new values of a part come back as soon as all workers have pushed it.
 //
 //   question     beside the header                          answer, after its header
 //   kInit        table of slices; the first worker: values
 //   kOptimizer   the optimizer's options
-//   kPush        which keys have a value; values of range
-//   kPull                                                   values of range
+//   kPush        which slices have a value; their values
+//   kPushPull    the same, in parts of kPartBytes           no header; the slices' values in the same parts
+//   kPull                                                   the slices' values
 //   kPullRows    numbers of rows                            the rows
 //   kState                                                  per slice: value and the optimizer's state
 //   kGoodbye                                                none, not even a header
@@ -24,6 +26,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -34,15 +37,17 @@
 
 namespace lockstep {
 
-enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPull, kPullRows, kState, kGoodbye };
+enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kGoodbye };
+
+inline constexpr std::int64_t kPartBytes = std::int64_t{256} << 10;
 
 struct QuestionHeader {
   Question question = Question::kGoodbye;
-  KeyRange keys{};
+  SliceRange slices{};         // of this server
   std::int64_t count = 0;      // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
-  std::int64_t bytes = 0;      // kPush: of the values as they travel; kPullRows: of a row
+  std::int64_t bytes = 0;      // kPullRows: of a row
   std::int64_t trained = 0;    // 1: there are trained keys among them
-  // kPush:
+  // kPush, kPushPull:
   std::int64_t samples = 0;    // that the gradient is the mean of
   std::int64_t devices = 1;    // that computed it
   double loss = 0;             // mean over the samples
@@ -74,7 +79,8 @@ class Link {
   }
   void send_bytes(const torch::Tensor& bytes) const;
   void receive_bytes(const torch::Tensor& bytes) const;
-  [[nodiscard]] Work start_sending(const torch::Tensor& bytes) const;  // not of nothing
+  [[nodiscard]] Work start_sending(const torch::Tensor& bytes) const;    // not of nothing
+  [[nodiscard]] Work start_receiving(const torch::Tensor& bytes) const;  // not of nothing
 
   torch::Tensor allocate(std::int64_t bytes) const;  // zeros, where the other side can read them
   const World& world() const { return pair_; }
@@ -87,7 +93,16 @@ class Link {
   static torch::Tensor bytes_of(void* data, std::size_t size) {
     return torch::from_blob(data, {static_cast<std::int64_t>(size)}, torch::kUInt8);
   }
+  // Each message has a tag of its own: Gloo does not keep several of one tag apart that are under way to one rank.
+  struct Numbers {
+    int sent = 0;
+    int received = 0;
+  };
+  static int next(int& number) { return number = number % kTags + 1; }
+  static constexpr int kTags = 1 << 20;
+
   World pair_;
+  std::shared_ptr<Numbers> numbers_ = std::make_shared<Numbers>();
 };
 
 // Which of the ranks are servers, in the order of their numbers, and which are workers.

@@ -54,10 +54,31 @@ TEST(KeyPlan, a_range_of_keys_is_one_run_of_bytes) {
   const auto blocks = plan_keys(keys_of({5, 6, 7}), {.servers = 1});
   const torch::Tensor block = torch::zeros({blocks[0].bytes()}, torch::kUInt8);
   blocks[0].slices()[1].in(block).fill_(2.0F);
-  const torch::Tensor region = blocks[0].region_of({1, 2}, block);
+  const torch::Tensor region = blocks[0].region_of(blocks[0].range_of({1, 2}), block);
   EXPECT_TRUE(torch::equal(region.view(torch::kFloat32), torch::full({6}, 2.0F)));
-  EXPECT_EQ(blocks[0].region_of({0, 3}, block).numel(), 128 + 28);
-  EXPECT_EQ(blocks[0].region_of({1, 1}, block).numel(), 0);
+  EXPECT_EQ(blocks[0].region_of(blocks[0].range_of({0, 3}), block).numel(), 128 + 28);
+  EXPECT_EQ(blocks[0].region_of(blocks[0].range_of({1, 1}), block).numel(), 0);
+}
+
+TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
+  std::vector<Key> keys = keys_of({10, 0, 20});
+  keys[1] = {.name = "large", .elements = 3001 * 70, .rows = 3001, .dtype = torch::kFloat16};
+  const auto blocks = plan_keys(keys, {.servers = 2, .split_above = 1000});
+  for (const BlockLayout& block : blocks) {
+    const SliceRange range = block.range_of({1, 2});
+    EXPECT_GT(range.size(), 1);
+    const auto slices = block.slices_of(range);
+    for (std::size_t i = 1; i < slices.size(); ++i) {
+      EXPECT_EQ(slices[i].offset, slices[i - 1].offset + slices[i - 1].bytes());
+      EXPECT_EQ(slices[i].begin, slices[i - 1].begin + slices[i - 1].count);
+    }
+    const auto parts = block.parts_of(block.range_of({0, 3}), 100'000);
+    EXPECT_GT(parts.size(), 1U);
+    EXPECT_EQ(parts.front().first, 0);
+    EXPECT_EQ(parts.back().last, static_cast<std::int64_t>(block.slices().size()));
+    for (std::size_t i = 1; i < parts.size(); ++i) EXPECT_EQ(parts[i].first, parts[i - 1].last);
+    EXPECT_EQ(block.parts_of({1, 1}, 100'000).size(), 1U);
+  }
 }
 
 // Workers that read, compute and update at random; the delays of all updates are counted independently.

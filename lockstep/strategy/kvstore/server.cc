@@ -167,7 +167,7 @@ void KVServer::lose(int number, const std::string& why) {
   }
   fail(std::make_exception_ptr(
       PeerLost({.what = what,
-                .here = concat("server ", options_.server, " after ", table_.updates(), " updates"),
+                .here = concat("server ", options_.server, " after ", statistics_.updates, " updates"),
                 .likely = "out of memory on that machine, or pre-emption; its own output says more",
                 .next = "run again with --resume, or choose dist_async, which goes on without a worker"})));
 }

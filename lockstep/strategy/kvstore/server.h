@@ -19,6 +19,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <map>
@@ -80,6 +81,8 @@ class KVServer {
     int pending = 0;            // pushes of trained keys that are not applied
     std::int64_t pushes = 0;    // and those that are
     QuestionHeader last_push{};  // the newest of trained keys
+    std::deque<SliceRange> owed{};  // pushed with kPushPull, and not answered
+    std::vector<Work> answers{};    // on their way
   };
 
   bool is_worker(int client) const { return client < static_cast<int>(options_.workers.size()); }
@@ -91,10 +94,18 @@ class KVServer {
   void create(int worker, const QuestionHeader& question);
   void set_optimizer(int worker, const QuestionHeader& question);
   void push(int worker, const QuestionHeader& question);
-  void receive_values(int worker, const QuestionHeader& question);
-  void merge(const QuestionHeader& question);
+  void push_pull(int worker, const QuestionHeader& question);
+  void answer_owed(int worker, bool all);
+  void wait_until_merged(int worker, SliceRange slices);
+  std::vector<bool> receive_flags(int worker, SliceRange slices);
+  torch::Tensor place_for(int worker, const QuestionHeader& question, SliceRange slices) const;
+  void unpack(int worker, const QuestionHeader& question, SliceRange slices, const torch::Tensor& words) const;
+  void take(int worker, const QuestionHeader& question, SliceRange slices, const torch::Tensor& values,
+            const std::vector<bool>& given);
+  void merge(const QuestionHeader& question, SliceRange slices);
   void apply(Lock& lock, int worker, const QuestionHeader& question);
   void applied(int worker);
+  torch::Tensor read(int worker, SliceRange slices);
   void pull(int worker, const QuestionHeader& question);
   void pull_rows(int worker, const QuestionHeader& question);
   void send_states(int client, const QuestionHeader& question);

@@ -27,27 +27,26 @@ void ServerTable::set_optimizer(const StrategyOptions& options) {
   optimizer_ = make_optimizer(std::move(trained), options);
 }
 
-std::span<ServerTable::Slice> ServerTable::in(KeyRange keys) {
-  const auto places = layout_.slices_of(keys);
-  return {slices_.begin() + (places.data() - layout_.slices().data()), places.size()};
+std::span<ServerTable::Slice> ServerTable::in(SliceRange range) {
+  return std::span(slices_).subspan(static_cast<std::size_t>(range.first), static_cast<std::size_t>(range.size()));
 }
 
-std::span<const ServerTable::Slice> ServerTable::in(KeyRange keys) const { return const_cast<ServerTable*>(this)->in(keys); }
+std::span<const ServerTable::Slice> ServerTable::in(SliceRange range) const { return const_cast<ServerTable*>(this)->in(range); }
 
-void ServerTable::note(int worker, KeyRange keys, const std::vector<bool>& given, std::int64_t samples) {
-  for (Slice& slice : in(keys))
-    slice.notes[static_cast<std::size_t>(worker)] = {
-        .noted = true, .given = given[static_cast<std::size_t>(slice.place.key - keys.first)], .samples = samples};
+void ServerTable::note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples) {
+  auto is_given = given.begin();
+  for (Slice& slice : in(slices))
+    slice.notes[static_cast<std::size_t>(worker)] = {.noted = true, .given = *is_given++, .samples = samples};
 }
 
-bool ServerTable::holds_any(int worker, KeyRange keys) const {
-  return std::ranges::any_of(in(keys), [worker](const Slice& slice) {
+bool ServerTable::holds_any(int worker, SliceRange slices) const {
+  return std::ranges::any_of(in(slices), [worker](const Slice& slice) {
     return slice.notes[static_cast<std::size_t>(worker)].noted;
   });
 }
 
-void ServerTable::merge_complete(KeyRange keys, const std::vector<int>& workers, double learning_rate) {
-  for (Slice& slice : in(keys)) {
+void ServerTable::merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate) {
+  for (Slice& slice : in(slices)) {
     const bool complete = std::ranges::all_of(
         workers, [&](int worker) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
     if (complete) take(slice, merged(slice, workers));
@@ -101,18 +100,17 @@ void ServerTable::update(double learning_rate) {
     ++slice->updates;
   }
   changed_.clear();
-  ++updates_;
 }
 
-std::int64_t ServerTable::delay(int worker, KeyRange keys) const {
+std::int64_t ServerTable::delay(int worker, SliceRange slices) const {
   std::int64_t most = 0;
-  for (const Slice& slice : in(keys))
+  for (const Slice& slice : in(slices))
     most = std::max(most, slice.updates - slice.read_at[static_cast<std::size_t>(worker)]);
   return most;
 }
 
-void ServerTable::mark_read(int worker, KeyRange keys) {
-  for (Slice& slice : in(keys)) slice.read_at[static_cast<std::size_t>(worker)] = slice.updates;
+void ServerTable::mark_read(int worker, SliceRange slices) {
+  for (Slice& slice : in(slices)) slice.read_at[static_cast<std::size_t>(worker)] = slice.updates;
 }
 
 Optimizer::StateTensors ServerTable::state_of(std::size_t slice) const {

@@ -31,20 +31,19 @@ class ServerTable {
 
   // ---- Pushes
 
-  // The worker's inbox holds its values of the keys that are `given`, key by key; samples weigh them.
-  void note(int worker, KeyRange keys, const std::vector<bool>& given, std::int64_t samples);
-  bool holds_any(int worker, KeyRange keys) const;  // noted, and not merged
+  // The worker's inbox holds its values of the slices that are `given`, one by one; samples weigh them.
+  void note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples);
+  bool holds_any(int worker, SliceRange slices) const;  // noted, and not merged
 
-  // Merges and applies those of the keys that all `workers` have noted.
-  void merge_complete(KeyRange keys, const std::vector<int>& workers, double learning_rate);
+  // Merges and applies those of the slices that all `workers` have noted.
+  void merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate);
 
   // What one worker has noted, by itself.
-  void apply(int worker, KeyRange keys, double learning_rate) { merge_complete(keys, {worker}, learning_rate); }
+  void apply(int worker, SliceRange slices, double learning_rate) { merge_complete(slices, {worker}, learning_rate); }
 
-  // The delay that the worker's gradient of these keys has now.
-  std::int64_t delay(int worker, KeyRange keys) const;
-  void mark_read(int worker, KeyRange keys);
-  std::int64_t updates() const { return updates_; }
+  // The delay that the worker's gradient of these slices has now.
+  std::int64_t delay(int worker, SliceRange slices) const;
+  void mark_read(int worker, SliceRange slices);
 
   // ---- Checkpoints
 
@@ -67,8 +66,8 @@ class ServerTable {
     std::vector<std::int64_t> read_at;  // by each worker: `updates` then
   };
 
-  std::span<Slice> in(KeyRange keys);
-  std::span<const Slice> in(KeyRange keys) const;
+  std::span<Slice> in(SliceRange range);
+  std::span<const Slice> in(SliceRange range) const;
   torch::Tensor merged(Slice& slice, const std::vector<int>& workers);
   void take(Slice& slice, const torch::Tensor& value);
   void update(double learning_rate);
@@ -80,7 +79,6 @@ class ServerTable {
   std::vector<Slice> slices_;
   std::shared_ptr<Optimizer> optimizer_;
   std::vector<Slice*> changed_;  // have a gradient
-  std::int64_t updates_ = 0;
 };
 
 }  // namespace lockstep
