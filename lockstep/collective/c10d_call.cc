@@ -76,11 +76,14 @@ class CallUnderWay : public Pending {
 
 class C10dMessages::UnderWay : public Pending {
  public:
-  UnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
+  explicit UnderWay(C10dMessage message)
+      : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
+    if (message.alone) wait_by(std::launch::async);
+  }
 
   // A future of std::async waits for its thread.
   ~UnderWay() override {
-    if (result_.valid() && !settled()) work_->abort();
+    if (result_.valid() && !settled()) abort();
   }
 
   bool settled() const { return result_.valid() && result_.wait_for(milliseconds(0)) == std::future_status::ready; }
@@ -89,6 +92,8 @@ class C10dMessages::UnderWay : public Pending {
     if (!result_.valid()) wait_by(std::launch::deferred);
     try {
       result_.get();
+    } catch (const Error&) {  // of next_ and finish
+      throw;
     } catch (const std::exception& error) {
       throw peer_lost(call_, error);
     }
@@ -102,13 +107,31 @@ class C10dMessages::UnderWay : public Pending {
     if (!result_.valid()) wait_by(std::launch::async);
     return settled();
   }
-  int source() const override { return work_->sourceRank(); }
+  int source() const override { return first_->sourceRank(); }
 
-  void abort() const { work_->abort(); }
+  void abort() {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    first_->abort();
+    if (second_) second_->abort();
+  }
 
  private:
   void wait_by(std::launch how) {
-    result_ = std::async(how, [work = work_] { wait_for(*work); }).share();
+    result_ = std::async(how, [this] { carry_out(); }).share();
+  }
+
+  void carry_out() {
+    wait_for(*first_);
+    if (next_) begin_second(next_(*first_));
+    if (second_) wait_for(*second_);
+    if (call_.finish) call_.finish();
+  }
+
+  void begin_second(C10dWork work) {
+    const std::lock_guard lock(mutex_);
+    second_ = std::move(work);
+    if (aborted_ && second_) second_->abort();
   }
 
   static void wait_for(c10d::Work& work) {
@@ -116,23 +139,26 @@ class C10dMessages::UnderWay : public Pending {
   }
 
   C10dCall call_;
-  C10dWork work_;
+  std::function<C10dWork(c10d::Work&)> next_;
+  std::mutex mutex_;
+  bool aborted_ = false;  // guarded by mutex_, like the next; second_ is written by the thread that waits
+  C10dWork second_;
+  C10dWork first_;
   std::shared_future<void> result_;
 };
 
-std::shared_ptr<Pending> C10dMessages::start(C10dCall call, const std::function<C10dWork()>& issue) {
+std::shared_ptr<Pending> C10dMessages::start(C10dMessage message) {
   const std::lock_guard lock(mutex_);
-  if (closed_) throw peer_lost(call, std::runtime_error("the connection was closed"));
-  std::erase_if(under_way_, [](const auto& message) { return message->settled(); });
-  C10dWork work = issue_checked(call, issue);
-  under_way_.push_back(std::make_shared<UnderWay>(std::move(call), std::move(work)));
+  if (closed_) throw peer_lost(message.call, std::runtime_error("the connection was closed"));
+  std::erase_if(under_way_, [](const auto& one) { return one->settled(); });
+  under_way_.push_back(std::make_shared<UnderWay>(std::move(message)));
   return under_way_.back();
 }
 
 void C10dMessages::close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;
-  for (const auto& message : under_way_) message->abort();
+  for (const auto& one : under_way_) one->abort();
 }
 
 C10dWork issue_alone(const std::function<C10dWork()>& issue) {

@@ -1,7 +1,7 @@
 // collective/c10d_call.h: a call of a c10d backend as a Pending of ours.
 //
 // Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers
-// Owns:    the c10d::Work, and a thread where a message is looked at without waiting for it
+// Owns:    the c10d::Work, and a thread where a message goes on or is looked at without waiting for it
 // Threads: one at a time
 #pragma once
 
@@ -35,11 +35,19 @@ struct C10dCall {
 // PeerLost, at once or from wait().
 std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
 
+// A message over Gloo, in one or two transfers.
+struct C10dMessage {
+  C10dCall call{};
+  std::function<C10dWork()> issue{};  // starts the first one
+  std::function<C10dWork(c10d::Work& first)> next{};  // once that one is done: the second one, or null. May throw
+  bool alone = false;  // goes on also while nobody waits, for the price of a thread
+};
+
 // Messages over Gloo, which says whether one is done only to those who wait, and gives up one that nobody holds.
 // Messages that are never waited for are held until this goes.
 class C10dMessages {
  public:
-  std::shared_ptr<Pending> start(C10dCall call, const std::function<C10dWork()>& issue);
+  std::shared_ptr<Pending> start(C10dMessage message);
 
   // From any thread: ends the waits for all messages, also for those that are started later.
   void close();

@@ -144,7 +144,12 @@ class HierarchicalTransport : public Transport {
     return messages_.send(tensor, to, tag);
   }
   std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
-    return messages_.receive(tensor, from, tag);
+    return messages_.receive(tensor, from, tag, true);
+  }
+  int receive(const torch::Tensor& tensor, int from, int tag) override {
+    const auto message = messages_.receive(tensor, from, tag, false);
+    message->wait();
+    return message->source();
   }
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {

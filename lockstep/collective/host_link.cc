@@ -12,7 +12,7 @@ namespace {
 
 // Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these tags.
 constexpr int kWatchTag = 0x7ffffffe;
-int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x3ffffffe); }
+int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x1fffffff << 1); }  // odd: gloo_messages.cc
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {

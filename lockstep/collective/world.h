@@ -208,8 +208,8 @@ class World {
   // ---- Messages, between two ranks
   //
   // Those of one sender with one tag (>= 0) arrive in the order in which they were sent. A send may block until the
-  // message is received. Both sides give as many elements of one dtype. Throw as collectives do, and UsageError: to
-  // this rank itself.
+  // message is received. Both sides give as many elements of one dtype: else the receiver gets MismatchError, and the message
+  // is dropped. Throw as collectives do, and UsageError: to this rank itself; between machines, a tag above 2^30 - 1.
   void send(const torch::Tensor& tensor, int to, int tag = 0) const;
   [[nodiscard]] Work send_async(const torch::Tensor& tensor, int to, int tag = 0) const;
 

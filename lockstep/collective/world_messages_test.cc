@@ -114,6 +114,89 @@ TEST_P(Messages, that_nobody_waits_for_are_delivered) {
   });
 }
 
+// A message that does not fit is taken and dropped; in shared memory the sender of a large one is told, too.
+void send_what_does_not_fit(World& world, const torch::Tensor& sent) {
+  try {
+    world.send(sent, 1, 3);
+  } catch (const MismatchError&) {
+  }
+}
+
+TEST_P(Messages, that_do_not_fit_are_refused_and_the_next_ones_arrive) {
+  run([](World& world) {
+    for (const std::int64_t sent : {1, 1017, 1018, 1019, 70001})
+      for (const std::int64_t expected : {2, 1016, 100003}) {
+        if (world.rank() == 0) send_what_does_not_fit(world, torch::ones({sent}));
+        if (world.rank() == 1) {
+          const torch::Tensor tensor = torch::zeros({expected});
+          const std::string message =
+              testing::message_of<MismatchError>([&] { world.receive(tensor, {.from = 0, .tag = 3}); });
+          EXPECT_TRUE(testing::contains(message, "receive of " + std::to_string(expected) + " float32 from rank 0, tag 3"));
+          EXPECT_TRUE(testing::contains(message, "rank 0 wants send of " + std::to_string(sent) + " float32"));
+          EXPECT_TRUE(same(tensor, torch::zeros({expected})));
+        }
+        if (world.rank() == 0) world.send(torch::full({70001}, 7.0F), 1, 3);
+        const torch::Tensor next = torch::zeros({70001});
+        if (world.rank() != 1) continue;
+        world.receive(next, {.from = 0, .tag = 3});
+        EXPECT_TRUE(same(next, torch::full({70001}, 7.0F)));
+      }
+    world.barrier();
+  });
+}
+
+TEST_P(Messages, of_another_dtype_are_refused_from_any_rank_too) {
+  run([](World& world) {
+    for (const std::int64_t size : {3, 50001}) {
+      if (world.rank() == 0) send_what_does_not_fit(world, torch::ones({size}, torch::kInt32));
+      if (world.rank() == 1) {
+        Work work = world.receive_async(torch::zeros({size}), {.tag = 3});
+        const std::string message = testing::message_of<MismatchError>([&] { work.wait(std::chrono::seconds(20)); });
+        EXPECT_TRUE(testing::contains(message, "send of " + std::to_string(size) + " int32"));
+      }
+    }
+    world.barrier();
+  });
+}
+
+// Large ones are under way in both directions while nobody waits for what arrives.
+TEST_P(Messages, cross_each_other_and_may_be_received_in_another_order) {
+  run([](World& world) {
+    if (world.rank() > 1) return;
+    const int peer = 1 - world.rank();
+    const std::int64_t large = 400003;
+    const torch::Tensor one = torch::zeros({large}, torch::kInt64);
+    const torch::Tensor other = torch::zeros({large + 1}, torch::kInt64);
+    Work second = world.receive_async(other, {.from = peer, .tag = 2});
+    Work first = world.receive_async(one, {.from = peer, .tag = 1});
+    world.send(values_of(world.rank(), {large}, torch::kInt64), peer, 1);
+    world.send(values_of(world.rank(), {large + 1}, torch::kInt64), peer, 2);
+    second.wait();
+    first.wait();
+    EXPECT_TRUE(same(one, values_of(peer, {large}, torch::kInt64)));
+    EXPECT_TRUE(same(other, values_of(peer, {large + 1}, torch::kInt64)));
+  });
+}
+
+TEST_P(Messages, of_one_tag_keep_their_order_however_many_are_under_way_in_both_directions) {
+  run([](World& world) {
+    if (world.rank() > 1) return;
+    const int peer = 1 - world.rank();
+    constexpr int kMessages = 24;
+    const auto size_of = [](int i) { return i % 3 == 0 ? 12 : 40000 + 1000 * (i % 5); };
+    std::vector<torch::Tensor> received;
+    std::vector<Work> works;
+    for (int i = 0; i < kMessages; ++i) {
+      received.push_back(torch::zeros({size_of(i)}));
+      works.push_back(world.receive_async(received.back(), {.from = peer}));
+    }
+    for (int i = 0; i < kMessages; ++i) works.push_back(world.send_async(torch::full({size_of(i)}, 1.0F * i), peer));
+    for (Work& work : works) work.wait(std::chrono::seconds(30));
+    for (int i = 0; i < kMessages; ++i)
+      EXPECT_TRUE(same(received[static_cast<std::size_t>(i)], torch::full({size_of(i)}, 1.0F * i))) << i;
+  });
+}
+
 // Rank 0 keeps back a postponed all_reduce; rank 1 waits for it before it receives.
 TEST_P(Messages, do_not_block_a_collective_that_was_started_before) {
   run([](World& world) {

@@ -124,6 +124,12 @@ class Receiving final : public Transfer {
     }
   }
   int peer() const override { return call_.from; }
+  // Its letter may come while others are looked at: it is not theirs.
+  bool holds_up(const Transfer& later) const override {
+    const auto* other = dynamic_cast<const Receiving*>(&later);
+    if (letter_ != nullptr || other == nullptr || other->call_.tag != call_.tag) return false;
+    return call_.from == kAnyRank || other->call_.from == kAnyRank || other->call_.from == call_.from;
+  }
   std::string describe() const override {
     const std::string from = call_.from == kAnyRank ? "any rank" : concat("rank ", call_.from);
     return concat("receive of ", call_.count, " ", to_string(call_.dtype), " from ", from, ", tag ", call_.tag);

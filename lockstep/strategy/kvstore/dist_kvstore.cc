@@ -158,7 +158,7 @@ void DistKVStore::start_push_pull(Server& server, const Push& push) {
   QuestionHeader header = push.header;
   header.question = Question::kPushPull;
   header.slices = server.layout.range_of(push.keys);
-  const auto parts = server.layout.parts_of(header.slices, kPartBytes);
+  const auto parts = server.layout.parts_of(header.slices, part_bytes(server.layout.bytes()));
   for (const SliceRange part : parts)
     if (const torch::Tensor region = server.layout.region_of(part, server.inbox); region.numel() > 0) {
       server.receiving.push_back(server.link.start_receiving(region));

@@ -8,7 +8,7 @@
 //   kInit        table of slices; the first worker: values
 //   kOptimizer   the optimizer's options
 //   kPush        which slices have a value; their values
-//   kPushPull    the same, in parts of kPartBytes           no header; the slices' values in the same parts
+//   kPushPull    the same, in parts                        no header; the slices' values in the same parts
 //   kPull                                                   the slices' values
 //   kPullRows    numbers of rows                            the rows
 //   kState                                                  per slice: value and the optimizer's state
@@ -22,6 +22,7 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <limits>
@@ -39,7 +40,8 @@ namespace lockstep {
 
 enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kGoodbye };
 
-inline constexpr std::int64_t kPartBytes = std::int64_t{256} << 10;
+// Of `bytes` that a server has: about sixteen parts.
+inline std::int64_t part_bytes(std::int64_t bytes) { return std::max(bytes / 16, std::int64_t{256} << 10); }
 
 struct QuestionHeader {
   Question question = Question::kGoodbye;

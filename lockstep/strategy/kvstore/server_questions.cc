@@ -84,7 +84,7 @@ void KVServer::push_pull(int worker, const QuestionHeader& question) {
   const std::vector<bool> given = receive_flags(worker, question.slices);
   std::vector<torch::Tensor> values;
   std::vector<Work> coming;
-  const auto parts = table_.layout().parts_of(question.slices, kPartBytes);
+  const auto parts = table_.layout().parts_of(question.slices, part_bytes(table_.layout().bytes()));
   for (const SliceRange part : parts) {
     values.push_back(place_for(worker, question, part));
     if (values.back().numel() > 0) coming.push_back(client(worker).link.start_receiving(values.back()));
