@@ -2,8 +2,6 @@
 #include <dirent.h>
 #include <signal.h>
 
-#include <map>
-
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/deadline.h"
@@ -25,6 +23,7 @@ using testing::TempFolder;
 using testing::losses_in;
 using testing::metrics_in;
 using testing::operator+;
+using testing::steps_in;
 using testing::Words;
 
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
@@ -115,14 +114,6 @@ int pid_of_rank(int launcher, int rank) {
     }
   }
   return 0;
-}
-
-std::size_t steps_in(const std::filesystem::path& path) {
-  try {
-    return losses_in(path).size();
-  } catch (const std::exception&) {  // not there yet, or a line half written
-    return 0;
-  }
 }
 
 class KVStoreLoss : public ::testing::Test {
