@@ -16,7 +16,7 @@ lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc l
 lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
 lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
 lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy averaging_test.cc convergence_test.cc data_parallel_test.cc ddp_test.cc devices_test.cc
+lockstep_room_test(strategy averaging_test.cc convergence_test.cc data_parallel_test.cc ddp_test.cc device_faults_test.cc devices_test.cc
   kvstore/dist_kvstore_test.cc kvstore/kvstore_strategy_test.cc kvstore/local_kvstore_test.cc kvstore/plan_test.cc
   lossless_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc verify_test.cc)
 lockstep_room_test(checkpoint checkpoint_test.cc)
@@ -41,6 +41,12 @@ target_compile_definitions(command_test PRIVATE
 target_link_libraries(command_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)
 add_dependencies(command_test lockstep_train lockstep_data misbehaving_task)
 gtest_discover_tests(command_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
+
+add_executable(lost_ranks_test train/lost_ranks_test.cc train/ranks.cc launch/child.cc)
+target_compile_definitions(lost_ranks_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
+target_link_libraries(lost_ranks_test PRIVATE lockstep_core GTest::gtest_main nlohmann_json::nlohmann_json)
+add_dependencies(lost_ranks_test misbehaving_task)
+gtest_discover_tests(lost_ranks_test TEST_PREFIX command. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
 
 add_executable(lossless_ranks train/lossless_ranks.cc)
 add_executable(lossless_test train/lossless_command_test.cc launch/child.cc)

@@ -266,8 +266,10 @@ class Job {
     stop_all(SIGTERM);
   }
 
+  // One that stands still has to go on to hear of it.
   void stop_all(int signal) {
     for (const auto& rank : ranks_) rank->process->signal_group(signal);
+    for (const auto& rank : ranks_) rank->process->signal_group(SIGCONT);
     if (!stopping_) kill_at_ = Deadline::after(options_.grace);
     stopping_ = true;
   }

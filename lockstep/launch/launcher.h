@@ -53,8 +53,9 @@ struct LaunchResult {
 };
 
 // Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails (workers_may_fail: and can't be done
-// without) the others get SIGTERM and, after the grace period, SIGKILL. SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by
-// SIGKILL, the ranks and what they started are killed too.
+// without) the others get SIGTERM (and SIGCONT, should they stand still) and, after the grace period, SIGKILL. SIGINT and
+// SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what they started are
+// killed too.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);

@@ -150,6 +150,19 @@ TEST(Launch, kills_a_rank_that_ignores_sigterm_after_the_grace_period) {
   EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
 }
 
+TEST(Launch, ends_a_rank_that_stands_still_at_once) {
+  const TempFolder folder;
+  const std::string file = folder.file("rank0");
+  const std::string stand_still = concat("echo $$ > ", file, ".new; mv ", file, ".new ", file, "; kill -STOP $$");
+  const std::string fail = concat("until grep -q '^State:.T' /proc/$(cat ", file, ")/status; do sleep 0.01; done; exit 5");
+  const Stopwatch watch;
+  const LaunchResult result =
+      launch({.ranks = 2}, {"sh", "-c", concat("if [ $RANK = 0 ]; then ", stand_still, "; else ", fail, "; fi")});
+  EXPECT_EQ(result.exit_code, 5);
+  EXPECT_LT(watch.seconds(), 3) << "waited for the grace period";
+  EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
+}
+
 TEST(Launch, names_a_program_that_does_not_exist) {
   const auto before = open_descriptors();
   try {

@@ -36,6 +36,7 @@ struct alignas(64) DeviceSeat {
   shm::Flag done;    // number of the last job that is finished
   shm::Flag exited;  // 1: the thread is about to end
   std::atomic<double> busy{0};
+  std::atomic<bool> waits{false};  // for another device
 };
 
 class DevicesState {
@@ -102,6 +103,21 @@ class DevicesState {
                 [&] { return seat(index).exited.load() == 1; });
   }
 
+  // The one to blame for a wait that was too long: the first at work that does not wait for another one. -1: none is at work.
+  int who_is_late() {
+    for (int i = 0; i < count(); ++i)
+      if (!seat(i).done.reached(jobs_) && !seat(i).waits.load(std::memory_order_relaxed)) return i;
+    return first_at_work();
+  }
+
+  PeerLost late_error(int late, const std::string& here) const {
+    return PeerLost({.what = concat("device ", device_name(late), " is not done within ",
+                                    human_seconds(std::chrono::duration<double>(timeout()).count())),
+                     .here = here,
+                     .likely = "a function of the task that hangs, or a step that takes longer than that",
+                     .next = "look at the task's functions, or give a longer --timeout"});
+  }
+
   // The first error stays; everybody who waits for another device hears of it.
   void fail(int index, std::exception_ptr error) {
     {
@@ -158,13 +174,10 @@ class DevicesState {
   }
 
   void fail_as_late() {
+    const int late = who_is_late();
+    if (late < 0) return;  // the last one came to its end just now
     late_ = true;
-    const int late = first_at_work();
-    fail(late, std::make_exception_ptr(
-        PeerLost({.what = concat("device ", device_name(late), " is not done within ",
-                                 human_seconds(std::chrono::duration<double>(timeout()).count())),
-                  .likely = "a function of the task that hangs, or a step that takes longer than that",
-                  .next = "look at the task's functions, or give a longer --timeout"})));
+    fail(late, std::make_exception_ptr(late_error(late, "the scheduling thread")));
   }
 
   std::exception_ptr error() {
@@ -201,15 +214,19 @@ void Device::seed(std::uint64_t seed) { generator_.seed(seed); }
 
 void Device::throw_if_hopeless(const Deadline& deadline, const std::string& what) const {
   if (state_.failed()) throw PeerLost({.what = concat("another device failed while ", name(), " waited for ", what)});
-  if (deadline.passed())
-    throw PeerLost({.what = concat(name(), " waited for ", what, " longer than ",
-                                   human_seconds(std::chrono::duration<double>(state_.timeout()).count())),
-                    .likely = "a function of the task that hangs on another device",
-                    .next = "look at the task's functions, or give a longer --timeout"});
+  if (deadline.passed()) throw state_.late_error(state_.who_is_late(), concat(name(), ", which waits for ", what));
+}
+
+Device::Waiting::Waiting(const Device& device) : device_(device) {
+  device.state_.seat(device.index_).waits.store(true, std::memory_order_relaxed);
+}
+Device::Waiting::~Waiting() {  // who gives up is not late either
+  if (std::uncaught_exceptions() == 0) device_.state_.seat(device_.index_).waits.store(false, std::memory_order_relaxed);
 }
 
 void Device::all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm) {
   const torch::Tensor flat = dense_view(tensor);
+  const Waiting waiting(*this);
   state_.group(index_).all_reduce({.input = flat.const_data_ptr(),
                                    .output = flat.mutable_data_ptr(),
                                    .count = static_cast<std::size_t>(flat.numel()),
@@ -219,6 +236,7 @@ void Device::all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm) {
 
 void Device::reduce(const torch::Tensor& tensor, int root) {
   const torch::Tensor flat = dense_view(tensor);
+  const Waiting waiting(*this);
   shm::Group& team = state_.group(index_);
   team.reduce({.input = flat.const_data_ptr(),
                .output = team.rank() == root ? flat.mutable_data_ptr() : nullptr,
@@ -229,13 +247,17 @@ void Device::reduce(const torch::Tensor& tensor, int root) {
 
 void Device::broadcast(const torch::Tensor& tensor, int root) {
   const torch::Tensor flat = dense_view(tensor);
+  const Waiting waiting(*this);
   state_.group(index_).broadcast({.data = flat.mutable_data_ptr(),
                                   .count = static_cast<std::size_t>(flat.numel()),
                                   .dtype = dtype_of(flat),
                                   .root = root});
 }
 
-void Device::barrier() { state_.group(index_).barrier(); }
+void Device::barrier() {
+  const Waiting waiting(*this);
+  state_.group(index_).barrier();
+}
 
 Devices::Devices(const DevicesOptions& options) {
   if (options.count < 1) throw UsageError({.what = concat(options.count, " devices"), .next = "give at least 1"});

@@ -10,8 +10,8 @@
 //
 // What goes wrong: the first exception of any device ends all of them. Those that wait for another device, in a
 // collective or in Device::wait, leave with PeerLost within 100 ms; those that compute end when their function does; then
-// run() throws the first exception. A device that is not done within the timeout is named in a PeerLost. Afterwards the
-// devices are of no more use. A function that never returns can't be ended from inside a process: its thread is left
+// run() throws the first exception. A device that is not done within the timeout, and does not wait for another one, is
+// named in a PeerLost. Afterwards the devices are of no more use. A function that never returns can't be ended from inside a process: its thread is left
 // behind, and what it uses must be its own (captured by value).
 #pragma once
 
@@ -72,6 +72,7 @@ class Device {
       shm::pause();
     }
     const Deadline deadline = deadline_of_wait();
+    const Waiting waiting(*this);
     while (true) {
       const std::uint32_t seen = flag.load();
       if (done()) return;
@@ -84,6 +85,19 @@ class Device {
   friend class DevicesState;
   Device(DevicesState& state, int index, ThreadGenerator& generator)
       : state_(state), index_(index), generator_(generator) {}
+
+  // While this lives the device waits for others: it is not the one that is late.
+  class Waiting {
+   public:
+    explicit Waiting(const Device& device);
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    const Device& device_;
+  };
+
   Deadline deadline_of_wait() const;
   void throw_if_hopeless(const Deadline& deadline, const std::string& what) const;
 

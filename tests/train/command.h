@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,13 @@ inline Words operator+(Words words, const Words& more) {
   return words;
 }
 
+// `command` with more variables in its environment.
+inline Words with_variables(const std::map<std::string, std::string>& variables, const Words& command) {
+  Words words = {"/usr/bin/env"};
+  for (const auto& [name, value] : variables) words.push_back(name + "=" + value);
+  return words + command;
+}
+
 inline std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path) {
   std::vector<nlohmann::json> lines;
   for (const auto& line : split(read_file(path), '\n'))
@@ -32,6 +40,15 @@ inline std::vector<double> losses_in(const std::filesystem::path& path) {
   for (const auto& line : metrics_in(path))
     if (line["event"] == "step") losses.push_back(line["loss"]);
   return losses;
+}
+
+// How many steps a run that is under way has written.
+inline std::size_t steps_in(const std::filesystem::path& path) {
+  try {
+    return losses_in(path).size();
+  } catch (const std::exception&) {  // not there yet, or a line half written
+    return 0;
+  }
 }
 
 }  // namespace lockstep::testing

@@ -3,8 +3,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <map>
-
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
@@ -21,6 +19,7 @@ using testing::contains;
 using testing::Ended;
 using testing::run;
 using testing::TempFolder;
+using testing::with_variables;
 using testing::losses_in;
 using testing::metrics_in;
 using testing::operator+;
@@ -28,12 +27,6 @@ using testing::Words;
 
 const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1"};
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
-
-Words with_variables(const std::map<std::string, std::string>& variables, const Words& command) {
-  Words words = {"/usr/bin/env"};
-  for (const auto& [name, value] : variables) words.push_back(name + "=" + value);
-  return words + command;
-}
 
 void expect_close(const std::vector<double>& a, const std::vector<double>& b) {
   ASSERT_EQ(a.size(), b.size());

@@ -2,8 +2,6 @@
 #include <dirent.h>
 #include <signal.h>
 
-#include <map>
-
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/deadline.h"
@@ -25,6 +23,7 @@ using testing::TempFolder;
 using testing::losses_in;
 using testing::metrics_in;
 using testing::operator+;
+using testing::steps_in;
 using testing::Words;
 
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
@@ -57,6 +56,24 @@ TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_s
   const auto many = losses_in(folder / "whole.jsonl");
   ASSERT_EQ(one.size(), many.size());
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
+}
+
+class KVStoreOutOfStep : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, KVStoreOutOfStep, ::testing::Values("dist_async", "dist_bounded"),
+                         [](const auto& test) { return std::string(test.param); });
+
+// One worker, so that the order of the updates is always the same.
+TEST_P(KVStoreOutOfStep, S2_resumes_with_the_weights_and_the_optimizers_state_of_all_servers) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& name, const Words& more) {
+    const Ended ended = run(kvstore(GetParam()) + Words{"--servers", "2", "--ranks", "1", "--split-above", "5000", "--batch-size",
+                                                        "16", "--momentum", "0.9", "--quiet", "--checkpoint-dir", folder / name} + more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  };
+  train("whole", {"--max-steps", "10"});
+  train("parts", {"--max-steps", "4"});
+  train("parts", {"--max-steps", "10", "--resume"});
+  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"), tensors_of(folder / "parts" / "step-00000010.safetensors"));
 }
 
 TEST(KVStoreCommand, S2_servers_take_no_part_of_the_batch) {
@@ -115,14 +132,6 @@ int pid_of_rank(int launcher, int rank) {
     }
   }
   return 0;
-}
-
-std::size_t steps_in(const std::filesystem::path& path) {
-  try {
-    return losses_in(path).size();
-  } catch (const std::exception&) {  // not there yet, or a line half written
-    return 0;
-  }
 }
 
 class KVStoreLoss : public ::testing::Test {

@@ -1,9 +1,12 @@
-// A training program that a test can spoil: MISBEHAVE=exit|kill|other_model, on rank 1.
+// A training program that a test can spoil, on rank 1 or, where there are no ranks, on one device:
+//
+//   MISBEHAVE=exit|kill|throw|hang   one call of its middle layer, the tenth, does that
+//   MISBEHAVE=other_model            its model is another one than the others'
 #include <signal.h>
-#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
@@ -14,18 +17,44 @@ namespace {
 bool misbehaves(const std::string& how) {
   const char* told = std::getenv("MISBEHAVE");
   const char* rank = std::getenv("RANK");
-  return told != nullptr && rank != nullptr && how == told && std::string(rank) == "1";
+  return told != nullptr && how == told && (rank == nullptr || std::string(rank) == "1");
 }
 
-torch::Tensor forward(torch::nn::Module& model, const torch::Tensor& data) {
-  if (misbehaves("exit")) ::_exit(3);
-  if (misbehaves("kill")) ::raise(SIGKILL);
-  return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data.flatten(1));
+// At work for ever, as a function of a task that never comes to its end.
+[[noreturn]] void hang() {
+  const torch::NoGradGuard no_grad;
+  for (torch::Tensor some = torch::ones({64, 64});; some = some.mm(some).sigmoid()) {
+  }
 }
+
+struct SpoiltReLUImpl : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) {
+    if (++calls == 10) misbehave();
+    return x.relu();
+  }
+
+  static void misbehave() {
+    if (misbehaves("exit")) ::_exit(3);
+    if (misbehaves("kill")) ::raise(SIGKILL);
+    if (misbehaves("throw")) throw lockstep::DataError({.what = "thrown on purpose"});
+    if (misbehaves("hang")) hang();
+  }
+
+  static inline std::atomic<int> calls{0};  // of all devices
+};
+TORCH_MODULE(SpoiltReLU);
 
 lockstep::ModulePtr make_model() {
   const int hidden = misbehaves("other_model") ? 17 : 16;
-  return torch::nn::Sequential(torch::nn::Linear(784, hidden), torch::nn::ReLU(), torch::nn::Linear(hidden, 10)).ptr();
+  return torch::nn::Sequential(torch::nn::Linear(784, hidden), SpoiltReLU(), torch::nn::Linear(hidden, 10)).ptr();
+}
+
+torch::nn::SequentialImpl& layers_of(torch::nn::Module& model) { return dynamic_cast<torch::nn::SequentialImpl&>(model); }
+
+std::vector<lockstep::Stage> stages(torch::nn::Module& model) {
+  auto pieces = lockstep::stages_of(layers_of(model));
+  pieces[0].forward = [first = pieces[0].forward](const lockstep::Tensors& images) { return first({images[0].flatten(1)}); };
+  return pieces;
 }
 
 }  // namespace
@@ -33,11 +62,13 @@ lockstep::ModulePtr make_model() {
 int main(int argc, char** argv) {
   return lockstep::run(argc, argv,
                        {.make_model = make_model,
-                        .forward = forward,
+                        .forward = [](torch::nn::Module& model,
+                                      const torch::Tensor& data) { return layers_of(model).forward(data.flatten(1)); },
                         .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
                           return torch::cross_entropy_loss(output, target);
                         },
                         .correct = [](const torch::Tensor& output,
                                       const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
-                        .name = "perceptron"});
+                        .name = "perceptron",
+                        .stages = stages});
 }

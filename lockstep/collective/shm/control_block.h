@@ -51,6 +51,8 @@ struct alignas(kCacheLine) Seat {
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> pid;
   std::array<std::uint64_t, 16> cores;  // a bit for each core that the rank may use
+  std::atomic<std::int32_t> waits_for;  // while it sleeps: the rank that it waits for, plus 1; 0: nobody in particular
+  std::atomic<std::int64_t> looked_at;  // while it sleeps: when it last looked around, ms of the steady clock
 };
 
 struct MachineBlock {

@@ -19,7 +19,7 @@ GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::ve
       area_(area),
       ranks_(std::move(ranks)),
       rank_(rank),
-      waiter_(*machine_, *this, timeout) {}
+      waiter_(*machine_, ranks_[static_cast<std::size_t>(rank_)], *this, timeout) {}
 
 void GroupState::begin(const Intent& intent) {
   if (machine_->poisoned()) machine_->throw_if_poisoned(here());

@@ -9,14 +9,23 @@
 #include <cstring>
 
 #include "lockstep/base/cores.h"
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/ending.h"
+#include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
 namespace {
 
 constexpr std::size_t kMostAddresses = std::size_t{32} << 40;  // of the 128 TiB that a process has
+
+// Who sleeps looks around a lot more often.
+constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
+
+std::int64_t now_in_ms() {
+  return std::chrono::floor<std::chrono::milliseconds>(Deadline::Clock::now().time_since_epoch()).count();
+}
 
 std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
 std::size_t area_offset(int size) { return seats_offset() + static_cast<std::size_t>(size) * sizeof(Seat); }
@@ -153,6 +162,22 @@ void Machine::poison_if_any_died() const {
     const std::string ending = how_it_ended(polls[i].fd, seat(rank).pid.load(std::memory_order_relaxed));
     poison(Cause::kDied, rank, concat("rank ", rank, " died: ", ending), describe(rank) + ", " + ending);
   }
+}
+
+void Machine::waits(int rank, int peer) const {
+  seat(rank).looked_at.store(now_in_ms(), std::memory_order_relaxed);
+  seat(rank).waits_for.store(peer + 1, std::memory_order_release);
+}
+
+int Machine::holds_up(int peer) const {
+  int last = peer;
+  for (int others = 0; others < size() && last >= 0; ++others) {
+    const int next = seat(last).waits_for.load(std::memory_order_acquire) - 1;
+    const bool stands_still = now_in_ms() - seat(last).looked_at.load(std::memory_order_relaxed) > kStandsStillAfter.count();
+    if (next < 0 || stands_still) return last;
+    last = next;
+  }
+  return peer;  // they wait for one another in a circle
 }
 
 void Machine::retire(Memory area) {

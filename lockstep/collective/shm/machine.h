@@ -56,6 +56,11 @@ class Machine {
   void poison_if_any_died() const;
   std::string describe(int rank) const;  // "rank 2, pid 4711"
 
+  // Of a rank that waits: for whom (or nobody in particular), and that it is alive.
+  void waits(int rank, int peer) const;
+  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then whom it waits for, and so on.
+  int holds_up(int peer) const;
+
   // Keeps the control memory of a sub-group until its last rank has left it.
   void retire(Memory area);
 

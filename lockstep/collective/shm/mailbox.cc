@@ -10,7 +10,7 @@ namespace lockstep::shm {
 Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
     : group_(group),
       timeout_(timeout),
-      waiter_(group.machine(), *this, timeout),
+      waiter_(group.machine(), group.machine_rank(group.rank()), *this, timeout),
       sent_(static_cast<std::size_t>(group.size())) {}
 
 Mailbox::~Mailbox() {

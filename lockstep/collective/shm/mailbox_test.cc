@@ -1,5 +1,6 @@
 #include "lockstep/collective/shm/mailbox.h"
 
+#include <atomic>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -156,6 +157,24 @@ TEST(messages, that_nobody_answers_end_at_the_deadline) {
                                   },
                                   {.timeout = std::chrono::milliseconds(50)});
   for (const auto& error : errors) EXPECT_THROW(std::rethrow_exception(error), PeerLost);
+}
+
+// 0 waits for 1, which waits for 2, which waits for 3, which is at work.
+TEST(messages, that_are_late_name_who_holds_up_their_sender) {
+  std::atomic<bool> over{false};
+  const auto errors = run_threads(4, [&](Group& group) {
+    while (group.rank() == 3 && !over) std::this_thread::yield();
+    if (group.rank() == 3) return;
+    if (group.rank() == 0) group.set_timeout(std::chrono::milliseconds(300));
+    const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { over = true; });
+    float value = 0;
+    group.receive({.data = &value, .count = 1, .from = group.rank() + 1});
+  });
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    const auto rethrow = [&] { std::rethrow_exception(errors[rank]); };
+    EXPECT_TRUE(contains(lockstep::testing::message_of<PeerLost>(rethrow),
+                         "rank 3 held up rank 1, which did not answer within 300.0 ms"));
+  }
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 
 namespace lockstep::shm {
 
-Waiter::Waiter(const Machine& machine, const Narrator& narrator, std::chrono::milliseconds timeout)
+Waiter::Waiter(const Machine& machine, int rank, const Narrator& narrator, std::chrono::milliseconds timeout)
     : machine_(machine),
+      rank_(rank),
       narrator_(narrator),
       timeout_(timeout),
       call_timeout_(timeout),
@@ -22,7 +23,14 @@ void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done)
     ::sched_yield();
   }
   if (!deadline_) deadline_ = Deadline::after(call_timeout_);
+  sleep_and_look(flag, peer, call, done);
+  machine_.waits(rank_, kNobody);
+}
+
+// An exception leaves it as one that waits: it is not the one that holds the others up.
+void Waiter::sleep_and_look(Flag& flag, int peer, const void* call, Predicate done) {
   while (true) {
+    machine_.waits(rank_, peer);
     const std::uint32_t seen = flag.load();
     if (done(call) || look_around(peer, call, done)) return;
     flag.sleep_while(seen, kLongestSleep);
@@ -39,12 +47,21 @@ bool Waiter::look_around(int peer, const void* call, Predicate done) {
     if (done(call)) return true;  // the last thing that it did
     give_up(Cause::kLeft, peer, concat("rank ", peer, " has left, but others still call"), machine_.describe(peer));
   }
-  if (deadline_->passed())
-    give_up(Cause::kStalled, peer,
-            concat(peer == kNobody ? "no rank answered" : concat("rank ", peer, " did not answer"), " within ",
-                   human_seconds(std::chrono::duration<double>(call_timeout_).count())),
-            narrator_.everyone());
+  if (deadline_->passed()) give_up_as_stalled(peer);
   return false;
+}
+
+// Names the rank that holds up all others, not the one that waits for it too.
+void Waiter::give_up_as_stalled(int peer) {
+  const int late = machine_.holds_up(peer);
+  const std::string longest = human_seconds(std::chrono::duration<double>(call_timeout_).count());
+  if (late == peer)
+    give_up(Cause::kStalled, peer,
+            concat(peer == kNobody ? "no rank answered" : concat("rank ", peer, " did not answer"), " within ", longest),
+            narrator_.everyone());
+  else
+    give_up(Cause::kStalled, late, concat("rank ", late, " held up rank ", peer, ", which did not answer within ", longest),
+            concat(machine_.describe(late), "\n          ", narrator_.everyone()));
 }
 
 void Waiter::give_up(Cause cause, int peer, const std::string& what, const std::string& about) {

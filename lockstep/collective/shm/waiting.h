@@ -32,7 +32,7 @@ inline constexpr int kNobody = -1;
 
 class Waiter {
  public:
-  Waiter(const Machine& machine, const Narrator& narrator, std::chrono::milliseconds timeout);
+  Waiter(const Machine& machine, int rank, const Narrator& narrator, std::chrono::milliseconds timeout);
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
@@ -65,10 +65,13 @@ class Waiter {
   using Predicate = bool (*)(const void* call);
 
   void sleep_until(Flag& flag, int peer, const void* call, Predicate done);
+  void sleep_and_look(Flag& flag, int peer, const void* call, Predicate done);
   bool look_around(int peer, const void* call, Predicate done);
+  void give_up_as_stalled(int peer);
   void give_up(Cause cause, int peer, const std::string& what, const std::string& about);
 
   const Machine& machine_;
+  int rank_;  // of the machine
   const Narrator& narrator_;
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds call_timeout_;

@@ -46,25 +46,35 @@ DistKVStore::~DistKVStore() {
 // Asks all servers, then hears all of them. The first server gates for dist_bounded: the others are asked after it.
 template <class Ask, class Answer>
 void DistKVStore::with_servers(const Ask& ask, const Answer& answer) {
-  const auto talk = [&](std::span<Server> some) {
-    for (Server& server : some) ask(server);
-    for (Server& server : some) {
-      for (Work& work : server.sending) work.wait();
-      server.sending.clear();
-      answer(server);
-    }
+  const auto finish = [&](Server& server) {
+    for (Work& work : server.sending) work.wait();
+    server.sending.clear();
+    answer(server);
+  };
+  const auto each = [&](std::span<Server> some, const auto& call) {
+    for (Server& server : some) try {
+        call(server);
+      } catch (const PeerLost& error) {
+        give_up(server, error);
+      }
   };
   const std::span<Server> all(servers_);
   const std::size_t first = options_.consistency == Consistency::kBounded ? 1 : all.size();
-  try {
-    talk(all.first(first));
-    talk(all.subspan(first));
-  } catch (const PeerLost& error) {
-    throw PeerLost({.what = concat("a server of the store is lost, or has given up: ", error.text().what),
-                    .here = concat("worker ", options_.worker),
-                    .likely = "that server or, with dist_sync, another worker died or stopped",
-                    .next = "run again with --resume to go on from the last checkpoint"});
+  for (const auto& some : {all.first(first), all.subspan(first)}) {
+    each(some, ask);
+    each(some, finish);
   }
+}
+
+// The other servers hear of it, so that they do not take this worker for the one that is lost.
+void DistKVStore::give_up(const Server& lost, const PeerLost& error) {
+  const std::string what = concat("a server of the store is lost, or has given up: server ", &lost - servers_.data(),
+                                  " (rank ", lost.link.peer_in_job(), "): ", error.text().what);
+  abandon(what);
+  throw PeerLost({.what = what,
+                  .here = concat("worker ", options_.worker),
+                  .likely = "that server or, with dist_sync, another worker died or stopped",
+                  .next = "run again with --resume to go on from the last checkpoint"});
 }
 
 // To several servers at the same time.
@@ -99,6 +109,10 @@ void DistKVStore::create(const std::vector<torch::Tensor>& values) {
         send_payload(server, server.outbox);
       },
       [](Server& server) { server.link.receive<AnswerHeader>(); });
+}
+
+void DistKVStore::abandon(const std::string& reason) const {
+  for (const Server& server : servers_) server.link.abandon(reason);
 }
 
 void DistKVStore::set_optimizer(const StrategyOptions& options) {

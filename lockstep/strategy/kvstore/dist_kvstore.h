@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/error.h"
 #include "lockstep/strategy/kvstore/kvstore.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/server.h"
@@ -37,6 +38,9 @@ class DistKVStore : public KVStore {
   ~DistKVStore() override;
   DistKVStore(const DistKVStore&) = delete;
   DistKVStore& operator=(const DistKVStore&) = delete;
+
+  // This worker gives up: every server that hears of it says why. Of no use after that.
+  void abandon(const std::string& reason) const;
 
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;
@@ -70,6 +74,7 @@ class DistKVStore : public KVStore {
 
   template <class Ask, class Answer>
   void with_servers(const Ask& ask, const Answer& answer);
+  [[noreturn]] void give_up(const Server& lost, const PeerLost& error);
   void send_payload(Server& server, const torch::Tensor& bytes);
   // What is pushed of `keys`: their values, added up over the devices.
   struct Push {

@@ -31,7 +31,7 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
       fabric, cluster.servers + cluster.workers,
       [&](World& world) {
         const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
-        Links links = connect_links(world, roles, cluster.timeout);
+        Links links = connect_links(world, roles, {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
         if (const int number = roles.server_of(world.rank()); number >= 0) {
           for (const Link& other : links.servers) other.send(QuestionHeader{.question = Question::kGoodbye});
           KVServer server({.consistency = cluster.consistency,

@@ -1,3 +1,4 @@
+#include "lockstep/base/error.h"
 #include "lockstep/strategy/kvstore/dist_kvstore.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
@@ -66,7 +67,12 @@ class KVStoreDistWorker : public KVStoreWorker {
     if (!setting_.in_step()) return {.samples = own.samples, .mean_loss = own.samples > 0 ? own.mean_loss : 0};
     const auto samples = static_cast<double>(own.samples);
     const torch::Tensor sums = torch::tensor({samples, own.samples > 0 ? own.mean_loss * samples : 0.0}, torch::kFloat64);
-    workers_.all_reduce(sums);
+    try {
+      workers_.all_reduce(sums);
+    } catch (const PeerLost& error) {
+      store_.abandon(error.text().what);
+      throw;
+    }
     const auto* sum = sums.const_data_ptr<double>();
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }

@@ -40,6 +40,11 @@ void check_clipping(const StrategyOptions& o, const Roles& roles, bool update_in
           "take one server, or dist_sync with --update-on-kvstore false");
 }
 
+// Workers in step wait for each other too: they are the first to find out who is lost, and tell the servers.
+LinkPatience patience_for(Consistency consistency, std::chrono::milliseconds timeout) {
+  return {.of_servers = consistency == Consistency::kSync ? 2 * timeout : timeout, .of_clients = 3 * timeout};
+}
+
 std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const StrategyOptions& options) {
   const bool serves = options.serves.value_or(world.rank() < options.servers);
   const DistSetting setting{.world = world,
@@ -47,7 +52,7 @@ std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const 
                             .consistency = consistency_of(options.kvstore),
                             .update_in_store = options.update_on_kvstore};
   check_clipping(options, setting.roles, setting.update_in_store);
-  Links links = connect_links(world, setting.roles, options.timeout);
+  Links links = connect_links(world, setting.roles, patience_for(setting.consistency, options.timeout));
   const World peers = *world.split(serves ? 0 : 1);
   if (serves) return make_kvstore_server(setting, std::move(links), task, options);
   return make_kvstore_worker(setting, std::move(links.servers), peers, task, options);

@@ -80,7 +80,7 @@ Roles agree_on_roles(const World& world, bool serves) {
   return roles;
 }
 
-Links connect_links(const World& world, const Roles& roles, std::chrono::milliseconds timeout) {
+Links connect_links(const World& world, const Roles& roles, const LinkPatience& patience) {
   std::vector<Pair> left = pairs_of(roles);
   std::map<int, Link> to_clients;  // by rank
   std::map<int, Link> to_servers;
@@ -89,12 +89,12 @@ Links connect_links(const World& world, const Roles& roles, std::chrono::millise
     for (const Pair& pair : take_round(left))
       if (pair.server == world.rank() || pair.client == world.rank()) mine = {pair.server, pair.client};
     const bool serves = !mine.empty() && mine[0] == world.rank();
-    const auto pair = world.separate(mine, serves ? timeout : 3 * timeout);
+    const auto pair = world.separate(mine, serves ? patience.of_servers : patience.of_clients);
     if (!pair) continue;
     if (serves)
-      to_clients.emplace(mine[1], Link(*pair));
+      to_clients.emplace(mine[1], Link(*pair, mine[1]));
     else
-      to_servers.emplace(mine[0], Link(*pair));
+      to_servers.emplace(mine[0], Link(*pair, mine[0]));
   }
   Links links{.clients = in_order(to_clients, roles.workers), .servers = in_order(to_servers, roles.servers)};
   for (Link& supervisor : in_order(to_clients, {roles.servers.front()})) links.clients.push_back(supervisor);

@@ -63,7 +63,7 @@ struct AnswerHeader {
 
 class Link {
  public:
-  explicit Link(World pair) : pair_(std::move(pair)) {}
+  Link(World pair, int peer_in_job) : pair_(std::move(pair)), peer_in_job_(peer_in_job) {}
 
   // A value of fixed size, or bytes of a length that both sides know. Block until they are there, or on their way.
   // Throw PeerLost.
@@ -87,6 +87,7 @@ class Link {
   torch::Tensor allocate(std::int64_t bytes) const;  // zeros, where the other side can read them
   const World& world() const { return pair_; }
   int peer() const { return 1 - pair_.rank(); }
+  int peer_in_job() const { return peer_in_job_; }  // its rank among all servers and workers
 
   // Ends every wait at both ends. From any thread.
   void abandon(const std::string& reason) const { pair_.abandon(reason); }
@@ -95,7 +96,7 @@ class Link {
   static torch::Tensor bytes_of(void* data, std::size_t size) {
     return torch::from_blob(data, {static_cast<std::int64_t>(size)}, torch::kUInt8);
   }
-  // Each message has a tag of its own: Gloo does not keep several of one tag apart that are under way to one rank.
+  // Each message has a tag of its own: with several of one tag under way over Gloo, a worker and its server stood still.
   struct Numbers {
     int sent = 0;
     int received = 0;
@@ -104,6 +105,7 @@ class Link {
   static constexpr int kTags = 1 << 20;
 
   World pair_;
+  int peer_in_job_;
   std::shared_ptr<Numbers> numbers_ = std::make_shared<Numbers>();
 };
 
@@ -118,13 +120,19 @@ struct Roles {
 // serves: does this rank? All ranks call. Throws UsageError: no server, no worker, or rank 0 is none.
 Roles agree_on_roles(const World& world, bool serves);
 
+// How long each side of a link waits for the other. Clients wait longest, so that they hear of a lost client instead of
+// losing the server.
+struct LinkPatience {
+  std::chrono::milliseconds of_servers;
+  std::chrono::milliseconds of_clients;
+};
+
 // Links of this rank with connections of their own. Clients: the workers in order, and last, for every server but the
-// first, the first server. All ranks call. A client that is silent for `timeout` is lost to its server; clients wait three
-// times as long, so that they hear of it instead of losing the server.
+// first, the first server. All ranks call.
 struct Links {
   std::vector<Link> clients;  // of a server
   std::vector<Link> servers;  // of a client; the first server has those of the other servers
 };
-Links connect_links(const World& world, const Roles& roles, std::chrono::milliseconds timeout);
+Links connect_links(const World& world, const Roles& roles, const LinkPatience& patience);
 
 }  // namespace lockstep

@@ -110,13 +110,14 @@ void KVServer::serve(int number) {
 
 // ---- Waiting, and who is gone
 
-// A client that is silent is lost after the timeout, which ends the wait for it: this deadline is for what nobody foresaw.
+// A client that is silent for too long is lost, which ends the wait for it: this deadline, between those of the links' two
+// sides, is for what nobody foresaw.
 void KVServer::wait(Lock& lock, const std::string& what, const std::function<bool()>& ready) {
   const auto over = [&] { return failure_ || ready(); };
-  const bool in_time = changed_.wait_for(lock, 2 * options_.timeout, over);
+  const bool in_time = changed_.wait_for(lock, 5 * options_.timeout / 2, over);
   if (!in_time)
     fail(std::make_exception_ptr(PeerLost({.what = concat("no ", what, " within ",
-                                                          human_seconds(2e-3 * static_cast<double>(options_.timeout.count()))),
+                                                          human_seconds(2.5e-3 * static_cast<double>(options_.timeout.count()))),
                                            .here = concat("server ", options_.server)})));
   if (failure_) std::rethrow_exception(failure_);
 }
@@ -134,7 +135,7 @@ void KVServer::wait_for_workers(Lock& lock, std::int64_t pushes) {
 }
 
 std::string KVServer::name_of(int number) const {
-  if (!is_worker(number)) return "the first server";
+  if (!is_worker(number)) return concat("the first server (rank ", clients_.back().link.peer_in_job(), ")");
   return concat("worker ", number, " (rank ", options_.workers[static_cast<std::size_t>(number)], ")");
 }
 

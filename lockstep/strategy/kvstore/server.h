@@ -13,7 +13,7 @@
 // Ranks:   a server
 //
 // Who is lost: the links have connections of their own, so that each client is noticed by its thread alone: a killed one
-// within 100 ms, one that says nothing for `timeout` then. dist_sync: everything ends with PeerLost, here and at the
+// within 100 ms, one that says nothing for as long as its link allows then. dist_sync: everything ends with PeerLost, here and at the
 // workers. dist_async and dist_bounded: the others go on; without any worker left it ends with PeerLost.
 #pragma once
 
