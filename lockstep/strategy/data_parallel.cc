@@ -66,7 +66,7 @@ class DataParallel : public Strategy {
       : task_(task),
         devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
         replicas_(make_replicas(options.devices, task, options)) {
-    share_parameters(replicas_);  // replicate, once and for all: the devices share their memory
+    gradients_ = share_parameters(devices_, replicas_);  // replicate, once and for all: the devices share their memory
     seed_steps(options.seed + 1);
   }
 
@@ -81,15 +81,13 @@ class DataParallel : public Strategy {
     watch = Stopwatch();
     parallel_backward(devices_, outputs, scatter(loss.gradient, devices_.size()));
     phases_.backward += watch.seconds();
-    watch = Stopwatch();
-    reduce_gradients(devices_, replicas_);
-    phases_.exchange += watch.seconds();
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
-  // Device 0's parameters, by as many threads as there are cores: the devices rest meanwhile.
+  // Device 0's parameters, in one pass with the sum of what the devices have, on the cores of all of them.
   void update() override {
     const Stopwatch watch;
+    gradients_->set(gradients_of(replicas_));
     replicas_.front().optimizer->step();
     phases_.update += watch.seconds();
   }
@@ -120,6 +118,7 @@ class DataParallel : public Strategy {
   Task task_;
   Devices devices_;
   Replicas replicas_;
+  std::shared_ptr<SummedGradients> gradients_;
   std::int64_t gathered_bytes_ = 0;
   PhaseTimes phases_;
 };

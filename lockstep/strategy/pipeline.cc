@@ -66,7 +66,7 @@ class Pipeline : public Strategy {
     if (micro_batches_ < 1)
       throw UsageError({.what = concat("--micro-batches ", micro_batches_), .next = "give at least 1"});
     if (replica_count() > 1) replicas_ = make_replicas(replica_count(), task, options);
-    share_parameters(replicas_);
+    gradients_ = share_parameters(devices_, replicas_);
     for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task, *replica.model));
     use(parse_stages(options.stages, options.devices, static_cast<int>(pieces_[0].size())).cut);
     seed_steps(options.seed + 1);
@@ -78,9 +78,6 @@ class Pipeline : public Strategy {
     const Stopwatch watch;
     const auto results = run_stages_on(batch);
     record(results, watch.seconds());
-    const Stopwatch exchange;
-    sum_over_replicas();
-    phases_.exchange += exchange.seconds();
     BatchTotals totals{.samples = batch.size()};
     for (const StageResult& result : results) totals.mean_loss += result.loss;
     return totals;
@@ -88,6 +85,7 @@ class Pipeline : public Strategy {
 
   void update() override {
     const Stopwatch watch;
+    gradients_->set(gradients_of(replicas_));
     replicas_.front().optimizer->step();
     phases_.update += watch.seconds();
   }
@@ -119,13 +117,7 @@ class Pipeline : public Strategy {
 
   void use(const Cut& cut) {
     cut_ = cut;
-    if (cut.empty()) return;
-    log_debug(concat("pipeline stages: ", to_string(cut)));
-    parameters_.resize(cut.size());
-    for (const auto& pieces : pieces_) {
-      const auto of_stages = parameters_of_stages(pieces, cut);
-      for (std::size_t stage = 0; stage < cut.size(); ++stage) parameters_[stage].push_back(of_stages[stage]);
-    }
+    if (!cut.empty()) log_debug(concat("pipeline stages: ", to_string(cut)));
   }
 
   torch::Tensor first_micro_batch(const Batch& batch) const {
@@ -169,18 +161,6 @@ class Pipeline : public Strategy {
     }
   }
 
-  // The gradients of each stage over its devices, onto the first replica's.
-  void sum_over_replicas() {
-    if (replica_count() == 1) return;
-    std::vector<ParameterLists> of_stages;
-    for (const ParameterLists& parameters : parameters_) of_stages.push_back(with_gradients(parameters));
-    devices_.run([of_stages, stages = stages_](Device& device) {
-      const auto stage = static_cast<std::size_t>(device.index() % stages);
-      for (const torch::Tensor& parameter : of_stages[stage][static_cast<std::size_t>(device.index() / stages)])
-        device.reduce(parameter.grad());
-    });
-  }
-
   void record(const std::vector<StageResult>& results, double seconds) {
     wall_ += seconds;
     memory_.resize(static_cast<std::size_t>(stages_));
@@ -198,11 +178,11 @@ class Pipeline : public Strategy {
   PipelineSchedule schedule_;
   std::int64_t micro_batches_;
   Replicas replicas_;
+  std::shared_ptr<SummedGradients> gradients_;
   int stages_;
   Devices devices_;
   std::vector<std::vector<Stage>> pieces_;            // of each replica
   Cut cut_;                                           // empty until the first batch has been measured
-  std::vector<ParameterLists> parameters_;            // of each stage
   double wall_ = 0;
   double busy_ = 0;
   std::vector<std::int64_t> memory_;  // of each stage

@@ -131,12 +131,15 @@ std::vector<std::vector<torch::Tensor>> gradients_of(const Replicas& replicas) {
   return gradients;
 }
 
-void share_parameters(const Replicas& replicas) {
+std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
     auto parameters = replicas[r].model->parameters();
     for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
+  auto gradients = std::make_shared<SummedGradients>(on_all(devices));
+  replicas.front().optimizer->attach(gradients);
+  return gradients;
 }
 
 void follow_model(const Replicas& replicas) {
@@ -163,11 +166,6 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, shm::Algor
   combine_gradients(devices, replicas, [algorithm](Device& device, const torch::Tensor& gradient) {
     device.all_reduce(gradient, algorithm);
   });
-}
-
-void reduce_gradients(Devices& devices, const Replicas& replicas) {
-  combine_gradients(devices, replicas,
-                    [](Device& device, const torch::Tensor& gradient) { device.reduce(gradient); });
 }
 
 void require_one_process(const World& world, const StrategyOptions& options) {

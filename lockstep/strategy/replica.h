@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/data/dataset.h"
+#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/strategy/devices.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -38,9 +39,10 @@ Replicas make_replicas(int count, const Task& task, const StrategyOptions& optio
 // What torch's own generator goes on with, once the models are made: the steps' seeds come from it.
 void seed_steps(std::uint64_t seed);
 
-// Every replica's values become those of the first, without a copy: their parameters are the same memory from then on.
-// Where devices are sets of cores nothing is gained by copying to them.
-void share_parameters(const Replicas& replicas);
+// Every replica's values become those of the first, without a copy: their parameters are the same memory from then on. Where
+// devices are sets of cores nothing is gained by copying to them. The first one's optimizer updates them on all devices, with
+// the sum of the lists that the result was given before (gradients_of()).
+[[nodiscard]] std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas);
 
 // After a checkpoint was put into the first replica: parameters and buffers of the others follow; and their optimizers.
 void follow_model(const Replicas& replicas);
@@ -49,12 +51,11 @@ void follow_first(const Replicas& replicas);
 // The learning rate of the first replica's optimizer, which is the one that schedules know, for all.
 void follow_learning_rate(const Replicas& replicas);
 
-// Sums over the replicas' gradients, parameter by parameter, on every device or on the first. A parameter without a
-// gradient counts as zero there, and stays without one if no replica has one. S0's all_reduce; Sends nothing: every
-// device reads what it needs where it lies.
+// Sums over the replicas' gradients, parameter by parameter, on every device. A parameter without a gradient counts as zero
+// there, and stays without one if no replica has one. S0's all_reduce; Sends nothing: every device reads what it needs
+// where it lies.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas,
                           shm::Algorithm algorithm = shm::Algorithm::kDirect);
-void reduce_gradients(Devices& devices, const Replicas& replicas);
 
 // Of lists of the same parameters, one per replica: those that have a gradient in some list. All of them have one
 // afterwards, in the parameter's memory order, so that they agree element by element.

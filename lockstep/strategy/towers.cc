@@ -3,7 +3,6 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/strategy/thread_generator.h"
 
 namespace lockstep {
@@ -66,11 +65,7 @@ class Towers : public Strategy {
         update_on_cpu_(options.update == "cpu") {
     if (!update_on_cpu_ && options.update != "device")
       throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
-    if (update_on_cpu_) {
-      share_parameters(replicas_);
-      gradients_ = std::make_shared<SummedGradients>(on_all(devices_));
-      optimizer().attach(gradients_);
-    }
+    if (update_on_cpu_) gradients_ = share_parameters(devices_, replicas_);
     seed_steps(options.seed + 1);
   }
 

@@ -82,8 +82,15 @@ TEST(S0_towers, all_reduce_sums_each_gradient_on_all_devices) {
 TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
   Devices devices({.count = 2});
   const Replicas replicas = get_params(devices, small_task());
-  share_parameters(replicas);
-  EXPECT_TRUE(replicas[1].model->parameters()[0].is_alias_of(replicas[0].model->parameters()[0]));
+  const auto gradients = share_parameters(devices, replicas);
+  const auto parameters = replicas[1].model->parameters();
+  EXPECT_TRUE(parameters[0].is_alias_of(replicas[0].model->parameters()[0]));
+  const torch::Tensor before = parameters[0].detach().clone();
+  for (const Replica& replica : replicas)
+    replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
+  gradients->set(gradients_of(replicas));
+  replicas[0].optimizer->step();
+  EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * StrategyOptions{}.sgd.lr));
 }
 
 TEST(S0_towers, hand_on_what_the_task_throws_on_a_device) {

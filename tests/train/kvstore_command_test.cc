@@ -85,7 +85,7 @@ TEST(KVStoreCommand, S2_servers_take_no_part_of_the_batch) {
 TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
   const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: the largest weight"));
+  EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: devices that are cores"));
   EXPECT_TRUE(contains(ended.output, "local_update_cpu               2         1                     8                    16           0"));
 }
 
