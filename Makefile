@@ -22,7 +22,7 @@ soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: export LOCKSTEP_ASYNC_EPOCHS = 2
-soak: setup-test test-tsan test-asan  ## every sanitizer over everything, and longer rounds
+soak: setup-test test-tsan test-tsan-torch test-asan  ## every sanitizer, and longer rounds
 
 cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
 	cmake --preset cuda

@@ -6,7 +6,8 @@ function(lockstep_room_test room)
   endforeach()
   target_precompile_headers(${room}_test REUSE_FROM lockstep_pch)
   target_link_libraries(${room}_test PRIVATE lockstep GTest::gtest_main)
-  gtest_discover_tests(${room}_test TEST_PREFIX ${room}. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 120)
+  gtest_discover_tests(${room}_test TEST_PREFIX ${room}. DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+    PROPERTIES TIMEOUT 120)
 endfunction()
 
 lockstep_room_test(collective world_test.cc world_collectives_test.cc world_groups_test.cc world_messages_test.cc
