@@ -122,6 +122,15 @@ void KVServer::wait(Lock& lock, const std::string& what, const std::function<boo
   if (failure_) std::rethrow_exception(failure_);
 }
 
+// The others are in step with this worker: who has pushed nothing for so long is the one that holds them up.
+void KVServer::wait_until_merged(Lock& lock, int worker, SliceRange slices) {
+  const auto over = [&] { return failure_ || !table_.holds_any(worker, slices); };
+  if (!changed_.wait_for(lock, options_.timeout, over))
+    fail(loss(concat(name_of(table_.first_without(worker, slices)), " is lost: it has pushed nothing for ",
+                     human_seconds(1e-3 * static_cast<double>(options_.timeout.count())))));
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 void KVServer::wait_for_keys(Lock& lock) {
   wait(lock, "values of the keys", [this] { return has_values_; });
 }
@@ -166,11 +175,15 @@ void KVServer::lose(int number, const std::string& why) {
     log_warning(concat(what, "; ", any_worker_here() ? "the other workers go on" : "it was the last"));
     if (any_worker_here() || finished_ > 0) return;
   }
-  fail(std::make_exception_ptr(
+  fail(loss(what));
+}
+
+std::exception_ptr KVServer::loss(const std::string& what) const {
+  return std::make_exception_ptr(
       PeerLost({.what = what,
                 .here = concat("server ", options_.server, " after ", statistics_.updates, " updates"),
                 .likely = "out of memory on that machine, or pre-emption; its own output says more",
-                .next = "run again with --resume, or choose dist_async, which goes on without a worker"})));
+                .next = "run again with --resume, or choose dist_async, which goes on without a worker"}));
 }
 
 // With the lock held, or before there are threads to hold it. The first error stays; every client hears of it.

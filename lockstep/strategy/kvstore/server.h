@@ -96,7 +96,6 @@ class KVServer {
   void push(int worker, const QuestionHeader& question);
   void push_pull(int worker, const QuestionHeader& question);
   void answer_owed(int worker, bool all);
-  void wait_until_merged(int worker, SliceRange slices);
   std::vector<bool> receive_flags(int worker, SliceRange slices);
   torch::Tensor place_for(int worker, const QuestionHeader& question, SliceRange slices) const;
   void unpack(int worker, const QuestionHeader& question, SliceRange slices, const torch::Tensor& words) const;
@@ -111,10 +110,12 @@ class KVServer {
   void send_states(int client, const QuestionHeader& question);
 
   void wait(Lock& lock, const std::string& what, const std::function<bool()>& ready);
+  void wait_until_merged(Lock& lock, int worker, SliceRange slices);
   void wait_for_keys(Lock& lock);
   void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
   void lose(int client, const std::string& why);
+  std::exception_ptr loss(const std::string& what) const;
   void fail(std::exception_ptr error);
   bool any_worker_here() const;
 

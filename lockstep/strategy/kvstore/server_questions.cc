@@ -70,7 +70,10 @@ void KVServer::set_optimizer(int worker, const QuestionHeader&) {
 }
 
 void KVServer::push(int worker, const QuestionHeader& question) {
-  wait_until_merged(worker, question.slices);
+  {
+    Lock lock(mutex_);
+    wait_until_merged(lock, worker, question.slices);
+  }
   const std::vector<bool> given = receive_flags(worker, question.slices);
   const torch::Tensor values = place_for(worker, question, question.slices);
   client(worker).link.receive_bytes(values);
@@ -80,7 +83,10 @@ void KVServer::push(int worker, const QuestionHeader& question) {
 
 // Part by part. All are expected at once, so that none waits for the one before to be merged.
 void KVServer::push_pull(int worker, const QuestionHeader& question) {
-  wait_until_merged(worker, question.slices);
+  {
+    Lock lock(mutex_);
+    wait_until_merged(lock, worker, question.slices);
+  }
   const std::vector<bool> given = receive_flags(worker, question.slices);
   std::vector<torch::Tensor> values;
   std::vector<Work> coming;
@@ -97,11 +103,6 @@ void KVServer::push_pull(int worker, const QuestionHeader& question) {
     client(worker).owed.push_back(parts[i]);
     answer_owed(worker, parts[i].last == question.slices.last);
   }
-}
-
-void KVServer::wait_until_merged(int worker, SliceRange slices) {
-  Lock lock(mutex_);
-  wait(lock, "the other workers' gradients", [&] { return !table_.holds_any(worker, slices); });
 }
 
 std::vector<bool> KVServer::receive_flags(int worker, SliceRange slices) {
@@ -151,7 +152,7 @@ void KVServer::answer_owed(int worker, bool all) {
     Lock lock(mutex_);
     const auto merged = [&] { return !table_.holds_any(worker, to.owed.front()); };
     if (!all && !merged()) return;
-    wait(lock, "the other workers' gradients", merged);
+    wait_until_merged(lock, worker, to.owed.front());
     const torch::Tensor values = read(worker, to.owed.front());
     lock.unlock();
     if (values.numel() > 0) to.answers.push_back(to.link.start_sending(values));
@@ -210,7 +211,7 @@ torch::Tensor KVServer::read(int worker, SliceRange slices) {
 
 void KVServer::pull(int worker, const QuestionHeader& question) {
   Lock lock(mutex_);
-  wait(lock, "the other workers' gradients", [&] { return !table_.holds_any(worker, question.slices); });
+  wait_until_merged(lock, worker, question.slices);
   if (question.trained != 0) wait(lock, "its turn to read", [&] { return gate_.may_read(worker); });
   const torch::Tensor region = read(worker, question.slices);
   if (question.trained != 0) gate_.read(worker);
@@ -225,7 +226,7 @@ void KVServer::pull_rows(int worker, const QuestionHeader& question) {
   const torch::Tensor rows = torch::empty({question.count}, torch::kInt64);
   link.receive_bytes(rows.view(torch::kUInt8));
   Lock lock(mutex_);
-  wait(lock, "the other workers' gradients", [&] { return !table_.holds_any(worker, question.slices); });
+  wait_until_merged(lock, worker, question.slices);
   // A key's slices follow each other without a gap; question.bytes: of a row
   const torch::Tensor region = table_.layout().region_of(question.slices, table_.values());
   const torch::Tensor values = region.view({-1, question.bytes}).index_select(0, rows);

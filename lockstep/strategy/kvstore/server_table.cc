@@ -45,6 +45,13 @@ bool ServerTable::holds_any(int worker, SliceRange slices) const {
   });
 }
 
+int ServerTable::first_without(int worker, SliceRange slices) const {
+  for (const Slice& slice : in(slices))
+    for (std::size_t other = 0; other < slice.notes.size(); ++other)
+      if (slice.notes[static_cast<std::size_t>(worker)].noted && !slice.notes[other].noted) return static_cast<int>(other);
+  return worker;
+}
+
 void ServerTable::merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate) {
   for (Slice& slice : in(slices)) {
     const bool complete = std::ranges::all_of(

@@ -34,6 +34,7 @@ class ServerTable {
   // The worker's inbox holds its values of the slices that are `given`, one by one; samples weigh them.
   void note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples);
   bool holds_any(int worker, SliceRange slices) const;  // noted, and not merged
+  int first_without(int worker, SliceRange slices) const;  // who has not noted what this worker has; the worker itself: nobody
 
   // Merges and applies those of the slices that all `workers` have noted.
   void merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate);
