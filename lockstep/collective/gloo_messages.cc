@@ -87,8 +87,8 @@ C10dWork receive_second_part(Receipt& receipt, const c10d::Work& first, GlooConn
 
 }  // namespace
 
-GlooMessages::GlooMessages(const HostLink& link, std::string here)
-    : gloo_(link.connection()), rank_(link.node()), here_(std::move(here)) {}
+GlooMessages::GlooMessages(const HostLink& link, std::string here, bool bare)
+    : gloo_(link.connection()), rank_(link.node()), here_(std::move(here)), bare_(bare) {}
 
 GlooMessages::~GlooMessages() = default;
 
@@ -105,19 +105,24 @@ int GlooMessages::next_tag() {
   return static_cast<int>(0x40000001 | second_parts_++ % kTags << 1);
 }
 
+std::shared_ptr<Pending> GlooMessages::start_bare(const char* what, const std::function<C10dWork()>& issue) {
+  return messages_.start({.call = {what, here_}, .issue = issue});
+}
+
 std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to, int tag) {
   check_tag(tag);
+  Tensors whole{bytes_of(tensor)};
+  if (bare_) return start_bare("send", [&] { return gloo_->send(whole, to, tag); });
   const bool in_letter = tensor.nbytes() <= kDataInLetter;
   const Letter letter{.dtype = static_cast<std::int64_t>(dtype_of(tensor)),
                       .count = tensor.numel(),
                       .second_tag = in_letter ? 0 : next_tag()};
   Tensors first{write_letter(letter, tensor)};
-  Tensors second{bytes_of(tensor)};
   const auto second_part = std::make_shared<C10dWork>();
   return messages_.start({.call = {"send", here_},
                           .issue =
                               [&] {
-                                if (!in_letter) *second_part = gloo_->send(second, to, static_cast<int>(letter.second_tag));
+                                if (!in_letter) *second_part = gloo_->send(whole, to, static_cast<int>(letter.second_tag));
                                 return gloo_->send(first, to, tag);
                               },
                           .next = [second_part](c10d::Work&) { return *second_part; }});
@@ -126,6 +131,10 @@ std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to,
 // A small one is read when it is waited for: all of it is in the letter.
 std::shared_ptr<Pending> GlooMessages::receive(const torch::Tensor& tensor, int from, int tag, bool alone) {
   check_tag(tag);
+  Tensors whole{bytes_of(tensor)};
+  if (bare_)
+    return start_bare(
+        "receive", [&] { return from == kAnyRank ? gloo_->recvAnysource(whole, tag) : gloo_->recv(whole, from, tag); });
   const auto receipt = std::make_shared<Receipt>(Receipt{.tensor = tensor, .from = from, .tag = tag, .here = rank_});
   Tensors letter{receipt->letter};
   return messages_.start(

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -23,7 +24,9 @@ namespace lockstep {
 
 class GlooMessages {
  public:
-  GlooMessages(const HostLink& link, std::string here);  // over the same connection: one between all ranks
+  // link: whose connection they go over: one between all ranks. bare: without letters. Both sides then have to know the length
+  // of each, and what is received can be on its way before anybody waits for it.
+  GlooMessages(const HostLink& link, std::string here, bool bare);
   ~GlooMessages();
 
   // As Transport's. Throw UsageError: a tag above kLargestTag; PeerLost; the receive MismatchError, once waited for.
@@ -37,12 +40,14 @@ class GlooMessages {
  private:
   static constexpr int kLargestTag = 0x3fffffff;  // those above it are host_link.h's and the second parts'
 
+  std::shared_ptr<Pending> start_bare(const char* what, const std::function<C10dWork()>& issue);
   void check_tag(int tag) const;
   int next_tag();
 
   c10::intrusive_ptr<GlooConnection> gloo_;
   int rank_;
   std::string here_;
+  bool bare_;
   std::uint32_t second_parts_ = 0;  // sent so far
   C10dMessages messages_;
 };

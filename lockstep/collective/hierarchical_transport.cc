@@ -103,7 +103,7 @@ class HierarchicalTransport : public Transport {
         machines_(machines),
         inside_(std::move(inside)),
         all_(with_prefix(store_, "flat"), options_, "rank"),
-        messages_(all_, options_.describe),
+        messages_(all_, options_.describe, options_.bare_messages),
         between_(connect_counterparts(inside_, machines_, store_, options_)),
         collectives_(inside_, between_.get(), machines_, node()),
         parts_(inside_, between_.get(), machines_, options_.rank),
@@ -154,12 +154,15 @@ class HierarchicalTransport : public Transport {
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
     worker_.drain();
-    return transport_of(lists, subgroup_of(inside_, lists_inside(lists)), options_.timeout);
+    return transport_of(lists, subgroup_of(inside_, lists_inside(lists)), options_);
   }
 
   std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
     worker_.drain();
-    return transport_of(lists, separate_group_of(inside_, lists_inside(lists), timeout), timeout);
+    TransportOptions options = options_;
+    options.timeout = timeout;
+    options.bare_messages = true;
+    return transport_of(lists, separate_group_of(inside_, lists_inside(lists), timeout), options);
   }
 
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
@@ -189,14 +192,13 @@ class HierarchicalTransport : public Transport {
 
   // `inside`: the members of this rank's list that are on this machine.
   std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside,
-                                          std::chrono::milliseconds timeout) {
+                                          const TransportOptions& like) {
     const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     const Machines machines = machines_of(ranks);
     if (machines.count() == 1) return make_shared_memory(std::move(*inside));
-    TransportOptions options = options_of_group(options_, ranks);
-    options.timeout = timeout;
+    const TransportOptions options = options_of_group(like, ranks);
     return make_hierarchical(std::move(*inside), machines, with_prefix(store_, prefix_of_group(made, ranks)), options);
   }
 

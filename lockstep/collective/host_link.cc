@@ -13,6 +13,8 @@ namespace {
 // Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these tags.
 constexpr int kWatchTag = 0x7ffffffe;
 int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x1fffffff << 1); }  // odd: gloo_messages.cc
+// Who is there takes it at once. Gloo never ends a send to one that has closed its end a moment ago.
+constexpr std::chrono::seconds kLongestFarewell{1};
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
@@ -57,7 +59,7 @@ void HostLink::leave() {
   const std::byte farewell{};
   auto tensors = as_tensor(&farewell, 1);
   try {
-    issue_alone([&] { return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag); })->wait();
+    issue_alone([&] { return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag); })->wait(kLongestFarewell);
   } catch (const std::exception&) {  // lost, closed, or gone before
   }
 }

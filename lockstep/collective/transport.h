@@ -93,6 +93,7 @@ struct TransportOptions {
   std::string describe;               // "rank 2 of 4 on gpu-a", for messages
   std::string address = "127.0.0.1";  // of this machine, as the other ranks reach it; GLOO_SOCKET_IFNAME goes first
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  bool bare_messages = false;  // between machines nobody checks their lengths: gloo_messages.h
 };
 
 }  // namespace lockstep

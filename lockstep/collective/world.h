@@ -141,7 +141,8 @@ class World {
 
   // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its own
   // is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
-  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world.
+  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world. Its messages are for ranks that
+  // know their lengths: between machines they go as they are, and one that is longer than expected ends the process.
   [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
 
   // One world for each color, its ranks in the order of `key`, then of their ranks here; nothing for color < 0.
