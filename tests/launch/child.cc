@@ -71,8 +71,8 @@ Child::~Child() {
 
 void Child::signal(int number) const { ::kill(pid_, number); }
 
-int Child::wait() {
-  return wait_until([this] { return has_ended(); }) ? exit_code_ : -1;
+int Child::wait(std::chrono::milliseconds patience) {
+  return wait_until([this] { return has_ended(); }, patience) ? exit_code_ : -1;
 }
 
 bool Child::has_ended() {
@@ -85,9 +85,9 @@ bool Child::has_ended() {
 std::string Child::output() const { return read_file(folder_.file("out")); }
 std::string Child::error() const { return read_file(folder_.file("err")); }
 
-Ended run(const std::vector<std::string>& command) {
+Ended run(const std::vector<std::string>& command, std::chrono::milliseconds patience) {
   Child child(command);
-  const int exit_code = child.wait();
+  const int exit_code = child.wait(patience);
   return {exit_code, child.output(), child.error()};
 }
 

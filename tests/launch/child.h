@@ -29,7 +29,7 @@ class Child {
 
   int pid() const { return pid_; }
   void signal(int number) const;
-  int wait();  // its exit code, or 128 + signal; -1 if it does not end
+  int wait(std::chrono::milliseconds patience = kPatience);  // its exit code, or 128 + signal; -1 if it does not end
   std::string output() const;
   std::string error() const;
 
@@ -48,6 +48,6 @@ struct Ended {
   std::string output;
   std::string error;
 };
-Ended run(const std::vector<std::string>& command);
+Ended run(const std::vector<std::string>& command, std::chrono::milliseconds patience = kPatience);
 
 }  // namespace lockstep::testing

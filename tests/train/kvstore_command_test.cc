@@ -97,7 +97,8 @@ TEST(KVStoreCommand, S2_dist_async_learns_as_much_as_dist_sync_and_reports_the_d
     const Words lenet = {LOCKSTEP_COMMAND, "train", "--threads", "1", "--model", "lenet", "--strategy", "kvstore", "--kvstore", kind};
     const Ended ended = run((epochs > 0 ? lenet : kvstore(kind)) +
                             Words{"--ranks", "2", "--epochs", std::to_string(std::max(1, epochs)), "--batch-size", "256",
-                                  "--lr", "0.05", "--momentum", "0", "--metrics", folder / kind});
+                                  "--lr", "0.05", "--momentum", "0", "--metrics", folder / kind},
+                            testing::kPatience + epochs * std::chrono::minutes(2));
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
     EXPECT_TRUE(contains(ended.output, "examples per update   max delay"));
     return metrics_in(folder / kind).back();
