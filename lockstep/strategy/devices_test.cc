@@ -3,6 +3,7 @@
 #include <torch/nn/functional/dropout.h>
 
 #include <atomic>
+#include <mutex>
 #include <set>
 #include <thread>
 
@@ -47,6 +48,17 @@ TEST_P(DevicesOfSize, share_a_range_between_their_threads) {
     });
     for (std::size_t i = 0; i < visits.size(); ++i) EXPECT_EQ(visits[i], i < 10 ? 0 : 1) << i << " of " << count;
   }
+}
+
+TEST(Devices, share_a_range_between_the_cores_of_a_device) {
+  Devices devices({.count = 1});
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  devices.parallel_for(0, 1000, 1, [&](std::int64_t, std::int64_t) {
+    const std::lock_guard lock(mutex);
+    threads.insert(std::this_thread::get_id());
+  });
+  EXPECT_EQ(threads.size(), usable_cores().size());
 }
 
 TEST_P(DevicesOfSize, reduce_with_every_algorithm) {

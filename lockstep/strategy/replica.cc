@@ -61,15 +61,6 @@ ParameterLists parameters_of(const Replicas& replicas) {
   return all;
 }
 
-template <class Combine>
-void combine_gradients(Devices& devices, const Replicas& replicas, const Combine& combine) {
-  if (replicas.size() == 1) return;
-  devices.run([parameters = with_gradients(parameters_of(replicas)), combine](Device& device) {
-    for (const torch::Tensor& parameter : parameters[static_cast<std::size_t>(device.index())])
-      combine(device, parameter.grad());
-  });
-}
-
 std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
   std::size_t bytes = 0;
   for (const auto& [name, tensor] : tensors) bytes += tensor.nbytes();
@@ -163,8 +154,10 @@ void follow_learning_rate(const Replicas& replicas) {
 }
 
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, shm::Algorithm algorithm) {
-  combine_gradients(devices, replicas, [algorithm](Device& device, const torch::Tensor& gradient) {
-    device.all_reduce(gradient, algorithm);
+  if (replicas.size() == 1) return;
+  devices.run([parameters = with_gradients(parameters_of(replicas)), algorithm](Device& device) {
+    for (const torch::Tensor& parameter : parameters[static_cast<std::size_t>(device.index())])
+      device.all_reduce(parameter.grad(), algorithm);
   });
 }
 
