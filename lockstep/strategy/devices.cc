@@ -1,8 +1,11 @@
 #include "lockstep/strategy/devices.h"
 
 #include <ATen/Parallel.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <mutex>
 
@@ -267,6 +270,23 @@ Devices::Devices(const DevicesOptions& options) {
   for (int i = 0; i < options.count; ++i) threads_.emplace_back([state = state_, i] { state->serve(i); });
 }
 
+namespace {
+
+// A device's thread that is left behind uses static objects, such as libtorch's operators, to the very end: if it is
+// still at work then, the program ends without destroying them.
+void outlive_statics(const std::shared_ptr<DevicesState>& state, int index) {
+  using Left = std::pair<std::shared_ptr<DevicesState>, int>;
+  const auto end_at_once = [](int status, void* left) {
+    const auto& [state, index] = *static_cast<const Left*>(left);
+    if (state->seat(index).exited.load() == 1) return;
+    std::fflush(nullptr);
+    ::_exit(status);
+  };
+  ::on_exit(end_at_once, new Left(state, index));  // as long as the program
+}
+
+}  // namespace
+
 Devices::~Devices() {
   state_->stop();
   for (int i = 0; i < size(); ++i) {
@@ -275,6 +295,7 @@ Devices::~Devices() {
       thread.join();
     } else {
       log_warning(concat("device ", device_name(i), " is still at work and is left behind"));
+      outlive_statics(state_, i);
       thread.detach();
     }
   }

@@ -11,8 +11,11 @@
 // What goes wrong: the first exception of any device ends all of them. Those that wait for another device, in a
 // collective or in Device::wait, leave with PeerLost within 100 ms; those that compute end when their function does; then
 // run() throws the first exception. A device that is not done within the timeout, and does not wait for another one, is
-// named in a PeerLost. Afterwards the devices are of no more use. A function that never returns can't be ended from inside a process: its thread is left
-// behind, and what it uses must be its own (captured by value).
+// named in a PeerLost. Afterwards the devices are of no more use.
+//
+// A function that never returns can't be ended from inside a process: its thread is left behind, and what it uses must be
+// its own (captured by value). A program that ends while such a thread is at work ends without destroying its static
+// objects: the thread may use them.
 #pragma once
 
 #include <torch/types.h>

@@ -242,6 +242,7 @@ std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
 void Group::poison(const std::string& reason) {
   const GroupState& state = parts_->state;
   const int rank = state.machine_rank(state.rank());
+  state.machine().poison_if_any_died();  // then this rank failed for that reason
   state.machine().poison(Cause::kFailed, rank, concat("rank ", rank, " failed: ", reason),
                          state.machine().describe(rank));
 }
