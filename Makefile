@@ -21,8 +21,8 @@ test: setup-test test-tsan test-release  ## builds and runs the tests: release, 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_STRESS_CALLS = 10000
-soak: export LOCKSTEP_ASYNC_EPOCHS = 2
 soak: setup-test test-tsan test-tsan-torch test-asan  ## every sanitizer, and longer rounds
+	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) test-release
 
 cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
 	cmake --preset cuda

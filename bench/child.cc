@@ -14,8 +14,8 @@ void require_good_end(const Process& process, const std::string& name, std::chro
   while (!deadline.passed() && ::poll(&ended, 1, static_cast<int>(deadline.left().count())) <= 0) continue;
   const std::optional<ExitStatus> status = process.status();
   if (status && status->exit_code == 0 && status->signal == 0) return;
-  throw SystemError({.what = concat(name, status ? " failed" : " did not end in time"),
-                     .likely = "its own message is above"});
+  throw SystemError(
+      {.what = concat(name, status ? " failed" : " did not end in time"), .likely = "its own message is above"});
 }
 
 }  // namespace lockstep::bench

@@ -6,7 +6,8 @@
 
 namespace lockstep::bench {
 
-// Nothing: go on. Otherwise the exit code: 0 after --help, 2 after options that make no sense, which are named on stderr.
+// Nothing: go on. Otherwise the exit code: 0 after --help, 2 after options that make no sense, which are named on
+// stderr.
 inline std::optional<int> parse(CLI::App& app, int argc, const char* const* argv) {
   try {
     app.parse(argc, argv);

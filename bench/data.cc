@@ -95,8 +95,8 @@ void bench_fashion(const Options& options, Report& report) {
     return fs::exists(fs::path(folder) / name) ? concat(folder, "/", name) : concat(folder, "/", name, ".gz");
   };
   const auto peer = [&](int workers) {
-    return peer_rates(options, {"fashion", file("train-images-idx3-ubyte"), file("train-labels-idx1-ubyte"),
-                                concat(workers), "1"});
+    return peer_rates(
+        options, {"fashion", file("train-images-idx3-ubyte"), file("train-labels-idx1-ubyte"), concat(workers), "1"});
   };
   std::vector<double> theirs;
   std::vector<double> theirs_two;

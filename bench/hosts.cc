@@ -36,8 +36,9 @@ struct Setup {
 std::vector<Setup> setups_of(const Options& options) {
   const auto& ranks = options.ranks_per_host;
   if (ranks.size() != 1 && ranks.size() != options.hosts.size())
-    throw UsageError({.what = concat(options.hosts.size(), " numbers of hosts and ", ranks.size(), " of ranks per host"),
-                      .next = "give one --ranks-per-host for each of --hosts, or one for all"});
+    throw UsageError(
+        {.what = concat(options.hosts.size(), " numbers of hosts and ", ranks.size(), " of ranks per host"),
+         .next = "give one --ranks-per-host for each of --hosts, or one for all"});
   std::vector<Setup> setups;
   for (std::size_t i = 0; i < options.hosts.size(); ++i)
     setups.push_back({options.hosts[i], ranks.size() == 1 ? ranks.front() : ranks[i]});
@@ -109,9 +110,11 @@ std::string percent(double share) { return concat(fixed(100 * share, 1), "%"); }
 std::string milliseconds(double seconds) { return fixed(seconds * 1e3, 2); }
 
 void print(const Measured& all, std::ostream& out) {
-  out << '\n' << all.setup.hosts << " hosts x " << all.setup.ranks_per_host << " ranks, links of "
+  out << '\n'
+      << all.setup.hosts << " hosts x " << all.setup.ranks_per_host << " ranks, links of "
       << fixed(all.rate * 8 / 1e6, 0) << " Mb/s; raw TCP gets " << percent(all.raw / all.rate) << " of that through\n";
-  Table table({"operation", "bytes", "lockstep ms", "Gloo ms", "Gloo/ours", "of bound", "of raw bound", "Gloo of bound"});
+  Table table(
+      {"operation", "bytes", "lockstep ms", "Gloo ms", "Gloo/ours", "of bound", "of raw bound", "Gloo of bound"});
   for (const Result& result : all.results) {
     const double ours = median(result.ours);
     const double gloo = median(result.gloo);
@@ -169,7 +172,9 @@ void add_options(CLI::App& app, Options& options) {
 
 void run(const Options& options) {
   print_head(options.link);
-  nlohmann::ordered_json json{{"turns", options.turns}, {"congestion_control", congestion_control(options.link)}, {"algorithm", options.algorithm}};
+  nlohmann::ordered_json json{{"turns", options.turns},
+                              {"congestion_control", congestion_control(options.link)},
+                              {"algorithm", options.algorithm}};
   for (const Setup& setup : setups_of(options)) {
     const Measured all = measure(options, setup);
     print(all, std::cout);
@@ -181,7 +186,8 @@ void run(const Options& options) {
 }  // namespace
 
 int bench_hosts(int argc, const char* const* argv) {
-  CLI::App app("Collectives between hosts with shaped links, beside flat Gloo, in turn. Needs root.", "lockstep bench hosts");
+  CLI::App app("Collectives between hosts with shaped links, beside flat Gloo, in turn. Needs root.",
+               "lockstep bench hosts");
   Options options;
   add_options(app, options);
   if (const auto exit_code = parse(app, argc, argv)) return *exit_code;

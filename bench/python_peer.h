@@ -8,8 +8,8 @@
 
 namespace lockstep::bench {
 
-// Runs `script`, which stands beside this program, with one OpenMP thread per process, and returns what it writes to stdout.
-// Blocks, at most 10 minutes. Throws SystemError: it failed (its message is on stderr), or did not end.
+// Runs `script`, which stands beside this program, with one OpenMP thread per process, and returns what it writes to
+// stdout. Blocks, at most 10 minutes. Throws SystemError: it failed (its message is on stderr), or did not end.
 std::string run_python(const std::string& script, const std::vector<std::string>& arguments);
 
 // Why python3 can't import these modules, such as "torch, numpy"; empty: it can.

@@ -67,7 +67,8 @@ double limit_seconds(const Medians& ours, int ranks) {
 }
 
 void print(const std::vector<Compared>& all, const Options& options) {
-  Table steps({"model", "batch", "MiB", "lockstep ms", "DDP ms", "no_sync ms", "DDP/ours", "no_sync/ours", "DDP exchange"});
+  Table steps(
+      {"model", "batch", "MiB", "lockstep ms", "DDP ms", "no_sync ms", "DDP/ours", "no_sync/ours", "DDP exchange"});
   Table phases({"model", "forward", "backward", "wait", "update ms", "limit ms", "update at", "update+wait at"});
   Table memory({"model", "lockstep MiB", "above idle", "DDP MiB", "above idle", "saved"});
   for (const auto& [one, ours, theirs] : all) {
@@ -81,12 +82,15 @@ void print(const std::vector<Compared>& all, const Options& options) {
                 concat(fixed(100 * limit / (ours["update"] + ours["wait"]), 0), "%")});
     memory.add({one.name, fixed(ours["memory_mib"], 0), fixed(ours["memory_mib"] - ours["idle_mib"], 0),
                 fixed(theirs["memory_mib"], 0), fixed(theirs["memory_mib"] - theirs["idle_mib"], 0),
-                theirs["memory_mib"] > 0 ? concat(fixed(100 * (1 - ours["memory_mib"] / theirs["memory_mib"]), 0), "%") : "-"});
+                theirs["memory_mib"] > 0 ? concat(fixed(100 * (1 - ours["memory_mib"] / theirs["memory_mib"]), 0), "%")
+                                         : "-"});
   }
-  std::cout << "A step, SGD with momentum, " << options.run.ranks << " ranks x 1 thread; medians of " << options.run.steps
-            << " steps, then of " << options.turns << " turns\n" << machine() << "\n\n";
+  std::cout << "A step, SGD with momentum, " << options.run.ranks << " ranks x 1 thread; medians of "
+            << options.run.steps << " steps, then of " << options.turns << " turns\n"
+            << machine() << "\n\n";
   steps.print(std::cout);
-  std::cout << "\nWhere lockstep's step goes. limit: bytes that must move at the speed of memcpy by all ranks at once\n";
+  std::cout
+      << "\nWhere lockstep's step goes. limit: bytes that must move at the speed of memcpy by all ranks at once\n";
   phases.print(std::cout);
   std::cout << "\nMemory: the sum of PSS over the ranks\n";
   memory.print(std::cout);
@@ -118,11 +122,18 @@ std::vector<std::string> names() {
 int bench_step(int argc, const char* const* argv) {
   Options options;
   bool separate = false;
-  CLI::App app("A data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.", "lockstep bench step");
-  app.add_option("--models", options.models, "which of them; all by default")->check(CLI::IsMember(names()))->delimiter(',');
-  app.add_option("--ranks", options.run.ranks, "ranks of one thread each")->check(CLI::Range(1, 64))->capture_default_str();
+  CLI::App app("A data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.",
+               "lockstep bench step");
+  app.add_option("--models", options.models, "which of them; all by default")
+      ->check(CLI::IsMember(names()))
+      ->delimiter(',');
+  app.add_option("--ranks", options.run.ranks, "ranks of one thread each")
+      ->check(CLI::Range(1, 64))
+      ->capture_default_str();
   app.add_option("--steps", options.run.steps, "steps per turn")->check(CLI::Range(1, 10000))->capture_default_str();
-  app.add_option("--turns", options.turns, "how often each system runs")->check(CLI::Range(1, 100))->capture_default_str();
+  app.add_option("--turns", options.turns, "how often each system runs")
+      ->check(CLI::Range(1, 100))
+      ->capture_default_str();
   app.add_flag("--separate-parameters", separate, "lockstep with share_parameters = false: buckets and private copies");
   app.add_option("--virtual-shards", options.run.virtual_shards, "lockstep with these; 0: none")->capture_default_str();
   app.add_option("--json", options.json, "also write the medians to this file");

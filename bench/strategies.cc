@@ -1,5 +1,5 @@
-// `lockstep bench strategies`: parameter server against ring (S1): training over 1 to 8 hosts with equal, slow links, each strategy
-// in turn: the time of a step, and what the busiest link carries, beside the formulas.
+// `lockstep bench strategies`: parameter server against ring (S1): training over 1 to 8 hosts with equal, slow links,
+// each strategy in turn: the time of a step, and what the busiest link carries, beside the formulas.
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -47,13 +47,17 @@ double gradient_bytes(const std::string& model) {
   return bytes;
 }
 
-std::vector<double> after_warm_up(const std::vector<double>& seconds) { return {seconds.begin() + kWarmUp, seconds.end()}; }
+std::vector<double> after_warm_up(const std::vector<double>& seconds) {
+  return {seconds.begin() + kWarmUp, seconds.end()};
+}
 
 // What one step more costs: the start of a training, with its broadcast, is in both of two that differ in length.
 void add_bytes(Result& result, const Training& longer, const Training& shorter, int steps) {
   for (std::size_t host = 0; host < longer.links.size(); ++host) {
-    const auto per_step = [&](std::uint64_t LinkBytes::* direction) {
-      return (static_cast<double>(longer.links[host].*direction) - static_cast<double>(shorter.links[host].*direction)) / steps;
+    const auto per_step = [&](std::uint64_t LinkBytes::*direction) {
+      return (static_cast<double>(longer.links[host].*direction) -
+              static_cast<double>(shorter.links[host].*direction)) /
+             steps;
     };
     result.sent = std::max(result.sent, per_step(&LinkBytes::sent));
     result.received = std::max(result.received, per_step(&LinkBytes::received));
@@ -103,15 +107,17 @@ std::string megabytes(double bytes) { return fixed(bytes / 1e6, 2); }
 // Each byte of the formula costs its time on the busiest link; the rest is computing, headers and waiting.
 void print(const std::vector<Result>& results, const Options& options, double gradient) {
   const double rate = options.link.megabits_per_second * 1e6 / 8;
-  std::cout << "A step of " << options.model << " (K = " << megabytes(gradient) << " MB of gradient), N workers, a host each, links of "
-            << fixed(options.link.megabits_per_second, 0) << " Mb/s; " << machine() << "\n\n";
+  std::cout << "A step of " << options.model << " (K = " << megabytes(gradient)
+            << " MB of gradient), N workers, a host each, links of " << fixed(options.link.megabits_per_second, 0)
+            << " Mb/s; " << machine() << "\n\n";
   Table table({"strategy", "N", "step ms", "limit ms", "busiest link out MB", "in MB", "formula MB", "formula"});
   for (const Result& result : results)
     table.add({result.one->name, concat(result.workers), fixed(median(result.seconds) * 1e3, 1),
                fixed(result.formula / rate * 1e3, 1), megabytes(result.sent), megabytes(result.received),
                megabytes(result.formula), result.one->formula});
   table.print(std::cout);
-  std::cout << "\nlimit: the formula's bytes at the link's rate, both directions at once. Bytes of a step, frames with headers.\n";
+  std::cout << "\nlimit: the formula's bytes at the link's rate, both directions at once. Bytes of a step, frames with "
+               "headers.\n";
 }
 
 void keep(const std::vector<Result>& results, const Options& options, double gradient) {
@@ -142,7 +148,9 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--strategies", options.cases, "only these; all by default")
       ->delimiter(',')
       ->check(CLI::IsMember(names()));
-  app.add_option("--model", options.model, "as lockstep train")->check(CLI::IsMember(model_names()))->capture_default_str();
+  app.add_option("--model", options.model, "as lockstep train")
+      ->check(CLI::IsMember(model_names()))
+      ->capture_default_str();
   add_link_options(app, options.link);
   app.add_option("--steps", options.steps, "that are measured, of each training")
       ->check(CLI::Range(1, 10000))

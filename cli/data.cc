@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <iostream>
 
-#include "lockstep/base/deadline.h"
 #include "cli/guarded.h"
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/encoded_image.h"

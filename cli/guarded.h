@@ -1,4 +1,5 @@
-// cli/guarded.h: what the main() of every program here does around its work: errors go to stderr, and become exit codes.
+// cli/guarded.h: what the main() of every program here does around its work: errors go to stderr, and become exit
+// codes.
 #pragma once
 
 #include <exception>

@@ -39,7 +39,8 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
   app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks, "ranks on this machine; auto: one per core")
       ->capture_default_str();
-  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks")->capture_default_str();
+  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks")
+      ->capture_default_str();
   app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node");
   app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
   app.add_option("--nnodes", launch.nodes, "machines")->capture_default_str();

@@ -1,6 +1,6 @@
-// tests/lossless.h: every way to train that must give what one rank gives on the same global batch, as courses of 20 steps
-// in float64. Run with
-// ranks as threads (strategy/lossless_test.cc) and as processes (tests/train/lossless_ranks.cc).
+// tests/lossless.h: every way to train that must give what one rank gives on the same global batch, as courses of 20
+// steps in float64. Run with ranks as threads (strategy/lossless_test.cc) and as processes
+// (tests/train/lossless_ranks.cc).
 #pragma once
 
 #include <torch/nn/init.h>
@@ -39,12 +39,13 @@ inline std::vector<torch::Tensor> strategy_course(World& world, StrategyOptions 
   }
   std::vector<torch::Tensor> values = values_of(strategy->model());
   for (const torch::Tensor& parameter : strategy->model().parameters())
-    for (const auto& [name, tensor] : strategy->optimizer().state_of(parameter)) values.push_back(tensor.detach().clone());
+    for (const auto& [name, tensor] : strategy->optimizer().state_of(parameter))
+      values.push_back(tensor.detach().clone());
   return values;
 }
 
-// Words with sparse gradients, a convolution with synchronised batch norm, tied weights, a frozen parameter, an empty one,
-// and a branch that some steps take only.
+// Words with sparse gradients, a convolution with synchronised batch norm, tied weights, a frozen parameter, an empty
+// one, and a branch that some steps take only.
 struct OddNetImpl : torch::nn::Module {
   OddNetImpl(const World& world, bool normalises, bool sparse) : normalises_(normalises) {
     words = register_module("words", torch::nn::Embedding(torch::nn::EmbeddingOptions(12, 6).sparse(sparse)));
@@ -90,14 +91,15 @@ TORCH_MODULE(OddNet);
 
 struct DdpCase {
   DistributedDataParallelOptions options = {};
-  int parts = 1;             // of each rank's batch: all but the last under no_sync
-  bool ours = true;          // a lockstep optimizer, or one of torch's
+  int parts = 1;     // of each rank's batch: all but the last under no_sync
+  bool ours = true;  // a lockstep optimizer, or one of torch's
 };
 
 inline void backward_in_parts(DistributedDataParallel& ddp, OddNet& net, const Batch& mine, int parts, int step) {
   for (int part = 0; part < parts; ++part) {
     const Range range = even_part(mine.size(), part, parts);
-    const torch::Tensor data = mine.data.slice(0, range.begin, range.end), target = mine.target.slice(0, range.begin, range.end);
+    const torch::Tensor data = mine.data.slice(0, range.begin, range.end),
+                        target = mine.target.slice(0, range.begin, range.end);
     const torch::Tensor loss = torch::cross_entropy_loss(net->forward(data, step), target) / parts;
     if (part + 1 == parts) return ddp.backward(loss, range.end - range.begin);
     const auto only_add = ddp.no_sync();

@@ -28,13 +28,29 @@ inline Task small_task() {
                 net->to(torch::kFloat64);
                 return net.ptr();
               },
-          .forward = [](torch::nn::Module& model,
-                        const torch::Tensor& data) { return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data); },
+          .forward =
+              [](torch::nn::Module& model, const torch::Tensor& data) {
+                return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
+              },
           .loss = [](const torch::Tensor& output,
                      const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
           .correct = [](const torch::Tensor& output,
                         const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
           .name = "small"};
+}
+
+// As small_task(), with a layer that has two places in it.
+inline Task tied_task() {
+  Task task = small_task();
+  task.make_model = [] {
+    const torch::nn::Linear twice(8, 8);
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), twice, torch::nn::Tanh(), twice,
+                              torch::nn::Linear(8, 8), torch::nn::Tanh(), torch::nn::Linear(8, 4));
+    net->to(torch::kFloat64);
+    return net.ptr();
+  };
+  task.name = "tied";
+  return task;
 }
 
 inline Batch batch_of(int step, std::int64_t samples = kBatch) {

@@ -37,9 +37,11 @@ inline void run_over_hosts(const Nodes& nodes, const Body& body,
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const Machines machines{nodes};
   std::vector<std::vector<shm::Group>> insides;
-  for (int node = 0; node < machines.count(); ++node)
+  for (int node = 0; node < machines.count(); ++node) {
+    const std::vector<int> ranks = machines.ranks_on(node);
     insides.push_back(
-        shm::make_thread_group(static_cast<int>(machines.ranks_on(node).size()), {.timeout = options.timeout}));
+        shm::make_thread_group(static_cast<int>(ranks.size()), {.timeout = options.timeout, .job_ranks = ranks}));
+  }
   const auto connect = [&](int rank) {
     const auto node = static_cast<std::size_t>(nodes[static_cast<std::size_t>(rank)]);
     shm::Group& inside = insides[node][static_cast<std::size_t>(machines.local_rank(rank))];

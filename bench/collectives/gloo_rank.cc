@@ -97,7 +97,8 @@ RunningSystemPtr start_gloo(int ranks) {
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < ranks; ++rank)
     programs.push_back({.command = {}, .body = [=](const std::string& address) {
-                          const auto system = make_gloo_rank({.store = address + ".store", .rank = rank, .size = ranks});
+                          const auto system =
+                              make_gloo_rank({.store = address + ".store", .rank = rank, .size = ranks});
                           serve(*system, address);
                           return 0;
                         }});

@@ -29,9 +29,7 @@ UniqueFd listen_at(const std::string& address) {
 }  // namespace
 
 RunningSystem::RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs)
-    : name_(std::move(name)),
-      listener_(listen_at(folder_.file("socket"))),
-      ranks_(static_cast<std::size_t>(ranks)) {
+    : name_(std::move(name)), listener_(listen_at(folder_.file("socket"))), ranks_(static_cast<std::size_t>(ranks)) {
   start(programs);
   for (int i = 0; i < ranks; ++i) accept_rank();
 }

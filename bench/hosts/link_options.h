@@ -9,7 +9,8 @@ namespace lockstep::bench {
 
 inline void add_link_options(CLI::App& app, LinkOptions& link) {
   app.add_option("--rate", link.megabits_per_second, "of every link, Mb/s in each direction")->capture_default_str();
-  app.add_option("--congestion-control", link.congestion_control, "of TCP: bbr, cubic, reno; this machine's by default");
+  app.add_option("--congestion-control", link.congestion_control,
+                 "of TCP: bbr, cubic, reno; this machine's by default");
 }
 
 }  // namespace lockstep::bench

@@ -13,8 +13,8 @@ namespace {
 
 constexpr const char* kCongestionControl = "/proc/sys/net/ipv4/tcp_congestion_control";  // new namespaces take it over
 
-// A token bucket that holds a millisecond of the link's data (a frame at least) bridges the time until its timer runs; a
-// queue of 2 MB is about what a switch has for a port.
+// A token bucket that holds a millisecond of the link's data (a frame at least) bridges the time until its timer
+// runs; a queue of 2 MB is about what a switch has for a port.
 std::string shape(const std::string& device, double megabits) {
   const int burst = std::max(4000, static_cast<int>(megabits * 1e6 / 8 * 1e-3));
   return concat("tc qdisc add dev ", device, " root tbf rate ", static_cast<std::int64_t>(megabits * 1e6), "bit burst ",

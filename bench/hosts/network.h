@@ -4,8 +4,8 @@
 //   host 1 -- eth0 ==== port1 --+-- bridge         eth0 of host h has the address 10.77.0.(h + 1)
 //   host 2 -- eth0 ==== port2 --'
 //
-// Both ends of a link let through `rate`, so that it is full duplex: as much goes in as out. The hosts share the machine's
-// kernel, cores and memory, and no other network: there is none.
+// Both ends of a link let through `rate`, so that it is full duplex: as much goes in as out. The hosts share the
+// machine's kernel, cores and memory, and no other network: there is none.
 //
 // Owns:    the namespaces; nothing outlives it or its process
 // Threads: make it on the main thread while that is the only one (it forks)

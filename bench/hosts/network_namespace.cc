@@ -24,8 +24,9 @@ void require_made(int result) {
   if (result == 0) return;
   if (errno != EPERM) throw system_error("make", "a network namespace");
   throw SystemError({.what = "a network namespace may be made by root only",
-                     .next = "run it as root, or as the root of a user namespace: unshare --user --map-root-user lockstep "
-                             "bench ..."});
+                     .next =
+                         "run it as root, or as the root of a user namespace: unshare --user --map-root-user lockstep "
+                         "bench ..."});
 }
 
 int execute_shell(const std::string& script) {

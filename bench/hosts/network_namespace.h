@@ -1,7 +1,7 @@
 // bench/hosts/network_namespace.h: a network of its own, with interfaces, addresses and ports that nobody else sees.
 //
-// Owns:    a descriptor and no name: the kernel removes the namespace, and every interface in it, with the last descriptor or
-//          process that holds it. So nothing is left behind, however this program ends
+// Owns:    a descriptor and no name: the kernel removes the namespace, and every interface in it, with the last
+//          descriptor or process that holds it. So nothing is left behind, however this program ends
 // Threads: any; enter() moves the calling one
 #pragma once
 

@@ -46,8 +46,7 @@ std::function<void()> WorldRank::prepare(const Case& one) {
   if (one.operation == "reduce_scatter")
     return [=, this] { static_cast<void>(world_.reduce_scatter(all, {.output = own})); };
   const at::Tensor table = all.view({world_.size(), part});
-  if (one.operation == "all_gather")
-    return [=, this] { static_cast<void>(world_.all_gather(own, {.output = table})); };
+  if (one.operation == "all_gather") return [=, this] { static_cast<void>(world_.all_gather(own, {.output = table})); };
   return nullptr;
 }
 
@@ -101,10 +100,8 @@ RunningSystemPtr start_hierarchy(const Network& network, int ranks_per_host) {
 RunningSystemPtr start_flat_gloo(const Network& network, int ranks_per_host) {
   const int size = network.hosts() * ranks_per_host;
   return start("Gloo", network, ranks_per_host, [size, &network](const Place& place, const std::string& address) {
-    const auto system = make_gloo_rank({.store = address + ".store",
-                                        .rank = place.rank,
-                                        .size = size,
-                                        .address = network.address(place.host)});
+    const auto system = make_gloo_rank(
+        {.store = address + ".store", .rank = place.rank, .size = size, .address = network.address(place.host)});
     serve(*system, address);
   });
 }

@@ -29,14 +29,16 @@ Task task_of(const StepCase& one) {
   if (one.name == "mlp")
     return classification_task<MLP>("mlp", MLPOptions{.inputs = 1024, .hidden = {4096, 4096}, .outputs = 1000});
   if (one.name == "gpt")
-    return gpt_task("gpt", {.vocabulary = kVocabulary, .context = kTokens, .layers = 6, .heads = 6, .width = 384, .dropout = 0});
+    return gpt_task(
+        "gpt", {.vocabulary = kVocabulary, .context = kTokens, .layers = 6, .heads = 6, .width = 384, .dropout = 0});
   return model_task(one.name);
 }
 
 Batch random_batch(const StepCase& one, std::int64_t size) {
   torch::manual_seed(1);
   if (one.name == "gpt")
-    return {torch::randint(kVocabulary, {size, kTokens}, torch::kInt64), torch::randint(kVocabulary, {size, kTokens}, torch::kInt64)};
+    return {torch::randint(kVocabulary, {size, kTokens}, torch::kInt64),
+            torch::randint(kVocabulary, {size, kTokens}, torch::kInt64)};
   std::vector<std::int64_t> shape{size, 3, 32, 32};
   if (one.name == "lenet") shape = {size, 1, 28, 28};
   if (one.name == "mlp") shape = {size, 1024};

@@ -14,7 +14,7 @@
 namespace lockstep::bench {
 
 struct StepCase {
-  std::string name;   // bench/step/pytorch.py knows it too
+  std::string name;    // bench/step/pytorch.py knows it too
   std::int64_t batch;  // global
   std::string layout;  // of both systems: contiguous | channels_last
 };

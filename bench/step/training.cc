@@ -88,15 +88,19 @@ class Training {
 
   double parameter_mib() const {
     double bytes = 0;
-    for (const torch::Tensor& parameter : strategy_->model().parameters()) bytes += static_cast<double>(parameter.nbytes());
+    for (const torch::Tensor& parameter : strategy_->model().parameters())
+      bytes += static_cast<double>(parameter.nbytes());
     return bytes / (1 << 20);
   }
 
  private:
   static std::unique_ptr<Strategy> make(const World& world, const StepCase& one, const StepRun& run) {
     return make_strategy(world, task_of(one),
-                         {.sgd = {.lr = 1e-3, .momentum = 0.9}, .seed = 1, .layout = one.layout,
-                          .share_parameters = run.share_parameters, .virtual_shards = run.virtual_shards});
+                         {.sgd = {.lr = 1e-3, .momentum = 0.9},
+                          .seed = 1,
+                          .layout = one.layout,
+                          .share_parameters = run.share_parameters,
+                          .virtual_shards = run.virtual_shards});
   }
 
   static Batch own_part(const World& world, const StepCase& one) {
@@ -153,8 +157,8 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   };
   const LaunchResult ended = launch({.ranks = run.ranks, .output = RankOutput::kFirst}, rank);
   if (ended.exit_code != 0)
-    throw SystemError({.what = concat("a rank of lockstep ended with code ", ended.exit_code),
-                       .likely = "its own message is above"});
+    throw SystemError(
+        {.what = concat("a rank of lockstep ended with code ", ended.exit_code), .likely = "its own message is above"});
   return parse_lines(read_file(concat("/proc/self/fd/", results.get())));
 }
 

@@ -1,5 +1,5 @@
-// bench/strategies/cases.h: what `lockstep bench strategies` compares: ways to keep replicas on several hosts one model, with
-// what the literature says of each one's bytes.
+// bench/strategies/cases.h: what `lockstep bench strategies` compares: ways to keep replicas on several hosts one
+// model, with what the literature says of each one's bytes.
 //
 // Notation: N workers, a host each; S servers, a host each; K bytes of gradient.
 //

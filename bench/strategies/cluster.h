@@ -25,7 +25,8 @@ struct TrainingOptions {
   int steps = 10;
 };
 
-// `network`: a host for each server and each worker. Blocks until all processes have ended. Throws SystemError: one of them failed, or they take too long.
+// `network`: a host for each server and each worker. Blocks until all processes have ended. Throws SystemError: one
+// of them failed, or they take too long.
 Training train(const Network& network, const StrategyCase& one, const TrainingOptions& options);
 
 }  // namespace lockstep::bench

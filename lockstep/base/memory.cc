@@ -12,8 +12,8 @@ void keep_freed_memory() {
   ::mallopt(M_ARENA_MAX, 1);
 }
 
-// One at a time: where another malloc has taken the place of glibc's (a sanitizer's, jemalloc's), the first call sets glibc's
-// up, which two threads must not do at once.
+// One at a time: where another malloc has taken the place of glibc's (a sanitizer's, jemalloc's), the first call sets
+// glibc's up, which two threads must not do at once.
 void give_back_freed_memory() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);

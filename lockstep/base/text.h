@@ -23,10 +23,10 @@ std::string concat(const Parts&... parts) {
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 std::vector<std::string> split(std::string_view text, char separator);
 
-std::string fixed(double value, int digits);        // 3.14159, 2 -> "3.14"
-std::string human_bytes(std::uint64_t bytes);       // 26214400 -> "25.0 MiB"
-std::string human_seconds(double seconds);          // 0.0123 -> "12.3 ms"; 75 -> "1:15"
-std::string with_thousands(std::int64_t value);     // 60000 -> "60,000"
+std::string fixed(double value, int digits);     // 3.14159, 2 -> "3.14"
+std::string human_bytes(std::uint64_t bytes);    // 26214400 -> "25.0 MiB"
+std::string human_seconds(double seconds);       // 0.0123 -> "12.3 ms"; 75 -> "1:15"
+std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
 // The whole text as a number; nothing if it is not one, or does not fit.
 bool parse_int(std::string_view text, int& value);

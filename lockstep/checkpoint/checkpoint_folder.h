@@ -21,8 +21,8 @@ class CheckpointFolder {
   // removes what a killed writer left half-written. Throws CheckpointError.
   explicit CheckpointFolder(std::filesystem::path folder, int keep = 2);
 
-  // Writes the checkpoint of `step` atomically, then removes the older ones beyond `keep`, and later ones: a run that was
-  // resumed below them has left them behind. A failure to write leaves all as they are. Throws SystemError.
+  // Writes the checkpoint of `step` atomically, then removes the older ones beyond `keep`, and later ones: a run that
+  // was resumed below them has left them behind. A failure to write leaves all as they are. Throws SystemError.
   void save(std::int64_t step, const TensorFile& file);
 
   bool empty() const { return newest_first().empty(); }

@@ -17,8 +17,9 @@ TensorFile sample() {
                       {"empty", torch::empty({0, 3})},
                       {"scalar", torch::tensor(7, torch::kInt64)},
                       {"flags", torch::tensor({true, false, true})},
-                      {"weight", torch::arange(24, torch::kFloat32).reshape({1, 2, 3, 4}).contiguous(
-                                     torch::MemoryFormat::ChannelsLast)}},
+                      {"weight", torch::arange(24, torch::kFloat32)
+                                     .reshape({1, 2, 3, 4})
+                                     .contiguous(torch::MemoryFormat::ChannelsLast)}},
           .metadata = {{"position", "{\"step\":3}"}}};
 }
 

@@ -106,7 +106,8 @@ torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
   throw damaged(origin, concat("unknown dtype ", name));
 }
 
-torch::Tensor read_tensor(const Json& entry, const std::string& name, std::string_view data, const std::string& origin) {
+torch::Tensor read_tensor(const Json& entry, const std::string& name, std::string_view data,
+                          const std::string& origin) {
   const auto shape = entry.at("shape").get<std::vector<std::int64_t>>();
   const auto offsets = entry.at("data_offsets").get<std::array<std::uint64_t, 2>>();
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);

@@ -1,4 +1,5 @@
-// checkpoint/safetensors.h: reads and writes the safetensors format, so that any tool of the field can open a checkpoint.
+// checkpoint/safetensors.h: reads and writes the safetensors format, so that any tool of the field can open a
+// checkpoint.
 //
 // The format (github.com/huggingface/safetensors): the header's length as 8 bytes little-endian, the header as JSON
 // (name -> dtype, shape, data_offsets; strings under "__metadata__"), then the tensors' bytes. No code is ever run when

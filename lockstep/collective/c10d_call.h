@@ -31,16 +31,16 @@ struct C10dCall {
   std::function<void()> finish = {};  // once the data is there, before wait() returns
 };
 
-// `issue` starts the call. A c10::Error that it throws at once is about the arguments: UsageError. All else is about a peer:
-// PeerLost, at once or from wait().
+// `issue` starts the call. A c10::Error that it throws at once is about the arguments: UsageError. All else is about
+// a peer: PeerLost, at once or from wait().
 std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
 
 // A message over Gloo, in one or two transfers.
 struct C10dMessage {
   C10dCall call{};
-  std::function<C10dWork()> issue{};  // starts the first one
+  std::function<C10dWork()> issue{};                  // starts the first one
   std::function<C10dWork(c10d::Work& first)> next{};  // once that one is done: the second one, or null. May throw
-  bool alone = false;  // goes on also while nobody waits, for the price of a thread
+  bool alone = false;                                 // goes on also while nobody waits, for the price of a thread
 };
 
 // Messages over Gloo, which says whether one is done only to those who wait, and gives up one that nobody holds.

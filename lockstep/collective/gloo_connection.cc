@@ -25,8 +25,8 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
-// A receive from any rank is posted even where a peer is gone already (one from that peer would be refused at once, with
-// all other connections left open), so it always runs into its timeout, which closes every connection.
+// A receive from any rank is posted even where a peer is gone already (one from that peer would be refused at once,
+// with all other connections left open), so it always runs into its timeout, which closes every connection.
 void GlooConnection::close() {
   if (getSize() == 1) return;
   constexpr int kTagOfNobody = 0x7fffffff;

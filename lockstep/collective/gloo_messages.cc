@@ -68,11 +68,11 @@ struct Receipt {
 
   void check() const {
     if (fits()) return;
-    throw MismatchError({.what = concat("rank ", here, " wants receive of ", text_of(tensor.numel(), dtype_of(tensor)),
-                                        " from rank ", from, ", tag ", tag, ", rank ", from, " wants send of ",
-                                        text_of(said().count, said_dtype())),
-                         .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
-                         .next = "give as many elements of one dtype on both sides, or another tag"});
+    throw MismatchError(
+        {.what = concat("rank ", here, " wants receive of ", text_of(tensor.numel(), dtype_of(tensor)), " from rank ",
+                        from, ", tag ", tag, ", rank ", from, " wants send of ", text_of(said().count, said_dtype())),
+         .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
+         .next = "give as many elements of one dtype on both sides, or another tag"});
   }
 };
 
@@ -122,7 +122,8 @@ std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to,
   return messages_.start({.call = {"send", here_},
                           .issue =
                               [&] {
-                                if (!in_letter) *second_part = gloo_->send(whole, to, static_cast<int>(letter.second_tag));
+                                if (!in_letter)
+                                  *second_part = gloo_->send(whole, to, static_cast<int>(letter.second_tag));
                                 return gloo_->send(first, to, tag);
                               },
                           .next = [second_part](c10d::Work&) { return *second_part; }});

@@ -1,9 +1,9 @@
 // collective/gloo_messages.h: messages between two ranks over c10d's Gloo.
 //
-// A message begins with a letter, which says how many elements of what dtype it has. Few bytes are in the letter; more come
-// after it, and the receiver waits for as many as the letter says: Gloo ends the process when a message is longer than
-// expected. A message that does not fit is taken and dropped: its receiver gets MismatchError, its sender learns nothing, and
-// the world stays usable.
+// A message begins with a letter, which says how many elements of what dtype it has. Few bytes are in the letter;
+// more come after it, and the receiver waits for as many as the letter says: Gloo ends the process when a message is
+// longer than expected. A message that does not fit is taken and dropped: its receiver gets MismatchError, its sender
+// learns nothing, and the world stays usable.
 //
 // Flow:    hierarchical_transport.cc -> here -> the network
 // Owns:    its share of the connection; messages that nobody waits for
@@ -24,8 +24,8 @@ namespace lockstep {
 
 class GlooMessages {
  public:
-  // link: whose connection they go over: one between all ranks. bare: without letters. Both sides then have to know the length
-  // of each, and what is received can be on its way before anybody waits for it.
+  // link: whose connection they go over: one between all ranks. bare: without letters. Both sides then have to know
+  // the length of each, and what is received can be on its way before anybody waits for it.
   GlooMessages(const HostLink& link, std::string here, bool bare);
   ~GlooMessages();
 

@@ -233,7 +233,7 @@ class HierarchicalTransport : public Transport {
 
   void barrier() {
     const torch::Tensor& token = keep(torch::zeros({1}, torch::kUInt8));
-    collectives_.all_reduce({.operation = Operation::kAllReduce, .input = token, .output = token});
+    collectives_.all_reduce({.operation = Operation::kBarrier, .input = token, .output = token});
   }
 
   void exchange(const Collective& call) {
@@ -278,8 +278,7 @@ class HierarchicalTransport : public Transport {
     for (const int rank : machines_.ranks_on(node())) {
       mine.emplace_back();
       for (const int member : lists[static_cast<std::size_t>(rank)])
-        if (machines_.node_of(member) == node())
-          mine.back().push_back(machines_.local_rank(member));
+        if (machines_.node_of(member) == node()) mine.back().push_back(machines_.local_rank(member));
     }
     return mine;
   }

@@ -1,12 +1,13 @@
 // collective/hierarchical_transport.h: the transport for host tensors of ranks on several machines: shared memory
 // inside each, c10d's Gloo between them.
 //
-//   all_reduce, reduce, broadcast, barrier   host_collectives.h: 2(n-1)/n * K leave each of n machines, whatever its ranks
+//   all_reduce, reduce, broadcast, barrier   host_collectives.h: 2(n-1)/n * K leave each of n machines
 //   reduce_scatter, all_gather               host_parts.h: (n-1)/n * K leave each machine
 //   gather, scatter, all_to_all              host_exchange.h: straight from rank to rank
 //   messages                                 Gloo between all ranks
 //
-// Owns:    the shared memory's group, the connections, a thread that carries collectives out in the order of their start
+// Owns:    the shared memory's group, the connections, a thread that carries collectives out in the order of their
+//          start
 // Threads: one at a time
 // Ranks:   all of all machines; each machine may have another number of them
 //

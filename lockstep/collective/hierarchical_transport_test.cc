@@ -1,10 +1,15 @@
 // Ranks on several machines, which here are groups of threads: shared memory inside each, Gloo between them.
 #include "lockstep/collective/hierarchical_transport.h"
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <mutex>
 #include <numeric>
+#include <thread>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/collective/host_link.h"
 #include "tests/worlds.h"
 
 namespace lockstep {
@@ -127,7 +132,9 @@ std::vector<Rows> row_lists(std::size_t ranks) {
   return {Rows(ranks, 0), Rows(ranks, 1), Rows(ranks, 90001), growing, lonely};
 }
 
-std::int64_t before(const Rows& rows, int rank) { return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0}); }
+std::int64_t before(const Rows& rows, int rank) {
+  return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
+}
 
 TEST_P(Hosts, reduce_scatter_parts_of_any_length) {
   run_over_hosts(GetParam(), [](World& world) {
@@ -231,7 +238,9 @@ TEST_P(Hosts, lose_a_rank_in_every_other_collective_and_all_find_out) {
       [](World& world) { static_cast<void>(world.all_gather(torch::ones({300007}))); },
       [](World& world) { static_cast<void>(world.reduce_scatter(torch::ones({world.size() * 300007}))); },
       [](World& world) { static_cast<void>(world.gather(torch::ones({300007}))); },
-      [](World& world) { world.scatter(torch::ones({world.size(), 300007}), torch::empty({300007})); },
+      [](World& world) {
+        world.scatter(torch::ones({world.size(), 300007}), torch::empty({300007}));
+      },
       [](World& world) { static_cast<void>(world.all_to_all(torch::ones({world.size() * 300007}))); }};
   for (std::size_t i = 0; i < calls.size(); ++i)
     expect_all_others_lose(GetParam(), static_cast<int>(i % GetParam().size()), [&](World& world) {
@@ -286,7 +295,8 @@ TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
   };
   const auto all_gather_of = [](Rows rows) {
     return [rows](World& world) {
-      static_cast<void>(world.all_gather_rows(torch::ones({rows[static_cast<std::size_t>(world.rank())]}), {.rows = rows}));
+      static_cast<void>(
+          world.all_gather_rows(torch::ones({rows[static_cast<std::size_t>(world.rank())]}), {.rows = rows}));
     };
   };
   const auto all_to_all_of = [](Rows send, Rows receive) {
@@ -297,7 +307,112 @@ TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
   expect_mismatch(gather_of(10), gather_of(11), "gather of 11 float32");
   expect_mismatch(gather_of(10), all_gather_of({1, 2, 3}), "all_gather of 6 float32");
   expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "parts of different lengths");
-  expect_mismatch(all_to_all_of({1, 1, 1}, {1, 1, 1}), all_to_all_of({1, 1, 1}, {1, 2, 1}), "sends 1 elements to rank 2");
+  expect_mismatch(all_to_all_of({1, 1, 1}, {1, 1, 1}), all_to_all_of({1, 1, 1}, {1, 2, 1}),
+                  "sends 1 elements to rank 2");
+}
+
+// On each of two machines of two ranks, one wants what `one` does and the other what `other` does; between machines
+// those of the same local number agree. On the machine that sees it first both ranks say what both want.
+void expect_mismatch_inside(const testing::Body& one, const std::string& wish, const testing::Body& other,
+                            const std::string& other_wish) {
+  std::mutex mutex;
+  std::array<int, 2> told{};
+  const auto body = [&](World& world) {
+    try {
+      world.local_rank() == 0 ? one(world) : other(world);
+      ADD_FAILURE() << "rank " << world.rank() << " was not told: " << wish << ", " << other_wish;
+    } catch (const MismatchError& error) {
+      const std::lock_guard lock(mutex);
+      ++told[static_cast<std::size_t>(world.node_rank())];
+      const std::string first = std::to_string(world.node_rank() * 2);
+      const std::string second = std::to_string(world.node_rank() * 2 + 1);
+      EXPECT_TRUE(contains(error.what(), "rank " + first + " wants " + wish));
+      EXPECT_TRUE(contains(error.what(), "rank " + second + " wants " + other_wish));
+      throw;
+    }
+  };
+  EXPECT_THROW(run_over_hosts({0, 0, 1, 1}, body), MismatchError);
+  EXPECT_EQ(std::ranges::max(told), 2) << wish << ", " << other_wish;
+}
+
+TEST(HostsThat, want_different_things_on_one_machine_are_told) {
+  const auto all_reduce_by = [](ReduceOp op) {
+    return [op](World& world) { world.all_reduce(torch::ones({300007}), {.op = op}); };
+  };
+  const auto reduce_to = [](int root) {
+    return [root](World& world) { world.reduce(torch::ones({5}), {.root = root}); };
+  };
+  const auto all_reduce_byte = [](World& world) { world.all_reduce(torch::ones({1}, torch::kUInt8)); };
+  const auto barrier = [](World& world) { world.barrier(); };
+  const auto gather = [](World& world) { static_cast<void>(world.gather(torch::ones({5}))); };
+  expect_mismatch_inside(all_reduce_by(ReduceOp::kMean), "all_reduce of 300007 float32 (mean)",
+                         all_reduce_by(ReduceOp::kSum), "all_reduce of 300007 float32 (sum)");
+  expect_mismatch_inside(reduce_to(0), "reduce of 5 float32 (sum) with root 0", reduce_to(1),
+                         "reduce of 5 float32 (sum) with root 1");
+  expect_mismatch_inside(barrier, "barrier", all_reduce_byte, "all_reduce of 1 uint8 (sum)");
+  expect_mismatch_inside(gather, "gather of 5 float32 with root 0", reduce_to(0), "reduce of 5 float32 (sum)");
+}
+
+TEST(HostsThat, lose_a_rank_name_it_by_its_number_in_the_job) {
+  std::mutex mutex;
+  std::string message;
+  const auto body = [&](World& world) {
+    auto group = world.machine_group();
+    world.barrier();
+    if (world.rank() == 3) throw DataError({.what = "the victim ends"});
+    if (world.rank() != 2) return world.barrier();
+    try {
+      while (true) group->barrier();
+    } catch (const PeerLost& error) {
+      const std::lock_guard lock(mutex);
+      message = error.what();
+      throw;
+    }
+  };
+  EXPECT_TRUE(contains(testing::message_of<DataError>([&] { run_over_hosts({0, 0, 1, 1}, body); }), "the victim ends"));
+  EXPECT_TRUE(contains(message, "rank 3 failed"));
+  EXPECT_TRUE(contains(message, "rank 0 of 2 (rank 2 of the job)"));
+}
+
+// A link of each machine with these timeouts.
+std::vector<std::unique_ptr<HostLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::unique_ptr<HostLink>> links(timeouts.size());
+  std::vector<std::thread> threads;
+  for (std::size_t node = 0; node < links.size(); ++node)
+    threads.emplace_back([&, node] {
+      links[node] = std::make_unique<HostLink>(store, TransportOptions{.rank = static_cast<int>(node),
+                                                                       .size = static_cast<int>(links.size()),
+                                                                       .describe = concat("machine ", node),
+                                                                       .timeout = timeouts[node]});
+    });
+  for (auto& thread : threads) thread.join();
+  return links;
+}
+
+// Machine 1 is the one that machine 0 watches; the one that does not answer is machine 2.
+TEST(HostLink, names_the_machine_that_did_not_answer_in_time) {
+  constexpr std::chrono::seconds kLong{60};
+  auto links = link_machines({std::chrono::seconds(3), kLong, kLong});
+  std::atomic<int> losses{0};
+  links[0]->watch([&](const std::exception_ptr&) { ++losses; });
+  std::byte nothing{};
+  HostLink::Transfers transfers;
+  links[0]->receive(2, &nothing, 1, transfers);
+  const std::string message = testing::message_of<PeerLost>([&] { links[0]->wait(transfers); });
+  EXPECT_TRUE(contains(message, "lost machine 2 of 3: "));
+  links.clear();
+  EXPECT_EQ(losses, 0) << "of machine 1";
+}
+
+// Gloo closes all connections when nobody takes the farewell.
+TEST(HostLink, that_leaves_loses_nobody) {
+  auto links = link_machines({std::chrono::seconds(60), std::chrono::seconds(60)});
+  std::atomic<int> losses{0};
+  links[0]->watch([&](const std::exception_ptr&) { ++losses; });
+  links[0]->leave();
+  links.clear();
+  EXPECT_EQ(losses, 0);
 }
 
 TEST(HostsThat, refuse_an_algorithm_by_name) {

@@ -39,12 +39,26 @@ Wish wish_of(const Collective& call, std::size_t count) {
           .algorithm = static_cast<std::int64_t>(call.algorithm),
           .root = call.root,
           .count = own_parts ? 0 : static_cast<std::int64_t>(count),
-          .parts = own_parts            ? 1
+          .parts = own_parts             ? 1
                    : call.counts.empty() ? 0
                                          : static_cast<std::int64_t>(fingerprint(call.counts) | 1)};
 }
 
+shm::Intent intent_of(const Wish& wish) {
+  const auto operation = static_cast<Operation>(wish.operation);
+  const bool has_root = operation == Operation::kReduce || operation == Operation::kBroadcast ||
+                        operation == Operation::kGather || operation == Operation::kScatter;
+  return {.operation = operation,
+          .dtype = static_cast<shm::DType>(wish.dtype),
+          .op = static_cast<ReduceOp>(wish.op),
+          .algorithm = static_cast<Algorithm>(wish.algorithm),
+          .root = has_root ? static_cast<std::int32_t>(wish.root) : -1,
+          .count = static_cast<std::uint64_t>(wish.count),
+          .shape = static_cast<std::uint64_t>(wish.parts)};
+}
+
 std::string to_string(const Wish& wish) {
+  if (static_cast<Operation>(wish.operation) == Operation::kBarrier) return "barrier";
   return concat(shm::to_string(static_cast<Operation>(wish.operation)), " of ", wish.count, " ",
                 shm::to_string(static_cast<shm::DType>(wish.dtype)), " (",
                 shm::to_string(static_cast<ReduceOp>(wish.op)), ", ",
@@ -53,9 +67,10 @@ std::string to_string(const Wish& wish) {
 }
 
 MismatchError mismatch(const std::string& one, const Wish& wants, const std::string& other, const Wish& wants_other) {
-  return MismatchError({.what = concat(one, " wants ", to_string(wants), ", ", other, " wants ", to_string(wants_other)),
-                        .likely = "ranks that do not make the same calls in the same order",
-                        .next = "compare the programs and their inputs on both machines"});
+  return MismatchError(
+      {.what = concat(one, " wants ", to_string(wants), ", ", other, " wants ", to_string(wants_other)),
+       .likely = "ranks that do not make the same calls in the same order",
+       .next = "compare the programs and their inputs on both machines"});
 }
 
 void HostCheck::begin(HostLink& between, const Wish& mine) {

@@ -1,7 +1,9 @@
-// collective/host_check.h: machines tell each other what they are about to do: Gloo ends the process when two sides of a message
-// differ in size.
+// collective/host_check.h: machines tell each other what they are about to do: Gloo ends the process when two sides
+// of a message differ in size.
 //
 // Data need not wait for it: transfers of different wishes have different topics (host_link.h), and do not meet.
+//
+// The ranks of one machine compare by shared memory: intent_of().
 //
 // Flow:    a Collective -> Wish -> here -> MismatchError, or the transfers may be waited for
 // Owns:    what the machines said
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "lockstep/collective/host_link.h"
+#include "lockstep/collective/shm/control_block.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {
@@ -34,6 +37,11 @@ struct Wish {
 };
 
 Wish wish_of(const Collective& call, std::size_t count);
+
+// The same for shared memory. The first collective inside a machine announces it, so that its ranks compare all of the
+// wish: what they do there may be alike where the wishes are not (a mean is a sum until the machines divide it).
+shm::Intent intent_of(const Wish& wish);
+
 std::string to_string(const Wish& wish);  // "all_reduce of 10 float32 (sum, direct, root 0)"
 
 // For two ranks or machines, `one` and `other`, that want different things.

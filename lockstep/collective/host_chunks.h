@@ -7,18 +7,17 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
-
-inline constexpr std::size_t kAlignment = 64;  // where parts begin
 
 // An eighth of the tensor, so that the parts of a step overlap, within limits.
 inline std::size_t chunk_bytes(std::size_t bytes) {
   constexpr std::size_t kSmallest = std::size_t{512} << 10;
   constexpr std::size_t kLargest = std::size_t{4} << 20;
   constexpr std::size_t kChunksWanted = 8;
-  return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kAlignment * kAlignment;
+  return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
 // Few bytes go in one slice: more owners would only add messages.

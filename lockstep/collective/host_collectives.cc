@@ -19,7 +19,7 @@ constexpr int kAllNodes = -1;
 
 // Every machine but the last passes a piece on, and each waits for it once: so smaller pieces than a reduction's.
 std::size_t piece_bytes(std::size_t bytes) {
-  return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kAlignment * kAlignment;
+  return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kCacheLine * kCacheLine;
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ struct HostCollectives::Job {
         whole(!around && (nodes == 2 || count * size() <= kOneShotBytes)),
         slices(slices_for(count * size(), slices_of_chunk)),
         result_node(call.operation == Operation::kReduce ? root_node : kAllNodes) {
-    cut(around ? std::max(count * size(), kAlignment) : chunk_bytes(count * size()));
+    cut(around ? std::max(count * size(), kCacheLine) : chunk_bytes(count * size()));
   }
 
   void cut(std::size_t bytes_of_chunk) {
@@ -77,9 +77,9 @@ struct HostCollectives::Job {
   std::size_t begin(std::size_t chunk) const { return chunk * chunk_count; }
   std::size_t elements(std::size_t chunk) const { return std::min(chunk_count, count - begin(chunk)); }
   std::byte* at(std::size_t chunk) const { return data + begin(chunk) * size(); }
-  Split cut_chunk(std::size_t chunk) const { return Split::even(elements(chunk), slices, kAlignment / size()); }
+  Split cut_chunk(std::size_t chunk) const { return Split::even(elements(chunk), slices, kCacheLine / size()); }
   Part slice(std::size_t chunk, int local_rank) const { return cut_chunk(chunk)[local_rank]; }
-  Split cut_slice(std::size_t slice_count) const { return Split::even(slice_count, nodes, kAlignment / size()); }
+  Split cut_slice(std::size_t slice_count) const { return Split::even(slice_count, nodes, kCacheLine / size()); }
 
   // What shared memory is told: a part for each local rank, empty for those that own no slice.
   std::vector<std::size_t> counts(std::size_t chunk, int local_size) const {
@@ -133,6 +133,14 @@ void HostCollectives::give_up() {
 
 bool HostCollectives::owns_slice(const Job& job) const { return inside_.rank() < job.slices; }
 
+// The first step inside, which every chunk begins with: that of chunk 0 compares what the ranks of the machine want.
+void HostCollectives::run_inside(const Job& job, std::size_t chunk, const shm::Call& call) {
+  if (chunk == 0)
+    inside_.run_as(intent_of(job.wish), call);
+  else
+    inside_.run(call);
+}
+
 // ---- all_reduce and reduce
 
 void HostCollectives::all_reduce(const Collective& call) {
@@ -166,8 +174,10 @@ void HostCollectives::reduce_inside(const Job& job, std::size_t chunk) {
   const std::vector<std::size_t> counts = job.counts(chunk, inside_.size());
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())];
   lane.slice = grown(inside_, lane.slice_memory, mine * job.size());
-  inside_.reduce_scatter(
-      {.input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
+  run_inside(
+      job, chunk,
+      shm::ReduceScatter{
+          .input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
 }
 
 void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
@@ -199,11 +209,9 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
   std::byte* const result = lane.slice + mine.begin * job.size();
   std::vector<const std::byte*> sources(lane.received.begin(), lane.received.end());
   sources[static_cast<std::size_t>(node_)] = result;
-  shm::reduce({.sources = sources,
-               .destinations = std::span(&result, 1),
-               .count = mine.count,
-               .divisor = machines_.ranks()},
-              job.dtype, job.op);
+  shm::reduce(
+      {.sources = sources, .destinations = std::span(&result, 1), .count = mine.count, .divisor = machines_.ranks()},
+      job.dtype, job.op);
   if (job.whole) return;
   // A machine sends its result only once it has what this one sent it: so these places are free.
   for (const int node : between_->others()) {
@@ -253,11 +261,9 @@ void HostCollectives::scatter_around(const Job& job, std::byte* slice) {
     std::byte* const own = slice + in.begin * job.size();
     const std::array<const std::byte*, 2> sources{received, own};
     const bool last = step == job.nodes - 2;
-    shm::reduce({.sources = sources,
-                 .destinations = std::span(&own, 1),
-                 .count = in.count,
-                 .divisor = machines_.ranks()},
-                job.dtype, last ? job.op : op_inside(job.op));
+    shm::reduce(
+        {.sources = sources, .destinations = std::span(&own, 1), .count = in.count, .divisor = machines_.ranks()},
+        job.dtype, last ? job.op : op_inside(job.op));
   }
 }
 
@@ -296,7 +302,8 @@ void HostCollectives::broadcast(const Collective& call) {
 
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
   if (alone()) return;
-  inside_.broadcast({.data = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
+  run_inside(job, chunk,
+             shm::Broadcast{.data = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
 }
 
 HostCollectives::Route HostCollectives::route_of(const Job& job) const {
@@ -322,8 +329,7 @@ void HostCollectives::pass_on(const Job& job, std::size_t chunk) {
   const Route route = route_of(job);
   if (chunk == 0 && route.from >= 0) check_.compare(*between_, route.from);
   between_->wait(arriving_[chunk]);
-  for (const int node : route.to)
-    between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
+  for (const int node : route.to) between_->send(node, job.at(chunk), job.elements(chunk) * job.size(), leaving_);
 }
 
 }  // namespace lockstep

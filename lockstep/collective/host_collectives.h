@@ -14,10 +14,11 @@
 //                the order of the machines, sends the result to all: 2(n-1)/n * K leave each machine, in 2 rounds
 //   3  inside    all_gather in shared memory
 //
-// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Two machines send each other whole slices
-// and reduce for themselves: as many bytes in 1 round. So do more machines up to kOneShotBytes, with one slice. reduce sends the results of 2 to root's machine only.
-// With the algorithm ring 2 goes around the machines, in one chunk and 2(n-1) rounds of K/n: as many bytes, and for study.
-// broadcast goes inside root's machine, from machine to machine, and inside the others. docs/design/hierarchy.md
+// While chunk c is in 1, c-1 is in 2 and c-2 in 3, so that the network does not wait. Two machines send each other
+// whole slices and reduce for themselves: as many bytes in 1 round. So do more machines up to kOneShotBytes, with one
+// slice. reduce sends the results of 2 to root's machine only. With the algorithm ring 2 goes around the machines, in
+// one chunk and 2(n-1) rounds of K/n: as many bytes, and for study. broadcast goes inside root's machine, from
+// machine to machine, and inside the others. docs/design/hierarchy.md
 #pragma once
 
 #include <array>
@@ -39,8 +40,8 @@ class HostCollectives {
   HostCollectives(shm::Group& inside, HostLink* between, Machines machines, int node);
 
   // Throw MismatchError, PeerLost.
-  void all_reduce(const Collective& call);
-  void reduce(const Collective& call);  // call.output: defined on every rank, and changed
+  void all_reduce(const Collective& call);  // also for a barrier: of a byte
+  void reduce(const Collective& call);      // call.output: defined on every rank, and changed
   void broadcast(const Collective& call);
 
   // After one of them threw: forgets its transfers. Once the link has, nothing touches its tensors any more.
@@ -51,6 +52,7 @@ class HostCollectives {
   struct Job;
   struct Route;
 
+  void run_inside(const Job& job, std::size_t chunk, const shm::Call& call);
   void reduce_in_chunks(const Job& job);
   void reduce_inside(const Job& job, std::size_t chunk);
   void send_parts(const Job& job, std::size_t chunk);

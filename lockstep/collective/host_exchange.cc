@@ -11,8 +11,7 @@ namespace {
 using Counts = std::vector<std::int64_t>;
 
 std::size_t elements_of(const Collective& call) {
-  const torch::Tensor& some =
-      call.operation == Operation::kScatter || !call.input.defined() ? call.output : call.input;
+  const torch::Tensor& some = call.operation == Operation::kScatter || !call.input.defined() ? call.output : call.input;
   return static_cast<std::size_t>(some.numel());
 }
 
@@ -21,18 +20,12 @@ std::size_t elements_of(const Collective& call) {
 // All ranks of a machine go on together: while one has not heard what the other machines want, none sends.
 void HostExchange::check(const Collective& call) {
   const Wish mine = wish_of(call, elements_of(call));
-  check_inside(mine);
+  inside_.run_as(intent_of(mine), shm::Barrier{});
   if (inside_.rank() == 0) {
     check_.begin(*between_, mine);
     check_.finish(*between_);
   }
   inside_.barrier();
-}
-
-void HostExchange::check_inside(const Wish& mine) {
-  Wish first = mine;
-  inside_.broadcast({.data = &first, .count = sizeof first, .dtype = shm::DType::kUInt8});
-  if (first != mine) throw mismatch("local rank 0", first, concat("local rank ", inside_.rank()), mine);
 }
 
 // Everything that this rank gives and gets, part r of each for or from rank r.

@@ -1,5 +1,6 @@
-// collective/host_exchange.h: gather, scatter and all_to_all of ranks on several machines. Every byte of them is for one rank
-// alone, so each goes straight from its rank to that one, as a message: there is nothing to add up or to share inside.
+// collective/host_exchange.h: gather, scatter and all_to_all of ranks on several machines. Every byte of them is for
+// one rank alone, so each goes straight from its rank to that one, as a message: there is nothing to add up or to
+// share inside.
 //
 // Flow:    hierarchical_transport.cc -> here -> host_link.h between all ranks
 // Owns:    nothing but its transfers
@@ -18,12 +19,12 @@ namespace lockstep {
 
 class HostExchange {
  public:
-  // `between`: the link of this machine's rank 0 to those of the others, null or not used elsewhere. `all`: the link of all
-  // ranks.
+  // `between`: the link of this machine's rank 0 to those of the others, null or not used elsewhere. `all`: the link
+  // of all ranks.
   HostExchange(shm::Group& inside, HostLink* between, HostLink& all) : inside_(inside), between_(between), all_(all) {}
 
-  // Throw MismatchError, PeerLost. What is sent: gather K from each rank but root; scatter K/p from root to each; all_to_all
-  // (p-1)/p * K from each rank.
+  // Throw MismatchError, PeerLost. What is sent: gather K from each rank but root; scatter K/p from root to each;
+  // all_to_all (p-1)/p * K from each rank.
   void gather(const Collective& call);
   void scatter(const Collective& call);
 
@@ -37,7 +38,6 @@ class HostExchange {
   void give_up();
 
  private:
-  void check_inside(const Wish& mine);
   void exchange(const torch::Tensor& input, const std::vector<std::int64_t>& send, const torch::Tensor& output,
                 const std::vector<std::int64_t>& receive);
 

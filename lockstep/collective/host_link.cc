@@ -10,15 +10,24 @@
 namespace lockstep {
 namespace {
 
-// Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these tags.
+// Gloo keeps the order of the transfers of one tag. Users' messages may go over the same connection: not with these
+// tags.
 constexpr int kWatchTag = 0x7ffffffe;
-int tag_of(std::uint32_t topic) { return static_cast<int>(0x40000000 | topic % 0x1fffffff << 1); }  // odd: gloo_messages.cc
+int tag_of(std::uint32_t topic) {
+  return static_cast<int>(0x40000000 | topic % 0x1fffffff << 1);
+}  // odd: gloo_messages.cc
 // Who is there takes it at once. Gloo never ends a send to one that has closed its end a moment ago.
 constexpr std::chrono::seconds kLongestFarewell{1};
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leaving and closing end that wait
 
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
+}
+
+// Gloo's words for a wait that ran into its timeout, and for what that did to all others of this rank.
+bool timed_out(const std::string& trouble) { return trouble.find("Timed out waiting") != std::string::npos; }
+bool ended_by_timeout_here(const std::string& trouble) {
+  return trouble.find("Application timeout caused pair closure") != std::string::npos;
 }
 
 std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
@@ -49,17 +58,29 @@ void HostLink::watch_next(const OnLoss& on_loss) {
   try {
     watched_->wait(kAsLongAsTheLink);
   } catch (const std::exception& error) {
+    if (ended_by_timeout_here(error.what()) || is_leaving()) return;  // who waited, or close(), knows why
     const auto reason = std::make_exception_ptr(lost((node() + 1) % nodes(), first_line(error)));
     close(reason);
     on_loss(reason);
   }
 }
 
+bool HostLink::is_leaving() {
+  const std::lock_guard lock(mutex_);
+  return leaving_;
+}
+
 void HostLink::leave() {
+  {
+    const std::lock_guard lock(mutex_);
+    leaving_ = true;
+  }
   const std::byte farewell{};
   auto tensors = as_tensor(&farewell, 1);
   try {
-    issue_alone([&] { return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag); })->wait(kLongestFarewell);
+    issue_alone([&] {
+      return gloo_->send(tensors, (node() + nodes() - 1) % nodes(), kWatchTag);
+    })->wait(kLongestFarewell);
   } catch (const std::exception&) {  // lost, closed, or gone before
   }
 }
@@ -114,6 +135,7 @@ void HostLink::wait_for(const Transfer& transfer) {
     const std::lock_guard lock(mutex_);
     std::erase(under_way_, transfer.work);
   }
+  if (timed_out(trouble)) throw lost(transfer.node, trouble);
   if (!done) throw_lost(transfer.node, trouble);
 }
 

@@ -1,8 +1,9 @@
-// collective/host_link.h: bytes between machines: this rank and its counterparts, over c10d's Gloo. Counterparts are one rank of
-// each machine, or all ranks.
+// collective/host_link.h: bytes between machines: this rank and its counterparts, over c10d's Gloo. Counterparts are
+// one rank of each machine, or all ranks.
 //
 // Flow:    host_collectives.cc, host_parts.cc, host_exchange.cc -> here -> the network
-// Owns:    its connections, a thread that watches one of them. Memory given to a transfer stays the caller's, until the transfer was waited for
+// Owns:    its connections, a thread that watches one of them. Memory given to a transfer stays the caller's, until
+//          the transfer was waited for
 // Threads: one at a time; close() from any
 // Ranks:   between two counterparts, what one sends in some order the other receives in that order and size
 //
@@ -11,6 +12,9 @@
 // have arrived nor a send of which some have left: these run into their timeout. So each machine keeps a receive of one
 // byte from the next machine waiting. It ends when that one is lost; all connections are closed then, which the machine
 // before notices in turn, and so on around. Who leaves in good order sends the byte.
+//
+// A transfer that runs into its timeout makes Gloo close all connections of this machine, so that receive ends too. It
+// says nothing about the next machine: whoever waited for the transfer reports the machine that did not answer.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -42,8 +46,8 @@ class HostLink {
   };
   using Transfers = std::vector<Transfer>;
 
-  // `options`: rank is the number of this counterpart, size that of all; `noun`: what one is called in messages. Blocks until
-  // all are connected. Throws RendezvousError.
+  // `options`: rank is the number of this counterpart, size that of all; `noun`: what one is called in messages.
+  // Blocks until all are connected. Throws RendezvousError.
   HostLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun = "machine");
   ~HostLink();
   HostLink(const HostLink&) = delete;
@@ -54,18 +58,19 @@ class HostLink {
   using OnLoss = std::function<void(const std::exception_ptr&)>;
   void watch(OnLoss on_loss);
 
-  // This machine is done in good order: its leaving is no loss.
+  // This machine is done in good order: its leaving is no loss, and from now on nothing is one to it.
   void leave();
 
   int node() const { return options_.rank; }
   int nodes() const { return options_.size; }
 
-  // The others in the order in which to turn to them: this one + 1, + 2, ... around, so that not all send to one at a time.
+  // The others in the order in which to turn to them: this one + 1, + 2, ... around, so that not all send to one at a
+  // time.
   std::vector<int> others() const;
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
 
-  // From now on transfers meet only those that a counterpart starts on the same topic. So what may not fit together is never
-  // brought together, and the checks of host_check.h need not come before the data.
+  // From now on transfers meet only those that a counterpart starts on the same topic. So what may not fit together
+  // is never brought together, and the checks of host_check.h need not come before the data.
   void set_topic(std::uint32_t topic) { topic_ = topic; }
 
   // Start a transfer and note it in `transfers`. Nothing is transferred where there are no bytes.
@@ -86,6 +91,7 @@ class HostLink {
   void start(int node, const std::function<c10::intrusive_ptr<c10d::Work>()>& issue, Transfers& transfers);
   void wait_for(const Transfer& transfer);
   void watch_next(const OnLoss& on_loss);
+  bool is_leaving();
   PeerLost lost(int node, const std::string& trouble) const;
   [[noreturn]] void throw_lost(int node, const std::string& trouble);
 
@@ -94,7 +100,8 @@ class HostLink {
   std::uint32_t topic_ = 0;
   c10::intrusive_ptr<GlooConnection> gloo_;
   std::mutex mutex_;
-  std::exception_ptr closed_;  // guarded by mutex_, like the next
+  bool leaving_ = false;  // guarded by mutex_, like the next
+  std::exception_ptr closed_;
   std::vector<c10::intrusive_ptr<c10d::Work>> under_way_;
   std::byte farewell_{};  // from the next machine
   c10::intrusive_ptr<c10d::Work> watched_;

@@ -32,10 +32,10 @@ struct HostParts::Job {
         op(call.op),
         mine(part_of(rank)) {
     const std::size_t total = Split::uneven(counts).total();
-    const std::size_t most = chunk_bytes(total * size()) / static_cast<std::size_t>(machines.count()) / kAlignment;
+    const std::size_t most = chunk_bytes(total * size()) / static_cast<std::size_t>(machines.count()) / kCacheLine;
     wish = wish_of(call, total);
     slices = slices_for(total * size(), machines.slices());
-    rounds = rounds_of(counts, machines, most * kAlignment / size());
+    rounds = rounds_of(counts, machines, most * kCacheLine / size());
   }
 
   std::size_t size() const { return shm::size_of(dtype); }
@@ -50,7 +50,7 @@ struct HostParts::Job {
   // Of a piece, the owner of `slice`'s elements, and their number for each local rank.
   Part slice(const Part& piece, int slice) const {
     if (slice >= slices) return {piece.begin + piece.count, 0};
-    const Part within = Split::even(piece.count, slices, kAlignment / size())[slice];
+    const Part within = Split::even(piece.count, slices, kCacheLine / size())[slice];
     return {piece.begin + within.begin, within.count};
   }
 
@@ -94,12 +94,12 @@ struct HostParts::Job {
   }
 };
 
-// A round's memory and transfers. `packed`: the slices of owner 0 in all pieces, then those of owner 1, and so on, so that one
-// call inside does for all of them.
+// A round's memory and transfers. `packed`: the slices of owner 0 in all pieces, then those of owner 1, and so on, so
+// that one call inside does for all of them.
 struct HostParts::Lane {
   shm::Memory packed;
-  shm::Memory slice_memory;         // this owner's slices, one after the other
-  std::vector<std::byte*> slices;   // of each machine's piece
+  shm::Memory slice_memory;        // this owner's slices, one after the other
+  std::vector<std::byte*> slices;  // of each machine's piece
   shm::Memory received_memory;
   std::vector<std::byte*> received;  // from each machine
   HostLink::Transfers receives;
@@ -134,10 +134,19 @@ bool HostParts::owns_slice(const Job& job) const { return inside_.rank() < job.s
 
 void HostParts::begin_check(const Job& job) {
   if (owns_slice(job)) check_.begin(*between_, job.wish);
+  if (job.rounds.empty()) inside_.run_as(intent_of(job.wish), shm::Barrier{});  // nothing else is done inside
 }
 
 void HostParts::finish_check(const Job& job) {
   if (owns_slice(job)) check_.finish(*between_);
+}
+
+// The first step inside, which every round begins with: that of round 0 compares what the ranks of the machine want.
+void HostParts::run_inside(const Job& job, std::size_t round, const shm::Call& call) {
+  if (round == 0)
+    inside_.run_as(intent_of(job.wish), call);
+  else
+    inside_.run(call);
 }
 
 // ---- reduce_scatter
@@ -167,8 +176,10 @@ void HostParts::reduce_inside(const Job& job, std::size_t round) {
   const Counts counts = job.owned(round, inside_.size());
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())] * job.size();
   std::byte* slice = grown(inside_, lane.slice_memory, mine);
-  inside_.reduce_scatter(
-      {.input = pack(job, round), .output = slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
+  run_inside(
+      job, round,
+      shm::ReduceScatter{
+          .input = pack(job, round), .output = slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
   const auto own = job.slices_of(round, inside_.rank());
   for (std::size_t node = 0; node < own.size(); ++node) {
     lane.slices[node] = slice;
@@ -191,8 +202,7 @@ void HostParts::send_to_owners(const Job& job, std::size_t round) {
   if (!owns_slice(job)) return;
   Lane& lane = lane_of(round);
   const std::size_t mine = job.slice(job.piece(round, node_), inside_.rank()).count * job.size();
-  std::byte* const room =
-      grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(machines_.count()));
+  std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(machines_.count()));
   for (const int node : between_->others()) {
     const auto at = static_cast<std::size_t>(node);
     lane.received[at] = room + mine * at;
@@ -212,11 +222,9 @@ void HostParts::reduce_between(const Job& job, std::size_t round) {
   std::byte* const own = lane.slices[static_cast<std::size_t>(node_)];
   sources[static_cast<std::size_t>(node_)] = own;
   std::byte* const result = alone() ? job.in_own(mine) : own;
-  shm::reduce({.sources = sources,
-               .destinations = std::span(&result, 1),
-               .count = mine.count,
-               .divisor = machines_.ranks()},
-              job.dtype, job.op);
+  shm::reduce(
+      {.sources = sources, .destinations = std::span(&result, 1), .count = mine.count, .divisor = machines_.ranks()},
+      job.dtype, job.op);
 }
 
 void HostParts::deliver_inside(const Job& job, std::size_t round) {
@@ -253,10 +261,11 @@ void HostParts::gather_inside(const Job& job, std::size_t round) {
     if (piece.count > 0) std::memcpy(job.in_whole(piece), job.in_own(piece), piece.count * job.size());
     return;
   }
-  inside_.all_gather({.input = job.in_own(piece),
-                      .output = job.in_whole(piece),
-                      .counts = job.shares(piece, node_),
-                      .dtype = job.dtype});
+  run_inside(job, round,
+             shm::AllGather{.input = job.in_own(piece),
+                            .output = job.in_whole(piece),
+                            .counts = job.shares(piece, node_),
+                            .dtype = job.dtype});
 }
 
 void HostParts::send_to_all(const Job& job, std::size_t round) {
@@ -285,8 +294,7 @@ void HostParts::share_inside(const Job& job, std::size_t round) {
   if (alone()) return;
   const Counts counts = job.owned(round, inside_.size(), node_);
   std::byte* const packed = grown(inside_, lane.packed, job.elements(round) * job.size());
-  inside_.all_gather(
-      {.input = lane.slice_memory.data(), .output = packed, .counts = counts, .dtype = job.dtype});
+  inside_.all_gather({.input = lane.slice_memory.data(), .output = packed, .counts = counts, .dtype = job.dtype});
   const std::byte* next = packed;
   for (int owner = 0; owner < job.slices; ++owner)
     for (const Part& slice : job.slices_of(round, owner, node_)) {

@@ -5,13 +5,13 @@
 // Threads: one at a time
 // Ranks:   all of all machines, in the same order
 //
-// Notation: n machines, S slices, S the smallest number of ranks on one machine; K bytes, the parts of all ranks together.
-// An array goes in rounds of one piece per machine (machines.h). Local rank s < S of each machine owns slice s of every
-// piece: it alone exchanges it, with its counterparts.
+// Notation: n machines, S slices, S the smallest number of ranks on one machine; K bytes, the parts of all ranks
+// together. An array goes in rounds of one piece per machine (machines.h). Local rank s < S of each machine owns
+// slice s of every piece: it alone exchanges it, with its counterparts.
 //
-//   reduce_scatter  1  inside    reduce_scatter of the pieces of all machines: the owner of slice s has this machine's sum of it
-//                   2  between   to every machine its piece: (n-1)/n * K leave each machine, in 1 round; the owner reduces in
-//                                the order of the machines
+//   reduce_scatter  1  inside    reduce_scatter of the pieces of all machines: the owner of slice s has its sum here
+//                   2  between   to every machine its piece: (n-1)/n * K leave each machine, in 1 round; the owner
+//                                reduces in the order of the machines
 //                   3  inside    all_to_all: every rank gets what is its own
 //   all_gather      1  inside    all_gather of this machine's piece
 //                   2  between   to every machine this one's piece: (n-1)/n * K leave each machine, in 1 round
@@ -50,6 +50,7 @@ class HostParts {
   struct Job;
 
   void begin_check(const Job& job);
+  void run_inside(const Job& job, std::size_t round, const shm::Call& call);
   void finish_check(const Job& job);
   void reduce_inside(const Job& job, std::size_t round);
   const std::byte* pack(const Job& job, std::size_t round);

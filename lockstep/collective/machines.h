@@ -23,9 +23,9 @@ struct Machines {
   int slices() const;  // the smallest number of ranks on one machine
 };
 
-// An array that consists of one part per rank, in rank order, cut into rounds. A round has one piece for each machine: some
-// elements in a row, of parts of that machine's ranks only; none where a machine has less than others. So in each round
-// as much travels to (or from) every machine, and all links are used at once.
+// An array that consists of one part per rank, in rank order, cut into rounds. A round has one piece for each
+// machine: some elements in a row, of parts of that machine's ranks only; none where a machine has less than others.
+// So in each round as much travels to (or from) every machine, and all links are used at once.
 using Pieces = std::vector<shm::Part>;
 
 // `counts`: of each rank's part. `most`: elements of a piece.

@@ -12,7 +12,8 @@ using Counts = std::vector<std::size_t>;
 // Every element is in one piece, of its own machine, and no piece is too long.
 void expect_whole(const Counts& counts, const Machines& machines, std::size_t most) {
   std::vector<int> owner;
-  for (std::size_t rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], machines.nodes[rank]);
+  for (std::size_t rank = 0; rank < counts.size(); ++rank)
+    owner.insert(owner.end(), counts[rank], machines.nodes[rank]);
   std::vector<int> seen(owner.size(), -1);
   for (const Pieces& round : rounds_of(counts, machines, most))
     for (int node = 0; node < machines.count(); ++node) {

@@ -75,7 +75,9 @@ class NcclTransport : public Transport {
                                            options_of_group(options_, ranks));
   }
 
-  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds) override { return group(lists); }
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds) override {
+    return group(lists);
+  }
 
   void fail(const std::string&) override {}  // the closed connection tells the others
 

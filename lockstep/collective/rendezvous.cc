@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -68,16 +70,26 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-// c10d's own server would listen on every interface; this one listens where MASTER_ADDR says.
-UniqueFd listen_on(const Endpoint& endpoint) {
-  const AddressList address = resolve(endpoint);
-  UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd) throw system_error("open a socket for", endpoint.text());
+// None, and errno, where that fails.
+UniqueFd listen_at(const addrinfo& address) {
+  UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd) return {};
   const int yes = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (::bind(fd.get(), address->ai_addr, address->ai_addrlen) != 0) throw cannot_listen(endpoint);
-  if (::listen(fd.get(), SOMAXCONN) != 0) throw cannot_listen(endpoint);
-  return fd;
+  if (::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd.get(), SOMAXCONN) == 0) return fd;
+  const int error = errno;  // closing may change it
+  fd.reset();
+  errno = error;
+  return {};
+}
+
+// A name may have several addresses, of which some are of no use here (::1 where there is no IPv6): the first that
+// works. c10d's own server would listen on every interface; this one listens where MASTER_ADDR says.
+UniqueFd listen_on(const Endpoint& endpoint) {
+  const AddressList addresses = resolve(endpoint);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+    if (UniqueFd fd = listen_at(*address)) return fd;
+  throw cannot_listen(endpoint);
 }
 
 int port_of(const UniqueFd& fd) {
@@ -89,16 +101,30 @@ int port_of(const UniqueFd& fd) {
                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
-bool answers(const Endpoint& endpoint, const Deadline& deadline) {
-  const AddressList address = resolve(endpoint);
-  const UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) return false;
-  if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return true;
-  pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+bool is_connected(const pollfd& socket) {
   int error = 0;
   socklen_t size = sizeof error;
-  return errno == EINPROGRESS && ::poll(&connected, 1, static_cast<int>(deadline.left().count())) == 1 &&
-         ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+  return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+}
+
+// Tries all addresses at once: one of them may be silent until the deadline.
+bool answers(const Endpoint& endpoint, const Deadline& deadline) {
+  const AddressList addresses = resolve(endpoint);
+  std::vector<UniqueFd> sockets;
+  std::vector<pollfd> waiting;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!fd) continue;
+    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return true;
+    if (errno != EINPROGRESS) continue;
+    waiting.push_back({.fd = fd.get(), .events = POLLOUT, .revents = 0});
+    sockets.push_back(std::move(fd));
+  }
+  while (!waiting.empty() && ::poll(waiting.data(), waiting.size(), static_cast<int>(deadline.left().count())) > 0) {
+    if (std::ranges::any_of(waiting, is_connected)) return true;
+    std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
+  }
+  return false;
 }
 
 // c10d's client waits a second between attempts; a rank that is a moment early would lose that second.
@@ -147,8 +173,8 @@ bool is_loopback(const addrinfo& address) {
 // Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
 void require_reachable(const Endpoint& endpoint, const JobEnvironment& job) {
   if (job.local_size == job.world_size || !is_loopback(*resolve(endpoint))) return;
-  throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host, " is a loopback address here, but the ranks are on ",
-                                        "several machines"),
+  throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
+                                        " is a loopback address here, but the ranks are on ", "several machines"),
                          .here = concat("rank ", job.rank, " of ", job.world_size),
                          .likely = "a name that /etc/hosts gives to 127.0.0.1 or 127.0.1.1",
                          .next = "give the address at which the other machines reach this one"});
@@ -174,18 +200,19 @@ c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milli
 }
 
 // Note [Meeting through a file]
-// mpirun and srun give the ranks of a job a common id but no port. Rank 0 serves on a free port and writes the port, its
-// pid and the time that pid was started into a file named after the job. The others read it until it is there and that
-// very process is alive, so that a file left by a killed job is never believed. Rank 0 removes the file once all came.
+// mpirun and srun give the ranks of a job a common id but no port. Rank 0 serves on a free port and writes the port,
+// its pid and the time that pid was started into a file named after the job. The others read it until it is there and
+// that very process is alive, so that a file left by a killed job is never believed. Rank 0 removes the file once all
+// came.
 
-// In XDG_RUNTIME_DIR where it exists (Slurm passes on the value of the machine that submitted), else in /tmp: a folder that
-// nobody else may enter.
+// In XDG_RUNTIME_DIR where it exists (Slurm passes on the value of the machine that submitted), else in /tmp: a
+// folder that nobody else may enter.
 fs::path private_folder() {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   const bool exists = runtime != nullptr && fs::is_directory(runtime);
   const fs::path folder = fs::path(exists ? runtime : "/tmp") / concat("lockstep-", ::getuid());
   ::mkdir(folder.c_str(), 0700);
-  struct stat info{};
+  struct stat info {};
   if (::lstat(folder.c_str(), &info) != 0) throw system_error("make the folder", folder);
   if (!S_ISDIR(info.st_mode) || info.st_uid != ::getuid() || (info.st_mode & 077) != 0)
     throw RendezvousError({.what = concat(folder.string(), " is not a folder that only this user can enter"),
@@ -259,6 +286,20 @@ c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, mil
   return store;
 }
 
+// None where there is no route.
+std::optional<std::string> own_address_towards(const addrinfo& address) {
+  const UniqueFd fd(::socket(address.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
+  sockaddr_storage mine{};
+  socklen_t length = sizeof mine;
+  char text[NI_MAXHOST] = {};
+  if (!fd || ::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0 ||
+      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&mine), &length) != 0 ||
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0)
+    return std::nullopt;
+  return text;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
@@ -269,17 +310,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, millise
 std::string address_towards(const JobEnvironment& job) {
   if (job.master_addr.empty()) return kLoopback;
   const Endpoint endpoint{job.master_addr, job.master_port};
-  const AddressList address = resolve(endpoint, SOCK_DGRAM);
-  const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
-  sockaddr_storage mine{};
-  socklen_t length = sizeof mine;
-  char text[NI_MAXHOST] = {};
-  if (!fd || ::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0 ||
-      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&mine), &length) != 0 ||
-      ::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0)
-    throw system_error("find a route to", endpoint.text());
-  return text;
+  const AddressList addresses = resolve(endpoint, SOCK_DGRAM);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+    if (const auto mine = own_address_towards(*address)) return *mine;
+  throw system_error("find a route to", endpoint.text());
 }
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "lockstep/base/error.h"
 #include "lockstep/collective/shm_transport.h"
 #include "lockstep/collective/world.h"
 #include "lockstep/collective/world_state.h"
@@ -12,12 +13,23 @@
 namespace lockstep {
 namespace {
 
-// The first exception of any rank; the others' are its consequence.
+bool is_peer_lost(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// The first exception of any rank; the others' are its consequence. A rank that loses a peer may be here before that
+// peer's own error is: that one is the cause.
 class FirstError {
  public:
   void keep(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
-    if (!error_) error_ = std::move(error);
+    if (!error_ || (is_peer_lost(error_) && !is_peer_lost(error))) error_ = std::move(error);
   }
   void rethrow() {
     if (error_) std::rethrow_exception(error_);

@@ -7,12 +7,11 @@
 #include <new>
 #include <vector>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::size_t kLine = 64;
 
 // Stands before common memory: the rank in whose arena it lies may use the memory again when no rank needs it any more.
 struct CommonHeader {
@@ -39,8 +38,8 @@ Retired& retired() {
 }
 
 std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
-  const std::align_val_t alignment{kLine};
-  return {static_cast<std::byte*>(::operator new(std::max(bytes, kLine), alignment)),
+  const std::align_val_t alignment{kCacheLine};
+  return {static_cast<std::byte*>(::operator new(std::max(bytes, kCacheLine), alignment)),
           [alignment](std::byte* data) { ::operator delete(data, alignment); }};
 }
 
@@ -69,18 +68,19 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
   shm::Memory memory;
   std::uint64_t place = 0;
   if (rank() == 0) {
-    memory = group_->allocate(kLine + bytes);
+    memory = group_->allocate(kCacheLine + bytes);
     place = memory.offset();
-    std::memset(memory.data(), 0, kLine + bytes);
+    std::memset(memory.data(), 0, kCacheLine + bytes);
     new (memory.data()) CommonHeader{size()};
   }
   group_->broadcast({.data = &place, .count = sizeof(place), .dtype = shm::DType::kUInt8});
-  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kLine + bytes);
-  const auto release = [keep = shared_from_this(), held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
-    reinterpret_cast<CommonHeader*>(data - kLine)->users.fetch_sub(1);
+  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kCacheLine + bytes);
+  const auto release = [keep = shared_from_this(),
+                        held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
+    reinterpret_cast<CommonHeader*>(data - kCacheLine)->users.fetch_sub(1);
     if (held->data() != nullptr) retired().add(std::move(*held));
   };
-  return {start + kLine, release};
+  return {start + kCacheLine, release};
 }
 
 SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {

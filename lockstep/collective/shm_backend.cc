@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <list>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include <ATen/ops/from_blob.h>
@@ -40,7 +42,7 @@ struct ShmBackend::Step {
   shm::Call call;
 };
 
-// Members go in reverse order: first the queue, which uses the group.
+// Members go in reverse order: first the queue, which uses the group; last the tensors that the group uses.
 struct ShmBackend::Parts {
   explicit Parts(shm::Group connected) : group(std::move(connected)) {}
 
@@ -52,6 +54,26 @@ struct ShmBackend::Parts {
     }
   }
 
+  void leave() {
+    queue.drain();
+    group.leave();
+  }
+
+  // The core reads or writes the memory until the message is done, also where a wait has ended at its timeout or the
+  // Work was dropped: the tensors stay here until then. Those that are done go when the next message starts.
+  shm::Work start_message(const Piece& piece, shm::Call call) {
+    const std::lock_guard lock(messages);
+    std::erase_if(under_way, [](const Message& message) { return message.work.done(); });
+    under_way.push_back({piece, group.start(std::move(call))});
+    return under_way.back().work;
+  }
+
+  struct Message {
+    Piece piece;
+    shm::Work work;
+  };
+
+  std::list<Message> under_way;  // before the group, so that they outlive its threads
   shm::Group group;
   std::mutex messages;  // one thread at a time starts a send or receive; a collective may be under way meanwhile
   Queue queue;
@@ -89,8 +111,12 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
 
 void ShmBackend::shutdown() {
   if (parts_ == nullptr) return;
-  parts_->queue.drain();
-  parts_->group.leave();
+  if (parts_->queue.inside()) {
+    // Out of a callback, which may hold the last reference to the backend: the callback itself has to end first.
+    std::thread([parts = std::move(parts_)] { failure_of([&] { parts->leave(); }); }).detach();
+    return;
+  }
+  parts_->leave();
   parts_.reset();
 }
 
@@ -331,10 +357,9 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
   piece.copy_in();
-  const std::lock_guard lock(parts().messages);
   const shm::Send call{
       .data = piece.memory(), .count = unit.count(tensor.numel()), .dtype = unit.dtype, .to = to, .tag = tag};
-  return c10::make_intrusive<MessageWork>(rank_, OpType::SEND, piece, parts().group.start(call));
+  return c10::make_intrusive<MessageWork>(rank_, OpType::SEND, piece, parts().start_message(piece, call));
 }
 
 WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) { return receive(tensors, from, tag, OpType::RECV); }
@@ -347,10 +372,9 @@ WorkPtr ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {
   const Tensor& tensor = only_one(tensors, "receive");
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
-  const std::lock_guard lock(parts().messages);
   const shm::Receive call{
       .data = piece.memory(), .count = unit.count(tensor.numel()), .dtype = unit.dtype, .from = from, .tag = tag};
-  return c10::make_intrusive<MessageWork>(rank_, type, piece, parts().group.start(call));
+  return c10::make_intrusive<MessageWork>(rank_, type, piece, parts().start_message(piece, call));
 }
 
 }  // namespace lockstep

@@ -13,7 +13,14 @@
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
 // done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
 // shm/group.h). A wait that ends at its own timeout leaves the call going on; the `timeout` in a collective's options
-// ends the call itself, as that of the backend does where there is none.
+// ends the call itself, as that of the backend does where there is none. The backend holds the tensors of every call
+// until it is done, whoever waits.
+//
+// Callbacks of a collective's future run on the thread that carried it out, or on that which attaches them if it is
+// done by then. They may make collectives of this backend and wait for them: those are made there at once, before
+// whatever comes next, so that all ranks make them in the same order where a callback is attached before the next
+// collective is started (shm_backend_queue.h has the reasons). They must not wait for collectives that other threads
+// start meanwhile.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -51,8 +58,9 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
 
-  void shutdown() override;  // waits for the calls under way, then leaves in good order
-  void abort() override;     // ends the calls under way, here and on all peers, with PeerLost
+  // Waits for the calls under way, then leaves in good order; out of a callback it returns at once, and both follow.
+  void shutdown() override;
+  void abort() override;  // ends the calls under way, here and on all peers, with PeerLost
 
   // Tensors from here are read by peers where they lie: their collectives copy nothing. They may outlive the backend.
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }

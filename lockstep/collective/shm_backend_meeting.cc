@@ -12,12 +12,9 @@
 namespace lockstep::backend {
 namespace {
 
-// The text of every rank, through the store.
-std::vector<std::string> exchange(c10d::Store& store, const std::string& topic, const std::string& mine, int rank,
-                                  int size, std::chrono::milliseconds timeout) {
-  std::vector<std::string> keys;
-  for (int i = 0; i < size; ++i) keys.push_back(concat("lockstep/", topic, "/", i));
-  store.set(keys[static_cast<std::size_t>(rank)], mine);
+// Blocks until the keys are there: with our timeout and our error, not with the store's.
+void wait_for(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds timeout, int rank,
+              int size) {
   try {
     store.wait(keys, timeout);
   } catch (const std::exception& error) {
@@ -26,6 +23,15 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& topic, 
                            .likely = "a rank that died, or does not make this process group",
                            .next = "look at the other ranks' output"});
   }
+}
+
+// The text of every rank, through the store.
+std::vector<std::string> exchange(c10d::Store& store, const std::string& topic, const std::string& mine, int rank,
+                                  int size, std::chrono::milliseconds timeout) {
+  std::vector<std::string> keys;
+  for (int i = 0; i < size; ++i) keys.push_back(concat("lockstep/", topic, "/", i));
+  store.set(keys[static_cast<std::size_t>(rank)], mine);
+  wait_for(store, keys, timeout, rank, size);
   std::vector<std::string> texts;
   for (const std::string& key : keys) texts.push_back(store.get_to_str(key));
   return texts;
@@ -48,9 +54,13 @@ shm::Group connect(c10d::Store& store, int rank, int size, std::chrono::millisec
   require_one_machine(exchange(store, "machine", machine, rank, size, timeout), rank);
   const Deadline deadline = Deadline::after(timeout);
   const shm::Options options{.timeout = timeout};
-  if (rank > 0) return shm::join_host(store.get_to_str("lockstep/address"), rank, size, deadline, options);
+  const std::string address = "lockstep/address";
+  if (rank > 0) {
+    wait_for(store, {address}, timeout, rank, size);
+    return shm::join_host(store.get_to_str(address), rank, size, deadline, options);
+  }
   shm::Host host(size, options);
-  store.set("lockstep/address", host.address());
+  store.set(address, host.address());
   return host.connect(deadline);
 }
 

@@ -8,10 +8,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include <atomic>
 #include <functional>
+#include <future>
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "tests/support.h"
 
@@ -51,6 +54,23 @@ void run_threads(int size, const std::function<void(int rank, const StorePtr& st
 
 void run_group(int size, const std::function<void(const GroupPtr& group)>& body) {
   run_threads(size, [&](int rank, const StorePtr& store) { body(make_group(store, rank, size)); });
+}
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Throws what the future holds. One that is not done in time fails the test, and keeps the group: it could not end.
+void wait_in_time(const FuturePtr& future, const GroupPtr& group) {
+  const auto done = std::make_shared<std::promise<void>>();
+  future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+  if (done->get_future().wait_for(kTimeout) == std::future_status::ready) return future->waitAndThrow();
+  ADD_FAILURE() << "rank " << group->getRank() << ": a callback that does not end";
+  static_cast<void>(GroupPtr(group).release());
+}
+
+// Rank 0 starts last: the others attach a callback before the call can be done, so that the queue's thread runs it.
+void rank_0_waits_for_the_others(const GroupPtr& group, const StorePtr& store) {
+  if (group->getRank() > 0) return store->set(concat("attached", group->getRank()), std::string("yes"));
+  for (int other = 1; other < group->getSize(); ++other) store->wait({concat("attached", other)}, kTimeout);
 }
 
 class BackendOfSize : public ::testing::TestWithParam<int> {};
@@ -337,6 +357,148 @@ TEST_P(BackendOfSize, c10ds_own_reducer_gives_the_mean) {
   });
 }
 
+class Callbacks : public ::testing::TestWithParam<int> {
+ public:
+  using Body = std::function<at::Tensor(const GroupPtr& group, at::Tensor sum)>;
+
+  // Starts `count` all-reduces, the callback of each being `body` with its sum; expects `factor` times the sums.
+  static void run(int count, std::int64_t factor, const Body& body) {
+    run_threads(GetParam(), [&](int rank, const StorePtr& store) {
+      const GroupPtr group = make_group(store, rank, GetParam());
+      if (rank == 0) rank_0_waits_for_the_others(group, store);
+      std::vector<FuturePtr> futures;
+      for (int i = 1; i <= count; ++i) {
+        Tensors tensors{data_of(rank, 100 * i)};
+        futures.push_back(group->allreduce(tensors)->getFuture()->then(
+            [&body, &group](c10::ivalue::Future& done) -> c10::IValue {
+              return body(group, done.value().toTensorVector()[0]);
+            },
+            c10::TensorType::get()));
+      }
+      if (rank > 0) rank_0_waits_for_the_others(group, store);
+      for (int i = 1; i <= count; ++i) {
+        const FuturePtr& future = futures[static_cast<std::size_t>(i - 1)];
+        wait_in_time(future, group);
+        if (!future->completed()) return;
+        expect_equal(future->value().toTensor(), sum_of_all(GetParam(), 100 * i) * factor);
+      }
+      group->getBackend(c10::kCPU)->shutdown();
+    });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Sizes, Callbacks, ::testing::Values(2, 3));
+
+TEST_P(Callbacks, make_a_blocking_all_reduce) {
+  run(1, GetParam(), [](const GroupPtr& group, const at::Tensor& sum) {
+    Tensors tensors{sum.clone()};
+    group->allreduce(tensors, {.asyncOp = false})->wait();
+    return tensors[0];
+  });
+}
+
+TEST_P(Callbacks, make_an_async_all_reduce_and_wait_for_its_future) {
+  run(1, GetParam(), [](const GroupPtr& group, const at::Tensor& sum) {
+    Tensors tensors{sum.clone()};
+    const FuturePtr future = group->allreduce(tensors)->getFuture();
+    future->waitAndThrow();
+    return future->value().toTensorVector()[0];
+  });
+}
+
+TEST_P(Callbacks, nest_and_several_are_under_way_at_once) {
+  run(8, GetParam() * GetParam(), [](const GroupPtr& group, const at::Tensor& sum) {
+    Tensors tensors{sum.clone()};
+    const FuturePtr future = group->allreduce(tensors)->getFuture()->then(
+        [&group](c10::ivalue::Future& done) -> c10::IValue {
+          Tensors again{done.value().toTensorVector()[0].clone()};
+          const auto work = group->allreduce(again);
+          work->wait();
+          return again[0];
+        },
+        c10::TensorType::get());
+    future->waitAndThrow();
+    return future->value().toTensor();
+  });
+}
+
+TEST(Backend, a_callback_that_throws_ends_the_work_with_its_error) {
+  run_threads(2, [](int rank, const StorePtr& store) {
+    const GroupPtr group = make_group(store, rank, 2);
+    if (rank == 0) rank_0_waits_for_the_others(group, store);
+    Tensors tensors{torch::ones({10})};
+    const auto work = group->allreduce(tensors);
+    const auto fail = [](c10::ivalue::Future&) { throw UsageError({.what = "a callback that fails"}); };
+    if (rank == 1) {
+      work->getFuture()->addCallback(fail);
+      rank_0_waits_for_the_others(group, store);
+      EXPECT_TRUE(contains(message_of<UsageError>([&] { work->wait(kTimeout); }), "a callback that fails"));
+    }
+    work->getFuture()->waitAndThrow();
+    group->barrier()->wait(kTimeout);
+  });
+}
+
+TEST(Backend, a_callback_may_hold_the_last_reference_to_it) {
+  run_threads(2, [](int rank, const StorePtr& store) {
+    GroupPtr group = make_group(store, rank, 2);
+    if (rank == 0) rank_0_waits_for_the_others(group, store);
+    Tensors tensors{torch::ones({10})};
+    const auto work = group->allreduce(tensors);
+    if (rank == 0) return work->getFuture()->waitAndThrow();
+    std::promise<void> dropped;
+    std::promise<void> done;
+    work->getFuture()->addCallback([last = group, &dropped, &done](c10::ivalue::Future&) mutable {
+      EXPECT_EQ(dropped.get_future().wait_for(kTimeout), std::future_status::ready);
+      last.reset();
+      done.set_value();
+    });
+    rank_0_waits_for_the_others(group, store);
+    group.reset();
+    dropped.set_value();
+    EXPECT_EQ(done.get_future().wait_for(kTimeout), std::future_status::ready);
+  });
+}
+
+TEST(Backend, a_message_whose_work_was_dropped_arrives_whole) {
+  run_group(2, [](const GroupPtr& group) {
+    Tensors received{torch::zeros({1001})};
+    if (group->getRank() == 0) {
+      Tensors strided{torch::zeros({1001, 2}).select(1, 0).copy_(data_of(0))};  // sent out of a copy
+      static_cast<void>(group->send(strided, 1, 5));
+    }
+    Tensors others;  // where the copy was, if it is gone
+    for (int i = 0; i < 64; ++i) others.push_back(torch::full({1001}, -1.0));
+    group->barrier()->wait(kTimeout);
+    if (group->getRank() == 0) return;
+    group->recv(received, 0, 5)->wait(kTimeout);
+    expect_equal(received[0], data_of(0));
+  });
+}
+
+TEST(Backend, a_tensor_stays_until_its_message_has_come_though_nobody_waits_any_more) {
+  run_group(2, [](const GroupPtr& group) {
+    std::vector<float> memory(100000);
+    std::atomic<bool> freed = false;
+    const auto elements = static_cast<std::int64_t>(memory.size());
+    if (group->getRank() == 1) {
+      Tensors tensors{torch::from_blob(memory.data(), {elements}, [&](void*) { freed = true; })};
+      EXPECT_THROW(group->recv(tensors, 0, 5)->wait(std::chrono::milliseconds(20)), PeerLost);
+    }
+    EXPECT_FALSE(freed);
+    group->barrier()->wait(kTimeout);
+    Tensors small{torch::ones({4})};
+    if (group->getRank() == 0) {
+      Tensors late{data_of(0, elements)};
+      group->send(late, 1, 5)->wait(kTimeout);
+    }
+    group->barrier()->wait(kTimeout);  // what is as long as that has been received once it is sent
+    if (group->getRank() == 0) return static_cast<void>(group->send(small, 1, 6)->wait(kTimeout));
+    expect_equal(torch::from_blob(memory.data(), {elements}), data_of(0, elements));
+    group->recv(small, 0, 6)->wait(kTimeout);
+    EXPECT_TRUE(freed);  // the next message lets go of those that are done
+  });
+}
+
 TEST(Backend, tensors_from_it_are_exchanged_and_outlive_it) {
   torch::Tensor kept;
   run_threads(2, [&](int rank, const StorePtr& store) {
@@ -440,6 +602,14 @@ TEST(Backend, ranks_of_different_machines_are_refused) {
   store->set("lockstep/machine/1", std::vector<std::uint8_t>{1, 2, 3});
   const std::string message = message_of<RendezvousError>([&] { ShmBackend(store, 0, 2, kTimeout); });
   EXPECT_TRUE(contains(message, "ranks 0 and 1 run on different machines"));
+}
+
+TEST(Backend, rank_0_that_goes_away_before_it_gives_its_address_is_an_error_within_the_timeout) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  store->set("lockstep/machine/0", read_file("/proc/sys/kernel/random/boot_id"));
+  const auto join = [&] { ShmBackend(store, 1, 2, std::chrono::milliseconds(50)); };
+  store->setTimeout(kTimeout);
+  EXPECT_TRUE(contains(message_of<RendezvousError>(join), "not all ranks have come"));
 }
 
 TEST(Backend, a_call_after_shutdown_is_an_error) {

@@ -1,7 +1,9 @@
 // collective/shm_backend_work.h: what the shared-memory backend returns for each call: a c10d::Work.
 //
-// Flow:    shm_backend.cc makes it -> the thread that makes the call completes it -> the caller waits, or its future
-// does Owns:    the tensors of the call, until it is done Threads: any Ranks:   no communication
+// Flow:    shm_backend.cc makes it -> the thread that makes the call completes it -> the caller or its future waits
+// Owns:    tensors of the call; those of a message are held by the backend too, as nobody need keep its Work
+// Threads: any
+// Ranks:   no communication
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -30,13 +32,16 @@ class CollectiveWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::vector<Tensor> result() override { return results_; }
 
-  // The future first, as Gloo: who has waited finds it done.
+  // The future first, as Gloo: who has waited finds it done, and its callbacks. One that throws must not leave others
+  // waiting: unless the call itself failed, its error is the Work's.
   void complete(const std::exception_ptr& error) {
-    if (error)
-      future_->setError(error);
-    else
-      future_->markCompleted(c10::IValue(results_));
-    finish(error);
+    const std::exception_ptr of_callback = failure_of([&] {
+      if (error)
+        future_->setError(error);
+      else
+        future_->markCompleted(c10::IValue(results_));
+    });
+    finish(error ? error : of_callback);
   }
 
  private:

@@ -240,11 +240,13 @@ constexpr std::size_t kLongestAddress = 256;
 
 // Every rank's address, where it has one, in rank order.
 std::vector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
-  if (mine.size() >= kLongestAddress) throw SystemError({.what = "an address of shared memory that is too long: " + mine});
+  if (mine.size() >= kLongestAddress)
+    throw SystemError({.what = "an address of shared memory that is too long: " + mine});
   std::string padded = mine;
   padded.resize(kLongestAddress);
   std::string all(kLongestAddress * static_cast<std::size_t>(group.size()), '\0');
-  group.all_gather({.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = shm::DType::kUInt8});
+  group.all_gather(
+      {.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = shm::DType::kUInt8});
   std::vector<std::string> addresses;
   for (std::size_t i = 0; i < all.size(); i += kLongestAddress) addresses.emplace_back(all.c_str() + i);
   return addresses;
@@ -253,7 +255,7 @@ std::vector<std::string> exchange_addresses(shm::Group& group, const std::string
 }  // namespace
 
 shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options) {
-  const shm::Options shm_options{.timeout = options.timeout};
+  const shm::Options shm_options{.timeout = options.timeout, .job_ranks = ranks};
   const Deadline deadline = Deadline::after(options.timeout);
   const auto place = std::ranges::find(ranks, options.rank);
   const int size = static_cast<int>(ranks.size());
@@ -280,8 +282,9 @@ shm::Group whole_group_of(shm::Group& group) {
 
 std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
                                             std::chrono::milliseconds timeout) {
-  const shm::Options options{.timeout = timeout};
   const auto& mine = lists[static_cast<std::size_t>(group.rank())];
+  shm::Options options{.timeout = timeout};
+  for (const int member : mine) options.job_ranks.push_back(group.job_rank(member));
   const int size = static_cast<int>(mine.size());
   std::optional<shm::Host> host;
   if (size > 1 && mine.front() == group.rank()) host.emplace(size, options);
@@ -290,7 +293,8 @@ std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& 
   if (size == 1) return std::move(shm::make_thread_group(1, options).front());
   if (host) return host->connect(Deadline::after(timeout));
   const auto place = static_cast<int>(std::ranges::find(mine, group.rank()) - mine.begin());
-  return shm::join_host(addresses[static_cast<std::size_t>(mine.front())], place, size, Deadline::after(timeout), options);
+  return shm::join_host(addresses[static_cast<std::size_t>(mine.front())], place, size, Deadline::after(timeout),
+                        options);
 }
 
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {

@@ -27,7 +27,8 @@ shm::Group whole_group_of(shm::Group& group);
 
 // As subgroup_of, but in memory of its own. Blocks until the ranks of the list are connected. Throws RendezvousError,
 // SystemError.
-std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists, std::chrono::milliseconds timeout);
+std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
+                                            std::chrono::milliseconds timeout);
 
 // As World::allocate.
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);

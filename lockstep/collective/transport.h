@@ -69,8 +69,8 @@ class Transport {
     return message->source();
   }
 
-  // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the same
-  // lists: all ranks of a list have that list, and no rank is in two.
+  // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the
+  // same lists: all ranks of a list have that list, and no rank is in two.
   virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
 
   // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.

@@ -139,11 +139,13 @@ class World {
   // MismatchError naming two ranks whose lists contradict each other.
   [[nodiscard]] std::optional<World> group(const std::vector<int>& ranks) const;
 
-  // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its own
-  // is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
-  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world. Its messages are for ranks that
-  // know their lengths: between machines they go as they are, and one that is longer than expected ends the process.
-  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
+  // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its
+  // own is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
+  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world. Its messages are for
+  // ranks that know their lengths: between machines they go as they are, and one that is longer than expected ends
+  // the process.
+  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks,
+                                              std::chrono::milliseconds timeout = {}) const;
 
   // One world for each color, its ranks in the order of `key`, then of their ranks here; nothing for color < 0.
   // (MPI_Comm_split.)
@@ -157,8 +159,9 @@ class World {
   // the same bits in every run. Within one machine nothing is sent (docs/design/shared-memory.md).
   //
   // They throw UsageError (arguments that make no sense), DeviceError (a tensor elsewhere than where this world
-  // exchanges), MismatchError (ranks that make different calls or give different shapes; no data has moved, and within one
-  // machine the world stays usable), PeerLost. x_async does not block: the tensors must not be touched until the Work was waited for.
+  // exchanges), MismatchError (ranks that make different calls or give different shapes; no data has moved, and
+  // within one machine the world stays usable), PeerLost. x_async does not block: the tensors must not be touched
+  // until the Work was waited for.
 
   // Reduces in place: afterwards every rank has the result. tensor: the same shape everywhere.
   // Sends 2(N-1)/N * K from each rank.
@@ -209,8 +212,9 @@ class World {
   // ---- Messages, between two ranks
   //
   // Those of one sender with one tag (>= 0) arrive in the order in which they were sent. A send may block until the
-  // message is received. Both sides give as many elements of one dtype: else the receiver gets MismatchError, and the message
-  // is dropped. Throw as collectives do, and UsageError: to this rank itself; between machines, a tag above 2^30 - 1.
+  // message is received. Both sides give as many elements of one dtype: else the receiver gets MismatchError, and the
+  // message is dropped. Throw as collectives do, and UsageError: to this rank itself; between machines, a tag above
+  // 2^30 - 1.
   void send(const torch::Tensor& tensor, int to, int tag = 0) const;
   [[nodiscard]] Work send_async(const torch::Tensor& tensor, int to, int tag = 0) const;
 
@@ -225,8 +229,8 @@ class World {
   // the others can read it. It may outlive the world. Elsewhere, torch::empty. Throws SystemError: no memory left.
   [[nodiscard]] torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
 
-  // This rank gives up: all that wait in this world, here and elsewhere, get PeerLost, with `reason` within one machine.
-  // The world is of no use after that. From any thread.
+  // This rank gives up: all that wait in this world, here and elsewhere, get PeerLost, with `reason` within one
+  // machine. The world is of no use after that. From any thread.
   void abandon(const std::string& reason) const;
 
   // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.

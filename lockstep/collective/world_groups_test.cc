@@ -19,7 +19,8 @@ class SubWorlds : public ::testing::TestWithParam<Fabric> {
   void run(int ranks, const testing::Body& body) { testing::run_over(GetParam(), ranks, body); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds, ::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
+INSTANTIATE_TEST_SUITE_P(Worlds, SubWorlds,
+                         ::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
 TEST_P(SubWorlds, have_the_ranks_in_the_order_given) {
@@ -103,6 +104,31 @@ TEST_P(SubWorlds, of_a_sub_world_outlive_it) {
     pair->all_reduce(tensor);
     EXPECT_EQ(tensor.item<float>(), 2);
   });
+}
+
+// Rank 0 of the sub-world is rank 1 of the job.
+std::string what_rank_1_sees_of(const testing::Body& in_sub_world, bool separate) {
+  std::string message;
+  run_ranks(3, [&](World& world) {
+    auto sub = separate ? world.separate({1, 2}) : world.group({1, 2});
+    try {
+      if (sub) in_sub_world(*sub);
+    } catch (const Error& error) {
+      if (world.rank() == 1) message = error.what();
+    }
+  });
+  return message;
+}
+
+TEST(SubWorldsOfThreads, name_ranks_as_the_job_does) {
+  const auto disagree = [](World& sub) { sub.all_reduce(torch::ones({10 + sub.rank()})); };
+  const auto lose = [](World& sub) { sub.rank() == 1 ? sub.abandon("enough") : sub.barrier(); };
+  for (const bool separate : {false, true}) {
+    const std::string mismatch = what_rank_1_sees_of(disagree, separate);
+    EXPECT_TRUE(contains(mismatch, "rank 1 wants all_reduce of 10 float32 (sum), rank 2 wants"));
+    EXPECT_TRUE(contains(mismatch, "rank 0 of 2 (rank 1 of the job)"));
+    EXPECT_TRUE(contains(what_rank_1_sees_of(lose, separate), "rank 2 failed: enough"));
+  }
 }
 
 TEST_P(SubWorlds, refuse_lists_that_contradict_each_other) {

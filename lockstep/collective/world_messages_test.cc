@@ -16,7 +16,8 @@ class Messages : public ::testing::TestWithParam<std::tuple<Fabric, int>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Messages,
-                         ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts),
+                         ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kLonelyHosts,
+                                                              Fabric::kHosts),
                                             ::testing::Values(2, 4)),
                          [](const auto& test) {
                            return testing::name_of(std::get<0>(test.param)) + "_of_" +
@@ -131,7 +132,8 @@ TEST_P(Messages, that_do_not_fit_are_refused_and_the_next_ones_arrive) {
           const torch::Tensor tensor = torch::zeros({expected});
           const std::string message =
               testing::message_of<MismatchError>([&] { world.receive(tensor, {.from = 0, .tag = 3}); });
-          EXPECT_TRUE(testing::contains(message, "receive of " + std::to_string(expected) + " float32 from rank 0, tag 3"));
+          EXPECT_TRUE(
+              testing::contains(message, "receive of " + std::to_string(expected) + " float32 from rank 0, tag 3"));
           EXPECT_TRUE(testing::contains(message, "rank 0 wants send of " + std::to_string(sent) + " float32"));
           EXPECT_TRUE(same(tensor, torch::zeros({expected})));
         }

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <set>
+#include <thread>
 
 #include "lockstep/base/deadline.h"
 #include "lockstep/collective/c10d_transport.h"
@@ -100,6 +101,37 @@ TEST(World, of_one_rank_gives_it_back_what_it_gave) {
   EXPECT_TRUE(torch::equal(world.all_gather_rows(tensor), tensor));
   EXPECT_EQ(world.split(0)->size(), 1);
   EXPECT_THROW(world.send(tensor, 0), UsageError);
+}
+
+TEST(World, of_one_rank_has_no_sub_world_of_no_ranks) {
+  const World world = World::single();
+  EXPECT_FALSE(world.group({}).has_value());
+  EXPECT_FALSE(world.separate({}).has_value());
+  EXPECT_FALSE(world.split(-1).has_value());
+  EXPECT_EQ(world.separate({0})->size(), 1);
+}
+
+TEST(World, of_one_rank_refuses_to_receive_other_rows_than_it_sends) {
+  const auto exchange = [] {
+    static_cast<void>(World::single().all_to_all(torch::ones({1}), {.send_rows = {1}, .receive_rows = {3}}));
+  };
+  EXPECT_TRUE(contains(message_of<MismatchError>(exchange), "sends 1 elements to rank 0, which expects 3"));
+}
+
+// Rank 0 sees the loss, and its thread ends, while the rank that causes it is still on its way out.
+TEST(World, throws_the_cause_also_where_a_consequence_was_there_first) {
+  std::atomic<bool> ended{false};
+  const auto body = [&](World& world) {
+    thread_local std::shared_ptr<void> at_the_end;
+    if (world.rank() == 0) {
+      at_the_end = std::shared_ptr<void>(nullptr, [&](void*) { ended = true; });
+      world.barrier();
+    }
+    world.abandon("a bad file");
+    while (!ended) std::this_thread::yield();
+    throw DataError({.what = "the cause"});
+  };
+  EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, body); }), "the cause"));
 }
 
 TEST(World, all_reduces_by_every_algorithm) {

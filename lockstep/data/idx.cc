@@ -74,7 +74,8 @@ int read_dimension_count(Reader& reader) {
   if (magic[2] != kUnsignedByte)
     throw reader.bad(concat("holds type ", int{magic[2]}, ", only unsigned bytes (8) are read"), "another dataset");
   if (magic[3] == 0 || magic[3] > kMaxDimensions)
-    throw reader.bad(concat("has ", int{magic[3]}, " dimensions, 1 to ", kMaxDimensions, " are read"), "a damaged file");
+    throw reader.bad(concat("has ", int{magic[3]}, " dimensions, 1 to ", kMaxDimensions, " are read"),
+                     "a damaged file");
   return magic[3];
 }
 
@@ -91,7 +92,8 @@ std::vector<std::int64_t> read_shape(Reader& reader) {
 std::int64_t count_values(const Reader& reader, const std::vector<std::int64_t>& shape) {
   std::int64_t count = 1;
   for (const std::int64_t size : shape)
-    if (__builtin_mul_overflow(count, size, &count)) throw reader.bad("a header that no file can keep", "a damaged file");
+    if (__builtin_mul_overflow(count, size, &count))
+      throw reader.bad("a header that no file can keep", "a damaged file");
   return count;
 }
 

@@ -2,8 +2,7 @@
 // docs/data.md describes the format byte by byte.
 //
 //   FOLDER/packed.json   name, classes, shards; written last: a folder without it is not finished
-//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum,
-//   "LSTEPEND"
+//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum, "LSTEPEND"
 //
 // Flow:    a dataset -> RecordWriter -> files -> RecordReader (mmap) -> data/packed_dataset.h
 // Threads: RecordReader is const after construction; RecordWriter belongs to one thread

@@ -1,5 +1,5 @@
-#define XXH_INLINE_ALL  // compiled here, with the vectors of this build; Debian's library has those of the oldest
-                        // x86-64
+// Compiled here, with the vectors of this build; Debian's library has those of the oldest x86-64.
+#define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/packed_format.h"
@@ -42,7 +43,7 @@ std::size_t append(std::vector<std::uint8_t>& bytes, const Record& record) {
   for (const std::int64_t size : record.shape) append(bytes, static_cast<std::uint64_t>(size));
   bytes.insert(bytes.end(), record.payload.begin(), record.payload.end());
   const std::size_t used = bytes.size() - begin;
-  bytes.resize(begin + (used + packed::kAlignment - 1) / packed::kAlignment * packed::kAlignment);
+  bytes.resize(begin + round_up(used, packed::kAlignment));
   return used;
 }
 

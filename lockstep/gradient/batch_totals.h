@@ -1,4 +1,5 @@
-// gradient/batch_totals.h: what is counted of a batch: on one rank while gradients add up, and over all ranks afterwards.
+// gradient/batch_totals.h: what is counted of a batch: on one rank while gradients add up, and over all ranks
+// afterwards.
 //
 // Threads: values
 // Ranks:   BatchTotals are the same on every rank
@@ -16,14 +17,14 @@ struct BatchTotals {
   double mean_loss = 0;      // weighted by samples; NaN where the loss is not known
 };
 
-// What one rank has added up in its .grad since the last exchange: T backward(), over m_t samples each. Every one is the
-// gradient of a mean; so that their sum over t and over ranks is exact for uneven m_t, the t-th counts m_t / unit times,
-// and the sum is then in units of `unit` samples.
+// What one rank has added up in its .grad since the last exchange: T backward(), over m_t samples each. Every one is
+// the gradient of a mean; so that their sum over t and over ranks is exact for uneven m_t, the t-th counts m_t / unit
+// times, and the sum is then in units of `unit` samples.
 struct LocalBatch {
-  double samples = 0;         // sum of m_t
+  double samples = 0;           // sum of m_t
   torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar where the loss is; undefined: not known
-  double unit = 0;            // m_1; 0: no samples yet
-  std::int64_t backwards = 0;  // T
+  double unit = 0;              // m_1; 0: no samples yet
+  std::int64_t backwards = 0;   // T
 
   // Counts a backward() that is about to run. Returns what to run it with: loss.backward(that).
   torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {

@@ -49,8 +49,8 @@ Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameter
   return bucket;
 }
 
-// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients that
-// were put there by hand or made with create_graph.
+// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients
+// that were put there by hand or made with create_graph.
 torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tensor& gradient) {
   if (gradient.layout() != torch::kStrided)
     throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse, which was not expected"),
@@ -69,7 +69,8 @@ void Slot::pack(bool counts, double weight) {
   const torch::Tensor& from = parameter.tensor.grad();
   const bool has_one = from.defined() && counts;
   if (has_one)
-    at::mul_out(gradient, in_parameter_order(parameter, from), number(weight));  // in place where the slot is the gradient
+    at::mul_out(gradient, in_parameter_order(parameter, from),
+                number(weight));  // in place where the slot is the gradient
   else
     gradient.zero_();
   flag.fill_(has_one ? 1 : 0);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
@@ -18,7 +19,8 @@ class SixteenBitHook : public CommunicationHook {
   explicit SixteenBitHook(torch::ScalarType dtype) : dtype_(dtype) {}
 
   Finish start(const World& world, const GradientBucket& bucket) override {
-    const torch::Tensor narrow = world.allocate(bucket.flat.sizes(), bucket.flat.options().dtype(dtype_)).copy_(bucket.flat);
+    const torch::Tensor narrow =
+        world.allocate(bucket.flat.sizes(), bucket.flat.options().dtype(dtype_)).copy_(bucket.flat);
     return [work = world.all_reduce_async(narrow), narrow, flat = bucket.flat]() mutable {
       work.wait();
       flat.copy_(narrow);
@@ -34,13 +36,19 @@ class Residuals {
  public:
   // The bucket's gradient with what is left of the last ones.
   const torch::Tensor& add_to(const GradientBucket& bucket) {
-    torch::Tensor& residual = of_bucket_[bucket.number];
+    auto& [residual, unit] = of_bucket_[bucket.number];
     if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
+    if (unit != bucket.unit) residual.mul_(unit / bucket.unit);
+    unit = bucket.unit;
     return residual.add_(bucket.flat);
   }
 
  private:
-  std::map<std::size_t, torch::Tensor> of_bucket_;
+  struct Kept {
+    torch::Tensor values;
+    double unit = 1;
+  };
+  std::map<std::size_t, Kept> of_bucket_;
 };
 
 class TwoBitHook : public CommunicationHook {
@@ -68,7 +76,8 @@ class TopKHook : public CommunicationHook {
   Finish start(const World& world, const GradientBucket& bucket) override {
     torch::Tensor left = residuals_.add_to(bucket);
     const auto wanted = static_cast<std::int64_t>(std::ceil(share_ * static_cast<double>(left.numel())));
-    const torch::Tensor index = std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
+    const torch::Tensor index =
+        std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
     const torch::Tensor largest = left.index_select(0, index);
     left.index_fill_(0, index, 0);
     const torch::Tensor all_indices = world.all_gather(index.to(torch::kInt32));
@@ -91,12 +100,14 @@ class PowerSGDHook : public CommunicationHook {
 
   Finish start(const World& world, const GradientBucket& bucket) override {
     Memory& memory = memory_for(bucket);
+    const double unit = std::exchange(memory.unit, bucket.unit);
     std::vector<torch::Tensor> matrices, others;
     for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
       if (!is_worth_it(bucket.parts[i])) {
         others.push_back(bucket.parts[i]);
         continue;
       }
+      if (unit != bucket.unit) memory.left[i].mul_(unit / bucket.unit);
       matrices.push_back(memory.left[i].add_(bucket.parts[i]).flatten(1));  // the first dimension against the others
     }
     return [world, &memory, matrices, others, bucket] {
@@ -109,6 +120,7 @@ class PowerSGDHook : public CommunicationHook {
   struct Memory {
     std::vector<torch::Tensor> left;   // not sent yet, part by part; undefined for what is sent as it is
     std::vector<torch::Tensor> bases;  // (m, r) of each matrix
+    double unit = 1;                   // of what is left
   };
 
   bool is_worth_it(const torch::Tensor& part) const {
@@ -204,7 +216,8 @@ std::shared_ptr<CommunicationHook> two_bit_hook(double threshold) {
 
 std::shared_ptr<CommunicationHook> top_k_hook(double share) {
   if (!(share > 0 && share <= 1))
-    throw UsageError({.what = concat("top-k compression of a share of ", share), .next = "take one in (0, 1], such as 0.01"});
+    throw UsageError(
+        {.what = concat("top-k compression of a share of ", share), .next = "take one in (0, 1], such as 0.01"});
   return std::make_shared<TopKHook>(share);
 }
 

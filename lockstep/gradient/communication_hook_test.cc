@@ -45,6 +45,21 @@ TEST_P(HookOfSize, two_bits_send_the_rest_later_S2) {
   });
 }
 
+// A bucket whose values were divided by 4, with what was kept of one that was not divided.
+TEST_P(HookOfSize, what_is_sent_later_counts_as_much_in_another_unit) {
+  run_ranks(GetParam(), [](World& world) {
+    for (const auto& hook : {two_bit_hook(0.5), top_k_hook(0.5)}) {
+      torch::Tensor flat = torch::tensor({0.4F, 2.0F});
+      hook->start(world, {.number = 0, .flat = flat, .parts = {flat}, .unit = 1})();
+      flat = torch::tensor({0.5F, 0.0F});
+      hook->start(world, {.number = 0, .flat = flat, .parts = {flat}, .unit = 4})();
+      // 0.4 / 4 is added to it: both 0.5 and 0.6 send at least the threshold, and top-k all that there is.
+      const float sent = flat[0].item<float>() / static_cast<float>(world.size());
+      EXPECT_TRUE(std::abs(sent - 0.5F) < 1e-6F || std::abs(sent - 0.6F) < 1e-6F) << sent;
+    }
+  });
+}
+
 TEST_P(HookOfSize, top_k_sends_the_largest_first_and_the_rest_later) {
   run_ranks(GetParam(), [](World& world) {
     const auto hook = top_k_hook(0.25);
@@ -67,7 +82,8 @@ TEST_P(HookOfSize, power_sgd_is_exact_for_matrices_of_low_rank) {
     for (int rank = 0; rank < world.size(); ++rank) sum += rank + 1;
     for (int step = 0; step < 3; ++step) {
       const torch::Tensor flat = torch::cat({(u.matmul(v) * (world.rank() + 1.0)).flatten(), bias});
-      const GradientBucket bucket{.number = 3, .flat = flat, .parts = {flat.narrow(0, 0, 120).view({12, 10}), flat.narrow(0, 120, 3)}};
+      const GradientBucket bucket{
+          .number = 3, .flat = flat, .parts = {flat.narrow(0, 0, 120).view({12, 10}), flat.narrow(0, 120, 3)}};
       hook->start(world, bucket)();
       EXPECT_TRUE(torch::allclose(bucket.parts[0], u.matmul(v) * sum, 1e-4, 1e-4));
       EXPECT_TRUE(torch::equal(bucket.parts[1], torch::full({3}, static_cast<float>(sum))));

@@ -10,8 +10,8 @@
 // AccumulateGrad takes over a fresh gradient if nobody else holds it and its strides are the parameter's. So it is
 // enough to hand out peer-visible memory while backward() runs: the process's CPU allocator is wrapped once, and in a
 // thread that has a Scope it serves requests of exactly a parameter's number of bytes from here. A result that only
-// looks like a gradient (an activation of that size) gets such memory too, and gives it back when it goes. A gradient that
-// lies elsewhere all the same (small, accumulated, sparse, made by a hook) is copied when it is published.
+// looks like a gradient (an activation of that size) gets such memory too, and gives it back when it goes. A gradient
+// that lies elsewhere all the same (small, accumulated, sparse, made by a hook) is copied when it is published.
 #pragma once
 
 #include <torch/types.h>

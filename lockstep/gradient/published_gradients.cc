@@ -17,7 +17,8 @@ constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
 struct PublishedGradients::Row {
   double samples;
   double weighted_loss;
-  double weight;
+  double unit;       // LocalBatch's
+  double backwards;  // 0: an unused shard
 
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
   static std::size_t bytes(std::size_t parameters) { return (sizeof(Row) + 8 * parameters + 63) / 64 * 64; }
@@ -38,8 +39,10 @@ PublishedGradients::PublishedGradients(std::shared_ptr<SharedMemory> memory, std
 }
 
 PublishedGradients::Row* PublishedGradients::row(int turn, int rank, int source) const {
-  const auto number = (static_cast<std::size_t>(turn) * static_cast<std::size_t>(memory_->size()) +
-                       static_cast<std::size_t>(rank)) * sources_.size() + static_cast<std::size_t>(source);
+  const auto number =
+      (static_cast<std::size_t>(turn) * static_cast<std::size_t>(memory_->size()) + static_cast<std::size_t>(rank)) *
+          sources_.size() +
+      static_cast<std::size_t>(source);
   return reinterpret_cast<Row*>(tables_.get() + number * Row::bytes(parameters_.size()));
 }
 
@@ -62,18 +65,21 @@ void PublishedGradients::backward(const torch::Tensor& loss, std::int64_t sample
 
 // After a zero_grad() without a step() before it.
 void PublishedGradients::forget_dropped_gradients() {
-  if (keep_apart_ || sources_.front().batch.backwards == 0) return;
-  const bool any = std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
+  if (keep_apart_ || sources_.front().batch.samples == 0) return;  // without samples there was none to drop
+  const bool any =
+      std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
   if (!any) sources_.front() = {};
 }
 
 // The one that the next backward() adds to: the next shard if shards stay apart.
 PublishedGradients::Source& PublishedGradients::current_source() {
-  const auto untouched = std::find_if(sources_.begin(), sources_.end(), [](const Source& s) { return s.batch.backwards == 0; });
+  const auto untouched =
+      std::find_if(sources_.begin(), sources_.end(), [](const Source& s) { return s.batch.backwards == 0; });
   if (!keep_apart_) return sources_.front();
   if (untouched == sources_.end())
-    throw UsageError({.what = concat("more than ", sources_.size(), " backward() in a step with as many shards on this rank"),
-                      .next = "call step() after the last shard"});
+    throw UsageError(
+        {.what = concat("more than ", sources_.size(), " backward() in a step with as many shards on this rank"),
+         .next = "call step() after the last shard"});
   return *untouched;
 }
 
@@ -92,7 +98,8 @@ BatchTotals PublishedGradients::finish() {
   if (sources_.front().batch.backwards == 0) sources_.front().batch.add_unknown();  // after a plain loss.backward()
   if (!keep_apart_) gather_gradients(sources_.front());
   const int turn = static_cast<int>(++finished_ % 2);
-  for (std::size_t i = 0; i < sources_.size(); ++i) publish(sources_[i], row(turn, memory_->rank(), static_cast<int>(i)));
+  for (std::size_t i = 0; i < sources_.size(); ++i)
+    publish(sources_[i], row(turn, memory_->rank(), static_cast<int>(i)));
   remember_gradients();
   published_ = true;
   memory_->barrier();
@@ -102,10 +109,11 @@ BatchTotals PublishedGradients::finish() {
 }
 
 void PublishedGradients::publish(const Source& source, Row* row) {
-  *row = {source.batch.samples, source.batch.loss(), source.batch.weight()};
+  *row = {source.batch.samples, source.batch.loss(), source.batch.unit, static_cast<double>(source.batch.backwards)};
   const std::size_t first = static_cast<std::size_t>(&source - sources_.data()) * parameters_.size();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool has_one = i < source.gradients.size() && source.gradients[i].defined() && source.gradients[i].numel() > 0;
+    const bool has_one =
+        i < source.gradients.size() && source.gradients[i].defined() && source.gradients[i].numel() > 0;
     row->places()[i] = has_one ? place_for_peers(first + i, source.gradients[i]) : kNone;
   }
 }
@@ -138,13 +146,15 @@ std::vector<double> PublishedGradients::weights() const {
   const int turn = static_cast<int>(finished_ % 2);
   std::vector<double> weights;
   double samples = 0;
+  double backwards = std::numeric_limits<double>::infinity();  // of each rank; one without samples may count dropped ones
   for (int rank = 0; rank < memory_->size(); ++rank)
     for (int source = 0; source < static_cast<int>(sources_.size()); ++source) {
       const Row& one = *row(turn, rank, source);
       samples += one.samples;
-      weights.push_back(one.weight);
+      weights.push_back(one.unit);
+      if (one.backwards > 0) backwards = std::min(backwards, one.backwards);
     }
-  for (double& weight : weights) weight = samples > 0 ? weight / samples : 0;
+  for (double& weight : weights) weight = samples > 0 ? weight * backwards / samples : 0;
   return weights;
 }
 
@@ -162,11 +172,12 @@ void PublishedGradients::require_unchanged() const {
     if (gradient.unsafeGetTensorImpl() == seen_[i].gradient &&
         (!gradient.defined() || gradient._version() == seen_[i].version))
       continue;
-    throw UsageError({.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
-                      .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
-                                ".grad is this rank's own gradient, not yet the mean",
-                      .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
-                              "share_parameters = false, and .grad is the mean"});
+    throw UsageError(
+        {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
+         .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
+                   ".grad is this rank's own gradient, not yet the mean",
+         .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
+                 "share_parameters = false, and .grad is the mean"});
   }
 }
 

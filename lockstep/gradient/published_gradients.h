@@ -1,14 +1,14 @@
-// gradient/published_gradients.h: the exchange of gradients between ranks that share memory: nothing is sent. Every rank
-// says where its gradients lie, and whoever updates a slice of the parameters reads that slice of all of them.
+// gradient/published_gradients.h: the exchange of gradients between ranks that share memory: nothing is sent. Every
+// rank says where its gradients lie, and whoever updates a slice of the parameters reads that slice of all of them.
 //
 // Flow:    backward() -> GradientMemory -> finish(): a table of places, one barrier -> take() -> optimizer/
 // Owns:    its table, and copies of the gradients that do not lie where peers can read them
 // Threads: one thread
 // Ranks:   the ranks of one machine construct it with the same parameters and make the same calls in the same order
 //
-// The result is S1's weighted mean over ranks j with m_j samples each, sum_j (m_j / n) grad_j. Several backward() before
-// a step() add up, as in PyTorch: over T of them it is T times the mean over all their samples. Who leaves a step() out calls
-// zero_grad(), which forgets them.
+// The result is S1's weighted mean over ranks j with m_j samples each, sum_j (m_j / n) grad_j. Several backward()
+// before a step() add up, as in PyTorch: over T of them it is T times the mean over all their samples. Who leaves a
+// step() out calls zero_grad(), which forgets them.
 //
 // Note [One step, two barriers]
 //   finish()   writes the table, then waits for all: every gradient of the machine is computed, nobody reads parameters
@@ -38,8 +38,8 @@ class PublishedGradients : public GradientSource {
   using OnFinished = std::function<void(const BatchTotals&)>;
 
   // on_finished is called at the end of each finish(), also of the one that step() makes after a plain loss.backward().
-  // shards: how many backward() this rank makes per step whose gradients stay apart (docs/design/fused-step.md); 0: all of
-  // a step add up. Blocks. Throws SystemError, PeerLost.
+  // shards: how many backward() this rank makes per step whose gradients stay apart (docs/design/fused-step.md); 0:
+  // all of a step add up. Blocks. Throws SystemError, PeerLost.
   PublishedGradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters, OnFinished on_finished,
                      int shards = 0);
 
@@ -47,8 +47,9 @@ class PublishedGradients : public GradientSource {
   // undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // Publishes what the backward() since the last step found; after a plain loss.backward(), .grad as it is. Blocks until all ranks have. Returns what all have in common:
-  // the samples and the mean loss of these backward(). Throws PeerLost.
+  // Publishes what the backward() since the last step found; after a plain loss.backward(), .grad as it is. Blocks
+  // until all ranks have. Returns what all have in common: the samples and the mean loss of these backward(). Throws
+  // PeerLost.
   BatchTotals finish();
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }

@@ -71,6 +71,24 @@ TEST_P(PublishedOfSize, adds_up_several_backward_as_the_sum_of_their_means) {
   });
 }
 
+TEST_P(PublishedOfSize, counts_the_first_of_several_backward_also_where_it_has_no_samples) {
+  run_ranks(GetParam(), [](World& world) {
+    const torch::Tensor p = parameter(3);
+    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    const bool without = world.size() > 1 && world.rank() == world.size() - 1;
+    if (without)
+      gradients.backward({}, 0);
+    else
+      gradients.backward(loss_with_gradient(p, 4), 1);
+    gradients.backward(loss_with_gradient(p, 8), 4);
+    const double first = world.size() > 1 ? world.size() - 1 : 1;
+    const double second = 4.0 * world.size();
+    gradients.finish();
+    EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(3, 2 * (4 * first + 8 * second) / (first + second)),
+                                1e-14, 0));
+  });
+}
+
 TEST_P(PublishedOfSize, forgets_gradients_that_were_dropped_without_a_step) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);

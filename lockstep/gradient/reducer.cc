@@ -33,8 +33,8 @@ struct Exchange {
 // (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
 torch::Tensor make_totals(const LocalBatch& batch, torch::Device device) {
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
-  const torch::Tensor loss = batch.weighted_loss.defined() ? batch.weighted_loss.reshape({}).to(options)
-                                                           : torch::zeros({}, options);
+  const torch::Tensor loss =
+      batch.weighted_loss.defined() ? batch.weighted_loss.reshape({}).to(options) : torch::zeros({}, options);
   return torch::stack({torch::full({}, batch.samples, options), loss});
 }
 
@@ -202,8 +202,8 @@ class Reducer::Impl {
     send_full_buckets();
   }
 
-  // How often a gradient becomes ready in one backward(). With a static graph the first exchange, which waits for its end,
-  // tells; later ones need not.
+  // How often a gradient becomes ready in one backward(). With a static graph the first exchange, which waits for its
+  // end, tells; later ones need not.
   int times_expected(const Slot& slot) const {
     if (!options_.static_graph) return 1;
     const auto found = times_ready_.find(slot.parameter.tensor.unsafeGetTensorImpl());
@@ -225,7 +225,8 @@ class Reducer::Impl {
         if (!slot.packed) slot.pack(batch_.samples > 0, weight());
         if (batch_.samples == 0) continue;
         if (slot.times_ready == 0) some_are_unused_ = true;
-        if (options_.static_graph) times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
+        if (options_.static_graph)
+          times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
       }
     send_full_buckets();
   }
@@ -238,13 +239,14 @@ class Reducer::Impl {
   }
 
   UsageError ready_again(const std::string& name) const {
-    return UsageError({.what = concat("the gradient of ", name, " became ready again after it was sent"),
-                       .here = world_.describe(),
-                       .likely = options_.static_graph ? "a graph that is not the one of the first step"
-                                                       : "a backward() inside of backward(), such as activation checkpointing",
-                       .next = options_.static_graph ? "leave static_graph off"
-                                                     : "static_graph = true, if every step is like the first; or one backward() "
-                                                       "per step, on the sum of the losses"});
+    return UsageError(
+        {.what = concat("the gradient of ", name, " became ready again after it was sent"),
+         .here = world_.describe(),
+         .likely = options_.static_graph ? "a graph that is not the one of the first step"
+                                         : "a backward() inside of backward(), such as activation checkpointing",
+         .next = options_.static_graph ? "leave static_graph off"
+                                       : "static_graph = true, if every step is like the first; or one backward() "
+                                         "per step, on the sum of the losses"});
   }
 
   // In order, so that every rank sends the same bucket next.
@@ -260,7 +262,7 @@ class Reducer::Impl {
     if (options_.hook) {
       const torch::NoGradGuard no_grad;
       work.emplace(world_.all_reduce_async(bucket.flags));
-      finish = options_.hook->start(world_, {number, bucket.values, bucket.parts()});
+      finish = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
     } else {
       work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
@@ -290,22 +292,22 @@ class Reducer::Impl {
   std::vector<NamedTensor> sparse_;      // whose gradients are exchanged row by row
   ReducerOptions options_;
   OnFinished on_finished_;
-  std::vector<Exchange> exchanges_;       // of each bucket
-  bool order_is_real_ = false;            // buckets fill in the order in which gradients become ready
-  std::vector<std::int64_t> ready_order_;  // of the first exchange: indices of parameters
+  std::vector<Exchange> exchanges_;                   // of each bucket
+  bool order_is_real_ = false;                        // buckets fill in the order in which gradients become ready
+  std::vector<std::int64_t> ready_order_;             // of the first exchange: indices of parameters
   std::unordered_map<const void*, int> times_ready_;  // of each parameter, with a static graph: once it is known
-  bool some_are_unused_ = false;          // some step left a parameter out: later ones look for such before backward()
+  bool some_are_unused_ = false;  // some step left a parameter out: later ones look for such before backward()
   ReducerStatistics statistics_;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
 
-  std::mutex mutex_;             // guards what follows, and the buckets: autograd may have a thread per device
-  bool active_ = false;          // between begin and finish
-  bool paused_ = false;          // gradients only add up
-  LocalBatch batch_;             // m_j and the loss, since the last exchange
-  torch::Tensor totals_;         // (n, sum of m_j loss_j) once totals_work_ is done
+  std::mutex mutex_;      // guards what follows, and the buckets: autograd may have a thread per device
+  bool active_ = false;   // between begin and finish
+  bool paused_ = false;   // gradients only add up
+  LocalBatch batch_;      // m_j and the loss, since the last exchange
+  torch::Tensor totals_;  // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
   std::optional<Stopwatch> first_sent_;  // when the first bucket of this exchange was
-  double scale_ = 0;             // s; 0 before the first step with samples
+  double scale_ = 0;                     // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;
 };
 

@@ -15,9 +15,9 @@
 // overflowing.
 //
 // Parameters that took no part on some ranks count as zero there. Beside its gradients a bucket carries one flag per
-// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. They would
-// keep their buckets back until backward() is over; so once a step has left some out, begin() walks the graph and packs
-// those first that this backward() will not reach.
+// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. They
+// would keep their buckets back until backward() is over; so once a step has left some out, begin() walks the graph
+// and packs those first that this backward() will not reach.
 #pragma once
 
 #include <torch/types.h>
@@ -41,28 +41,31 @@ struct ReducerOptions {
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
   Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 
-  // Every step is like the first in which parameters take part and how often each gradient becomes ready, more than once with
-  // a backward() inside of backward() (activation checkpointing). The first exchange then begins when backward() is over.
+  // Every step is like the first in which parameters take part and how often each gradient becomes ready, more than
+  // once with a backward() inside of backward() (activation checkpointing). The first exchange then begins when
+  // backward() is over.
   bool static_graph = false;
 
-  // After an exchange .grad lies in the bucket: one copy of the gradients less, as long as gradients are zeroed in place.
+  // After an exchange .grad lies in the bucket: one copy of the gradients less, as long as gradients are zeroed in
+  // place.
   bool gradient_as_bucket_view = false;
 
-  std::set<std::string> sparse{};  // parameters with gradients of few rows (gradient/sparse_exchange.h): no hook, no overlap
+  std::set<std::string>
+      sparse{};  // parameters with gradients of few rows (gradient/sparse_exchange.h): no hook, no overlap
 };
 
-struct ReducerStatistics {       // since the start, on this rank
-  std::int64_t bytes = 0;        // of gradients given into collectives or a hook
-  double exchange_seconds = 0;   // from sending the first bucket of a step until all are back
+struct ReducerStatistics {      // since the start, on this rank
+  std::int64_t bytes = 0;       // of gradients given into collectives or a hook
+  double exchange_seconds = 0;  // from sending the first bucket of a step until all are back
 };
 
 class Reducer {
  public:
   using OnFinished = std::function<void(const BatchTotals&)>;
 
-  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the first
-  // exchange in the order in which rank 0's really became ready. `on_finished` is called at the end of each finish(), also of
-  // the one that a plain loss.backward() makes by itself.
+  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the
+  // first exchange in the order in which rank 0's really became ready. `on_finished` is called at the end of each
+  // finish(), also of the one that a plain loss.backward() makes by itself.
   Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options = {},
           OnFinished on_finished = {});
   ~Reducer();

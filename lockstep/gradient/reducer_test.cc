@@ -191,12 +191,15 @@ TEST(Reducer, leaves_a_sparse_gradient_undefined_if_no_rank_has_one) {
 
 TEST_P(ReducerOfSize, puts_gradients_where_the_bucket_is_if_told) {
   run_ranks(GetParam(), [](World& world) {
-    const torch::Tensor p = torch::ones({2, 3, 4, 4}, torch::kFloat64).contiguous(torch::MemoryFormat::ChannelsLast).set_requires_grad(true);
+    const torch::Tensor p = torch::ones({2, 3, 4, 4}, torch::kFloat64)
+                                .contiguous(torch::MemoryFormat::ChannelsLast)
+                                .set_requires_grad(true);
     const torch::Tensor q = parameter({5});
     Reducer reducer(world, {{"p", p}, {"q", q}}, {.gradient_as_bucket_view = true});
     std::vector<const void*> places;
     for (int step = 0; step < 4; ++step) {
-      const torch::Tensor loss = (p * torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})).sum() + loss_with_gradient(q, world.rank());
+      const torch::Tensor loss =
+          (p * torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})).sum() + loss_with_gradient(q, world.rank());
       const torch::Tensor seed = reducer.begin(1, loss);
       loss.backward(seed);
       reducer.finish();
@@ -214,7 +217,8 @@ TEST_P(ReducerOfSize, puts_gradients_where_the_bucket_is_if_told) {
 
 // Forgets what forward() computed and computes it again in backward(), in a backward() of its own.
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x, const torch::Tensor& w) {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               const torch::Tensor& w) {
     context->saved_data["x"] = x.detach();
     context->saved_data["w"] = w;
     return x * w;

@@ -1,5 +1,5 @@
-// gradient/step_gradients.h: what an optimizer that shares its parameters with other ranks asks of whoever exchanged the
-// gradients: the two sides of one step().
+// gradient/step_gradients.h: what an optimizer that shares its parameters with other ranks asks of whoever exchanged
+// the gradients: the two sides of one step().
 //
 // Flow:    gradient/published_gradients.h, strategy/ddp -> here -> optimizer/
 // Threads: one thread
@@ -9,26 +9,22 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/gradient/parallel_for.h"
 
 namespace lockstep {
 
-// Calls part(first, last) for pieces of [begin, end) that together are all of it, at the same time where there are threads for
-// them, and returns once all are done: as at::parallel_for.
-using ParallelFor = std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                                       const std::function<void(std::int64_t, std::int64_t)>& part)>;
-
-// The gradient of one parameter is the sum over sources s of weights[s] * (what `pointers` gives for s), in their order;
-// a source without one counts as zero, and a parameter without any takes no part in the step.
+// The gradient of one parameter is the sum over sources s of weights[s] * (what `pointers` gives for s), in their
+// order; a source without one counts as zero, and a parameter without any takes no part in the step.
 struct StepGradients {
-  std::vector<double> weights;        // per source; the same on every rank
-  std::vector<const void*> pointers;  // parameter by parameter, `weights.size()` each: dense, of the parameter's dtype and
-                                      // in its memory order; nullptr: none
-  ParallelFor parallel_for{};         // whose threads update; none: at::parallel_for's
+  std::vector<double> weights;  // per source; the same on every rank
+  std::vector<const void*>
+      pointers;  // parameter by parameter, `weights.size()` each: dense, of the parameter's dtype and
+                 // in its memory order; nullptr: none
+  ParallelFor parallel_for = on_own_cores;  // who updates
 };
 
 class GradientSource {
@@ -46,8 +42,8 @@ class GradientSource {
   virtual void updated() = 0;
 };
 
-// Where .grad is the mean already when step() is called (gradient/reducer.h): the ranks that share `memory` still update a
-// slice each.
+// Where .grad is the mean already when step() is called (gradient/reducer.h): the ranks that share `memory` still
+// update a slice each.
 class MeanGradients : public GradientSource {
  public:
   explicit MeanGradients(std::shared_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
@@ -60,10 +56,11 @@ class MeanGradients : public GradientSource {
   std::vector<torch::Tensor> kept_;  // gradients in their parameters' order, during a step
 };
 
-// The sum over several lists in this process, such as what each of its devices has computed. It is taken inside of step().
+// The sum over several lists in this process, such as what each of its devices has computed. It is taken inside of
+// step().
 class SummedGradients : public GradientSource {
  public:
-  explicit SummedGradients(ParallelFor parallel_for = nullptr) : parallel_for_(std::move(parallel_for)) {}
+  explicit SummedGradients(ParallelFor parallel_for = on_own_cores) : parallel_for_(std::move(parallel_for)) {}
 
   // lists[source][parameter]: for the next step, as the optimizer's parameters and in their order; undefined: none.
   void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
@@ -78,9 +75,11 @@ class SummedGradients : public GradientSource {
   std::vector<std::vector<torch::Tensor>> lists_;  // after take(): in their parameters' order
 };
 
-// The gradient of a parameter, dense, in its memory order and where it lies; a copy only where it is not. Undefined if there
-// is none.
+// The gradient of a parameter, dense, in its memory order and where it lies; a copy only where it is not. Undefined
+// if there is none.
 torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor& gradient);
-inline torch::Tensor gradient_like(const torch::Tensor& parameter) { return gradient_like(parameter, parameter.grad()); }
+inline torch::Tensor gradient_like(const torch::Tensor& parameter) {
+  return gradient_like(parameter, parameter.grad());
+}
 
 }  // namespace lockstep

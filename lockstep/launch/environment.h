@@ -46,8 +46,9 @@ using VariableLookup = std::function<std::optional<std::string>(const std::strin
 JobEnvironment read_job_environment(const VariableLookup& lookup);
 JobEnvironment read_job_environment();  // of this process
 
-// The cores of this rank, out of those that it may use: a server's are all of them. Where a launcher has bound the ranks, or a cpuset leaves each of
-// them no more than its share, all of them; else an even share: ranks that were not bound don't crowd on each other.
+// The cores of this rank, out of those that it may use: a server's are all of them. Where a launcher has bound the
+// ranks, or a cpuset leaves each of them no more than its share, all of them; else an even share: ranks that were not
+// bound don't crowd on each other.
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable);
 
 // When a process was started, in clock ticks since boot: with its pid, a name that is never given twice.

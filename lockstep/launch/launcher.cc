@@ -35,7 +35,8 @@ void check(const LaunchOptions& options) {
   };
   require(options.ranks >= 1, concat(options.ranks, " ranks on a machine make no job"), "start at least 1");
   require(options.servers >= 0 && (options.servers == 0 || options.servers < options.ranks),
-          concat(options.servers, " servers among ", options.ranks, " ranks"), "leave at least one rank to be a worker");
+          concat(options.servers, " servers among ", options.ranks, " ranks"),
+          "leave at least one rank to be a worker");
   require(options.nodes >= 1, concat(options.nodes, " machines make no job"), "use at least 1");
   require(options.node_rank >= 0 && options.node_rank < options.nodes,
           concat("there is no machine ", options.node_rank, " among ", options.nodes), "count machines from 0");

@@ -6,7 +6,8 @@
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
 // What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
-// names), OMP_NUM_THREADS (threads_per_rank, else what is set already, else cores / ranks), the cores of their share, /dev/null as stdin.
+// names), OMP_NUM_THREADS (threads_per_rank, else what is set already, else cores / ranks), the cores of their share,
+// /dev/null as stdin.
 #pragma once
 
 #include <chrono>
@@ -25,7 +26,7 @@ enum class RankOutput {
 };
 
 struct LaunchOptions {
-  int ranks = 1;  // on this machine
+  int ranks = 1;                  // on this machine
   int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS. S3
   bool workers_may_fail = false;  // a rank that is no server, while others of its kind are left: the job goes on
   int nodes = 1;
@@ -52,10 +53,10 @@ struct LaunchResult {
   std::optional<RankFailure> failure;
 };
 
-// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails (workers_may_fail: and can't be done
-// without) the others get SIGTERM (and SIGCONT, should they stand still) and, after the grace period, SIGKILL. SIGINT and
-// SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what they started are
-// killed too.
+// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails (workers_may_fail: and can't be
+// done without) the others get SIGTERM (and SIGCONT, should they stand still) and, after the grace period, SIGKILL.
+// SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what
+// they started are killed too.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);

@@ -154,7 +154,8 @@ TEST(Launch, ends_a_rank_that_stands_still_at_once) {
   const TempFolder folder;
   const std::string file = folder.file("rank0");
   const std::string stand_still = concat("echo $$ > ", file, ".new; mv ", file, ".new ", file, "; kill -STOP $$");
-  const std::string fail = concat("until grep -q '^State:.T' /proc/$(cat ", file, ")/status; do sleep 0.01; done; exit 5");
+  const std::string fail =
+      concat("until grep -q '^State:.T' /proc/$(cat ", file, ")/status; do sleep 0.01; done; exit 5");
   const Stopwatch watch;
   const LaunchResult result =
       launch({.ranks = 2}, {"sh", "-c", concat("if [ $RANK = 0 ]; then ", stand_still, "; else ", fail, "; fi")});

@@ -1,9 +1,9 @@
 // model/alexnet.h: AlexNet, large in its dense layers and small in its arithmetic.
 //
-// conv 64@11x11/4 -> pool -> conv 192@5x5 -> pool -> conv 384, 256, 256@3x3 -> pool -> dense 4096 -> 4096 -> classes, ReLU
-// after each, dropout before the first two dense layers. 61,100,840 parameters with 1000 classes.
-// Source:  Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), in the form and with the
-//          parameter names of torchvision.models.alexnet
+// conv 64@11x11/4 -> pool -> conv 192@5x5 -> pool -> conv 384, 256, 256@3x3 -> pool -> dense 4096 -> 4096 -> classes,
+// ReLU after each, dropout before the first two dense layers. 61,100,840 parameters with 1000 classes.
+// Source:  Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), in the form and with
+//          the parameter names of torchvision.models.alexnet
 #pragma once
 
 #include <torch/nn/modules/container/sequential.h>

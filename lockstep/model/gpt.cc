@@ -29,9 +29,9 @@ torch::Tensor GPTBlockImpl::attend(const torch::Tensor& x) {
     return part.unflatten(2, {heads_, -1}).transpose(1, 2);
   };
   const auto parts = c_attn_(x).chunk(3, 2);
-  const torch::Tensor mixed = at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]),
-                                                               per_head(parts[2]), /*attn_mask=*/{},
-                                                               is_training() ? dropout_ : 0.0, /*is_causal=*/true);
+  const torch::Tensor mixed =
+      at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]), per_head(parts[2]), /*attn_mask=*/{},
+                                       is_training() ? dropout_ : 0.0, /*is_causal=*/true);
   return drop(attn_proj_(mixed.transpose(1, 2).flatten(2)));
 }
 
@@ -58,8 +58,10 @@ void GPTImpl::initialise() {
   const torch::NoGradGuard no_grad;
   const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(options_.layers));
   for (auto& item : named_parameters()) {
-    if (item.key().ends_with("bias")) item.value().zero_();
-    else if (item.value().dim() == 2) item.value().normal_(0, item.key().ends_with("proj.weight") ? residual : 0.02);
+    if (item.key().ends_with("bias"))
+      item.value().zero_();
+    else if (item.value().dim() == 2)
+      item.value().normal_(0, item.key().ends_with("proj.weight") ? residual : 0.02);
   }
 }
 

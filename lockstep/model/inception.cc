@@ -16,9 +16,9 @@ struct BlockRow {
 
 // Table 1 of the paper.
 constexpr BlockRow kBlocks[] = {
-    {"inception3a", {192, 64, 96, 128, 16, 32, 32}, 0},    {"inception3b", {256, 128, 128, 192, 32, 96, 64}, 0},
-    {"inception4a", {480, 192, 96, 208, 16, 48, 64}, 3},   {"inception4b", {512, 160, 112, 224, 24, 64, 64}, 0},
-    {"inception4c", {512, 128, 128, 256, 24, 64, 64}, 0},  {"inception4d", {512, 112, 144, 288, 32, 64, 64}, 0},
+    {"inception3a", {192, 64, 96, 128, 16, 32, 32}, 0},     {"inception3b", {256, 128, 128, 192, 32, 96, 64}, 0},
+    {"inception4a", {480, 192, 96, 208, 16, 48, 64}, 3},    {"inception4b", {512, 160, 112, 224, 24, 64, 64}, 0},
+    {"inception4c", {512, 128, 128, 256, 24, 64, 64}, 0},   {"inception4d", {512, 112, 144, 288, 32, 64, 64}, 0},
     {"inception4e", {528, 256, 160, 320, 32, 128, 128}, 0}, {"inception5a", {832, 256, 160, 320, 32, 128, 128}, 2},
     {"inception5b", {832, 384, 192, 384, 48, 128, 128}, 0},
 };
@@ -42,22 +42,21 @@ void initialise(torch::nn::Module& model) {
 
 ConvNormImpl::ConvNormImpl(const Conv2dOptions& options)
     : conv_(register_module("conv", torch::nn::Conv2d(Conv2dOptions(options).bias(false)))),
-      bn_(register_module("bn", torch::nn::BatchNorm2d(
-                                    torch::nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
+      bn_(register_module("bn",
+                          torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
 
 torch::Tensor ConvNormImpl::forward(const torch::Tensor& x) { return bn_->forward(conv_->forward(x)).relu_(); }
 
 InceptionBlockImpl::InceptionBlockImpl(const InceptionChannels& c)
     : branch1_(register_module("branch1", conv(c.in, c.one, 1))),
-      branch2_(register_module("branch2", torch::nn::Sequential(conv(c.in, c.three_reduced, 1),
-                                                                conv(c.three_reduced, c.three, 3)))),
-      branch3_(register_module("branch3", torch::nn::Sequential(conv(c.in, c.five_reduced, 1),
-                                                                conv(c.five_reduced, c.five, 3)))),
+      branch2_(register_module(
+          "branch2", torch::nn::Sequential(conv(c.in, c.three_reduced, 1), conv(c.three_reduced, c.three, 3)))),
+      branch3_(register_module("branch3",
+                               torch::nn::Sequential(conv(c.in, c.five_reduced, 1), conv(c.five_reduced, c.five, 3)))),
       branch4_(register_module(
-          "branch4",
-          torch::nn::Sequential(
-              torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
-              conv(c.in, c.pooled, 1)))) {}
+          "branch4", torch::nn::Sequential(
+                         torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
+                         conv(c.in, c.pooled, 1)))) {}
 
 torch::Tensor InceptionBlockImpl::forward(const torch::Tensor& x) {
   return torch::cat({branch1_->forward(x), branch2_->forward(x), branch3_->forward(x), branch4_->forward(x)}, 1);
@@ -92,9 +91,10 @@ std::vector<Stage> InceptionImpl::stages() {
                               [this](const torch::Tensor& images) { return stem(images); }));
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     const BlockRow& row = kBlocks[i];
-    stages.push_back(make_stage(row.name, {blocks_[i].get()}, [block = blocks_[i], &row](const torch::Tensor& x) mutable {
-      return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
-    }));
+    stages.push_back(
+        make_stage(row.name, {blocks_[i].get()}, [block = blocks_[i], &row](const torch::Tensor& x) mutable {
+          return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
+        }));
   }
   stages.push_back(make_stage("head", {dropout_.get(), fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
   return stages;

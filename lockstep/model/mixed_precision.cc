@@ -19,7 +19,8 @@ class Autocast {
   ~Autocast() {
     at::autocast::set_autocast_enabled(device_, enabled_);
     at::autocast::set_autocast_dtype(device_, dtype_);
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();  // parameters change before the next forward
+    if (at::autocast::decrement_nesting() == 0)
+      at::autocast::clear_cache();  // parameters change before the next forward
   }
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;

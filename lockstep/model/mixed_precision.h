@@ -10,8 +10,8 @@
 namespace lockstep {
 
 // Matrix products and convolutions take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's
-// torch.amp); the output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training"
-// (2018); bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019).
+// torch.amp); the output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision
+// Training" (2018); bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019).
 Task in_mixed_precision(Task task);
 
 }  // namespace lockstep

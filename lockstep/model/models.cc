@@ -42,8 +42,9 @@ Task resnet(const std::string& name) {
 
 template <int layers>
 Task resnet_32(const std::string& name) {
-  return of_shape(classification_task<ResNet>(name, ResNetOptions{.layers = layers, .classes = 10, .small_images = true}),
-                  small_images());
+  return of_shape(
+      classification_task<ResNet>(name, ResNetOptions{.layers = layers, .classes = 10, .small_images = true}),
+      small_images());
 }
 
 Task gpt2(const std::string& name) { return gpt_task(name, {}); }
@@ -56,10 +57,12 @@ struct Entry {
   Task (*make)(const std::string& name);
 };
 constexpr Entry kEntries[] = {
-    {"lenet", grey<LeNet>},          {"mlp", grey<MLP>},             {"mlp-wide", wide_mlp},
-    {"alexnet", large<AlexNet>},     {"inception", large<Inception>}, {"resnet18", resnet<18>},
-    {"resnet34", resnet<34>},        {"resnet50", resnet<50>},       {"resnet18-32", resnet_32<18>},
-    {"resnet34-32", resnet_32<34>},  {"resnet50-32", resnet_32<50>}, {"gpt2", gpt2},
+    {"lenet", grey<LeNet>},          {"mlp", grey<MLP>},
+    {"mlp-wide", wide_mlp},          {"alexnet", large<AlexNet>},
+    {"inception", large<Inception>}, {"resnet18", resnet<18>},
+    {"resnet34", resnet<34>},        {"resnet50", resnet<50>},
+    {"resnet18-32", resnet_32<18>},  {"resnet34-32", resnet_32<34>},
+    {"resnet50-32", resnet_32<50>},  {"gpt2", gpt2},
     {"gpt-mini", gpt_mini},
 };
 
@@ -74,8 +77,8 @@ std::vector<std::string> model_names() {
 Task model_task(const std::string& name) {
   for (const Entry& entry : kEntries)
     if (name == entry.name) return entry.make(name);
-  throw UsageError({.what = concat("no such value for --model: ", name),
-                    .next = concat("one of: ", join(model_names(), ", "))});
+  throw UsageError(
+      {.what = concat("no such value for --model: ", name), .next = concat("one of: ", join(model_names(), ", "))});
 }
 
 Task gpt_task(const std::string& name, const GPTOptions& options) {

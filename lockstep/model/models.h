@@ -11,8 +11,8 @@
 
 namespace lockstep {
 
-// lenet, mlp, alexnet, inception, resnet18, resnet34, resnet50, the same with -32 for 32x32 images and 10 classes, gpt2,
-// and gpt-mini: 4 layers of width 128 over bytes, for a CPU.
+// lenet, mlp, alexnet, inception, resnet18, resnet34, resnet50, the same with -32 for 32x32 images and 10 classes,
+// gpt2, and gpt-mini: 4 layers of width 128 over bytes, for a CPU.
 std::vector<std::string> model_names();
 
 Task model_task(const std::string& name);  // throws UsageError naming the models there are

@@ -29,12 +29,13 @@ struct Published {
 
 class PublishedModel : public ::testing::TestWithParam<Published> {};
 INSTANTIATE_TEST_SUITE_P(Models, PublishedModel,
-                         ::testing::Values(Published{"lenet", 129068}, Published{"mlp", 669706}, Published{"mlp-wide", 20037642},
-                                           Published{"alexnet", 61100840}, Published{"inception", 6624904},
-                                           Published{"resnet18", 11689512}, Published{"resnet34", 21797672},
-                                           Published{"resnet50", 25557032}, Published{"resnet18-32", 11173962},
-                                           Published{"resnet34-32", 21282122}, Published{"resnet50-32", 23520842},
-                                           Published{"gpt2", 124439808}, Published{"gpt-mini", 842496}),
+                         ::testing::Values(Published{"lenet", 129068}, Published{"mlp", 669706},
+                                           Published{"mlp-wide", 20037642}, Published{"alexnet", 61100840},
+                                           Published{"inception", 6624904}, Published{"resnet18", 11689512},
+                                           Published{"resnet34", 21797672}, Published{"resnet50", 25557032},
+                                           Published{"resnet18-32", 11173962}, Published{"resnet34-32", 21282122},
+                                           Published{"resnet50-32", 23520842}, Published{"gpt2", 124439808},
+                                           Published{"gpt-mini", 842496}),
                          [](const auto& model) {
                            std::string name = model.param.name;
                            std::replace(name.begin(), name.end(), '-', '_');
@@ -54,8 +55,9 @@ torch::Tensor random_batch(const SampleShape& shape, std::int64_t samples) {
 
 // The models that a CPU runs in a moment.
 class SmallModel : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Models, SmallModel, ::testing::Values("lenet", "mlp", "alexnet", "inception", "resnet18-32",
-                                                               "resnet50-32", "gpt-mini"));
+INSTANTIATE_TEST_SUITE_P(Models, SmallModel,
+                         ::testing::Values("lenet", "mlp", "alexnet", "inception", "resnet18-32", "resnet50-32",
+                                           "gpt-mini"));
 
 TEST_P(SmallModel, gives_a_loss_and_a_gradient_for_every_parameter) {
   const Task task = model_task(GetParam());

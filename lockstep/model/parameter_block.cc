@@ -4,26 +4,23 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 std::size_t bytes_of(const std::vector<NamedTensor>& parameters) {
   std::size_t bytes = 0;
-  for (const auto& [name, tensor] : parameters) bytes += aligned(tensor.nbytes());
+  for (const auto& [name, tensor] : parameters) bytes += round_up(tensor.nbytes(), kCacheLine);
   return bytes;
 }
 
 // A tensor like `parameter` at `place`, which keeps the block.
 torch::Tensor view_of_block(const std::shared_ptr<std::byte>& block, std::byte* place, const torch::Tensor& parameter) {
-  return torch::from_blob(place, parameter.sizes(), parameter.strides(), [block](void*) {},
-                          parameter.options().requires_grad(false));
+  return torch::from_blob(
+      place, parameter.sizes(), parameter.strides(), [block](void*) {}, parameter.options().requires_grad(false));
 }
 
 std::uint32_t version_of(const torch::Tensor& tensor) {
@@ -37,8 +34,9 @@ UsageError moved(const std::string& name) {
 }
 
 UsageError written(const std::string& name) {
-  return UsageError({.what = concat("parameter ", name, " was written between two steps, while all ranks of this machine "
-                                                        "share it"),
+  return UsageError({.what = concat("parameter ", name,
+                                    " was written between two steps, while all ranks of this machine "
+                                    "share it"),
                      .likely = "an update by hand, Module::load or a second optimizer",
                      .next = "if every rank wrote the same values, call parameters_written(); else give "
                              "DistributedDataParallel the option share_parameters = false"});
@@ -56,7 +54,7 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> pa
     if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
     if (bytes > 0) tensor.set_data(view_of_block(block, place, tensor));
     entries_.push_back({std::move(parameter), place, 0});
-    place += aligned(bytes);
+    place += round_up(bytes, kCacheLine);
   }
   memory.barrier();
   mark_written();

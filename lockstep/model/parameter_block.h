@@ -30,11 +30,12 @@ class ParameterBlock {
   // CPU. Throws UsageError (not dense), SystemError (no memory), PeerLost.
   ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters);
 
-  // Throws UsageError naming a parameter that no longer lies in the block, or was written since the last mark_written().
+  // Throws UsageError naming a parameter that no longer lies in the block, or was written since the last
+  // mark_written().
   void require_in_place() const;
 
-  // The parameters were written on purpose, by the optimizer or from a checkpoint: autograd is told, so that a graph made
-  // before fails with an error, and what is there now is taken for right.
+  // The parameters were written on purpose, by the optimizer or from a checkpoint: autograd is told, so that a graph
+  // made before fails with an error, and what is there now is taken for right.
   void mark_written();
 
  private:

@@ -22,8 +22,8 @@ std::vector<NamedTensor> once_each(const Dict& dict) {
 }
 
 std::string signature(const NamedTensor& named) {
-  return concat(named.name, " ", named.tensor.dtype().name(), named.tensor.sizes(), " strides ",
-                named.tensor.strides(), named.tensor.requires_grad() ? " trained" : " frozen");
+  return concat(named.name, " ", named.tensor.dtype().name(), named.tensor.sizes(), " strides ", named.tensor.strides(),
+                named.tensor.requires_grad() ? " trained" : " frozen");
 }
 
 std::string signature(const std::vector<NamedTensor>& tensors) {

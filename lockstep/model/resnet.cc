@@ -49,8 +49,8 @@ ResidualBlockImpl::ResidualBlockImpl(std::int64_t in, std::int64_t width, std::i
     add_convolution(conv(width, width, 3));
   }
   if (stride != 1 || in != out)
-    downsample_ = register_module(
-        "downsample", torch::nn::Sequential(Conv2d(conv(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
+    downsample_ = register_module("downsample",
+                                  torch::nn::Sequential(Conv2d(conv(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
 }
 
 void ResidualBlockImpl::add_convolution(const Conv2dOptions& options) {

@@ -5,8 +5,9 @@
 // Threads: each Stage from one thread at a time; different ones at the same time
 // Ranks:   no communication
 //
-// Running the stages one after another gives what the model's own forward gives. What one stage returns is what the next
-// one takes: usually one tensor; several where a skip connection or a mask crosses the cut (S1's model parallelism).
+// Running the stages one after another gives what the model's own forward gives. What one stage returns is what the
+// next one takes: usually one tensor; several where a skip connection or a mask crosses the cut (S1's model
+// parallelism).
 #pragma once
 
 #include <torch/nn/module.h>

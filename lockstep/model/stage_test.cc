@@ -18,9 +18,12 @@ TEST(Stage, cuts_a_sequential_between_its_modules) {
 
 TEST(Stage, passes_a_skip_connection_over_a_cut) {
   torch::nn::Linear inner(3, 3);
-  const std::vector<Stage> stages = {
-      {"in", {inner.get()}, [&](const Tensors& x) { return Tensors{inner(x[0]), x[0]}; }},
-      {"out", {}, [](const Tensors& x) { return Tensors{x[0] + x[1]}; }}};
+  const std::vector<Stage> stages = {{"in",
+                                      {inner.get()},
+                                      [&](const Tensors& x) {
+                                        return Tensors{inner(x[0]), x[0]};
+                                      }},
+                                     {"out", {}, [](const Tensors& x) { return Tensors{x[0] + x[1]}; }}};
   const torch::Tensor data = torch::rand({2, 3});
   EXPECT_TRUE(torch::equal(run_stages(stages, data), inner(data) + data));
 }

@@ -58,8 +58,9 @@ class Normalise : public torch::autograd::Function<Normalise> {
     return {output, mean, unbiased};
   }
 
-  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a rank's own
-  // mean, which counts as often as the rank has values: for the means it is multiplied by that, for dx divided again.
+  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a
+  // rank's own mean, which counts as often as the rank has values: for the means it is multiplied by that, for dx
+  // divided again.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
     const auto& world = *reinterpret_cast<World*>(context->saved_data["world"].toInt());
@@ -70,7 +71,8 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const auto dimensions = summed_dimensions(dy);
     const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * mine;
     const torch::Tensor means = summed_over_ranks(world, sums, 0).first / (count * mine);
-    const torch::Tensor dx = per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
+    const torch::Tensor dx =
+        per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
     return {dx.to(gradients[0].scalar_type()), {}, {}};
   }
 };
@@ -94,8 +96,9 @@ SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOpti
 
 torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   if (input.dim() < 2 || input.size(1) != options_.features)
-    throw UsageError({.what = concat("SyncBatchNorm of ", options_.features, " channels, given a tensor of shape ", input.sizes()),
-                      .next = "give (batch, channels, ...)"});
+    throw UsageError(
+        {.what = concat("SyncBatchNorm of ", options_.features, " channels, given a tensor of shape ", input.sizes()),
+         .next = "give (batch, channels, ...)"});
   if (!is_training())
     return torch::batch_norm(input, weight, bias, running_mean, running_var, false, 0, options_.eps, false);
   const variable_list found = Normalise::apply(input, &world_, options_.eps);

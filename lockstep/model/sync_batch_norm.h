@@ -6,8 +6,8 @@
 // Threads: one thread, as the model
 // Ranks:   all ranks of the world call forward() and backward() in the same order, each with one sample at least
 //
-// The loss of a rank is the mean over its samples, and ranks count by their samples, as DistributedDataParallel has it: uneven
-// parts are then exact too, with one forward() per step.
+// The loss of a rank is the mean over its samples, and ranks count by their samples, as DistributedDataParallel has
+// it: uneven parts are then exact too, with one forward() per step.
 //
 // Each forward in training sends 2 C + 1 values, each backward 2 C, for C channels.
 #pragma once
@@ -36,8 +36,8 @@ class SyncBatchNormImpl : public torch::nn::Module {
   // Throws UsageError (another number of channels), PeerLost.
   torch::Tensor forward(const torch::Tensor& input);
 
-  torch::Tensor weight, bias;                // (C)
-  torch::Tensor running_mean, running_var;   // (C), buffers
+  torch::Tensor weight, bias;               // (C)
+  torch::Tensor running_mean, running_var;  // (C), buffers
 
  private:
   World world_;

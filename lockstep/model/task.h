@@ -53,22 +53,19 @@ struct Task {
   std::function<std::vector<Stage>(torch::nn::Module& model)> stages = nullptr;
 };
 
-// A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross entropy;
-// `options`: what M is made from. If M has stages(), the task has them too.
+// A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross
+// entropy; `options`: what M is made from. If M has stages(), the task has them too.
 template <class M, class... Options>
 Task classification_task(std::string name, Options... options) {
   Task task{.make_model = [options...] { return M(options...).ptr(); },
-            .forward = [](torch::nn::Module& model, const torch::Tensor& data) {
-              return dynamic_cast<typename M::Impl&>(model).forward(data);
-            },
-            .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
-              return torch::cross_entropy_loss(output, target);
-            },
-            .correct = [](const torch::Tensor& output, const torch::Tensor& target) {
-              return output.argmax(1).eq(target).sum();
-            },
+            .forward = [](torch::nn::Module& model,
+                          const torch::Tensor& data) { return dynamic_cast<typename M::Impl&>(model).forward(data); },
+            .loss = [](const torch::Tensor& output,
+                       const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+            .correct = [](const torch::Tensor& output,
+                          const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
             .name = std::move(name)};
-  if constexpr (requires(typename M::Impl& model) { model.stages(); })
+  if constexpr (requires(typename M::Impl & model) { model.stages(); })
     task.stages = [](torch::nn::Module& model) { return dynamic_cast<typename M::Impl&>(model).stages(); };
   return task;
 }

@@ -1,5 +1,5 @@
-// optimizer/adam_kernels.h: the loops of Adam, AdamW and LAMB. Apart from the rest, because they are compiled without errno
-// from sqrt: with it they would not be vectorised.
+// optimizer/adam_kernels.h: the loops of Adam, AdamW and LAMB. Apart from the rest, because they are compiled without
+// errno from sqrt: with it they would not be vectorised.
 //
 // Threads: pure functions
 #pragma once

@@ -4,17 +4,13 @@
 #include <cmath>
 #include <cstring>
 
-#include <ATen/Parallel.h>
-
+#include "lockstep/base/cache_line.h"
 #include "lockstep/optimizer/mean.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kLine = 64;
 constexpr std::int64_t kPiecesPerTask = 8;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 bool is_16_bit(const torch::Tensor& tensor) { return tensor.element_size() == 2; }
 
@@ -31,7 +27,8 @@ class SideArray {
     std::size_t bytes = 0;
     for (const auto& [tensor, group] : parameters) {
       offsets_.push_back(bytes);
-      if (wanted(tensor)) bytes += aligned(static_cast<std::size_t>(tensor.numel()) * c10::elementSize(computed_in(tensor)));
+      if (wanted(tensor))
+        bytes += round_up(static_cast<std::size_t>(tensor.numel()) * c10::elementSize(computed_in(tensor)), kCacheLine);
     }
     data_ = memory.allocate_common(bytes);
   }
@@ -44,8 +41,9 @@ class SideArray {
   }
 
   torch::Tensor view(std::size_t parameter, const torch::Tensor& like) const {
-    return torch::from_blob(of<std::byte>(parameter), like.sizes(), like.strides(), [keep = data_](void*) {},
-                            torch::TensorOptions().dtype(computed_in(like)));
+    return torch::from_blob(
+        of<std::byte>(parameter), like.sizes(), like.strides(), [keep = data_](void*) {},
+        torch::TensorOptions().dtype(computed_in(like)));
   }
 
  private:
@@ -144,8 +142,12 @@ class FlatUpdate::Impl {
     return true;
   }
 
-  torch::Tensor state(std::size_t i, std::size_t number) const { return states_[number].view(i, parameters_[i].tensor); }
-  torch::Tensor average(std::size_t i) const { return average_ ? average_.view(i, parameters_[i].tensor) : torch::Tensor(); }
+  torch::Tensor state(std::size_t i, std::size_t number) const {
+    return states_[number].view(i, parameters_[i].tensor);
+  }
+  torch::Tensor average(std::size_t i) const {
+    return average_ ? average_.view(i, parameters_[i].tensor) : torch::Tensor();
+  }
   torch::Tensor master(std::size_t i) const {
     return is_16_bit(parameters_[i].tensor) ? masters_.view(i, parameters_[i].tensor) : torch::Tensor();
   }
@@ -165,7 +167,8 @@ class FlatUpdate::Impl {
     active_.assign(parameters_.size(), false);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       data_[i] = static_cast<std::byte*>(parameters_[i].tensor.mutable_data_ptr());
-      for (std::size_t s = 0; s < sources; ++s) active_[i] = active_[i] || step.gradients.pointers[i * sources + s] != nullptr;
+      for (std::size_t s = 0; s < sources; ++s)
+        active_[i] = active_[i] || step.gradients.pointers[i * sources + s] != nullptr;
     }
   }
 
@@ -188,16 +191,13 @@ class FlatUpdate::Impl {
     };
     const auto begin = static_cast<std::int64_t>(first_);
     const auto end = static_cast<std::int64_t>(last_);
-    if (step.gradients.parallel_for)
-      step.gradients.parallel_for(begin, end, kPiecesPerTask, part);
-    else
-      at::parallel_for(begin, end, kPiecesPerTask, part);
+    step.gradients.parallel_for(begin, end, kPiecesPerTask, part);
   }
 
   void update_in_one_pass(const Step& step) {
     for_own_pieces(step, [&](const Piece& piece, std::size_t, auto type) {
       using T = decltype(type);
-      alignas(kLine) T gradient[kMaxRun];
+      alignas(kCacheLine) T gradient[kMaxRun];
       take_mean(piece, step, gradient);
       if (step.treatment.max_value > 0) scale_and_cut(gradient, piece.count, 1, step.treatment.max_value);
       update(piece, step, gradient, 1);
@@ -243,7 +243,8 @@ class FlatUpdate::Impl {
       direction[pieces_[i].parameter] += norms()[i].direction;
     }
     for (std::size_t i = 0; i < parameters_.size(); ++i)
-      trust_[i] = step.rule.trust_ratio(step.groups[parameters_[i].group], std::sqrt(trust_[i]), std::sqrt(direction[i]));
+      trust_[i] =
+          step.rule.trust_ratio(step.groups[parameters_[i].group], std::sqrt(trust_[i]), std::sqrt(direction[i]));
   }
 
   void update_from_scratch(const Step& step) {
@@ -283,7 +284,8 @@ class FlatUpdate::Impl {
   template <class T>
   Run<T> run_of(const Piece& piece, T* gradient, double trust) {
     const std::size_t i = piece.parameter;
-    Run<T> run{.count = piece.count, .parameter = values<T>(piece), .gradient = gradient, .step = steps_[i], .trust = trust};
+    Run<T> run{
+        .count = piece.count, .parameter = values<T>(piece), .gradient = gradient, .step = steps_[i], .trust = trust};
     for (std::size_t s = 0; s < states_.size(); ++s) run.state[s] = states_[s].of<T>(i) + piece.begin;
     return run;
   }

@@ -5,9 +5,9 @@
 // Threads: one thread, which spreads the work over torch's intra-op threads
 // Ranks:   the ranks that share `memory` make the same calls in the same order
 //
-// Parameters are cut into pieces of at most 4096 elements, the same on every rank, and rank r of p owns a run of them that
-// holds 1/p of all elements. For a piece it sums the gradients of all ranks into a buffer that stays in its first-level
-// cache, and applies the rule from there: gradients, state and parameters go through memory once.
+// Parameters are cut into pieces of at most 4096 elements, the same on every rank, and rank r of p owns a run of them
+// that holds 1/p of all elements. For a piece it sums the gradients of all ranks into a buffer that stays in its
+// first-level cache, and applies the rule from there: gradients, state and parameters go through memory once.
 //
 // What a step moves, for K bytes of float32 parameters, p ranks and m state arrays, in the whole machine:
 //   one pass                        reads (p + 1 + m) K, writes (1 + m) K
@@ -29,9 +29,9 @@ namespace lockstep {
 
 // What happens to the mean gradient before the rule sees it.
 struct GradientTreatment {
-  double max_norm = 0;        // scales all gradients so that their common 2-norm is at most this; 0: as they are
-  double max_value = 0;       // cuts each element to [-max_value, max_value], after max_norm; 0: as they are
-  double loss_scale = 1;      // what the loss was multiplied by: divided out again
+  double max_norm = 0;              // scales all gradients so that their common 2-norm is at most this; 0: as they are
+  double max_value = 0;             // cuts each element to [-max_value, max_value], after max_norm; 0: as they are
+  double loss_scale = 1;            // what the loss was multiplied by: divided out again
   bool skip_if_not_finite = false;  // on all ranks, if any element on any rank is not finite
 };
 
@@ -50,8 +50,8 @@ class FlatUpdate {
   FlatUpdate(std::shared_ptr<SharedMemory> memory, std::vector<Parameter> parameters, const Options& options);
   ~FlatUpdate();
 
-  // Updates this rank's slice of every parameter that has a gradient on some rank. Blocks only if all gradients have to be
-  // seen first (GradientTreatment, layer-wise rules). Returns false if the step was skipped. Throws PeerLost.
+  // Updates this rank's slice of every parameter that has a gradient on some rank. Blocks only if all gradients have
+  // to be seen first (GradientTreatment, layer-wise rules). Returns false if the step was skipped. Throws PeerLost.
   bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const StepGradients& gradients,
            const GradientTreatment& treatment);
 

@@ -5,12 +5,14 @@
 
 namespace lockstep {
 
-GradientScaler::GradientScaler(const GradientScalerOptions& options) : options_(options), scale_(options.initial_scale) {
+GradientScaler::GradientScaler(const GradientScalerOptions& options)
+    : options_(options), scale_(options.initial_scale) {
   if (options.initial_scale <= 0 || options.growth <= 1 || options.backoff <= 0 || options.backoff >= 1 ||
       options.growth_interval < 1)
-    throw UsageError({.what = concat("a gradient scaler with scale ", options.initial_scale, ", growth ", options.growth,
-                                     ", backoff ", options.backoff, ", interval ", options.growth_interval),
-                      .next = "scale > 0, growth > 1, backoff in (0, 1), interval of at least 1"});
+    throw UsageError(
+        {.what = concat("a gradient scaler with scale ", options.initial_scale, ", growth ", options.growth,
+                        ", backoff ", options.backoff, ", interval ", options.growth_interval),
+         .next = "scale > 0, growth > 1, backoff in (0, 1), interval of at least 1"});
 }
 
 bool GradientScaler::step(Optimizer& optimizer) {

@@ -1,6 +1,6 @@
-// optimizer/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step() divides the
-// gradients by it again, and a step whose gradients overflowed is passed over, on all ranks alike (Micikevicius et al.,
-// "Mixed precision training", ICLR 2018).
+// optimizer/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step()
+// divides the gradients by it again, and a step whose gradients overflowed is passed over, on all ranks alike
+// (Micikevicius et al., "Mixed precision training", ICLR 2018).
 //
 //   ddp.backward(scaler.scale(loss), samples);
 //   scaler.step(optimizer);
@@ -19,8 +19,8 @@ namespace lockstep {
 
 struct GradientScalerOptions {
   double initial_scale = 65536;
-  double growth = 2;            // after `growth_interval` steps without overflow
-  double backoff = 0.5;         // after an overflow
+  double growth = 2;     // after `growth_interval` steps without overflow
+  double backoff = 0.5;  // after an overflow
   std::int64_t growth_interval = 2000;
 };
 
@@ -30,7 +30,8 @@ class GradientScaler {
 
   torch::Tensor scale(const torch::Tensor& loss) const { return loss * scale_; }
 
-  // optimizer.step() with gradients divided by the scale; then the scale grows or shrinks. Returns false if it was skipped.
+  // optimizer.step() with gradients divided by the scale; then the scale grows or shrinks. Returns false if it was
+  // skipped.
   bool step(Optimizer& optimizer);
 
   double current_scale() const { return scale_; }

@@ -24,8 +24,8 @@ void find_direction(const LAMBOptions& options, const Run<T>& run) {
   const auto step = static_cast<double>(run.step);
   lamb_direction(AdamNumbers<T>{.beta1 = static_cast<T>(options.beta1),
                                 .rest1 = static_cast<T>(1 - options.beta1),
-                             .beta2 = static_cast<T>(options.beta2),
-                             .rest2 = static_cast<T>(1 - options.beta2),
+                                .beta2 = static_cast<T>(options.beta2),
+                                .rest2 = static_cast<T>(1 - options.beta2),
                                 .root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, step))),
                                 .rate = static_cast<T>(1 / (1 - std::pow(options.beta1, step))),
                                 .eps = static_cast<T>(options.eps),
@@ -49,15 +49,23 @@ LAMB::LAMB(std::vector<torch::Tensor> parameters, const LAMBOptions& options)
     : Optimizer(std::move(parameters), std::make_unique<GroupOptions<LAMBOptions>>(checked(options)),
                 {"exp_avg", "exp_avg_sq"}) {}
 
-void LAMB::direct(const Group& group, const Run<float>& run) const { find_direction(options_of<LAMBOptions>(group), run); }
-void LAMB::direct(const Group& group, const Run<double>& run) const { find_direction(options_of<LAMBOptions>(group), run); }
+void LAMB::direct(const Group& group, const Run<float>& run) const {
+  find_direction(options_of<LAMBOptions>(group), run);
+}
+void LAMB::direct(const Group& group, const Run<double>& run) const {
+  find_direction(options_of<LAMBOptions>(group), run);
+}
 
 double LAMB::trust_ratio(const Group&, double parameter_norm, double direction_norm) const {
   return parameter_norm > 0 && direction_norm > 0 ? parameter_norm / direction_norm : 1;
 }
 
-void LAMB::update(const Group& group, const Run<float>& run) const { follow_direction(options_of<LAMBOptions>(group).lr, run); }
-void LAMB::update(const Group& group, const Run<double>& run) const { follow_direction(options_of<LAMBOptions>(group).lr, run); }
+void LAMB::update(const Group& group, const Run<float>& run) const {
+  follow_direction(options_of<LAMBOptions>(group).lr, run);
+}
+void LAMB::update(const Group& group, const Run<double>& run) const {
+  follow_direction(options_of<LAMBOptions>(group).lr, run);
+}
 
 void LAMB::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
                             const std::vector<torch::Tensor>& gradients,

@@ -51,7 +51,8 @@ void LARS::update_on_device(const Group& group, const std::vector<torch::Tensor>
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const torch::Tensor p = parameters[i].norm();
     const torch::Tensor g = gradients[i].norm();
-    const torch::Tensor ratio = torch::where((p > 0) & (g > 0), options.trust * p / (g + options.weight_decay * p), 1.0);
+    const torch::Tensor ratio =
+        torch::where((p > 0) & (g > 0), options.trust * p / (g + options.weight_decay * p), 1.0);
     state[0][i].mul_(options.momentum).add_(ratio * (gradients[i] + options.weight_decay * parameters[i]), options.lr);
     parameters[i].sub_(state[0][i]);
   }

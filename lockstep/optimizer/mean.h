@@ -18,8 +18,8 @@ struct Term {
   double weight;
 };
 
-// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxRun, in neighbouring pairs: ((0+1)+(2+3))+...
-// dtype: of the data: float32, float64, float16 or bfloat16. sum: float, for float64 data double.
+// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxRun, in neighbouring pairs:
+// ((0+1)+(2+3))+... dtype: of the data: float32, float64, float16 or bfloat16. sum: float, for float64 data double.
 // Throws UsageError: another dtype.
 inline constexpr std::int64_t kMaxRun = 4096;
 template <class T>

@@ -1,13 +1,13 @@
 #include "lockstep/optimizer/optimizer.h"
 
 #include <algorithm>
-#include <optional>
 #include <unordered_map>
 
 #include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/world.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
@@ -64,7 +64,9 @@ struct Optimizer::Layout {
   std::vector<std::int64_t> device_steps;
 
   std::int64_t& steps(std::size_t i) { return flat ? flat->steps(i) : device_steps[i]; }
-  torch::Tensor state(std::size_t number, std::size_t i) const { return flat ? flat->state(i, number) : states[number][i]; }
+  torch::Tensor state(std::size_t number, std::size_t i) const {
+    return flat ? flat->state(i, number) : states[number][i];
+  }
 };
 
 Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
@@ -89,9 +91,9 @@ Optimizer::Layout& Optimizer::layout() {
     require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
   if (layout->parameters.empty() || layout->parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<OwnGradients>();
-    layout->flat = std::make_unique<FlatUpdate>(
-        source_->memory(), std::move(parameters),
-        FlatUpdate::Options{.states = state_names_.size(), .ema_decay = ema_decay_});
+    layout->flat =
+        std::make_unique<FlatUpdate>(source_->memory(), std::move(parameters),
+                                     FlatUpdate::Options{.states = state_names_.size(), .ema_decay = ema_decay_});
   } else {
     layout->states.resize(state_names_.size());
     for (auto& state : layout->states)
@@ -131,15 +133,16 @@ void Optimizer::step_in_memory(Layout& all) {
   skipped_ = !all.flat->run(*this, param_groups_, gradients,
                             {.max_norm = clipping_.max_norm,
                              .max_value = clipping_.max_value,
-                             .loss_scale = loss_scale_,
-                             .skip_if_not_finite = loss_scale_ != 1});
+                             .loss_scale = loss_scale_.value_or(1),
+                             .skip_if_not_finite = loss_scale_.has_value()});
   source_->updated();
 }
 
 void Optimizer::step_on_device(Layout& all) {
-  if (clipping_.max_norm > 0 || clipping_.max_value > 0 || loss_scale_ != 1 || ema_decay_ > 0)
-    throw UsageError({.what = "clipping, loss scaling and averages inside of step() work on CPU tensors",
-                      .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
+  if (clipping_.max_norm > 0 || clipping_.max_value > 0 || loss_scale_ || ema_decay_ > 0)
+    throw UsageError(
+        {.what = "clipping, loss scaling and averages inside of step() work on CPU tensors",
+         .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     std::vector<torch::Tensor> parameters, gradients;
     std::vector<std::vector<torch::Tensor>> state(state_names_.size());
@@ -159,12 +162,13 @@ double Optimizer::gradient_norm() const { return layout_ && layout_->flat ? layo
 
 void Optimizer::keep_average(double decay) {
   if (decay <= 0 || decay >= 1)
-    throw UsageError({.what = concat("an average with decay ", decay), .next = "take one between 0 and 1, such as 0.999"});
+    throw UsageError(
+        {.what = concat("an average with decay ", decay), .next = "take one between 0 and 1, such as 0.999"});
   require_not_begun("keep_average()");
   ema_decay_ = decay;
 }
 
-void Optimizer::set_loss_scale(double scale) { loss_scale_ = scale; }
+void Optimizer::set_loss_scale(std::optional<double> scale) { loss_scale_ = scale; }
 
 void Optimizer::require_not_begun(const char* call) const {
   if (layout_)
@@ -199,6 +203,25 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   if (all.flat) restore("ema", all.flat->average(i));
   if (all.flat) restore("master", all.flat->master(i));
   all.steps(i) = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+}
+
+void Optimizer::broadcast_state(const World& world, int root) {
+  const torch::NoGradGuard no_grad;
+  Layout& all = layout();
+  const auto send = [&](const torch::Tensor& tensor) {
+    if (tensor.defined()) world.broadcast(dense_view(tensor), root);
+  };
+  torch::Tensor steps = torch::empty({static_cast<std::int64_t>(all.parameters.size())}, torch::kInt64);
+  for (std::size_t i = 0; i < all.parameters.size(); ++i) steps.mutable_data_ptr<std::int64_t>()[i] = all.steps(i);
+  world.broadcast(steps, root);
+  for (std::size_t i = 0; i < all.parameters.size(); ++i) {
+    all.steps(i) = steps.const_data_ptr<std::int64_t>()[i];
+    if (all.steps(i) == 0) continue;
+    for (std::size_t number = 0; number < state_names_.size(); ++number) send(all.state(number, i));
+    if (!all.flat) continue;
+    send(all.flat->average(i));
+    send(all.flat->master(i));
+  }
 }
 
 void Optimizer::attach(std::shared_ptr<GradientSource> source) {

@@ -1,11 +1,13 @@
-// optimizer/optimizer.h: what lockstep's optimizers have in common. They are torch::optim::Optimizers, so schedulers and
-// parameter groups work as usual; their step() reduces the gradients of all ranks of the machine and updates in one pass.
+// optimizer/optimizer.h: what lockstep's optimizers have in common. They are torch::optim::Optimizers, so schedulers
+// and parameter groups work as usual; their step() reduces the gradients of all ranks of the machine and updates in
+// one pass.
 //
 // Flow:    gradient/ says where gradients are -> step() -> parameters
 // Owns:    its state; the parameters are shared with the module
 // Threads: one thread
-// Ranks:   by itself it does not communicate, and takes each parameter's .grad. Attached to a DistributedDataParallel, every
-//          rank calls step() in the same order, and updates a slice of the parameters that all of them share
+// Ranks:   by itself it does not communicate, and takes each parameter's .grad. Attached to a
+//          DistributedDataParallel, every rank calls step() in the same order, and updates a slice of the parameters
+//          that all of them share
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -14,6 +16,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +26,8 @@
 #include "lockstep/optimizer/update_rule.h"
 
 namespace lockstep {
+
+class World;
 
 // Applied to the mean gradient inside of step(): clipping .grad by hand would clip one rank's share.
 struct ClippingOptions {
@@ -52,19 +57,23 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   void keep_average(double decay);
 
   // Gradients are divided by `scale`, and if any element on any rank is not finite then the step changes nothing and
-  // skipped() says so, on every rank. What optimizer/gradient_scaler.h does; 1 ends it.
-  void set_loss_scale(double scale);
+  // skipped() says so, on every rank. What optimizer/gradient_scaler.h does. nullopt: not any more.
+  void set_loss_scale(std::optional<double> scale);
   bool skipped() const { return skipped_; }
 
-  // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The tensors
-  // are views: they change with the next step.
+  // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The
+  // tensors are views: they change with the next step.
   StateTensors state_of(const torch::Tensor& parameter) const;
 
   // Throws CheckpointError: tensors that are missing or of another shape.
   void set_state(const torch::Tensor& parameter, const StateTensors& state);
 
-  // What DistributedDataParallel does: from now on gradients come from `source`, and state lies where its ranks share it.
-  // Blocks. Throws UsageError: it has stepped already.
+  // Everybody's state becomes that of `root`; for optimizers of one kind and the same parameters, whose state is each
+  // rank's own. All ranks call. Blocks. Throws PeerLost.
+  void broadcast_state(const World& world, int root);
+
+  // What DistributedDataParallel does: from now on gradients come from `source`, and state lies where its ranks share
+  // it. Blocks. Throws UsageError: it has stepped already.
   void attach(std::shared_ptr<GradientSource> source);
 
  protected:
@@ -88,10 +97,10 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   std::vector<std::string> state_names_;
   ClippingOptions clipping_;
   double ema_decay_ = 0;
-  double loss_scale_ = 1;
+  std::optional<double> loss_scale_;
   bool skipped_ = false;
   std::shared_ptr<GradientSource> source_;  // from the first step on, or attach()
-  std::unique_ptr<Layout> layout_;  // from the first step on
+  std::unique_ptr<Layout> layout_;          // from the first step on
 };
 
 // For all groups; what schedules do each step.

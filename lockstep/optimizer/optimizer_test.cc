@@ -40,7 +40,8 @@ void set_gradients(const Tensors& parameters, int step) {
 }
 
 void expect_same(const Tensors& a, const Tensors& b) {
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-12, 1e-12)) << "parameter " << i;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-12, 1e-12)) << "parameter " << i;
 }
 
 void expect_same_course(torch::optim::Optimizer& mine, const Tensors& my_parameters, torch::optim::Optimizer& theirs,
@@ -74,11 +75,12 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   const torch::Tensor gradient = torch::ones_like(parameter);
   FlatUpdate flat(SharedMemory::alone(), {{.tensor = parameter}}, {});
   StepGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
+  const std::vector<UpdateRule::Group> groups{torch::optim::OptimizerParamGroup({parameter})};
   const int before = at::get_num_threads();
   for (const int threads : {2, 1}) {
     at::set_num_threads(threads);
     const NotingRule rule;
-    flat.run(rule, {}, gradients, {});
+    flat.run(rule, groups, gradients, {});
     EXPECT_EQ(rule.threads(), static_cast<std::size_t>(threads));
   }
   at::set_num_threads(before);
@@ -88,7 +90,7 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
     pieces = end - begin;
   };
   const NotingRule rule;
-  flat.run(rule, {}, gradients, {});
+  flat.run(rule, groups, gradients, {});
   EXPECT_EQ(rule.threads(), 1U);
   EXPECT_EQ(pieces, (1 << 18) / 4096);
 }
@@ -104,8 +106,7 @@ TEST(SGD, follows_libtorchs_sgd) {
     const Tensors theirs = make_parameters();
     SGD sgd(mine, {.lr = 0.1, .momentum = c.momentum, .nesterov = c.nesterov, .weight_decay = c.weight_decay});
     torch::optim::SGD reference(
-        theirs,
-        torch::optim::SGDOptions(0.1).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.weight_decay));
+        theirs, torch::optim::SGDOptions(0.1).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.weight_decay));
     expect_same_course(sgd, mine, reference, theirs);
   }
 }
@@ -175,8 +176,9 @@ TEST(Optimizer, clips_by_norm_and_by_value_as_libtorch_does) {
   const Tensors theirs = make_parameters();
   SGD sgd(mine, {.lr = 0.1});
   torch::optim::SGD reference(theirs, torch::optim::SGDOptions(0.1));
-  for (const ClippingOptions& clipping : {ClippingOptions{.max_norm = 0.5}, ClippingOptions{.max_norm = 1e6},
-                                          ClippingOptions{.max_value = 0.25}, ClippingOptions{.max_norm = 2, .max_value = 0.1}}) {
+  for (const ClippingOptions& clipping :
+       {ClippingOptions{.max_norm = 0.5}, ClippingOptions{.max_norm = 1e6}, ClippingOptions{.max_value = 0.25},
+        ClippingOptions{.max_norm = 2, .max_value = 0.1}}) {
     set_gradients(mine, 7);
     set_gradients(theirs, 7);
     sgd.set_clipping(clipping);
@@ -314,8 +316,9 @@ TEST(AdamW, goes_on_from_a_saved_state) { expect_state_survives_a_copy<AdamW>(Ad
 TEST(SGD, refuses_a_state_of_another_shape) {
   const Tensors parameters = make_parameters();
   SGD sgd(parameters, {.momentum = 0.9});
-  const std::string message =
-      message_of<CheckpointError>([&] { sgd.set_state(parameters[0], {{"momentum_buffer", torch::zeros({2})}}); });
+  const std::string message = message_of<CheckpointError>([&] {
+    sgd.set_state(parameters[0], {{"momentum_buffer", torch::zeros({2})}});
+  });
   EXPECT_TRUE(contains(message, "momentum_buffer"));
 }
 

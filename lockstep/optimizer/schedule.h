@@ -13,10 +13,10 @@ enum class LrScaling { kNone, kSqrt, kLinear };
 
 struct ScheduleOptions {
   ScheduleKind kind = ScheduleKind::kConstant;
-  double warmup_steps = 0;         // rises linearly from 1/warmup_steps to 1; then the schedule begins
-  double total_steps = 1;          // cosine: reaches 0 here (Loshchilov and Hutter, 2017)
-  double drop_every = 1;           // step: steps between drops
-  double drop_factor = 0.1;        // step: what each drop multiplies by
+  double warmup_steps = 0;   // rises linearly from 1/warmup_steps to 1; then the schedule begins
+  double total_steps = 1;    // cosine: reaches 0 here (Loshchilov and Hutter, 2017)
+  double drop_every = 1;     // step: steps between drops
+  double drop_factor = 0.1;  // step: what each drop multiplies by
 };
 
 // What the base learning rate is multiplied by at `step` (from 0).

@@ -1,5 +1,5 @@
-// optimizer/sgd.h: stochastic gradient descent with momentum, Nesterov's momentum and weight decay, as torch::optim::SGD
-// computes it (Sutskever et al., 2013). 16-bit parameters are updated through a float32 original.
+// optimizer/sgd.h: stochastic gradient descent with momentum, Nesterov's momentum and weight decay, as
+// torch::optim::SGD computes it (Sutskever et al., 2013). 16-bit parameters are updated through a float32 original.
 #pragma once
 
 #include "lockstep/optimizer/optimizer.h"

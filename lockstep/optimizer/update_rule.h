@@ -1,5 +1,5 @@
-// optimizer/update_rule.h: one optimizer's formula, over a run of elements that lie next to each other. What an optimizer
-// is made of; which elements, from which gradients and on which rank is up to flat_update.h.
+// optimizer/update_rule.h: one optimizer's formula, over a run of elements that lie next to each other. What an
+// optimizer is made of; which elements, from which gradients and on which rank is up to flat_update.h.
 //
 // Threads: called for different runs from several threads at once
 // Ranks:   no communication
@@ -18,10 +18,10 @@ template <class T>
 struct Run {
   std::int64_t count;
   T* parameter;
-  T* gradient;  // of the mean loss over the global batch; may be overwritten
+  T* gradient;                         // of the mean loss over the global batch; may be overwritten
   std::array<T*, kMaxStates> state{};  // zero before the first step
-  std::int64_t step;                 // of this parameter, from 1
-  double trust = 1;                  // layer-wise rules: what trust_ratio() gave
+  std::int64_t step;                   // of this parameter, from 1
+  double trust = 1;                    // layer-wise rules: what trust_ratio() gave
 };
 
 class UpdateRule {

@@ -30,10 +30,9 @@ class OuterStep {
   OuterStep(const torch::Tensor& block, const StrategyOptions& options) {
     if (options.outer_lr == 1 && options.outer_momentum == 0) return;
     anchor_ = block.clone().requires_grad_();
-    sgd_ = std::make_unique<SGD>(std::vector<torch::Tensor>{anchor_},
-                                 SGDOptions{.lr = options.outer_lr,
-                                            .momentum = options.outer_momentum,
-                                            .nesterov = options.outer_momentum > 0});
+    sgd_ = std::make_unique<SGD>(
+        std::vector<torch::Tensor>{anchor_},
+        SGDOptions{.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0});
     // From the start, so that there is something to restore a checkpoint into.
     Optimizer::StateTensors state{{"step", torch::ones({})}};
     if (options.outer_momentum > 0) state["momentum_buffer"] = torch::zeros_like(block);
@@ -111,6 +110,10 @@ class Averaging : public Strategy {
 
   void synchronise() override {
     if (batches_since_average_ > 0) average();
+    if (world_.size() > 1) {
+      broadcast_tensors(world_, named_buffers(model()));
+      optimizer().broadcast_state(world_, 0);
+    }
     follow_first(nets_);
   }
 
@@ -130,9 +133,8 @@ class Averaging : public Strategy {
     return {{"average_every", static_cast<double>(average_every_)},
             {"averages", static_cast<double>(averages_)},
             {"block_bytes", static_cast<double>(blocks_.front().nbytes())},
-            {"exchanged_bytes", world_.size() > 1 ? static_cast<double>(averages_) *
-                                                        static_cast<double>(blocks_.front().nbytes())
-                                                  : 0.0}};
+            {"exchanged_bytes",
+             world_.size() > 1 ? static_cast<double>(averages_) * static_cast<double>(blocks_.front().nbytes()) : 0.0}};
   }
 
  private:
@@ -199,7 +201,8 @@ class Averaging : public Strategy {
   }
 
   void copy_back() {
-    if (nets_.size() > 1) devices_.run([blocks = blocks_](Device& device) { device.broadcast(blocks[place_of(device)]); });
+    if (nets_.size() > 1)
+      devices_.run([blocks = blocks_](Device& device) { device.broadcast(blocks[place_of(device)]); });
   }
 
   World world_;

@@ -87,10 +87,9 @@ TEST(S4_averaging, averages_over_ranks_too) {
       const Batch batch = batch_of(step);
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.
       const Range part = even_part(batch.size(), world.rank(), world.size());
-      course.losses.push_back(strategy
-                                  ->compute({batch.data.slice(0, part.begin, part.end),
-                                             batch.target.slice(0, part.begin, part.end)})
-                                  .mean_loss);
+      course.losses.push_back(
+          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
+              .mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -101,6 +100,43 @@ TEST(S4_averaging, averages_over_ranks_too) {
     std::map<std::string, double> numbers(report.begin(), report.end());
     EXPECT_EQ(numbers["exchanged_bytes"], 10 * numbers["block_bytes"]);
   });
+}
+
+// Momentum is each net's own until the nets become one model, which is what a checkpoint has.
+TEST(S4_averaging, makes_the_nets_of_all_ranks_one_with_its_optimizers_state) {
+  StrategyOptions options = averaging(2, 3);
+  options.sgd.momentum = 0.9;
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, small_task(), options);
+    for (int step = 0; step < 4; ++step) {
+      const Batch batch = batch_of(step);
+      const Range part = even_part(batch.size(), world.rank(), world.size());
+      strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+      strategy->update();
+    }
+    strategy->synchronise();
+    for (const torch::Tensor& parameter : strategy->model().parameters()) {
+      const torch::Tensor momentum = strategy->optimizer().state_of(parameter).at("momentum_buffer");
+      EXPECT_GT(momentum.norm().item<double>(), 0);
+      const torch::Tensor all = world.all_gather(momentum);
+      const torch::Tensor values = world.all_gather(parameter.detach());
+      for (int rank = 1; rank < world.size(); ++rank) {
+        EXPECT_TRUE(torch::equal(all[rank], all[0]));
+        EXPECT_TRUE(torch::equal(values[rank], values[0]));
+      }
+    }
+  });
+}
+
+TEST(S4_averaging, refuses_parameters_of_16_bits) {
+  Task task = small_task();
+  task.make_model = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 4));
+    net->to(torch::kBFloat16);
+    return net.ptr();
+  };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, averaging(2)); }),
+                       "parameters of BFloat16 can't be averaged"));
 }
 
 TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
@@ -155,8 +191,9 @@ TEST(FlatBlock, holds_every_weight_and_keeps_values_shapes_and_strides) {
   torch::nn::Conv2d conv(3, 4, 3);
   set_layout(*conv, Layout::kChannelsLast);
   const auto before = values_of(*conv);
-  const torch::Tensor block = make_flat_block(
-      *conv, [](torch::IntArrayRef sizes, const torch::TensorOptions& options) { return torch::empty(sizes, options); });
+  const torch::Tensor block = make_flat_block(*conv, [](torch::IntArrayRef sizes, const torch::TensorOptions& options) {
+    return torch::empty(sizes, options);
+  });
   const auto after = conv->parameters();
   for (std::size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(torch::equal(after[i], before[i]));

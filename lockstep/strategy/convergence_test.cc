@@ -27,17 +27,21 @@ Learned learn(int ranks, const StrategyOptions& options) {
   Learned learned;
   run_ranks(ranks, [&](World& world) {
     at::set_num_threads(1);
-    const auto strategy = make_strategy(world, classification_task<MLP>("mlp", MLPOptions{.inputs = 20, .hidden = {64}}), options);
+    const auto strategy =
+        make_strategy(world, classification_task<MLP>("mlp", MLPOptions{.inputs = 20, .hidden = {64}}), options);
     const Batch batch = known_batch();
     const std::int64_t part = batch.size() / world.size();
     std::vector<double> losses;
     for (int step = 0; step < kSteps; ++step) {
-      losses.push_back(strategy->compute({batch.data.narrow(0, part * world.rank(), part),
-                                          batch.target.narrow(0, part * world.rank(), part)}).mean_loss);
+      losses.push_back(strategy
+                           ->compute({batch.data.narrow(0, part * world.rank(), part),
+                                      batch.target.narrow(0, part * world.rank(), part)})
+                           .mean_loss);
       strategy->update();
     }
     strategy->synchronise();
-    if (world.rank() == 0) learned = {losses.front(), losses.back(), strategy->model().parameters()[0].detach().clone()};
+    if (world.rank() == 0)
+      learned = {losses.front(), losses.back(), strategy->model().parameters()[0].detach().clone()};
     world.barrier();
   });
   return learned;
@@ -59,13 +63,18 @@ TEST(Convergence, bfloat16_compute_learns_what_float32_does) {
 
 TEST(Convergence, local_steps_learn_what_synchronous_ones_do) {
   for (const int every : {1, 4}) {
-    const Learned learned = learn(2, {.name = "averaging", .sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 2, .average_every = every});
+    const Learned learned =
+        learn(2, {.name = "averaging", .sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 2, .average_every = every});
     EXPECT_LT(learned.last_loss, 0.1 * learned.first_loss) << "averaged every " << every;
   }
 }
 
 TEST(Convergence, an_outer_step_with_momentum_learns_too) {
-  const Learned learned = learn(2, {.name = "averaging", .sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 2, .average_every = 4, .outer_lr = 0.7,
+  const Learned learned = learn(2, {.name = "averaging",
+                                    .sgd = {.lr = 0.05, .momentum = 0.9},
+                                    .seed = 2,
+                                    .average_every = 4,
+                                    .outer_lr = 0.7,
                                     .outer_momentum = 0.5});
   EXPECT_LT(learned.last_loss, 0.1 * learned.first_loss);
 }

@@ -72,8 +72,7 @@ class DataParallel : public Strategy {
 
   BatchTotals compute(const Batch& batch) override {
     Stopwatch watch;
-    const Tensors outputs =
-        parallel_apply(devices_, task_, replicas_, scatter(batch.data, devices_.size()));
+    const Tensors outputs = parallel_apply(devices_, task_, replicas_, scatter(batch.data, devices_.size()));
     const torch::Tensor gathered = gather(outputs);
     const Loss loss = loss_on_device_0(devices_, task_, gathered, batch.target);
     gathered_bytes_ = std::max(gathered_bytes_, static_cast<std::int64_t>(gathered.nbytes()));

@@ -1,5 +1,5 @@
-// strategy/data_parallel.h: `data_parallel`: a thread per device and one of them the master, as torch's DataParallel has
-// it. S1.
+// strategy/data_parallel.h: `data_parallel`: a thread per device and one of them the master, as torch's DataParallel
+// has it. S1.
 //
 //   scatter         the batch over the devices
 //   replicate       the parameters of device 0 on every device

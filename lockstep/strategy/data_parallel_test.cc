@@ -29,6 +29,10 @@ TEST_P(DataParallelOfSize, S1_computes_the_loss_over_the_whole_batch) {
   expect_same_course(course_of(task, data_parallel(GetParam()), 5), on_one_device(task, data_parallel(GetParam()), 5));
 }
 
+TEST(S1_data_parallel, trains_a_layer_that_stands_in_two_places) {
+  expect_same_course(course_of(tied_task(), data_parallel(2)), on_one_device(tied_task(), data_parallel(2)));
+}
+
 TEST(S1_data_parallel, trains_when_a_batch_has_fewer_samples_than_devices) {
   expect_same_course(course_of(small_task(), data_parallel(4), 5, 2),
                      on_one_device(small_task(), data_parallel(4), 5, 2));
@@ -40,8 +44,8 @@ TEST(S1_data_parallel, reports_what_device_0_has_more_than_the_others) {
   const Report report = strategy->report();
   std::map<std::string, double> numbers(report.begin(), report.end());
   const double parameters = 8.0 * (6 * 8 + 8 + 8 * 7 + 7 + 7 * 5 + 5 + 5 * 4 + 4);
-  EXPECT_EQ(numbers["other_device_bytes"], parameters);                             // gradients
-  EXPECT_EQ(numbers["device_0_bytes"], 3 * parameters + 2 * 8.0 * 4 * kBatch);      // and weights, momentum, outputs
+  EXPECT_EQ(numbers["other_device_bytes"], parameters);                         // gradients
+  EXPECT_EQ(numbers["device_0_bytes"], 3 * parameters + 2 * 8.0 * 4 * kBatch);  // and weights, momentum, outputs
   EXPECT_GT(numbers["device_0_busy_seconds"], 0);
   EXPECT_GT(numbers["other_device_busy_seconds"], 0);
 }

@@ -53,8 +53,9 @@ void require_not_ignored(const std::vector<NamedTensor>& all, const std::set<std
     for (const torch::Tensor& parameter : group.params())
       for (const auto& [name, tensor] : all)
         if (tensor.is_same(parameter) && ignored.contains(name))
-          throw UsageError({.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
-                            .next = "give it an optimizer of its own, or share_parameters = false"});
+          throw UsageError(
+              {.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
+               .next = "give it an optimizer of its own, or share_parameters = false"});
 }
 
 std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
@@ -73,7 +74,8 @@ void require_shards_for(const World& world, const DistributedDataParallelOptions
   if (shards == 0) return;
   const auto refuse = [&](const std::string& why, const std::string& next) {
     throw UsageError({.what = concat(shards, " virtual shards on ", world.size(), " ranks: ", why),
-                      .here = world.describe(), .next = next});
+                      .here = world.describe(),
+                      .next = next});
   };
   if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
   if (options.algorithm != Algorithm::kDirect) refuse("an algorithm by name sums buckets", "one of the two");
@@ -108,8 +110,8 @@ class GradientsForBlock : public GradientSource {
 
 }  // namespace
 
-// Two ways to exchange: through a Reducer, which leaves the mean in .grad, or, where all ranks are on one machine and share
-// parameters, by publishing gradients for the one pass of reduction and update in step().
+// Two ways to exchange: through a Reducer, which leaves the mean in .grad, or, where all ranks are on one machine and
+// share parameters, by publishing gradients for the one pass of reduction and update in step().
 class DistributedDataParallel::Impl {
  public:
   Impl(World world, torch::nn::Module& module, const Options& options)
@@ -141,9 +143,9 @@ class DistributedDataParallel::Impl {
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
     const bool as_they_lie = !options_.hook && options_.algorithm == Algorithm::kDirect;
     if (memory_->size() == world_.size() && as_they_lie)
-      published_ = std::make_shared<PublishedGradients>(memory_, trainable(parameters_),
-                                                        [this](const BatchTotals& totals) { finish_backward(totals); },
-                                                        options_.virtual_shards / world_.size());
+      published_ = std::make_shared<PublishedGradients>(
+          memory_, trainable(parameters_), [this](const BatchTotals& totals) { finish_backward(totals); },
+          options_.virtual_shards / world_.size());
     else
       reduce_into_gradients();
     std::shared_ptr<GradientSource> source = published_;
@@ -196,8 +198,8 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
-  // After each backward() of a step: true once it was the last. Each shard's forward begins with the same buffers, and those
-  // of the first are kept.
+  // After each backward() of a step: true once it was the last. Each shard's forward begins with the same buffers,
+  // and those of the first are kept.
   bool finish_shard() {
     if (options_.virtual_shards == 0) return true;
     const int shards = options_.virtual_shards / world_.size();
@@ -241,11 +243,12 @@ class DistributedDataParallel::Impl {
     for (const auto& [name, parameter] : trainable(parameters_))
       if (!parameter.grad().defined()) missing.push_back(name);
     if (missing.empty()) return;
-    throw UsageError({.what = concat("no gradient for ", lockstep::join(missing, ", ")),
-                      .here = world_.describe(),
-                      .likely = "these parameters take no part in the loss of this batch: a branch that was not taken, an output "
-                                "that was not used, or detach()",
-                      .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
+    throw UsageError(
+        {.what = concat("no gradient for ", lockstep::join(missing, ", ")),
+         .here = world_.describe(),
+         .likely = "these parameters take no part in the loss of this batch: a branch that was not taken, an output "
+                   "that was not used, or detach()",
+         .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
   }
 
   void finish_backward(const BatchTotals& totals) {
@@ -269,8 +272,8 @@ class DistributedDataParallel::Impl {
   Statistics statistics_;  // what is counted here
   std::int64_t published_bytes_ = 0;
   bool no_sync_ = false;
-  int shards_done_ = 0;                              // of this step's virtual shards
-  std::vector<torch::Tensor> buffers_before_;        // at the beginning of the step
+  int shards_done_ = 0;                        // of this step's virtual shards
+  std::vector<torch::Tensor> buffers_before_;  // at the beginning of the step
   std::vector<torch::Tensor> first_shards_buffers_;
 };
 

@@ -28,18 +28,18 @@ struct DistributedDataParallelOptions {
   std::size_t bucket_bytes = ReducerOptions{}.bucket_bytes;
   bool broadcast_buffers = true;  // rank 0's running statistics go to everyone after each backward
 
-  // With a lockstep optimizer: one copy of parameters and optimizer state per machine, and reduction and update in one pass
-  // (docs/design/fused-step.md). Between backward() and step(), .grad is this rank's own gradient. false: every rank has
-  // its own parameters, and after backward() .grad is the mean.
+  // With a lockstep optimizer: one copy of parameters and optimizer state per machine, and reduction and update in
+  // one pass (docs/design/fused-step.md). Between backward() and step(), .grad is this rank's own gradient. false:
+  // every rank has its own parameters, and after backward() .grad is the mean.
   bool share_parameters = true;
 
-  // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an undefined
-  // gradient; the graph is walked only once a step has left one out. false: on a rank with samples it is an error that names
-  // the parameters.
+  // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an
+  // undefined gradient; the graph is walked only once a step has left one out. false: on a rank with samples it is an
+  // error that names the parameters.
   bool find_unused_parameters = true;
 
-  // Where gradients go through buckets (several machines, a hook, or separate parameters): see gradient/reducer.h. Gradients
-  // that are read where they lie need neither.
+  // Where gradients go through buckets (several machines, a hook, or separate parameters): see gradient/reducer.h.
+  // Gradients that are read where they lie need neither.
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
 
@@ -47,22 +47,24 @@ struct DistributedDataParallelOptions {
   // parameters allow it only for what the optimizer does not hold.
   std::set<std::string> ignored{};
 
-  // Parameters with sparse gradients beside those of an Embedding or EmbeddingBag with sparse(true), which are found. Through
-  // buckets only their rows are sent, and .grad is sparse; shared parameters are updated as by a dense gradient.
+  // Parameters with sparse gradients beside those of an Embedding or EmbeddingBag with sparse(true), which are found.
+  // Through buckets only their rows are sent, and .grad is sparse; shared parameters are updated as by a dense
+  // gradient.
   std::set<std::string> sparse_parameters{};
 
-  // Other ways to sum a bucket (gradient/communication_hook.h). What is sent is then not what was computed, so every rank goes
-  // through buckets, also within a machine.
+  // Other ways to sum a bucket (gradient/communication_hook.h). What is sent is then not what was computed, so every
+  // rank goes through buckets, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
 
-  // Of the all-reduce of a bucket. Others than kDirect, for study: then every rank goes through buckets, as with a hook.
-  // Between machines kRing, too. S1.
+  // Of the all-reduce of a bucket. Others than kDirect, for study: then every rank goes through buckets, as with a
+  // hook. Between machines kRing, too. S1.
   Algorithm algorithm = Algorithm::kDirect;
 
-  // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls backward()
-  // for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2, 4 ... V ranks give
-  // the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend on the shard. Needs shared
-  // parameters and all ranks on one machine; buffers are then those of shard 0. 0: off.
+  // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls
+  // backward() for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1,
+  // 2, 4 ... V ranks give the same bits, if a shard's gradient has: the same intra-op threads, random numbers that
+  // depend on the shard. Needs shared parameters and all ranks on one machine; buffers are then those of shard 0. 0:
+  // off.
   int virtual_shards = 0;
 };
 
@@ -80,27 +82,29 @@ class DistributedDataParallel {
   DistributedDataParallel(World world, torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
                           const Options& options = {});
 
-  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already, or
-  // Options::virtual_shards can't be had.
+  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already,
+  // or Options::virtual_shards can't be had.
   DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer, const Options& options = {});
 
   ~DistributedDataParallel();
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
-  // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples passes
-  // no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients of all ranks are there.
-  // Sends 2(N-1)/N * K; nothing within a machine whose ranks share parameters.
-  // Throws PeerLost, and what backward() throws; after that, UsageError: the program should end.
+  // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
+  // passes no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients of all ranks
+  // are there. Sends 2(N-1)/N * K; nothing within a machine whose ranks share parameters. Throws PeerLost, and what
+  // backward() throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // While the guard lives, backward() adds gradients up on this rank and exchanges nothing: for several backward() per step.
-  // The next backward() without a guard exchanges their sum, which is the sum of the mean gradients of them all. S1.
+  // While the guard lives, backward() adds gradients up on this rank and exchanges nothing: for several backward()
+  // per step. The next backward() without a guard exchanges their sum, which is the sum of the mean gradients of them
+  // all. S1.
   class NoSync;
   [[nodiscard]] NoSync no_sync();
 
-  // For ranks that may run out of batches at different times: called by each when it has none left, instead of backward() and
-  // step(), with the same optimizer. Takes part without samples, step by step, until no rank has any. Throws PeerLost.
+  // For ranks that may run out of batches at different times: called by each when it has none left, instead of
+  // backward() and step(), with the same optimizer. Takes part without samples, step by step, until no rank has any.
+  // Throws PeerLost.
   void join(torch::optim::Optimizer& optimizer);
 
   // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN). With

@@ -73,7 +73,8 @@ class DdpStrategy : public Strategy {
     const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
       const Range part = even_part(all, shard, options_.virtual_shards);
-      generator_->seed(mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
+      generator_->seed(
+          mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
       forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),
                             batch.target.slice(0, part.begin - before_mine, part.end - before_mine)});
     }

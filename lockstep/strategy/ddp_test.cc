@@ -170,7 +170,9 @@ TEST(Ddp, refuses_to_go_on_after_a_backward_that_failed) {
   const torch::Tensor input = torch::ones({1, 2}, torch::TensorOptions().requires_grad(true));
   input.register_hook([](torch::Tensor) -> torch::Tensor { throw DataError({.what = "thrown in backward"}); });
   EXPECT_THROW(ddp.backward(net->forward(input).sum(), 1), DataError);
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { ddp.backward(net->forward(torch::ones({1, 2})).sum(), 1); }),
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         ddp.backward(net->forward(torch::ones({1, 2})).sum(), 1);
+                       }),
                        "failed half-way"));
 }
 
@@ -403,10 +405,12 @@ TEST(Ddp, leaves_alone_what_it_is_told_to_ignore) {
 TEST(Ddp, names_what_is_ignored_and_can_not_be) {
   torch::nn::Linear net(2, 1);
   SGD sgd(net->parameters(), {.lr = 1});
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"weigth"}}); }),
-                       "no parameter or buffer weigth"));
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"bias"}}); }),
-                       "bias is ignored, but the optimizer"));
+  EXPECT_TRUE(contains(
+      message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"weigth"}}); }),
+      "no parameter or buffer weigth"));
+  EXPECT_TRUE(contains(
+      message_of<UsageError>([&] { DistributedDataParallel(World::single(), *net, sgd, {.ignored = {"bias"}}); }),
+      "bias is ignored, but the optimizer"));
 }
 
 TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
@@ -426,6 +430,21 @@ TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
     EXPECT_TRUE(scaler.step(sgd));
     EXPECT_EQ(scaler.current_scale(), 8);
     EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({{batch_of(0, 0, 2)}}), 1e-12, 0));
+    world.barrier();
+  });
+}
+
+TEST(Ddp, leaves_a_step_out_when_gradients_overflow_at_a_loss_scale_of_one) {
+  run_ranks(2, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    DistributedDataParallel ddp(world, *net, sgd);
+    GradientScaler scaler({.initial_scale = 1});
+    torch::Tensor loss = net->loss(batch_of(0, 0, 2));
+    if (world.rank() == 1) loss = loss * std::numeric_limits<double>::infinity();
+    ddp.backward(scaler.scale(loss), 2);
+    EXPECT_FALSE(scaler.step(sgd));
+    EXPECT_TRUE(torch::equal(net->w.detach(), torch::ones({3}, torch::kFloat64)));
     world.barrier();
   });
 }
@@ -518,7 +537,8 @@ TEST(Ddp, names_the_parameters_without_a_gradient_if_all_have_to_be_used) {
     DistributedDataParallel ddp(world, *net, sgd, {.find_unused_parameters = false});
     ddp.backward(net[0]->as<torch::nn::Linear>()->forward(torch::ones({1, 2})).sum(), 1);
   };
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, use_one_of_two); }), "no gradient for 1.weight, 1.bias"));
+  EXPECT_TRUE(
+      contains(message_of<UsageError>([&] { run_ranks(2, use_one_of_two); }), "no gradient for 1.weight, 1.bias"));
 }
 
 // What breaks shared parameters is an error that names them.

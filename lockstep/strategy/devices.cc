@@ -16,6 +16,7 @@
 #include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
 #include "lockstep/data/sampler.h"
+#include "lockstep/gradient/parallel_for.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/thread_generator.h"
 
@@ -106,7 +107,8 @@ class DevicesState {
                 [&] { return seat(index).exited.load() == 1; });
   }
 
-  // The one to blame for a wait that was too long: the first at work that does not wait for another one. -1: none is at work.
+  // The one to blame for a wait that was too long: the first at work that does not wait for another one. -1: none is
+  // at work.
   int who_is_late() {
     for (int i = 0; i < count(); ++i)
       if (!seat(i).done.reached(jobs_) && !seat(i).waits.load(std::memory_order_relaxed)) return i;
@@ -224,7 +226,8 @@ Device::Waiting::Waiting(const Device& device) : device_(device) {
   device.state_.seat(device.index_).waits.store(true, std::memory_order_relaxed);
 }
 Device::Waiting::~Waiting() {  // who gives up is not late either
-  if (std::uncaught_exceptions() == 0) device_.state_.seat(device_.index_).waits.store(false, std::memory_order_relaxed);
+  if (std::uncaught_exceptions() == 0)
+    device_.state_.seat(device_.index_).waits.store(false, std::memory_order_relaxed);
 }
 
 void Device::all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm) {
@@ -275,14 +278,15 @@ namespace {
 // A device's thread that is left behind uses static objects, such as libtorch's operators, to the very end: if it is
 // still at work then, the program ends without destroying them.
 void outlive_statics(const std::shared_ptr<DevicesState>& state, int index) {
-  using Left = std::pair<std::shared_ptr<DevicesState>, int>;
-  const auto end_at_once = [](int status, void* left) {
-    const auto& [state, index] = *static_cast<const Left*>(left);
-    if (state->seat(index).exited.load() == 1) return;
+  using Left = std::pair<std::weak_ptr<DevicesState>, int>;
+  const auto end_at_once = [](int status, void* given) {
+    const std::unique_ptr<Left> left(static_cast<Left*>(given));
+    const auto devices = left->first.lock();
+    if (!devices || devices->seat(left->second).exited.load() == 1) return;
     std::fflush(nullptr);
     ::_exit(status);
   };
-  ::on_exit(end_at_once, new Left(state, index));  // as long as the program
+  ::on_exit(end_at_once, new Left(state, index));
 }
 
 }  // namespace
@@ -318,12 +322,38 @@ void Devices::run_on(int index, const Body& body) {
   });
 }
 
+namespace {
+
+// Either a device sees that the loop is given up, or it is waited for.
+struct Loop {
+  struct Inside {
+    explicit Inside(Loop& of) : loop(of) { ++loop.inside; }
+    ~Inside() { --loop.inside; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+    Loop& loop;
+  };
+  std::atomic<int> inside{0};
+  std::atomic<bool> given_up{false};
+};
+
+}  // namespace
+
 void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                            const std::function<void(std::int64_t, std::int64_t)>& part) {
-  run([begin, count = end - begin, grain, part, devices = size()](Device& device) {
-    const Range mine = even_part(count, device.index(), devices);
-    at::parallel_for(begin + mine.begin, begin + mine.end, grain, part);
-  });
+  const auto loop = std::make_shared<Loop>();
+  try {
+    run([begin, count = end - begin, grain, part, devices = size(), loop](Device& device) {
+      const Loop::Inside inside(*loop);
+      if (loop->given_up) return;
+      const Range mine = even_part(count, device.index(), devices);
+      on_own_cores(begin + mine.begin, begin + mine.end, grain, part);
+    });
+  } catch (...) {
+    loop->given_up = true;
+    while (loop->inside > 0) std::this_thread::yield();
+    throw;
+  }
 }
 
 std::vector<double> Devices::busy_seconds() const {

@@ -9,13 +9,13 @@
 // that it is done after it has finished with everything that it was given.
 //
 // What goes wrong: the first exception of any device ends all of them. Those that wait for another device, in a
-// collective or in Device::wait, leave with PeerLost within 100 ms; those that compute end when their function does; then
-// run() throws the first exception. A device that is not done within the timeout, and does not wait for another one, is
-// named in a PeerLost. Afterwards the devices are of no more use.
+// collective or in Device::wait, leave with PeerLost within 100 ms; those that compute end when their function does;
+// then run() throws the first exception. A device that is not done within the timeout, and does not wait for another
+// one, is named in a PeerLost. Afterwards the devices are of no more use.
 //
-// A function that never returns can't be ended from inside a process: its thread is left behind, and what it uses must be
-// its own (captured by value). A program that ends while such a thread is at work ends without destroying its static
-// objects: the thread may use them.
+// A function that never returns can't be ended from inside a process: its thread is left behind, and what it uses
+// must be its own (captured by value). A program that ends while such a thread is at work ends without destroying its
+// static objects: the thread may use them.
 #pragma once
 
 #include <torch/types.h>
@@ -131,8 +131,9 @@ class Devices {
   // Only on that device; the others rest.
   void run_on(int index, const Body& body);
 
-  // Calls part(first, last) for pieces of [begin, end), one on each device, which spreads it over its cores in steps of at
-  // least `grain`. Blocks until all are done.
+  // Calls part(first, last) for pieces of [begin, end), one on each device, which spreads it over its cores in steps
+  // of at least `grain`. Blocks until none is at work on it any more, also after the timeout: so `part` may use what
+  // belongs to the caller, and has to come to its end by itself. Throws as run() does.
   void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& part);
 

@@ -1,5 +1,6 @@
 #include "lockstep/strategy/flat_block.h"
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/model/parameters.h"
@@ -7,11 +8,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;  // bytes
-
 std::int64_t place_after(std::int64_t offset, const torch::Tensor& parameter) {
-  const std::int64_t values_per_line = kAlignment / static_cast<std::int64_t>(parameter.element_size());
-  return (offset + parameter.numel() + values_per_line - 1) / values_per_line * values_per_line;
+  return round_up<std::int64_t>(offset + parameter.numel(), kCacheLine / parameter.element_size());
 }
 
 }  // namespace
@@ -22,6 +20,10 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& all
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
   if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
+  if (c10::elementSize(dtype) == 2)
+    throw UsageError({.what = concat("parameters of ", c10::toString(dtype), " can't be averaged as one block"),
+                      .likely = "a model that was converted as a whole: optimizers keep such parameters in float32 beside",
+                      .next = "keep the parameters in float32, and compute in 16 bits with --precision bfloat16"});
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) {
     if (tensor.scalar_type() != dtype)

@@ -10,6 +10,11 @@ PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, c
   if (options.first_steps < 0 || options.every < 1)
     throw UsageError({.what = concat("averages every ", options.every, " steps after the first ", options.first_steps),
                       .next = "at least every step, and no negative beginning"});
+  for (const auto& [name, parameter] : parameters_)
+    if (parameter.element_size() == 2)
+      throw UsageError({.what = concat(name, " is ", c10::toString(parameter.scalar_type()), " and can't be averaged"),
+                        .likely = "optimizers keep such parameters in float32 beside, and would not see the average",
+                        .next = "keep parameters in float32, and compute in 16 bits: in_mixed_precision()"});
 }
 
 void PeriodicAverage::after_step() {

@@ -1,6 +1,6 @@
-// strategy/periodic_average.h: post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020): after
-// a beginning with gradients exchanged in each step, ranks go on by themselves and average their parameters now and then.
-// What is sent falls by `every`.
+// strategy/periodic_average.h: post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020):
+// after a beginning with gradients exchanged in each step, ranks go on by themselves and average their parameters now
+// and then. What is sent falls by `every`.
 //
 //   auto guard = average.is_local() ? std::optional(ddp.no_sync()) : std::nullopt;   // needs share_parameters = false
 //   ddp.backward(loss, samples);  optimizer.step();  optimizer.zero_grad();
@@ -25,7 +25,8 @@ struct PeriodicAverageOptions {
 
 class PeriodicAverage {
  public:
-  PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options);  // throws UsageError
+  PeriodicAverage(World world, const torch::nn::Module& module,
+                  const PeriodicAverageOptions& options);  // throws UsageError
 
   bool is_local() const { return steps_ >= options_.first_steps; }  // the step that comes: without an exchange
 

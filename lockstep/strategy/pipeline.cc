@@ -138,8 +138,7 @@ class Pipeline : public Strategy {
   }
 
   // The work of each stage of the next replica.
-  void add_work(std::vector<DeviceWork>& work, const Batch& part, std::int64_t samples,
-                std::uint64_t seed) const {
+  void add_work(std::vector<DeviceWork>& work, const Batch& part, std::int64_t samples, std::uint64_t seed) const {
     const std::size_t replica = work.size() / static_cast<std::size_t>(stages_);
     std::vector<Batch> batches = micro_batches_of(part, micro_batches_);
     for (Batch& each : batches) each.data = in_layout(each.data, replicas_[replica].layout);
@@ -181,8 +180,8 @@ class Pipeline : public Strategy {
   std::shared_ptr<SummedGradients> gradients_;
   int stages_;
   Devices devices_;
-  std::vector<std::vector<Stage>> pieces_;            // of each replica
-  Cut cut_;                                           // empty until the first batch has been measured
+  std::vector<std::vector<Stage>> pieces_;  // of each replica
+  Cut cut_;                                 // empty until the first batch has been measured
   double wall_ = 0;
   double busy_ = 0;
   std::vector<std::int64_t> memory_;  // of each stage

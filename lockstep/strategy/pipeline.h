@@ -10,7 +10,8 @@
 // are summed over its d devices (data parallel, p x d).
 //
 // What passes from stage to stage are tensors as the pieces return them: several where a skip connection crosses the
-// cut. The update is shared out over all devices. A piece must not change its input in place. Batch normalisation sees a micro-batch at a time.
+// cut. The update is shared out over all devices. A piece must not change its input in place. Batch normalisation
+// sees a micro-batch at a time.
 //
 // Stages are threads of one process, or, in a world of several ranks, processes (strategy/pipeline_processes.h).
 //

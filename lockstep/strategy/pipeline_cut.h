@@ -26,8 +26,8 @@ struct StagesOption {
 // Throws UsageError: pieces left out, named twice or not there, or a number of stages that does not divide the devices.
 StagesOption parse_stages(const std::string& text, int devices, int pieces);
 
-// The cut into `stages` ranges whose dearest one is as cheap as can be; every stage gets a piece. Of several such cuts the
-// one whose stages grow latest. Throws UsageError: more stages than pieces.
+// The cut into `stages` ranges whose dearest one is as cheap as can be; every stage gets a piece. Of several such
+// cuts the one whose stages grow latest. Throws UsageError: more stages than pieces.
 Cut balanced_cut(const std::vector<double>& costs, int stages);
 
 // Seconds of each piece, forward and backward, on this batch: the median of three runs, in evaluation mode, so that

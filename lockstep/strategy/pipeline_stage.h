@@ -37,18 +37,18 @@ struct StageLinks {
 
 struct StageWork {
   std::vector<Stage> pieces;
-  std::vector<Batch> micro_batches;   // of which the first stage reads the data, the last one the targets
+  std::vector<Batch> micro_batches;  // of which the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
-  std::uint64_t seed = 0;    // of the step and the replica; each piece and micro-batch draws from a sequence of its own,
-  int first_piece = 0;       // so that dropout is the same wherever the model is cut
+  std::uint64_t seed = 0;  // of the step and the replica; each piece and micro-batch draws from a sequence of its own,
+  int first_piece = 0;     // so that dropout is the same wherever the model is cut
 };
 
 struct StageResult {
-  double loss = 0;           // last stage: its micro-batches' share of the mean loss
-  double busy = 0;           // seconds of forward and backward
-  std::int64_t memory = 0;   // bytes of tensors, at most
-  int in_flight = 0;         // micro-batches, at most
+  double loss = 0;          // last stage: its micro-batches' share of the mean loss
+  double busy = 0;          // seconds of forward and backward
+  std::int64_t memory = 0;  // bytes of tensors, at most
+  int in_flight = 0;        // micro-batches, at most
 };
 
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.

@@ -49,9 +49,13 @@ TEST(S1_pipeline, trains_as_one_device_does_with_named_and_with_counted_stages) 
 
 TEST(S1_pipeline, trains_as_one_device_does_with_replicas_of_each_stage) {
   const Course one = on_one_device(small_task(), pipeline(4));
-  expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2")), one);      // 2 x 2
+  expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2")), one);         // 2 x 2
   expect_same_course(course_of(small_task(), pipeline(6, "gpipe", "0-1,2-6")), one);  // 2 x 3
-  expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1")), one);      // 1 x 3
+  expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1")), one);         // 1 x 3
+}
+
+TEST(S1_pipeline, trains_a_layer_that_stands_in_two_stages) {
+  expect_same_course(course_of(tied_task(), pipeline(3)), on_one_device(tied_task(), pipeline(3)));
 }
 
 TEST(S1_pipeline, trains_when_a_batch_has_fewer_samples_than_micro_batches) {
@@ -71,8 +75,16 @@ Task with_skip() {
     std::vector<torch::nn::LinearImpl*> layers;
     for (const auto& child : model.children()) layers.push_back(child->as<torch::nn::LinearImpl>());
     return std::vector<Stage>{
-        {"in", {layers[0]}, [=](const Tensors& x) { return Tensors{layers[0]->forward(x[0]).tanh(), x[0], x[0].gt(0)}; }},
-        {"inner", {layers[1]}, [=](const Tensors& x) { return Tensors{layers[1]->forward(x[0]) * x[2] + x[0], x[1]}; }},
+        {"in",
+         {layers[0]},
+         [=](const Tensors& x) {
+           return Tensors{layers[0]->forward(x[0]).tanh(), x[0], x[0].gt(0)};
+         }},
+        {"inner",
+         {layers[1]},
+         [=](const Tensors& x) {
+           return Tensors{layers[1]->forward(x[0]) * x[2] + x[0], x[1]};
+         }},
         {"out", {layers[2]}, [=](const Tensors& x) { return Tensors{layers[2]->forward(x[0] + x[1])}; }}};
   };
   task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
@@ -111,8 +123,8 @@ StrategyOptions on_one(StrategyOptions options) {
 }
 
 TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
-  const Task task = in_float64(
-      gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0}));
+  const Task task =
+      in_float64(gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0}));
   const torch::Tensor tokens = torch::randint(0, 11, {6, 5}, torch::kInt64);
   const Batch batch{tokens, tokens.roll(-1, 1)};
   const Course one = course_on(task, on_one(pipeline(1)), batch, kSteps);
@@ -125,16 +137,19 @@ TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
   task.stages = [](torch::nn::Module& model) {
     std::vector<Stage> stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
     for (Stage& stage : stages)
-      stage.forward = [forward = stage.forward](const Tensors& x) { return Tensors{torch::dropout(forward(x)[0], 0.2, true)}; };
+      stage.forward = [forward = stage.forward](const Tensors& x) {
+        return Tensors{torch::dropout(forward(x)[0], 0.2, true)};
+      };
     return stages;
   };
-  expect_same_bits(course_of(task, pipeline(2, "1f1b", "0-3,4-6")), course_of(task, pipeline(3, "1f1b", "0-0,1-1,2-6")));
+  expect_same_bits(course_of(task, pipeline(2, "1f1b", "0-3,4-6")),
+                   course_of(task, pipeline(3, "1f1b", "0-0,1-1,2-6")));
 }
 
 // One micro-batch, so that batch normalisation sees what it sees on one device.
 TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
-  Task task = in_float64(classification_task<ResNet>(
-      "resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
+  Task task = in_float64(
+      classification_task<ResNet>("resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
   StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
   options.micro_batches = 1;
   options.sgd.lr = 0.01;

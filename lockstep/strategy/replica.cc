@@ -55,9 +55,13 @@ void prepare_gradient(torch::Tensor& parameter) {
     parameter.mutable_grad() = gradient_like(parameter);
 }
 
+// One that has two names once, as optimizers have it.
 ParameterLists parameters_of(const Replicas& replicas) {
   ParameterLists all;
-  for (const Replica& replica : replicas) all.push_back(replica.model->parameters());
+  for (const Replica& replica : replicas) {
+    all.emplace_back();
+    for (const auto& [name, parameter] : named_parameters(*replica.model)) all.back().push_back(parameter);
+  }
   return all;
 }
 
@@ -113,14 +117,16 @@ ParameterLists with_gradients(const ParameterLists& all) {
   return found;
 }
 
-std::vector<std::vector<torch::Tensor>> gradients_of(const Replicas& replicas) {
-  std::vector<std::vector<torch::Tensor>> gradients;
-  for (const Replica& replica : replicas) {
+ParameterLists gradients_of(const ParameterLists& all) {
+  ParameterLists gradients;
+  for (const auto& parameters : all) {
     gradients.emplace_back();
-    for (const auto& [name, parameter] : named_parameters(*replica.model)) gradients.back().push_back(parameter.grad());
+    for (const torch::Tensor& parameter : parameters) gradients.back().push_back(parameter.grad());
   }
   return gradients;
 }
+
+ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
 
 std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();

@@ -30,7 +30,8 @@ using Replicas = std::vector<Replica>;
 // The optimizer that the options name. Throws UsageError.
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options);
 
-// A model on `device` in the layout of options.layout, the same for the same seed, with its optimizer. Throws UsageError.
+// A model on `device` in the layout of options.layout, the same for the same seed, with its optimizer. Throws
+// UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
 
 // One per device, all with the parameters and buffers of the first: S0's get_params.
@@ -39,9 +40,9 @@ Replicas make_replicas(int count, const Task& task, const StrategyOptions& optio
 // What torch's own generator goes on with, once the models are made: the steps' seeds come from it.
 void seed_steps(std::uint64_t seed);
 
-// Every replica's values become those of the first, without a copy: their parameters are the same memory from then on. Where
-// devices are sets of cores nothing is gained by copying to them. The first one's optimizer updates them on all devices, with
-// the sum of the lists that the result was given before (gradients_of()).
+// Every replica's values become those of the first, without a copy: their parameters are the same memory from then
+// on. Where devices are sets of cores nothing is gained by copying to them. The first one's optimizer updates them on
+// all devices, with the sum of the lists that the result was given before (gradients_of()).
 [[nodiscard]] std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas);
 
 // After a checkpoint was put into the first replica: parameters and buffers of the others follow; and their optimizers.
@@ -51,9 +52,9 @@ void follow_first(const Replicas& replicas);
 // The learning rate of the first replica's optimizer, which is the one that schedules know, for all.
 void follow_learning_rate(const Replicas& replicas);
 
-// Sums over the replicas' gradients, parameter by parameter, on every device. A parameter without a gradient counts as zero
-// there, and stays without one if no replica has one. S0's all_reduce; Sends nothing: every device reads what it needs
-// where it lies.
+// Sums over the replicas' gradients, parameter by parameter, on every device. A parameter without a gradient counts
+// as zero there, and stays without one if no replica has one. S0's all_reduce; Sends nothing: every device reads what
+// it needs where it lies.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas,
                           shm::Algorithm algorithm = shm::Algorithm::kDirect);
 
@@ -62,8 +63,9 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas,
 using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
 ParameterLists with_gradients(const ParameterLists& all);
 
-// [replica][parameter]; undefined where there is none
-std::vector<std::vector<torch::Tensor>> gradients_of(const Replicas& replicas);
+// Undefined where there is none.
+ParameterLists gradients_of(const ParameterLists& all);
+ParameterLists gradients_of(const Replicas& replicas);
 
 // Bytes of a model's tensors.
 std::int64_t parameter_bytes(const torch::nn::Module& model);
@@ -73,7 +75,8 @@ std::int64_t optimizer_bytes(const Replica& replica);
 // Devices that are threads belong to one process. Throws UsageError if `world` has several.
 void require_one_process(const World& world, const StrategyOptions& options);
 
-// The part of a global batch for each device, contiguous and as even as possible; views of the batch. Parts may be empty.
+// The part of a global batch for each device, contiguous and as even as possible; views of the batch. Parts may be
+// empty.
 std::vector<Batch> parts_of(const Batch& batch, int devices);
 
 // A mean of what the devices found, weighted by samples.

@@ -26,14 +26,12 @@ struct Entry {
 
 constexpr Entry kEntries[] = {
     {{"single", "one device, nothing to exchange"}, make_single},
-    {{"ddp", "gradients all-reduced while backward runs"}, make_ddp},
+    {{"ddp", "gradients exchanged after or during backward"}, make_ddp},
     {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
     {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
     {{"kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore},
-    {{"averaging", "nets of their own, averaged; --average-every", true},
-     make_averaging},
-    {{"pipeline", "layers on different devices; --stages", true},
-     make_pipeline},
+    {{"averaging", "nets of their own, averaged; --average-every", true}, make_averaging},
+    {{"pipeline", "layers on different devices; --stages", true}, make_pipeline},
 };
 
 const Entry& entry_of(const std::string& name) {
@@ -50,8 +48,9 @@ Task in_precision(const Task& task, const StrategyOptions& options) {
   if (options.precision != "bfloat16")
     throw UsageError({.what = concat("no such precision: ", options.precision), .next = "float32 or bfloat16"});
   if (options.name == "pipeline")
-    throw UsageError({.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
-                      .next = "leave precision float32, or choose another strategy"});
+    throw UsageError(
+        {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
+         .next = "leave precision float32, or choose another strategy"});
   return in_mixed_precision(task);
 }
 

@@ -44,7 +44,8 @@ void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const 
   devices.run([losses, shards, samples](Device& device) {
     const auto i = static_cast<std::size_t>(device.index());
     if (!losses[i].defined()) return;
-    losses[i].backward(torch::full_like(losses[i], static_cast<double>(shards[i].size()) / static_cast<double>(samples)));
+    losses[i].backward(
+        torch::full_like(losses[i], static_cast<double>(shards[i].size()) / static_cast<double>(samples)));
   });
 }
 

@@ -13,9 +13,7 @@ using namespace testing;
 class TowersOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, TowersOfSize, ::testing::Values(1, 2, 3, 4));
 
-StrategyOptions towers(int devices) {
-  return {.name = "towers", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices};
-}
+StrategyOptions towers(int devices) { return {.name = "towers", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices}; }
 
 TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
   StrategyOptions options = towers(GetParam());
@@ -86,11 +84,18 @@ TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
   const auto parameters = replicas[1].model->parameters();
   EXPECT_TRUE(parameters[0].is_alias_of(replicas[0].model->parameters()[0]));
   const torch::Tensor before = parameters[0].detach().clone();
-  for (const Replica& replica : replicas)
-    replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
+  for (const Replica& replica : replicas) replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
   gradients->set(gradients_of(replicas));
   replicas[0].optimizer->step();
   EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * StrategyOptions{}.sgd.lr));
+}
+
+TEST(S0_towers, train_a_layer_that_stands_in_two_places_as_one_device_does) {
+  for (const char* update : {"device", "cpu"}) {
+    StrategyOptions options = towers(2);
+    options.update = update;
+    expect_same_course(course_of(tied_task(), options), on_one_device(tied_task(), options));
+  }
 }
 
 TEST(S0_towers, hand_on_what_the_task_throws_on_a_device) {

@@ -85,7 +85,8 @@ VerifyReport verify(const Task& task, const VerifyOptions& options) {
     if (sample.tokens)
       return {torch::randint(sample.classes, shape, generator, torch::kInt64),
               torch::randint(sample.classes, shape, generator, torch::kInt64)};
-    return {torch::randn(shape, generator), torch::randint(sample.classes, {options.batch_size}, generator, torch::kInt64)};
+    return {torch::randn(shape, generator),
+            torch::randint(sample.classes, {options.batch_size}, generator, torch::kInt64)};
   };
   return verify(task, random_batch, options);
 }
@@ -99,7 +100,8 @@ std::string VerifyReport::describe() const {
   }
   for (const TensorDifference& each : differences)
     if (!(each.relative <= tolerance))
-      return concat("different: the first parameter that differs is ", each.name, ", by ", each.relative, " of its norm");
+      return concat("different: the first parameter that differs is ", each.name, ", by ", each.relative,
+                    " of its norm");
   return "different";
 }
 

@@ -40,8 +40,11 @@ Batch batch_of_5(int step) {
 }
 
 TEST_P(VirtualShardsOn, ranks_give_the_same_bits_on_any_number_of_ranks) {
-  const VerifyOptions options{.ranks = GetParam(), .steps = 4, .double_precision = false,
-                              .strategy = {.optimizer = "lamb", .clipping = {.max_norm = 1}, .seed = 3, .virtual_shards = 4}};
+  const VerifyOptions options{
+      .ranks = GetParam(),
+      .steps = 4,
+      .double_precision = false,
+      .strategy = {.optimizer = "lamb", .clipping = {.max_norm = 1}, .seed = 3, .virtual_shards = 4}};
   const VerifyReport report = verify(classification_task<NoisyNet>("noisy"), batch_of_5, options);
   EXPECT_TRUE(report.same_bits) << report.describe();
 }

@@ -50,9 +50,7 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
   const torch::Tensor sums = torch::tensor({mine.loss, mine.correct, mine.samples}, torch::kFloat64);
   world.all_reduce(sums);
   const auto* total = sums.const_data_ptr<double>();
-  return {.loss = total[0] / total[2],
-          .accuracy = total[1] / total[2],
-          .samples = static_cast<std::int64_t>(total[2])};
+  return {.loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<std::int64_t>(total[2])};
 }
 
 }  // namespace lockstep

@@ -19,8 +19,8 @@ struct Evaluation {
   std::int64_t samples = 0;
 };
 
-// In evaluation mode and without gradients, in order, in batches of options.batch_size per rank. Each sample counts once, whatever the
-// number of ranks. Blocks; sends 24 bytes. S0.
+// In evaluation mode and without gradients, in order, in batches of options.batch_size per rank. Each sample counts
+// once, whatever the number of ranks. Blocks; sends 24 bytes. S0.
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options);
 

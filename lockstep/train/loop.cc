@@ -61,8 +61,8 @@ std::string headline(const World& world, const Loader& loader, const std::vector
                      const TrainOptions& options) {
   return concat(options.model, " on ", loader.dataset().name(), ": ", options.strategy, ", ", world.size(),
                 world.size() == 1 ? " rank" : " ranks", " on ",
-                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.batch_size,
-                ", ", options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
+                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.batch_size, ", ",
+                options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
 }
 
 }  // namespace

@@ -44,20 +44,22 @@ class Points : public Dataset {
 
 // Dropout, so that a resumed run needs the generators too.
 Task dropout_task() {
-  return {.make_model = [] { return torch::nn::Linear(4, 2).ptr(); },
-          .forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+  return {
+      .make_model = [] { return torch::nn::Linear(4, 2).ptr(); },
+      .forward =
+          [](torch::nn::Module& model, const torch::Tensor& data) {
             const auto options = torch::nn::functional::DropoutFuncOptions().p(0.2).training(model.is_training());
             return dynamic_cast<torch::nn::LinearImpl&>(model).forward(torch::nn::functional::dropout(data, options));
           },
-          .loss = [](const torch::Tensor& output,
-                     const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
-          .correct = [](const torch::Tensor& output,
-                        const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
-          .name = "points",
-          .stages = [](torch::nn::Module& model) {
-            return std::vector<Stage>{make_stage("all", {&model}, [&model](const torch::Tensor& data) {
-              return dropout_task().forward(model, data);
-            })};
+      .loss = [](const torch::Tensor& output,
+                 const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+      .correct = [](const torch::Tensor& output,
+                    const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
+      .name = "points",
+      .stages =
+          [](torch::nn::Module& model) {
+            return std::vector<Stage>{make_stage(
+                "all", {&model}, [&model](const torch::Tensor& data) { return dropout_task().forward(model, data); })};
           }};
 }
 
@@ -136,13 +138,13 @@ std::string name_of(const ::testing::TestParamInfo<StrategyOptions>& info) {
 class ResumingWith : public ::testing::TestWithParam<StrategyOptions> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, ResumingWith,
-    ::testing::Values(StrategyOptions{.name = "towers", .devices = 2},
-                      StrategyOptions{.name = "towers", .devices = 3, .update = "cpu"},
-                      StrategyOptions{.name = "data_parallel", .devices = 3},
-                      StrategyOptions{.name = "averaging", .devices = 2, .average_every = 3},
-                      StrategyOptions{
-                          .name = "averaging", .devices = 2, .average_every = 2, .outer_lr = 0.7, .outer_momentum = 0.9},
-                      StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}),
+    ::testing::Values(
+        StrategyOptions{.name = "towers", .devices = 2},
+        StrategyOptions{.name = "towers", .devices = 3, .update = "cpu"},
+        StrategyOptions{.name = "data_parallel", .devices = 3},
+        StrategyOptions{.name = "averaging", .devices = 2, .average_every = 3},
+        StrategyOptions{.name = "averaging", .devices = 2, .average_every = 2, .outer_lr = 0.7, .outer_momentum = 0.9},
+        StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}),
     name_of);
 
 // Both runs save at the same steps: averaging makes its nets one model there.
@@ -192,7 +194,8 @@ TEST(TrainingLoop, refuses_a_folder_that_holds_another_run) {
   TrainOptions options = small_options();
   options.checkpoint_dir = folder.path();
   run_alone(options, points());
-  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "checkpoints of another run"));
+  EXPECT_TRUE(
+      contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "checkpoints of another run"));
 }
 
 TEST(TrainingLoop, saves_the_last_step_whatever_the_interval) {
@@ -281,7 +284,8 @@ TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {
   for (const int ranks : {1, 2, 3, 4, 7}) {
     run_ranks(ranks, [&](World& world) {
       const auto strategy = make_strategy(world, dropout_task(), {.seed = 3});
-      const Evaluation mine = evaluate(world, dropout_task(), *strategy, std::make_shared<Points>(101), {.batch_size = 8});
+      const Evaluation mine =
+          evaluate(world, dropout_task(), *strategy, std::make_shared<Points>(101), {.batch_size = 8});
       EXPECT_TRUE(strategy->model().is_training());
       const std::lock_guard lock(mutex);
       found.push_back(mine);

@@ -55,7 +55,7 @@ struct RunMetrics {
 
 class MetricsFile {
  public:
-  MetricsFile() = default;                         // writes nothing
+  MetricsFile() = default;                                     // writes nothing
   explicit MetricsFile(const std::string& path, bool append);  // throws SystemError
   void write(const StepMetrics& metrics);
   void write(const EpochMetrics& metrics);

@@ -19,7 +19,8 @@ std::string strategy_table() {
   };
   std::string table = concat("  ", column("strategy", 15), column("--ranks", 11), "what it does\n");
   for (const StrategyInfo& info : strategies())
-    table += concat("  ", column(info.name, 15), column(info.threads ? "devices" : "processes", 11), info.description, "\n");
+    table +=
+        concat("  ", column(info.name, 15), column(info.threads ? "devices" : "processes", 11), info.description, "\n");
   return table + "docs/strategies/ has a page for each.\n";
 }
 
@@ -27,11 +28,13 @@ void add_data_options(CLI::App& app, TrainOptions& o, const Choices& choices) {
   if (!choices.models.empty())
     app.add_option("--model", o.model, concat("model to train: ", join(choices.models, ", ")))->capture_default_str();
   if (!choices.datasets.empty())
-    app.add_option("--data", o.data, concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))
+    app.add_option("--data", o.data,
+                   concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))
         ->capture_default_str();
   app.add_option("--data-dir", o.data_dir, "folder that holds the dataset");
   if (!choices.datasets.empty())
-    app.add_option("--augment", o.augment, "transforms of training images, such as crop:4,flip; docs/data.md lists them");
+    app.add_option("--augment", o.augment,
+                   "transforms of training images, such as crop:4,flip; docs/data.md lists them");
   app.add_option("--workers", o.workers, "threads per rank that load batches ahead; 0: none")->capture_default_str();
   app.add_option("--prefetch", o.prefetch, "batches that may lie ready per rank")->capture_default_str();
   app.add_option("--skip-bad", o.skip_bad, "unreadable samples of an epoch that each rank may leave out")
@@ -57,9 +60,12 @@ void add_strategy_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--average-every", o.average_every, "averaging: batches between averages")->capture_default_str();
   app.add_option("--outer-lr", o.outer_lr, "averaging: 1 takes the average as it is")->capture_default_str();
   app.add_option("--outer-momentum", o.outer_momentum, "averaging: of the outer step")->capture_default_str();
-  app.add_option("--kvstore", o.kvstore, "kvstore: its kind")->check(CLI::IsMember(kvstore_kinds()))->capture_default_str();
+  app.add_option("--kvstore", o.kvstore, "kvstore: its kind")
+      ->check(CLI::IsMember(kvstore_kinds()))
+      ->capture_default_str();
   app.add_option("--servers", o.servers, "kvstore dist_*: servers, beside --ranks workers")->capture_default_str();
-  app.add_option("--update-on-kvstore", o.update_on_kvstore, "kvstore dist_sync: false: workers update")->capture_default_str();
+  app.add_option("--update-on-kvstore", o.update_on_kvstore, "kvstore dist_sync: false: workers update")
+      ->capture_default_str();
   app.add_option("--staleness", o.staleness, "kvstore dist_bounded: largest delay of a gradient, in updates")
       ->capture_default_str();
   app.add_option("--split-above", o.split_above, "kvstore: elements from which a weight is split over the servers")
@@ -92,12 +98,14 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
   app.add_option("--weight-decay", o.weight_decay, "shrinks the weights in each step")->capture_default_str();
   app.add_option("--clip-norm", o.clip_norm, "largest 2-norm of all gradients together; 0: off")->capture_default_str();
   app.add_option("--clip-value", o.clip_value, "largest element of a gradient; 0: off")->capture_default_str();
-  app.add_option("--ema-decay", o.ema_decay, "also keep a moving average of the weights; 0: off")->capture_default_str();
+  app.add_option("--ema-decay", o.ema_decay, "also keep a moving average of the weights; 0: off")
+      ->capture_default_str();
   app.add_flag("--separate-parameters", o.separate_parameters, "a copy in every rank instead of one per machine");
   app.add_option("--compression", o.compression, "of gradients between ranks")
       ->check(CLI::IsMember({"none", "fp16", "bf16", "powersgd", "2bit", "topk"}))
       ->capture_default_str();
-  app.add_option("--compression-amount", o.compression_amount, "powersgd: rank, 2bit: threshold, topk: share; 0: its default")
+  app.add_option("--compression-amount", o.compression_amount,
+                 "powersgd: rank, 2bit: threshold, topk: share; 0: its default")
       ->capture_default_str();
   app.add_option("--virtual-shards", o.virtual_shards, "the same bits on any number of ranks that divides this; 0: off")
       ->capture_default_str();
@@ -159,10 +167,12 @@ void check_options(const TrainOptions& o) {
   require(o.max_steps >= 0, concat("--max-steps ", o.max_steps, " is negative"), "0: after the epochs");
   require(o.lr >= 0, concat("--lr ", o.lr, " is negative"), "give a rate such as 0.05");
   require(o.clip_norm >= 0 && o.clip_value >= 0, "--clip-norm or --clip-value is negative", "0: off");
-  require(o.ema_decay >= 0 && o.ema_decay < 1, concat("--ema-decay ", o.ema_decay, " is not in [0, 1)"), "such as 0.999");
+  require(o.ema_decay >= 0 && o.ema_decay < 1, concat("--ema-decay ", o.ema_decay, " is not in [0, 1)"),
+          "such as 0.999");
   require(o.virtual_shards >= 0, concat("--virtual-shards ", o.virtual_shards, " is negative"), "0: off");
   require(o.drop_every_epochs > 0, "--drop-every-epochs is not positive", "give epochs, such as 30");
-  require(!o.resume || !o.checkpoint_dir.empty(), "--resume without --checkpoint-dir", "name the folder to resume from");
+  require(!o.resume || !o.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
+          "name the folder to resume from");
   require(!o.nesterov || o.momentum > 0, "--nesterov without --momentum", "give a momentum such as 0.9");
 }
 

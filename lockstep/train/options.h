@@ -20,10 +20,10 @@ namespace lockstep {
 struct TrainOptions {
   std::string model = "lenet";
   std::string data = "auto";  // what suits the model
-  std::string data_dir;  // empty: where Debian puts the dataset
-  std::string augment;   // data/parse_transforms.h
-  int workers = 1;       // threads of each rank that load batches; 0: the step waits while they are loaded
-  int prefetch = 4;      // batches that may lie ready
+  std::string data_dir;       // empty: where Debian puts the dataset
+  std::string augment;        // data/parse_transforms.h
+  int workers = 1;            // threads of each rank that load batches; 0: the step waits while they are loaded
+  int prefetch = 4;           // batches that may lie ready
   std::int64_t skip_bad = 0;  // bad samples of an epoch and rank that may be left out
   std::string strategy = "ddp";
   std::string ranks = "1";  // a number, or "auto": one per core; where no launcher has started ranks already
@@ -32,7 +32,8 @@ struct TrainOptions {
   std::uint64_t seed = 1;
   std::string device = "auto";  // auto | cpu | cuda
   int threads = 0;              // per rank; 0: cores / ranks
-  std::vector<int> devices_per_worker{};  // where devices are threads: in every rank, or in each; none: --ranks counts devices
+  std::vector<int>
+      devices_per_worker{};  // where devices are threads: in every rank, or in each; none: --ranks counts devices
   std::string algorithm = "direct";        // towers, ddp: direct | central | ring | tree
   std::string update = "device";           // towers: device | cpu
   bool refuse_uneven = false;              // towers
@@ -47,23 +48,23 @@ struct TrainOptions {
   std::string stages;                      // pipeline: a number, or a range of pieces for each
   std::int64_t micro_batches = 4;          // pipeline
   std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
-  std::string layout = "auto";  // auto | contiguous | channels_last
-  double timeout = 300;         // seconds that any wait for another rank may take
+  std::string layout = "auto";             // auto | contiguous | channels_last
+  double timeout = 300;                    // seconds that any wait for another rank may take
 
   std::string optimizer = "sgd";  // sgd | adam | adamw | lamb | lars
   double lr = 0.05;
   double momentum = 0.9;
   bool nesterov = false;
   double weight_decay = 0;
-  double clip_norm = 0;   // of all gradients together; 0: off
-  double clip_value = 0;  // of each element; 0: off
-  double ema_decay = 0;   // 0: no moving average of the parameters
-  bool separate_parameters = false;  // a copy in every rank instead of one per machine
+  double clip_norm = 0;               // of all gradients together; 0: off
+  double clip_value = 0;              // of each element; 0: off
+  double ema_decay = 0;               // 0: no moving average of the parameters
+  bool separate_parameters = false;   // a copy in every rank instead of one per machine
   std::string precision = "float32";  // float32 | bfloat16: what forward computes in
-  std::string compression = "none";  // none | fp16 | bf16 | powersgd | 2bit | topk
-  double compression_amount = 0;     // powersgd: rank, 2bit: threshold, topk: share; 0: its default
-  int virtual_shards = 0;  // the same bits on any number of ranks that divides this; 0: off
-  std::string lr_scaling = "none";  // none | sqrt | linear
+  std::string compression = "none";   // none | fp16 | bf16 | powersgd | 2bit | topk
+  double compression_amount = 0;      // powersgd: rank, 2bit: threshold, topk: share; 0: its default
+  int virtual_shards = 0;             // the same bits on any number of ranks that divides this; 0: off
+  std::string lr_scaling = "none";    // none | sqrt | linear
   std::int64_t lr_base_batch_size = 256;
   std::string schedule = "constant";  // constant | cosine | step
   double warmup_epochs = 0;

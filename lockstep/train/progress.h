@@ -1,5 +1,5 @@
-// train/progress.h: what a person sees: a table with a line per epoch on stdout; between its lines, on stderr, a bar that
-// rewrites itself on a terminal, or a plain line now and then in a pipe.
+// train/progress.h: what a person sees: a table with a line per epoch on stdout; between its lines, on stderr, a bar
+// that rewrites itself on a terminal, or a plain line now and then in a pipe.
 //
 // Flow:    train/loop.h -> here -> the terminal
 // Threads: one thread
@@ -16,10 +16,10 @@ namespace lockstep {
 
 // What lies ahead when an epoch begins, or goes on after a resume.
 struct EpochPlan {
-  std::int64_t epoch = 0;       // from 0
+  std::int64_t epoch = 0;  // from 0
   std::int64_t epochs = 0;
-  std::int64_t done = 0;        // steps of this epoch
-  std::int64_t steps = 0;       // of this epoch in all
+  std::int64_t done = 0;   // steps of this epoch
+  std::int64_t steps = 0;  // of this epoch in all
   std::int64_t run_steps_left = 0;
 };
 

@@ -121,8 +121,8 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const Task task = make_task(options);
   const Datasets datasets = load_data(task, options);
   const JobEnvironment job = read_job_environment();
-  const World world = World::from_env({.device = chosen_device(options.device, job.local_size),
-                                       .timeout = timeout_of(options)});
+  const World world =
+      World::from_env({.device = chosen_device(options.device, job.local_size), .timeout = timeout_of(options)});
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options, job));
   TrainingLoop(world, task, datasets, *strategy, options).run();

@@ -26,9 +26,7 @@ std::string generator_name(torch::Device device, int rank) {
   return concat("rng.", c10::DeviceTypeName(device.type(), /*lower_case=*/true), ".", rank);
 }
 
-torch::Tensor generator_state(torch::Device device) {
-  return at::globalContext().defaultGenerator(device).get_state();
-}
+torch::Tensor generator_state(torch::Device device) { return at::globalContext().defaultGenerator(device).get_state(); }
 
 void set_generator_state(torch::Device device, const torch::Tensor& state) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
@@ -44,25 +42,44 @@ std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) 
 
 // What decides the run's course; a resumed run must have the same.
 Json course(const TrainOptions& options) {
-  return {{"model", options.model},         {"data", options.data},           {"batch_size", options.batch_size},
+  return {{"model", options.model},
+          {"data", options.data},
+          {"batch_size", options.batch_size},
           {"augment", options.augment},
-          {"seed", options.seed},           {"optimizer", options.optimizer}, {"lr", options.lr},
-          {"momentum", options.momentum},   {"nesterov", options.nesterov},   {"weight_decay", options.weight_decay},
-          {"lr_scaling", options.lr_scaling}, {"lr_base_batch_size", options.lr_base_batch_size},
-          {"schedule", options.schedule},     {"warmup_epochs", options.warmup_epochs},
-          {"drop_every_epochs", options.drop_every_epochs}, {"drop_factor", options.drop_factor},
-          {"precision", options.precision}, {"layout", options.layout}, {"clip_norm", options.clip_norm}, {"clip_value", options.clip_value},
-          {"ema_decay", options.ema_decay}, {"virtual_shards", options.virtual_shards},
-          {"compression", options.compression}, {"compression_amount", options.compression_amount},
+          {"seed", options.seed},
+          {"optimizer", options.optimizer},
+          {"lr", options.lr},
+          {"momentum", options.momentum},
+          {"nesterov", options.nesterov},
+          {"weight_decay", options.weight_decay},
+          {"lr_scaling", options.lr_scaling},
+          {"lr_base_batch_size", options.lr_base_batch_size},
+          {"schedule", options.schedule},
+          {"warmup_epochs", options.warmup_epochs},
+          {"drop_every_epochs", options.drop_every_epochs},
+          {"drop_factor", options.drop_factor},
+          {"precision", options.precision},
+          {"layout", options.layout},
+          {"clip_norm", options.clip_norm},
+          {"clip_value", options.clip_value},
+          {"ema_decay", options.ema_decay},
+          {"virtual_shards", options.virtual_shards},
+          {"compression", options.compression},
+          {"compression_amount", options.compression_amount},
           {"average_every", options.average_every},
           {"kvstore", options.strategy == "kvstore" ? options.kvstore : ""},
-          {"outer_lr", options.outer_lr},   {"outer_momentum", options.outer_momentum},
+          {"outer_lr", options.outer_lr},
+          {"outer_momentum", options.outer_momentum},
           {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
 }
 
 Json to_json(const Position& p) {
-  return {{"epoch", p.epoch},           {"step_in_epoch", p.step_in_epoch}, {"step", p.step},
-          {"samples", p.samples},       {"epoch_loss", p.epoch_loss},       {"epoch_samples", p.epoch_samples},
+  return {{"epoch", p.epoch},
+          {"step_in_epoch", p.step_in_epoch},
+          {"step", p.step},
+          {"samples", p.samples},
+          {"epoch_loss", p.epoch_loss},
+          {"epoch_samples", p.epoch_samples},
           {"epoch_seconds", p.epoch_seconds}};
 }
 
@@ -80,8 +97,8 @@ void require_same_course(const Json& saved, const TrainOptions& options) {
   const Json now = course(options);
   for (const auto& [option, value] : saved.items())
     if (!now.contains(option) || now[option] != value)
-      throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
-                                            now.contains(option) ? now[option].dump() : "unknown"),
+      throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(),
+                                            ", now it is ", now.contains(option) ? now[option].dump() : "unknown"),
                              .likely = "--resume with other options than the run was started with",
                              .next = "give the same options, or start a new run in another --checkpoint-dir"});
 }
@@ -89,9 +106,10 @@ void require_same_course(const Json& saved, const TrainOptions& options) {
 void copy_saved(const TensorFile& file, const std::string& name, const torch::Tensor& into) {
   const auto found = file.tensors.find(name);
   if (found == file.tensors.end() || found->second.sizes() != into.sizes() || found->second.dtype() != into.dtype())
-    throw CheckpointError({.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
-                           .likely = "a checkpoint of another model",
-                           .next = "resume with the model that the run was started with"});
+    throw CheckpointError(
+        {.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
+         .likely = "a checkpoint of another model",
+         .next = "resume with the model that the run was started with"});
   into.copy_(found->second);
 }
 
@@ -156,6 +174,7 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
 std::string send_to_all(const World& world, const std::string& bytes) {
   const torch::Tensor size = torch::tensor({static_cast<std::int64_t>(bytes.size())});
   world.broadcast(size);
+  if (size.item<std::int64_t>() == 0) return {};
   torch::Tensor buffer = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
   if (world.rank() == 0) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
   world.broadcast(buffer);

@@ -56,8 +56,8 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AgainstPyTorch, ::testing::Values(1, 2, 3, 4, 7)
 TEST_P(AgainstPyTorch, ends_with_the_parameters_of_pytorchs_ddp) {
   const TensorFile recorded = load_safetensors(REFERENCE_FILE);
   run_ranks(GetParam(), [&](World& world) {
-    const auto strategy = make_strategy(world, lenet_with_known_weights(),
-                                        {.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}});
+    const auto strategy =
+        make_strategy(world, lenet_with_known_weights(), {.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}});
     for (int step = 0; step < kSteps; ++step) {
       const double loss = strategy->compute(part_of_batch(step, world)).mean_loss;
       strategy->update();

@@ -133,6 +133,9 @@ Round make_round(Fault fault, unsigned seed) {
           static_cast<int>(random() % 400)};
 }
 
+// Errors name ranks as the job does.
+int in_the_job(int rank) { return 20 + rank; }
+
 int run_until_fault(Group& group, const Round& round, const SharedBoard& board) {
   Memory arena = group.allocate(40000 * sizeof(float));
   std::vector<float> ordinary(40000);
@@ -145,7 +148,7 @@ int run_until_fault(Group& group, const Round& round, const SharedBoard& board) 
   } catch (const PeerLost& error) {
     board->error_at[static_cast<std::size_t>(group.rank())].store(now());
     const std::string message = error.what();
-    const bool named = message.find(concat("rank ", round.victim)) != std::string::npos;
+    const bool named = message.find(concat("rank ", in_the_job(round.victim))) != std::string::npos;
     if (!named) std::fprintf(stderr, "%s\n", error.what());
     return named ? kLost : 1;
   }
@@ -165,7 +168,8 @@ double run_round(const Round& round) {
       concat("seed ", round.seed, ": ", round.size, " ranks, victim ", round.victim, ", call ", round.last_call));
   const SharedBoard board;
   const Options options{.timeout = round.fault == Fault::kStop ? kStallTimeout : std::chrono::milliseconds(20000),
-                        .staging_bytes = 8192};
+                        .staging_bytes = 8192,
+                        .job_ranks = {in_the_job(0), in_the_job(1), in_the_job(2), in_the_job(3)}};
   Host host(round.size, options);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < round.size; ++rank)

@@ -17,11 +17,11 @@ namespace {
 
 using testing::contains;
 using testing::Ended;
+using testing::losses_in;
+using testing::metrics_in;
 using testing::run;
 using testing::TempFolder;
 using testing::with_variables;
-using testing::losses_in;
-using testing::metrics_in;
 using testing::operator+;
 using testing::Words;
 
@@ -78,7 +78,8 @@ TEST_F(StartedRanks, leave_no_meeting_file_behind) {
   const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   std::size_t files = 0;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(runtime.path())) files += !entry.is_directory();
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(runtime.path()))
+    files += !entry.is_directory();
   EXPECT_EQ(files, 0U);
 }
 
@@ -126,9 +127,11 @@ TEST_P(StartedStrategy, trains_on_two_devices_and_reports_them) {
 TEST(Train, runs_the_stages_of_a_pipeline_as_processes_and_saves_all_of_them) {
   const TempFolder folder;
   const auto train = [&](const std::string& metrics, const Words& more) {
-    return run(kTrain + Words{"--strategy", "pipeline", "--ranks", "2", "--devices-per-worker", "1", "--stages",
-                              "0-1,2-3", "--batch-size", "16", "--checkpoint-dir", folder / "checkpoints",
-                              "--checkpoint-every", "2", "--quiet", "--metrics", folder / metrics} + more);
+    return run(kTrain +
+               Words{"--strategy", "pipeline", "--ranks", "2", "--devices-per-worker", "1", "--stages", "0-1,2-3",
+                     "--batch-size", "16", "--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", "2",
+                     "--quiet", "--metrics", folder / metrics} +
+               more);
   };
   const Ended ended = train("one", {"--max-steps", "2"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
@@ -140,9 +143,9 @@ TEST(Train, runs_the_stages_of_a_pipeline_as_processes_and_saves_all_of_them) {
 
 TEST(Train, averages_over_processes_with_devices_of_their_own) {
   const TempFolder folder;
-  const Ended ended = run(kTrain + Words{"--strategy", "averaging", "--ranks", "2", "--devices-per-worker", "2",
-                                         "--average-every", "2", "--max-steps", "4", "--batch-size", "16", "--quiet",
-                                         "--metrics", folder / "m"});
+  const Ended ended =
+      run(kTrain + Words{"--strategy", "averaging", "--ranks", "2", "--devices-per-worker", "2", "--average-every", "2",
+                         "--max-steps", "4", "--batch-size", "16", "--quiet", "--metrics", folder / "m"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto last = metrics_in(folder / "m").back();
   EXPECT_EQ(last["ranks"], 4);
@@ -160,9 +163,11 @@ TEST(Train, reads_options_from_a_toml_file) {
 TEST(Train, resumes_ranks_with_the_bits_of_an_uninterrupted_run) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
-    const Ended ended = run(kProgram + Words{"--ranks", "2", "--batch-size", "500", "--epochs", "1", "--quiet",
-                                             "--metrics", folder / (name + ".jsonl"), "--checkpoint-dir",
-                                             folder / name, "--checkpoint-every", "4"} + more);
+    const Ended ended =
+        run(kProgram +
+            Words{"--ranks", "2", "--batch-size", "500", "--epochs", "1", "--quiet", "--metrics",
+                  folder / (name + ".jsonl"), "--checkpoint-dir", folder / name, "--checkpoint-every", "4"} +
+            more);
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
   };
   train("whole", {"--max-steps", "12"});

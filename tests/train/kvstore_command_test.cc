@@ -18,16 +18,18 @@ namespace {
 using testing::Child;
 using testing::contains;
 using testing::Ended;
-using testing::run;
-using testing::TempFolder;
 using testing::losses_in;
 using testing::metrics_in;
+using testing::run;
+using testing::TempFolder;
 using testing::operator+;
 using testing::steps_in;
 using testing::Words;
 
 const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
-Words kvstore(const std::string& kind) { return kProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"}; }
+Words kvstore(const std::string& kind) {
+  return kProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"};
+}
 
 std::string tensors_of(const std::filesystem::path& path) {
   const std::string bytes = read_file(path);
@@ -37,21 +39,26 @@ std::string tensors_of(const std::filesystem::path& path) {
 TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_same_bits) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
-    const Ended ended = run(kvstore("dist_sync") + Words{"--servers", "2", "--ranks", "2", "--devices-per-worker", "1,2",
-                                                         "--split-above", "5000", "--batch-size", "64", "--quiet", "--metrics",
-                                                         folder / (name + ".jsonl"), "--checkpoint-dir", folder / name,
-                                                         "--checkpoint-every", "4"} + more);
+    const Ended ended = run(kvstore("dist_sync") +
+                            Words{"--servers", "2", "--ranks", "2", "--devices-per-worker", "1,2", "--split-above",
+                                  "5000", "--batch-size", "64", "--quiet", "--metrics", folder / (name + ".jsonl"),
+                                  "--checkpoint-dir", folder / name, "--checkpoint-every", "4"} +
+                            more);
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
   };
   train("whole", {"--max-steps", "10"});
   train("parts", {"--max-steps", "4"});
   train("parts", {"--max-steps", "10", "--resume"});
-  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"), tensors_of(folder / "parts" / "step-00000010.safetensors"));
+  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"),
+            tensors_of(folder / "parts" / "step-00000010.safetensors"));
   const auto last = metrics_in(folder / "whole.jsonl").back();
   EXPECT_EQ(last["examples_per_update"], 64);
   EXPECT_EQ(last["devices_per_worker"], 2);
   EXPECT_EQ(last["max_delay"], 0);
-  EXPECT_EQ(run(kProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics", folder / "one.jsonl"}).exit_code, 0);
+  EXPECT_EQ(run(kProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics",
+                                 folder / "one.jsonl"})
+                .exit_code,
+            0);
   const auto one = losses_in(folder / "one.jsonl");
   const auto many = losses_in(folder / "whole.jsonl");
   ASSERT_EQ(one.size(), many.size());
@@ -66,19 +73,22 @@ INSTANTIATE_TEST_SUITE_P(Kinds, KVStoreOutOfStep, ::testing::Values("dist_async"
 TEST_P(KVStoreOutOfStep, S2_resumes_with_the_weights_and_the_optimizers_state_of_all_servers) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
-    const Ended ended = run(kvstore(GetParam()) + Words{"--servers", "2", "--ranks", "1", "--split-above", "5000", "--batch-size",
-                                                        "16", "--momentum", "0.9", "--quiet", "--checkpoint-dir", folder / name} + more);
+    const Ended ended = run(kvstore(GetParam()) +
+                            Words{"--servers", "2", "--ranks", "1", "--split-above", "5000", "--batch-size", "16",
+                                  "--momentum", "0.9", "--quiet", "--checkpoint-dir", folder / name} +
+                            more);
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
   };
   train("whole", {"--max-steps", "10"});
   train("parts", {"--max-steps", "4"});
   train("parts", {"--max-steps", "10", "--resume"});
-  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"), tensors_of(folder / "parts" / "step-00000010.safetensors"));
+  EXPECT_EQ(tensors_of(folder / "whole" / "step-00000010.safetensors"),
+            tensors_of(folder / "parts" / "step-00000010.safetensors"));
 }
 
 TEST(KVStoreCommand, S2_servers_take_no_part_of_the_batch) {
-  const Ended ended = run(kvstore("dist_sync") + Words{"--servers", "4", "--ranks", "1", "--max-steps", "2", "--batch-size", "2",
-                                                       "--quiet"});
+  const Ended ended = run(kvstore("dist_sync") +
+                          Words{"--servers", "4", "--ranks", "1", "--max-steps", "2", "--batch-size", "2", "--quiet"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
 }
 
@@ -86,7 +96,9 @@ TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
   const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: devices that are cores"));
-  EXPECT_TRUE(contains(ended.output, "local_update_cpu               2         1                     8                    16           0"));
+  EXPECT_TRUE(
+      contains(ended.output,
+               "local_update_cpu               2         1                     8                    16           0"));
 }
 
 // The same samples: at most 1.5 points less. `make soak` trains LeNet for longer.
@@ -94,10 +106,11 @@ TEST(KVStoreCommand, S2_dist_async_learns_as_much_as_dist_sync_and_reports_the_d
   const TempFolder folder;
   const int epochs = testing::rounds("LOCKSTEP_ASYNC_EPOCHS", 0);
   const auto accuracy = [&](const std::string& kind) {
-    const Words lenet = {LOCKSTEP_COMMAND, "train", "--threads", "1", "--model", "lenet", "--strategy", "kvstore", "--kvstore", kind};
+    const Words lenet = {LOCKSTEP_COMMAND, "train",      "--threads", "1",         "--model",
+                         "lenet",          "--strategy", "kvstore",   "--kvstore", kind};
     const Ended ended = run((epochs > 0 ? lenet : kvstore(kind)) +
-                            Words{"--ranks", "2", "--epochs", std::to_string(std::max(1, epochs)), "--batch-size", "256",
-                                  "--lr", "0.05", "--momentum", "0", "--metrics", folder / kind},
+                                Words{"--ranks", "2", "--epochs", std::to_string(std::max(1, epochs)), "--batch-size",
+                                      "256", "--lr", "0.05", "--momentum", "0", "--metrics", folder / kind},
                             testing::kPatience + epochs * std::chrono::minutes(2));
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
     EXPECT_TRUE(contains(ended.output, "examples per update   max delay"));

@@ -16,8 +16,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, LosslessProcesses, ::testing::Values(1, 2, 3, 4,
 
 TEST_P(LosslessProcesses, train_as_one_rank_does) {
   const testing::TempFolder folder;
-  const auto ended = testing::run({LOCKSTEP_COMMAND, "run", "--nproc-per-node", std::to_string(GetParam()), "--", LOSSLESS_RANKS,
-                                   folder.file("courses")});
+  const auto ended = testing::run({LOCKSTEP_COMMAND, "run", "--nproc-per-node", std::to_string(GetParam()), "--",
+                                   LOSSLESS_RANKS, folder.file("courses")});
   ASSERT_EQ(ended.exit_code, 0) << ended.error;
   TensorFile file = load_safetensors(folder / "courses");
   World alone = World::single();
@@ -30,11 +30,13 @@ TEST_P(LosslessProcesses, train_as_one_rank_does) {
 
 // The newest checkpoint of LeNet after `steps` steps on `ranks` ranks; goes on from what `folder` holds.
 std::map<std::string, torch::Tensor> trained_in_shards(const testing::TempFolder& folder, int ranks, int steps) {
-  const auto ended = testing::run({LOCKSTEP_COMMAND, "train", "--data", "fashion-mnist", "--virtual-shards", "4", "--ranks",
-                                   std::to_string(ranks), "--batch-size", "30", "--momentum", "0.9", "--max-steps",
-                                   std::to_string(steps), "--checkpoint-dir", folder.path(), "--resume", "--quiet"});
+  const auto ended =
+      testing::run({LOCKSTEP_COMMAND, "train", "--data", "fashion-mnist", "--virtual-shards", "4", "--ranks",
+                    std::to_string(ranks), "--batch-size", "30", "--momentum", "0.9", "--max-steps",
+                    std::to_string(steps), "--checkpoint-dir", folder.path(), "--resume", "--quiet"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto newest = CheckpointFolder(folder.path()).load_newest();
+  if (!newest) throw std::runtime_error("no checkpoint was written");
   return from_safetensors(newest->bytes, newest->path).tensors;
 }
 

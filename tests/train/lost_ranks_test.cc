@@ -1,5 +1,5 @@
-// Every strategy whose ranks are processes, one of which is killed, stands still, throws or is slow. docs/strategies/ says
-// what the others do then.
+// Every strategy whose ranks are processes, one of which is killed, stands still, throws or is slow. docs/strategies/
+// says what the others do then.
 #include <signal.h>
 
 #include "lockstep/base/deadline.h"
@@ -17,8 +17,8 @@ using testing::with_variables;
 using testing::operator+;
 using testing::Words;
 
-constexpr double kPrompt = 1.0 * LOCKSTEP_TEST_PATIENCE;    // seconds
-constexpr double kTimeout = 1.0 * LOCKSTEP_TEST_PATIENCE;   // --timeout
+constexpr double kPrompt = 1.0 * LOCKSTEP_TEST_PATIENCE;   // seconds
+constexpr double kTimeout = 1.0 * LOCKSTEP_TEST_PATIENCE;  // --timeout
 
 // A strategy, and which of its ranks is struck.
 struct Arrangement {
@@ -34,7 +34,9 @@ const std::vector<Arrangement> kArrangements = {
     {"ddp", 3, 1, {"--strategy", "ddp"}},
     {"ddp_of_separate_parameters", 3, 0, {"--strategy", "ddp", "--separate-parameters"}},
     {"averaging", 3, 1, {"--strategy", "averaging", "--devices-per-worker", "2", "--average-every", "3"}},
-    {"diloco", 2, 0,
+    {"diloco",
+     2,
+     0,
      {"--strategy", "averaging", "--devices-per-worker", "1", "--average-every", "500", "--outer-lr", "0.7",
       "--outer-momentum", "0.9"}},
     {"pipeline", 3, 1, {"--strategy", "pipeline", "--devices-per-worker", "1", "--stages", "0-0,1-1,2-2"}},
@@ -56,11 +58,8 @@ void expect_that_others_name(int victim, Ranks& ranks) {
 
 class RanksOf : public ::testing::TestWithParam<Arrangement> {
  protected:
-  Words program(const Words& more) const {
-    return kProgram + GetParam().options + more;
-  }
+  Words program(const Words& more) const { return kProgram + GetParam().options + more; }
   int victim() const { return GetParam().victim; }
-
 };
 INSTANTIATE_TEST_SUITE_P(Lost, RanksOf, ::testing::ValuesIn(kArrangements),
                          [](const auto& test) { return test.param.name; });
@@ -115,8 +114,8 @@ class ServerOfTwo : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Lost, ServerOfTwo, ::testing::Values(0, 1));
 
 TEST_P(ServerOfTwo, is_killed_and_all_end_within_a_second) {
-  Ranks ranks(4, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "2", "--split-above", "5000",
-                                  "--epochs", "1000"});
+  Ranks ranks(4, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "2", "--split-above",
+                                  "5000", "--epochs", "1000"});
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
   ranks[GetParam()].signal(SIGKILL);
   const Stopwatch watch;
@@ -125,8 +124,8 @@ TEST_P(ServerOfTwo, is_killed_and_all_end_within_a_second) {
 }
 
 TEST(Server, that_stands_still_ends_all_after_three_times_the_timeout) {
-  Ranks ranks(3, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "1", "--epochs", "1000",
-                                  "--timeout", std::to_string(kTimeout)});
+  Ranks ranks(3, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "1", "--epochs",
+                                  "1000", "--timeout", std::to_string(kTimeout)});
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
   ranks[0].signal(SIGSTOP);
   const Stopwatch watch;
@@ -144,8 +143,8 @@ INSTANTIATE_TEST_SUITE_P(Lost, DevicesOfAProgram,
 TEST_P(DevicesOfAProgram, one_of_which_hangs_end_it_after_the_timeout) {
   const Stopwatch watch;
   const Ended ended = run(with_variables(
-      {{"MISBEHAVE", "hang"}}, {MISBEHAVING_TASK, "--threads", "1", "--batch-size", "24", "--strategy", GetParam(), "--ranks", "2",
-                                "--epochs", "1000", "--quiet", "--timeout", std::to_string(kTimeout)}));
+      {{"MISBEHAVE", "hang"}, {"ASAN_OPTIONS", "detect_leaks=0"}}, {MISBEHAVING_TASK, "--threads", "1", "--batch-size", "24", "--strategy", GetParam(),
+                                "--ranks", "2", "--epochs", "1000", "--quiet", "--timeout", std::to_string(kTimeout)}));
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(contains(ended.error, "PeerLost: device cpu:"));
   EXPECT_TRUE(contains(ended.error, "is not done within"));

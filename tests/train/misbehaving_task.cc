@@ -49,11 +49,15 @@ lockstep::ModulePtr make_model() {
   return torch::nn::Sequential(torch::nn::Linear(784, hidden), SpoiltReLU(), torch::nn::Linear(hidden, 10)).ptr();
 }
 
-torch::nn::SequentialImpl& layers_of(torch::nn::Module& model) { return dynamic_cast<torch::nn::SequentialImpl&>(model); }
+torch::nn::SequentialImpl& layers_of(torch::nn::Module& model) {
+  return dynamic_cast<torch::nn::SequentialImpl&>(model);
+}
 
 std::vector<lockstep::Stage> stages(torch::nn::Module& model) {
   auto pieces = lockstep::stages_of(layers_of(model));
-  pieces[0].forward = [first = pieces[0].forward](const lockstep::Tensors& images) { return first({images[0].flatten(1)}); };
+  pieces[0].forward = [first = pieces[0].forward](const lockstep::Tensors& images) {
+    return first({images[0].flatten(1)});
+  };
   return pieces;
 }
 
@@ -64,9 +68,8 @@ int main(int argc, char** argv) {
                        {.make_model = make_model,
                         .forward = [](torch::nn::Module& model,
                                       const torch::Tensor& data) { return layers_of(model).forward(data.flatten(1)); },
-                        .loss = [](const torch::Tensor& output, const torch::Tensor& target) {
-                          return torch::cross_entropy_loss(output, target);
-                        },
+                        .loss = [](const torch::Tensor& output,
+                                   const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
                         .correct = [](const torch::Tensor& output,
                                       const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
                         .name = "perceptron",

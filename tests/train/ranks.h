@@ -1,5 +1,5 @@
-// tests/train/ranks.h: the ranks of a training program as children of the test: no launcher watches them, so that it is up
-// to each of them to find out that another one is lost.
+// tests/train/ranks.h: the ranks of a training program as children of the test: no launcher watches them, so that it
+// is up to each of them to find out that another one is lost.
 #pragma once
 
 #include <map>

@@ -19,17 +19,15 @@
 #include <cstdint>
 #include <string>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/collective/shm/flag.h"
 #include "lockstep/collective/shm/types.h"
 
 namespace lockstep::shm {
 
-inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kSlotBytes = 16384;  // a rank's data in a one-shot collective
 inline constexpr std::size_t kLetterBytes = 832;  // a message that needs no further memory
 inline constexpr int kLettersPerPair = 4;         // messages that one rank can leave for another without waiting
-
-constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 enum class Cause : std::uint32_t { kDied, kLeft, kStalled, kFailed };
 
@@ -50,6 +48,7 @@ struct alignas(kCacheLine) Seat {
 
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> pid;
+  std::atomic<std::int32_t> job_rank;   // what the job calls it
   std::array<std::uint64_t, 16> cores;  // a bit for each core that the rank may use
   std::atomic<std::int32_t> waits_for;  // while it sleeps: the rank that it waits for, plus 1; 0: nobody in particular
   std::atomic<std::int64_t> looked_at;  // while it sleeps: when it last looked around, ms of the steady clock

@@ -175,11 +175,11 @@ void check_counts(const GroupState& group) {
       const std::uint64_t sent = group.counts(from)[to];
       const std::uint64_t expected = group.counts(to)[p + from];
       if (sent == expected) continue;
-      throw MismatchError(
-          {.what = concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected),
-           .here = group.here(),
-           .likely = "send_counts of one rank and receive_counts of another that do not match",
-           .next = "exchange the counts first, with an even all_to_all"});
+      throw MismatchError({.what = concat(group.name(from), " sends ", sent, " elements to ", group.name(to),
+                                          ", which expects ", expected),
+                           .here = group.here(),
+                           .likely = "send_counts of one rank and receive_counts of another that do not match",
+                           .next = "exchange the counts first, with an even all_to_all"});
     }
 }
 

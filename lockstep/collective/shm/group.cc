@@ -153,6 +153,7 @@ void Group::leave() {
 
 int Group::rank() const { return parts_->state.rank(); }
 int Group::size() const { return parts_->state.size(); }
+int Group::job_rank(int rank) const { return parts_->state.job_rank(rank); }
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
   parts_->worker.drain();
@@ -187,6 +188,13 @@ void Group::run(const Call& call, std::optional<std::chrono::milliseconds> timeo
           parts_->state.run([&] { make_call(parts_->state, one); }, timeout);
       },
       call);
+}
+
+void Group::run_as(const Intent& announced, const Call& call) {
+  std::visit([this](const auto& one) { check_call(one, size()); }, call);  // what throws must not leave it announced
+  parts_->worker.drain();
+  parts_->state.announce_as(announced);
+  run(call);
 }
 
 void Group::send(const Send& call) {
@@ -243,7 +251,7 @@ void Group::poison(const std::string& reason) {
   const GroupState& state = parts_->state;
   const int rank = state.machine_rank(state.rank());
   state.machine().poison_if_any_died();  // then this rank failed for that reason
-  state.machine().poison(Cause::kFailed, rank, concat("rank ", rank, " failed: ", reason),
+  state.machine().poison(Cause::kFailed, rank, concat(state.machine().name(rank), " failed: ", reason),
                          state.machine().describe(rank));
 }
 

@@ -125,6 +125,7 @@ struct Receive {
 using Call = std::variant<Barrier, AllReduce, Reduce, ReduceScatter, AllGather, Broadcast, Gather, Scatter, AllToAll,
                           Send, Receive>;
 
+struct Intent;  // control_block.h
 struct WorkState;
 
 // A call that was started. Copies are the same call.
@@ -159,6 +160,7 @@ class Group {
 
   int rank() const;
   int size() const;
+  int job_rank(int rank) const;                         // what the job calls a rank of this group, as do all messages
   void set_timeout(std::chrono::milliseconds timeout);  // for every wait from now on
 
   // Memory that peers read in place. It may outlive the group. Throws SystemError.
@@ -183,7 +185,11 @@ class Group {
   // `timeout`: for the waits of this collective, in place of the group's.
   void run(const Call& call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
-  // The same without blocking: a worker thread of this group makes the calls in the order in which they were started.
+  // As run(), but what the ranks compare, and read in messages, is `announced`: the larger call that this collective is
+  // a part of.
+  void run_as(const Intent& announced, const Call& call);
+
+  // As run() without blocking: a worker thread of this group makes the calls in the order in which they were started.
   // Sends and receives don't wait for collectives or for each other. Memory must stay until the Work is done.
   [[nodiscard]] Work start(Call call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 

@@ -23,7 +23,8 @@ GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::ve
 
 void GroupState::begin(const Intent& intent) {
   if (machine_->poisoned()) machine_->throw_if_poisoned(here());
-  intent_ = intent;
+  intent_ = announced_as_.value_or(intent);
+  announced_as_.reset();
   ++sequence_;
 }
 
@@ -55,7 +56,7 @@ void GroupState::compare(const Intent& mine) const {
 }
 
 void GroupState::disagree(int peer, const std::string& mine, const std::string& theirs) const {
-  throw MismatchError({.what = concat("rank ", rank_, " wants ", mine, ", rank ", peer, " wants ", theirs),
+  throw MismatchError({.what = concat(name(rank_), " wants ", mine, ", ", name(peer), " wants ", theirs),
                        .here = here(),
                        .peer = machine_->describe(machine_rank(peer)),
                        .likely = "ranks whose models, batches or branches differ, so that their calls do too",
@@ -95,8 +96,7 @@ void GroupState::after_failure() const {
     return;
   } catch (const PeerLost&) {
   } catch (const std::exception& error) {
-    machine_->poison(Cause::kFailed, machine_rank(rank_), concat("rank ", machine_rank(rank_), " failed"),
-                     error.what());
+    machine_->poison(Cause::kFailed, machine_rank(rank_), concat(name(rank_), " failed"), error.what());
   }
   for (int peer = 0; peer < size() && machine_->shares_ordinary_memory(); ++peer)
     while (area_.progress(peer).touching.load() != 0) ::sched_yield();
@@ -116,9 +116,12 @@ GroupState::Touch::~Touch() {
     group_.area_.progress(group_.rank_).touching.fetch_sub(1, std::memory_order_release);
 }
 
-std::string GroupState::here() const {
-  return concat("rank ", rank_, " of ", size(), " in ", to_string(intent_), ", collective ", sequence_);
+std::string GroupState::self() const {
+  const int known_as = job_rank(rank_);
+  return concat("rank ", rank_, " of ", size(), known_as == rank_ ? "" : concat(" (rank ", known_as, " of the job)"));
 }
+
+std::string GroupState::here() const { return concat(self(), " in ", to_string(intent_), ", collective ", sequence_); }
 
 std::string GroupState::everyone() const {
   std::vector<std::string> all;

@@ -36,6 +36,8 @@ class GroupState final : public Narrator {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   int machine_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  int job_rank(int rank) const { return machine_->job_rank(machine_rank(rank)); }
+  std::string name(int rank) const { return machine_->name(machine_rank(rank)); }  // "rank 3"
   Machine& machine() const { return *machine_; }
   const std::shared_ptr<Machine>& shared_machine() const { return machine_; }
   const GroupArea& area() const { return area_; }
@@ -55,6 +57,7 @@ class GroupState final : public Narrator {
   }
 
   void begin(const Intent& intent);
+  void announce_as(const Intent& intent) { announced_as_ = intent; }  // in place of what the next begin() is given
   void arrive(Place input, Place output, std::size_t longest_message = 0);
   void arrive_with(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes
 
@@ -119,6 +122,7 @@ class GroupState final : public Narrator {
     const GroupState& group_;
   };
 
+  std::string self() const;  // "rank 1 of 2", and what the job calls it where that differs
   std::string here() const override;
   std::string everyone() const override;
 
@@ -141,6 +145,7 @@ class GroupState final : public Narrator {
   std::uint32_t sequence_ = 0;  // of the collective under way, or of the last one
   std::uint32_t phase_ = 0;     // steps used by all collectives before this one
   Intent intent_;
+  std::optional<Intent> announced_as_;
   Memory staging_;
 };
 

@@ -6,6 +6,8 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/shm/control_block.h"
+#include "lockstep/collective/shm/rendezvous.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 
@@ -119,6 +121,28 @@ TEST(group, poison_tells_everybody_the_reason) {
     for (int i = 0; i < 1000000; ++i) group.barrier();
   });
   for (const auto& error : errors) EXPECT_TRUE(contains(text_of(error), "rank 1 failed: the disk is full"));
+}
+
+TEST(group, names_ranks_as_the_job_does) {
+  auto groups = make_thread_group(2, {.timeout = std::chrono::milliseconds(50), .job_ranks = {4, 7}});
+  EXPECT_EQ(groups[0].job_rank(1), 7);
+  const std::string message = lockstep::testing::message_of<PeerLost>([&] { groups[0].barrier(); });
+  EXPECT_TRUE(contains(message, "rank 7 did not answer within 50.0 ms"));
+  EXPECT_TRUE(contains(message, "rank 0 of 2 (rank 4 of the job) in barrier"));
+}
+
+TEST(group, what_is_announced_is_compared_and_named_in_place_of_the_call) {
+  expect_none(run_threads(2, [](Group& group) {
+    const auto announced = [&](ReduceOp op) {
+      return Intent{.operation = Operation::kAllReduce, .dtype = DType::kFloat32, .op = op, .count = 100};
+    };
+    group.run_as(announced(ReduceOp::kMean), Barrier{});
+    const std::string message = lockstep::testing::message_of<MismatchError>(
+        [&] { group.run_as(announced(group.rank() == 0 ? ReduceOp::kMean : ReduceOp::kSum), Barrier{}); });
+    EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (mean)"));
+    EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (sum)"));
+    group.barrier();
+  }));
 }
 
 TEST(group, the_deadline_lists_what_every_rank_does) {

@@ -21,7 +21,7 @@ struct Message {
   enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
 
   std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
-  std::uint32_t version = 1;
+  std::uint32_t version = 2;
   Kind kind = Kind::kHello;
   std::int32_t rank = -1;
   std::int32_t size = 0;

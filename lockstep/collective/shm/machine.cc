@@ -91,8 +91,9 @@ Machine::Machine(MachineParts parts)
 
 Seat& Machine::seat(int rank) const { return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank]; }
 
-void Machine::take_seat(int rank) {
+void Machine::take_seat(int rank, int job_rank) {
   Seat& mine = seat(rank);
+  mine.job_rank.store(job_rank, std::memory_order_relaxed);
   mine.pid.store(::getpid(), std::memory_order_relaxed);
   for (const int core : usable_cores())
     mine.cores[static_cast<std::size_t>(core) / 64] |= std::uint64_t{1} << (core % 64);
@@ -160,7 +161,7 @@ void Machine::poison_if_any_died() const {
     const int rank = static_cast<int>(i);
     if (polls[i].revents == 0 || left(rank)) continue;
     const std::string ending = how_it_ended(polls[i].fd, seat(rank).pid.load(std::memory_order_relaxed));
-    poison(Cause::kDied, rank, concat("rank ", rank, " died: ", ending), describe(rank) + ", " + ending);
+    poison(Cause::kDied, rank, concat(name(rank), " died: ", ending), describe(rank) + ", " + ending);
   }
 }
 
@@ -173,7 +174,8 @@ int Machine::holds_up(int peer) const {
   int last = peer;
   for (int others = 0; others < size() && last >= 0; ++others) {
     const int next = seat(last).waits_for.load(std::memory_order_acquire) - 1;
-    const bool stands_still = now_in_ms() - seat(last).looked_at.load(std::memory_order_relaxed) > kStandsStillAfter.count();
+    const bool stands_still =
+        now_in_ms() - seat(last).looked_at.load(std::memory_order_relaxed) > kStandsStillAfter.count();
     if (next < 0 || stands_still) return last;
     last = next;
   }
@@ -186,9 +188,13 @@ void Machine::retire(Memory area) {
   std::erase_if(retired_, [](const Memory& memory) { return memory.as<GroupHeader>()->users.load() == 0; });
 }
 
+int Machine::job_rank(int rank) const { return seat(rank).job_rank.load(std::memory_order_relaxed); }
+
+std::string Machine::name(int rank) const { return concat("rank ", job_rank(rank)); }
+
 std::string Machine::describe(int rank) const {
   const std::int32_t pid = seat(rank).pid.load(std::memory_order_relaxed);
-  return pid == 0 ? concat("rank ", rank) : concat("rank ", rank, ", pid ", pid);
+  return pid == 0 ? name(rank) : concat(name(rank), ", pid ", pid);
 }
 
 }  // namespace lockstep::shm

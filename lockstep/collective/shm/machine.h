@@ -39,8 +39,8 @@ class Machine {
   bool more_ranks_than_cores() const;
 
   Seat& seat(int rank) const;
-  void take_seat(int rank);      // once, before the first collective
-  GroupArea group_area() const;  // of the group of all ranks
+  void take_seat(int rank, int job_rank);  // once, before the first collective
+  GroupArea group_area() const;            // of the group of all ranks
   const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[static_cast<std::size_t>(rank)]; }
 
   // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.
@@ -54,11 +54,16 @@ class Machine {
 
   bool left(int rank) const { return seat(rank).state.load(std::memory_order_acquire) == Seat::kLeft; }
   void poison_if_any_died() const;
+
+  // What the job calls a rank: the numbers in messages. Once all ranks took their seats.
+  int job_rank(int rank) const;
+  std::string name(int rank) const;      // "rank 2"
   std::string describe(int rank) const;  // "rank 2, pid 4711"
 
   // Of a rank that waits: for whom (or nobody in particular), and that it is alive.
   void waits(int rank, int peer) const;
-  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then whom it waits for, and so on.
+  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then whom it waits for,
+  // and so on.
   int holds_up(int peer) const;
 
   // Keeps the control memory of a sub-group until its last rank has left it.

@@ -153,7 +153,7 @@ void Mailbox::fail_all(const std::exception_ptr& error) {
 
 std::string Mailbox::here() const {
   const std::lock_guard lock(mutex_);
-  return concat("rank ", group_.rank(), " of ", group_.size(), " in ", doing_);
+  return concat(group_.self(), " in ", doing_);
 }
 
 }  // namespace lockstep::shm

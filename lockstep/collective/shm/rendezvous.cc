@@ -16,6 +16,10 @@ std::size_t staging_bytes_of(const Options& options, int size) {
   return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
+int job_rank_of(const Options& options, int rank) {
+  return options.job_ranks.empty() ? rank : options.job_ranks[static_cast<std::size_t>(rank)];
+}
+
 }  // namespace
 
 Host::Host(int size, const Options& options) : size_(size), options_(options) {
@@ -45,7 +49,7 @@ Group Host::connect(Deadline deadline) {
   gathering.wait_for_hellos(deadline);
   gathering.welcome(control.get(), own);
   const auto machine = std::make_shared<Machine>(gathering.take_parts(std::move(control), std::move(own.memory)));
-  machine->take_seat(0);
+  machine->take_seat(0, job_rank_of(options_, 0));
   gathering.wait_until_ready(deadline);
   listener_.reset();
   remove_folder();
@@ -56,7 +60,7 @@ Group Host::connect(Deadline deadline) {
 Group join_host(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
   Joining joining(address, rank, size, deadline);
   const auto machine = std::make_shared<Machine>(joining.exchange());
-  machine->take_seat(rank);
+  machine->take_seat(rank, job_rank_of(options, rank));
   joining.finish();
   return GroupFactory::make(machine, rank, options.timeout);
 }
@@ -68,7 +72,7 @@ std::vector<Group> make_thread_group(int size, const Options& options) {
                      .share_ordinary_memory = options.share_ordinary_memory};
   for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_memory(rank));
   const auto machine = std::make_shared<Machine>(std::move(parts));
-  for (int rank = 0; rank < size; ++rank) machine->take_seat(rank);
+  for (int rank = 0; rank < size; ++rank) machine->take_seat(rank, job_rank_of(options, rank));
   std::vector<Group> groups;
   for (int rank = 0; rank < size; ++rank) groups.push_back(GroupFactory::make(machine, rank, options.timeout));
   return groups;

@@ -9,6 +9,8 @@
 #include <numeric>
 #include <span>
 
+#include "lockstep/base/cache_line.h"
+
 namespace lockstep::shm {
 
 struct Part {
@@ -21,7 +23,7 @@ class Split {
   // `count` elements into `parts` parts that begin at multiples of `unit`; the last ones may be shorter, or empty.
   static Split even(std::size_t count, int parts, std::size_t unit) {
     const std::size_t share = (count + static_cast<std::size_t>(parts) - 1) / static_cast<std::size_t>(parts);
-    return {count, (share + unit - 1) / unit * unit, {}};
+    return {count, round_up(share, unit), {}};
   }
   static Split equal(std::size_t count_of_part, int parts) {
     return {count_of_part * static_cast<std::size_t>(parts), count_of_part, {}};

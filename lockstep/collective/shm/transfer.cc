@@ -131,7 +131,7 @@ class Receiving final : public Transfer {
     return call_.from == kAnyRank || other->call_.from == kAnyRank || other->call_.from == call_.from;
   }
   std::string describe() const override {
-    const std::string from = call_.from == kAnyRank ? "any rank" : concat("rank ", call_.from);
+    const std::string from = call_.from == kAnyRank ? "any rank" : group_.name(call_.from);
     return concat("receive of ", call_.count, " ", to_string(call_.dtype), " from ", from, ", tag ", call_.tag);
   }
 

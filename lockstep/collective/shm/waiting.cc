@@ -40,12 +40,14 @@ void Waiter::sleep_and_look(Flag& flag, int peer, const void* call, Predicate do
 // Throws if this wait can't end well. True if it has ended meanwhile.
 bool Waiter::look_around(int peer, const void* call, Predicate done) {
   machine_.poison_if_any_died();
+  if (machine_.poisoned() && done(call)) return true;  // it came first: a disagreement that the others have seen too
   machine_.throw_if_poisoned(narrator_.here());
   if (cancelled_.load(std::memory_order_relaxed))
     give_up(Cause::kFailed, kNobody, "a group was closed while a collective of it was under way", narrator_.here());
   if (peer != kNobody && machine_.left(peer)) {
     if (done(call)) return true;  // the last thing that it did
-    give_up(Cause::kLeft, peer, concat("rank ", peer, " has left, but others still call"), machine_.describe(peer));
+    give_up(Cause::kLeft, peer, concat(machine_.name(peer), " has left, but others still call"),
+            machine_.describe(peer));
   }
   if (deadline_->passed()) give_up_as_stalled(peer);
   return false;
@@ -57,10 +59,11 @@ void Waiter::give_up_as_stalled(int peer) {
   const std::string longest = human_seconds(std::chrono::duration<double>(call_timeout_).count());
   if (late == peer)
     give_up(Cause::kStalled, peer,
-            concat(peer == kNobody ? "no rank answered" : concat("rank ", peer, " did not answer"), " within ", longest),
+            concat(peer == kNobody ? "no rank answered" : machine_.name(peer) + " did not answer", " within ", longest),
             narrator_.everyone());
   else
-    give_up(Cause::kStalled, late, concat("rank ", late, " held up rank ", peer, ", which did not answer within ", longest),
+    give_up(Cause::kStalled, late,
+            concat(machine_.name(late), " held up ", machine_.name(peer), ", which did not answer within ", longest),
             concat(machine_.describe(late), "\n          ", narrator_.everyone()));
 }
 

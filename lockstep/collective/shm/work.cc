@@ -74,6 +74,7 @@ void Worker::work() {
     } catch (...) {
       error = std::current_exception();
     }
+    item.task = {};  // what it holds, tensors for instance, is free once its state says so
     const std::lock_guard lock(mutex_);
     items_.pop_front();
     item.state->finish(error);

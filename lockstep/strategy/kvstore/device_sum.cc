@@ -1,7 +1,5 @@
 #include "lockstep/strategy/kvstore/device_sum.h"
 
-#include <ATen/Parallel.h>
-
 #include <array>
 
 #include "lockstep/model/parameters.h"
@@ -13,7 +11,8 @@ constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking 
 constexpr std::int64_t kRunsPerTask = 4;
 
 template <class T>
-void sum_in_place(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count, Devices* devices) {
+void sum_in_place(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
+                  const ParallelFor& parallel_for) {
   const std::int64_t runs = (count + kMaxRun - 1) / kMaxRun;
   const auto part = [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t run = first; run < last; ++run) {
@@ -21,22 +20,21 @@ void sum_in_place(T* into, std::span<const Term> terms, torch::ScalarType dtype,
       weighted_sum(terms, dtype, begin, std::min(kMaxRun, count - begin), into + begin);
     }
   };
-  if (devices != nullptr)
-    devices->parallel_for(0, runs, kRunsPerTask, part);
-  else
-    at::parallel_for(0, runs, kRunsPerTask, part);
+  parallel_for(0, runs, kRunsPerTask, part);
 }
 
 bool all_undefined(const DeviceTensors& values, std::size_t key) { return !values.front()[key].defined(); }
 
 }  // namespace
 
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, Devices* devices) {
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
   const torch::ScalarType dtype = into.scalar_type();
-  if (dtype == torch::kFloat32) return sum_in_place(into.mutable_data_ptr<float>(), terms, dtype, into.numel(), devices);
-  if (dtype == torch::kFloat64) return sum_in_place(into.mutable_data_ptr<double>(), terms, dtype, into.numel(), devices);
+  if (dtype == torch::kFloat32)
+    return sum_in_place(into.mutable_data_ptr<float>(), terms, dtype, into.numel(), parallel_for);
+  if (dtype == torch::kFloat64)
+    return sum_in_place(into.mutable_data_ptr<double>(), terms, dtype, into.numel(), parallel_for);
   const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
-  sum_in_place(wide.mutable_data_ptr<float>(), terms, dtype, into.numel(), devices);
+  sum_in_place(wide.mutable_data_ptr<float>(), terms, dtype, into.numel(), parallel_for);
   into.copy_(wide);
 }
 
@@ -62,7 +60,8 @@ std::vector<torch::Tensor> DeviceSum::sum_on_cpu(const DeviceTensors& values, st
     if (!buffer.defined()) buffer = torch::empty_like(values.front()[key]).detach();
     std::vector<Term> terms;
     for (const auto& device : values) terms.push_back({dense_view(device[key]).const_data_ptr(), 1.0});
-    weighted_sum_into(dense_view(buffer), terms, buffer.numel() > kWorthDividing ? devices_ : nullptr);
+    const bool divide = devices_ != nullptr && buffer.numel() > kWorthDividing;
+    weighted_sum_into(dense_view(buffer), terms, divide ? ParallelFor(on_all(*devices_)) : on_own_cores);
     sums[key] = buffer;
   }
   return sums;
@@ -87,7 +86,8 @@ void DeviceSum::copy_to_all(const std::vector<torch::Tensor>& from, const Device
   on_every_device(to.size(), [from, to](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (std::size_t key = 0; key < from.size(); ++key)
-      if (to[device][key].defined() && !to[device][key].is_alias_of(from[key])) torch::Tensor(to[device][key]).copy_(from[key]);
+      if (to[device][key].defined() && !to[device][key].is_alias_of(from[key]))
+        torch::Tensor(to[device][key]).copy_(from[key]);
   });
 }
 

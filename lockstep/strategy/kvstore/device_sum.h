@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "lockstep/gradient/parallel_for.h"
 #include "lockstep/optimizer/mean.h"
 #include "lockstep/strategy/devices.h"
 
@@ -29,8 +30,8 @@ class DeviceSum {
   // `devices`: needed for kDevice; they add up and copy.
   DeviceSum(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
 
-  // Sums over devices, key by key, in the order of the devices; with one device its own tensors. `first` is the number of
-  // the first key. Until the next sum of the same keys.
+  // Sums over devices, key by key, in the order of the devices; with one device its own tensors. `first` is the
+  // number of the first key. Until the next sum of the same keys.
   std::vector<torch::Tensor> sum(const DeviceTensors& values, std::int64_t first);
 
   // Calls call(0) ... call(devices - 1), each on its device where there are threads for them.
@@ -48,9 +49,9 @@ class DeviceSum {
   std::vector<torch::Tensor> buffers_;  // by number of the key
 };
 
-// into = sum of the terms' values, which are like `into`, dense, in one pass over memory. Computed on `devices`; null: by the
-// calling thread and its cores.
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, Devices* devices = nullptr);
+// into = sum of the terms' values, which are like `into`, dense, in one pass over memory.
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
+                       const ParallelFor& parallel_for = on_own_cores);
 
 // The memory order of tensors of any layout; of an undefined one an undefined one.
 std::vector<torch::Tensor> dense_views(const std::vector<torch::Tensor>& tensors);

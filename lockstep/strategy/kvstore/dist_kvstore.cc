@@ -214,9 +214,10 @@ torch::Tensor DistKVStore::two_bits_of(Server& server, SliceRange range, const P
     torch::Tensor& residual = server.residuals[static_cast<std::size_t>(&slice - server.layout.slices().data())];
     if (!residual.defined()) residual = torch::zeros({slice.count}, slice.scalar_type());
     const torch::Tensor& value = push.of(slice);
-    if (value.defined()) residual.add_(value.narrow(0, slice.begin, slice.count));
-    words.push_back(value.defined() ? take_two_bits(residual, options_.threshold)
-                                    : torch::zeros({two_bit_words(slice.count)}, torch::kInt32));
+    const bool counts = value.defined() && push.header.samples > 0;  // else the server leaves it out
+    if (counts) residual.add_(value.narrow(0, slice.begin, slice.count));
+    words.push_back(counts ? take_two_bits(residual, options_.threshold)
+                           : torch::zeros({two_bit_words(slice.count)}, torch::kInt32));
   }
   return torch::cat(words).view(torch::kUInt8);
 }
@@ -243,6 +244,7 @@ void DistKVStore::take(KeyRange range, const DeviceTensors& into) {
     for (const Server& server : servers_)
       for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range))) {
         const torch::Tensor& whole = into[device][static_cast<std::size_t>(slice.key - range.first)];
+        if (!whole.defined()) continue;  // a gradient that no worker has
         dense_view(whole.detach()).narrow(0, slice.begin, slice.count).copy_(slice.in(server.inbox));
       }
   });

@@ -27,31 +27,32 @@ using WorkerBody = std::function<void(DistKVStore& store, int worker)>;
 using ServerBody = std::function<void(KVServer& server)>;
 
 void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
-  testing::run_over(
-      fabric, cluster.servers + cluster.workers,
-      [&](World& world) {
-        const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
-        Links links = connect_links(world, roles, {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
-        if (const int number = roles.server_of(world.rank()); number >= 0) {
-          for (const Link& other : links.servers) other.send(QuestionHeader{.question = Question::kGoodbye});
-          KVServer server({.consistency = cluster.consistency,
-                           .staleness = cluster.staleness,
-                           .workers = roles.workers,
-                           .server = number,
-                           .servers = cluster.servers,
-                           .timeout = cluster.timeout},
-                          std::move(links.clients));
-          if (check) check(server);
-        } else {
-          DistKVStore store({.consistency = cluster.consistency,
-                             .worker = roles.worker_of(world.rank()),
-                             .split_above = cluster.split_above,
-                             .threshold = cluster.threshold},
-                            std::move(links.servers), nullptr);
-          work(store, roles.worker_of(world.rank()));
-        }
-      },
-      {.timeout = cluster.timeout});
+  testing::run_over(fabric, cluster.servers + cluster.workers,
+                    [&](World& world) {
+                      const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
+                      Links links = connect_links(world, roles,
+                                                  {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
+                      if (const int number = roles.server_of(world.rank()); number >= 0) {
+                        for (const Link& other : links.servers)
+                          other.send(QuestionHeader{.question = Question::kGoodbye});
+                        KVServer server({.consistency = cluster.consistency,
+                                         .staleness = cluster.staleness,
+                                         .workers = roles.workers,
+                                         .server = number,
+                                         .servers = cluster.servers,
+                                         .timeout = cluster.timeout},
+                                        std::move(links.clients));
+                        if (check) check(server);
+                      } else {
+                        DistKVStore store({.consistency = cluster.consistency,
+                                           .worker = roles.worker_of(world.rank()),
+                                           .split_above = cluster.split_above,
+                                           .threshold = cluster.threshold},
+                                          std::move(links.servers), nullptr);
+                        work(store, roles.worker_of(world.rank()));
+                      }
+                    },
+                    {.timeout = cluster.timeout});
 }
 
 class DistStore : public ::testing::TestWithParam<std::tuple<Fabric, int, int>> {
@@ -63,15 +64,17 @@ INSTANTIATE_TEST_SUITE_P(Clusters, DistStore,
                          ::testing::Combine(::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
                                             ::testing::Values(1, 2), ::testing::Values(1, 3)),
                          [](const auto& test) {
-                           return lockstep::concat(testing::name_of(std::get<0>(test.param)), "_", std::get<1>(test.param),
-                                         "_servers_", std::get<2>(test.param), "_workers");
+                           return lockstep::concat(testing::name_of(std::get<0>(test.param)), "_",
+                                                   std::get<1>(test.param), "_servers_", std::get<2>(test.param),
+                                                   "_workers");
                          });
 
 // Keys of several dtypes, split and whole; one worker's first values count.
 TEST_P(DistStore, S2_gives_every_worker_the_first_ones_values_and_then_the_mean_weighted_by_samples) {
   run_cluster(fabric(), cluster(), [&](DistKVStore& store, int worker) {
     const auto w = static_cast<float>(worker);
-    store.init({{"a", torch::full({5, 2}, w)}, {"b", torch::full({3}, w)}, {"c", torch::full({7}, 2.0 + w, torch::kFloat64)}});
+    store.init(
+        {{"a", torch::full({5, 2}, w)}, {"b", torch::full({3}, w)}, {"c", torch::full({7}, 2.0 + w, torch::kFloat64)}});
     const DeviceTensors into{{torch::ones({5, 2}), torch::ones({3}), torch::ones({7}, torch::kFloat64)}};
     store.pull({"a", "b", "c"}, into);
     EXPECT_TRUE(torch::equal(into[0][0], torch::zeros({5, 2})));
@@ -122,7 +125,9 @@ TEST_P(DistStore, S2_updates_on_its_servers_in_every_consistency) {
           const int updates = consistency == Consistency::kSync ? 10 : 10 * here.workers;
           EXPECT_EQ(found.updates, updates);
           EXPECT_EQ(found.delays.gradients(), 10 * here.workers);
-          EXPECT_LE(found.delays.max(), consistency == Consistency::kSync ? 0 : consistency == Consistency::kBounded ? 1 : 1000);
+          EXPECT_LE(found.delays.max(), consistency == Consistency::kSync      ? 0
+                                        : consistency == Consistency::kBounded ? 1
+                                                                               : 1000);
           for (const SliceState& slice : server.states())
             EXPECT_TRUE(slice.value.size(0) == 1 || torch::equal(slice.value, torch::full_like(slice.value, -updates)));
         });
@@ -133,7 +138,8 @@ TEST_P(DistStore, S2_pulls_rows_of_a_split_key) {
   run_cluster(fabric(), cluster(), [&](DistKVStore& store, int) {
     store.init({{"small", torch::ones({2})}, {"table", torch::arange(40, torch::kFloat32).view({10, 2, 2})}});
     const torch::Tensor rows = store.row_sparse_pull("table", torch::tensor({9, 0, 4, 4}));
-    EXPECT_TRUE(torch::equal(rows, torch::arange(40, torch::kFloat32).view({10, 2, 2}).index_select(0, torch::tensor({9, 0, 4, 4}))));
+    EXPECT_TRUE(torch::equal(
+        rows, torch::arange(40, torch::kFloat32).view({10, 2, 2}).index_select(0, torch::tensor({9, 0, 4, 4}))));
     EXPECT_EQ(store.bytes_pulled(), 4 * 4 * 4);
     EXPECT_EQ(store.row_sparse_pull("table", torch::empty({0}, torch::kInt64)).size(0), 0);
   });
@@ -170,8 +176,15 @@ TEST_P(DistStore, takes_values_that_only_some_workers_have) {
 
 TEST(DistKVStore, says_that_workers_have_different_keys) {
   const auto differ = [] {
-    run_cluster(Fabric::kSharedMemory, {}, [](DistKVStore& store, int worker) { store.init({{"a", torch::zeros({3 + worker})}}); },
-                [](KVServer& server) { server.layout(); server.wait_for_pushes(1); });
+    run_cluster(
+        Fabric::kSharedMemory, {},
+        [](DistKVStore& store, int worker) {
+          store.init({{"a", torch::zeros({3 + worker})}});
+        },
+        [](KVServer& server) {
+          server.layout();
+          server.wait_for_pushes(1);
+        });
   };
   try {
     differ();
@@ -204,7 +217,8 @@ class DistStoreOver : public ::testing::TestWithParam<Fabric> {};
 INSTANTIATE_TEST_SUITE_P(Fabrics, DistStoreOver, ::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
-void train(DistKVStore& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
+void train(
+    DistKVStore& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
   store.init({{"a", torch::zeros({6})}});
   store.set_optimizer({.optimizer = "sgd", .sgd = {.lr = 1}});
   const DeviceTensors into{{torch::zeros({6})}};
@@ -307,7 +321,10 @@ TEST(DistKVStore, S2_dist_bounded_waits_for_a_stopped_worker_and_goes_on_without
       [&] {
         run_cluster(
             Fabric::kSharedMemory,
-            {.workers = 3, .consistency = Consistency::kBounded, .staleness = 2, .timeout = std::chrono::milliseconds(1500)},
+            {.workers = 3,
+             .consistency = Consistency::kBounded,
+             .staleness = 2,
+             .timeout = std::chrono::milliseconds(1500)},
             [&](DistKVStore& store, int worker) {
               const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { ++done; });
               train(store, 40, [&](int step) {

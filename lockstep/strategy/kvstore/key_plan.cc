@@ -2,15 +2,15 @@
 
 #include <algorithm>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/data/sampler.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;  // bytes: a slice begins on a cache line
 constexpr std::int64_t kSliceElements = 65536;
 
-std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+std::int64_t aligned(std::int64_t bytes) { return round_up<std::int64_t>(bytes, kCacheLine); }
 
 // Of as many rows that every slice ends where the next one may begin, whatever the dtype.
 std::int64_t rows_of_slice(std::int64_t row) { return aligned(std::max<std::int64_t>(kSliceElements / row, 1)); }
@@ -27,7 +27,9 @@ void split_over_all(const Key& key, std::int64_t number, std::vector<BlockLayout
 
 }  // namespace
 
-torch::Tensor KeySlice::in(const torch::Tensor& block) const { return block.narrow(0, offset, bytes()).view(scalar_type()); }
+torch::Tensor KeySlice::in(const torch::Tensor& block) const {
+  return block.narrow(0, offset, bytes()).view(scalar_type());
+}
 
 BlockLayout::BlockLayout(std::vector<KeySlice> slices) : slices_(std::move(slices)) {
   if (!slices_.empty()) bytes_ = aligned(slices_.back().offset + slices_.back().bytes());

@@ -4,8 +4,8 @@
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //
-// A server's part of the keys is one block of bytes, in the order of the keys: a range of keys is one run of bytes. A large key
-// is several slices, so that some are on their way while others are merged.
+// A server's part of the keys is one block of bytes, in the order of the keys: a range of keys is one run of bytes. A
+// large key is several slices, so that some are on their way while others are merged.
 #pragma once
 
 #include <torch/types.h>
@@ -22,7 +22,7 @@ struct Key {
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // entries of the first dimension: what is split and pulled as a whole
   torch::ScalarType dtype = torch::kFloat32;
-  bool trained = true;    // false: pushed values replace it, as for buffers of a model
+  bool trained = true;  // false: pushed values replace it, as for buffers of a model
 };
 
 // Keys [first, last), by number.
@@ -79,8 +79,8 @@ struct KeyPlanOptions {
   std::int64_t split_above = 1'000'000;  // elements: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
 };
 
-// A key of at least split_above elements is split at rows, evenly over all servers, and there into slices of about 256 KiB
-// that follow each other without a gap; another one goes to the server that has the fewest bytes so far. S2.
+// A key of at least split_above elements is split at rows, evenly over all servers, and there into slices of about
+// 256 KiB that follow each other without a gap; another one goes to the server that has the fewest bytes so far. S2.
 std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options);
 
 }  // namespace lockstep

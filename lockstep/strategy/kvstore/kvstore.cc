@@ -38,7 +38,8 @@ void for_each_run(const std::vector<std::int64_t>& numbers, const Call& call) {
 }  // namespace
 
 void KVStore::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& plain) {
-  if (!keys_.empty()) throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
+  if (!keys_.empty())
+    throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
   std::set<std::string> names;
   std::vector<torch::Tensor> tensors;
   const auto add = [&](const NamedTensor& value, bool trained) {
@@ -69,7 +70,8 @@ void KVStore::push(const std::vector<std::string>& names, const DeviceTensors& v
 void KVStore::pull(const std::vector<std::string>& names, const DeviceTensors& into) {
   std::vector<std::int64_t> numbers;
   for (const std::string& name : names) numbers.push_back(number_of(name));
-  for_each_run(numbers, [&](KeyRange keys, std::size_t first, std::size_t last) { pull(keys, slice_of(into, first, last)); });
+  for_each_run(numbers,
+               [&](KeyRange keys, std::size_t first, std::size_t last) { pull(keys, slice_of(into, first, last)); });
 }
 
 void KVStore::push_pull(const std::vector<std::string>& names, const DeviceTensors& values, const DeviceTensors& into,
@@ -81,14 +83,16 @@ void KVStore::push_pull(const std::vector<std::string>& names, const DeviceTenso
   });
 }
 
-void KVStore::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into, const PushOptions& options) {
+void KVStore::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
+                        const PushOptions& options) {
   push(keys, values, options);
   pull(keys, into);
 }
 
 void require_rows(const Key& key, const torch::Tensor& rows) {
-  const bool good = rows.scalar_type() == torch::kInt64 && rows.dim() == 1 &&
-                    (rows.numel() == 0 || (rows.min().item<std::int64_t>() >= 0 && rows.max().item<std::int64_t>() < key.rows));
+  const bool good =
+      rows.scalar_type() == torch::kInt64 && rows.dim() == 1 &&
+      (rows.numel() == 0 || (rows.min().item<std::int64_t>() >= 0 && rows.max().item<std::int64_t>() < key.rows));
   if (good) return;
   throw UsageError({.what = concat("rows of ", key.name, " that it does not have"),
                     .next = concat("give int64 numbers from 0 to ", key.rows - 1)});

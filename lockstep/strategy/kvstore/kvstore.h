@@ -1,11 +1,11 @@
-// strategy/kvstore/kvstore.h: a store of named values that devices push gradients to and pull weights from: on one machine
-// (local_kvstore.h), or on servers (dist_kvstore.h). S2.
+// strategy/kvstore/kvstore.h: a store of named values that devices push gradients to and pull weights from: on one
+// machine (local_kvstore.h), or on servers (dist_kvstore.h). S2.
 //
 //   init -> [set_optimizer] -> push, pull, push, pull, ...
 //
-// A push adds the values of this worker's devices (level 1). Where there are several workers, theirs are merged (level 2):
-// all of them for dist_sync, each on its own for dist_async and dist_bounded. Without an optimizer the merged value
-// replaces what the store has; with one it is a gradient, and the store updates.
+// A push adds the values of this worker's devices (level 1). Where there are several workers, theirs are merged
+// (level 2): all of them for dist_sync, each on its own for dist_async and dist_bounded. Without an optimizer the
+// merged value replaces what the store has; with one it is a gradient, and the store updates.
 //
 // Flow:    strategy/kvstore/kvstore_worker.h, or a user's loop -> here -> optimizer/
 // Owns:    the values, the optimizer's state
@@ -45,7 +45,8 @@ class KVStore {
   // Throws UsageError: twice, or one name twice. MismatchError: workers that differ.
   void init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& plain = {});
 
-  // From now on pushed values are gradients. Of `options` only what is about the optimizer counts. Every worker calls it.
+  // From now on pushed values are gradients. Of `options` only what is about the optimizer counts. Every worker calls
+  // it.
   virtual void set_optimizer(const StrategyOptions& options) = 0;
 
   // values: [device][key], like the keys of `names`. Throw UsageError (an unknown name), PeerLost.
@@ -57,7 +58,8 @@ class KVStore {
   // The same for keys that follow each other.
   virtual void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) = 0;
   virtual void pull(KeyRange keys, const DeviceTensors& into) = 0;
-  virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into, const PushOptions& options);
+  virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
+                         const PushOptions& options);
 
   // Rows of a key, by number: shape (rows, ...). Sends these rows only.
   virtual torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) = 0;

@@ -1,4 +1,5 @@
-// strategy/kvstore/kvstore_dist.h: the strategy `kvstore` between processes: servers and workers go through the same loop.
+// strategy/kvstore/kvstore_dist.h: the strategy `kvstore` between processes: servers and workers go through the same
+// loop.
 //
 //   worker   trains on its part of the batches; pushes and pulls in update()
 //   server   its threads serve; its loop counts a step once every worker has pushed it, validates and saves
@@ -26,8 +27,8 @@ struct DistSetting {
   int first_worker() const { return roles.workers.front(); }
 };
 
-std::unique_ptr<Strategy> make_kvstore_worker(const DistSetting& setting, std::vector<Link> servers, const World& workers,
-                                              const Task& task, const StrategyOptions& options);
+std::unique_ptr<Strategy> make_kvstore_worker(const DistSetting& setting, std::vector<Link> servers,
+                                              const World& workers, const Task& task, const StrategyOptions& options);
 std::unique_ptr<Strategy> make_kvstore_server(const DistSetting& setting, Links links, const Task& task,
                                               const StrategyOptions& options);
 

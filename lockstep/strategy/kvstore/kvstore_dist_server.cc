@@ -3,6 +3,7 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
+#include "lockstep/strategy/kvstore/other_servers.h"
 #include "lockstep/strategy/replica.h"
 
 namespace lockstep {
@@ -25,7 +26,10 @@ torch::Tensor part_of(const torch::Tensor& whole, const KeySlice& slice) {
 class KVStoreServer : public Strategy {
  public:
   KVStoreServer(const DistSetting& setting, Links links, const Task& task, const StrategyOptions& options)
-      : setting_(setting), task_(task), replica_(make_replica(task, options)), others_(std::move(links.servers)) {
+      : setting_(setting),
+        task_(task),
+        replica_(make_replica(task, options)),
+        others_(std::move(links.servers), options.timeout / 4) {
     require_same_model(setting.world, named_parameters(model()));
     broadcast_model(setting.world, model(), setting.first_worker());
     for (const auto& [name, parameter] : trained_parameters(model())) values_.push_back(parameter);
@@ -33,15 +37,6 @@ class KVStoreServer : public Strategy {
     for (const auto& [name, buffer] : named_buffers(model())) values_.push_back(buffer);
     seed_steps(options.seed);
     server_ = std::make_unique<KVServer>(server_options(setting, options), std::move(links.clients));
-  }
-
-  ~KVStoreServer() override {
-    server_.reset();
-    if (std::uncaught_exceptions() > 0) return;
-    for (const Link& other : others_) try {
-        other.send(QuestionHeader{.question = Question::kGoodbye});
-      } catch (const std::exception&) {  // it is gone already
-      }
   }
 
   // The workers' step: over when all that are there have pushed it.
@@ -94,14 +89,14 @@ class KVStoreServer : public Strategy {
     const BlockLayout own = server_->layout();
     const std::vector<SliceState> slices = server_->states();
     for (std::size_t i = 0; i < slices.size(); ++i) place(own.slices()[i], slices[i], states);
-    for (const Link& other : others_) {
+    others_.for_each([&](const Link& other) {
       other.send(QuestionHeader{.question = Question::kState, .count = pushes_});
       const auto count = other.receive<AnswerHeader>().count;
       for (std::int64_t i = 0; i < count; ++i) {
         const auto slice = other.receive<KeySlice>();
         place(slice, receive_state(other.world(), other.peer()), states);
       }
-    }
+    });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[static_cast<std::int64_t>(i)]);
   }
 
@@ -123,20 +118,20 @@ class KVStoreServer : public Strategy {
       slices.push_back({.value = part_of(value, slice), .state = {}});
       if (slice.trained == 0) continue;
       for (const auto& [name, whole] : replica_.optimizer->state_of(value))
-        slices.back().state[name] = whole.dim() == 0 ? whole : part_of(whole, slice);
+        slices.back().state[name] = name == "step" ? whole : part_of(whole, slice);
     }
     return slices;
   }
 
   DistSetting setting_;
   Task task_;
-  Replica replica_;  // what is validated and saved
+  Replica replica_;                    // what is validated and saved
   std::vector<torch::Tensor> values_;  // its trained parameters, then its buffers: the keys
   std::size_t trained_ = 0;
-  std::vector<Link> others_;  // servers, of which the first is a client
+  OtherServers others_;  // of which the first is a client
   std::int64_t pushes_ = 0;
   PhaseTimes phases_;
-  std::unique_ptr<KVServer> server_;
+  std::unique_ptr<KVServer> server_;  // ends first: once its clients have left, the other servers may
 };
 
 }  // namespace

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/kvstore/dist_kvstore.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
@@ -12,7 +14,8 @@ DistKVStoreOptions store_options(const DistSetting& setting, const StrategyOptio
   return {.consistency = setting.consistency,
           .worker = setting.roles.worker_of(setting.world.rank()),
           .split_above = layerwise ? std::numeric_limits<std::int64_t>::max() : options.split_above,
-          .threshold = options.compression == "2bit" ? (options.compression_amount == 0 ? 0.5 : options.compression_amount) : 0};
+          .threshold =
+              options.compression == "2bit" ? (options.compression_amount == 0 ? 0.5 : options.compression_amount) : 0};
 }
 
 class KVStoreDistWorker : public KVStoreWorker {
@@ -62,11 +65,15 @@ class KVStoreDistWorker : public KVStoreWorker {
     has_weights_ = true;
   }
 
+  // Where workers update, also: on how many of them each parameter has a gradient.
   BatchTotals over_workers(const BatchMean& mine) override {
     const BatchTotals own = mine.totals();
     if (!setting_.in_step()) return {.samples = own.samples, .mean_loss = own.samples > 0 ? own.mean_loss : 0};
     const auto samples = static_cast<double>(own.samples);
-    const torch::Tensor sums = torch::tensor({samples, own.samples > 0 ? own.mean_loss * samples : 0.0}, torch::kFloat64);
+    std::vector<double> values{samples, own.samples > 0 ? own.mean_loss * samples : 0.0};
+    if (!update_in_store())
+      for (std::size_t i = 0; i < parameters().front().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
+    const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
     try {
       workers_.all_reduce(sums);
     } catch (const PeerLost& error) {
@@ -74,7 +81,12 @@ class KVStoreDistWorker : public KVStoreWorker {
       throw;
     }
     const auto* sum = sums.const_data_ptr<double>();
+    with_gradient_.assign(sum + 2, sum + sums.numel());
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
+  }
+
+  bool has_gradient(std::size_t parameter) const {
+    return std::ranges::any_of(parameters(), [&](const auto& device) { return device[parameter].grad().defined(); });
   }
 
   void push_buffers(const PushOptions& options) override {
@@ -90,17 +102,20 @@ class KVStoreDistWorker : public KVStoreWorker {
     return buffers;
   }
 
-  // Where workers update, each needs a place for what the others may have.
+  // Where workers update, each needs a place for what others have.
   DeviceTensors gradients() override {
-    if (!update_in_store())
-      for (torch::Tensor parameter : parameters().front())
-        if (!parameter.grad().defined()) parameter.mutable_grad() = torch::zeros_like(parameter).detach();
+    for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
+      torch::Tensor parameter = parameters().front()[i];
+      if (with_gradient_[i] > 0 && !parameter.grad().defined())
+        parameter.mutable_grad() = torch::zeros_like(parameter).detach();
+    }
     return KVStoreWorker::gradients();
   }
 
   DistSetting setting_;
   World workers_;
   bool has_weights_ = false;
+  std::vector<double> with_gradient_;  // on how many workers, parameter by parameter; empty: the servers know
   DistKVStore store_;
 };
 
@@ -111,8 +126,8 @@ void broadcast_model(const World& world, const torch::nn::Module& model, int roo
   broadcast_tensors(world, named_buffers(model), root);
 }
 
-std::unique_ptr<Strategy> make_kvstore_worker(const DistSetting& setting, std::vector<Link> servers, const World& workers,
-                                              const Task& task, const StrategyOptions& options) {
+std::unique_ptr<Strategy> make_kvstore_worker(const DistSetting& setting, std::vector<Link> servers,
+                                              const World& workers, const Task& task, const StrategyOptions& options) {
   return std::make_unique<KVStoreDistWorker>(setting, std::move(servers), workers, task, options);
 }
 

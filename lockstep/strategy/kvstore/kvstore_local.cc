@@ -64,7 +64,8 @@ class KVStoreLocal : public KVStoreWorker {
 // `local` makes its choice here.
 std::string kind_of(const World& world, const Task& task, const StrategyOptions& options) {
   if (options.kvstore != "local") return options.kvstore;
-  const auto [kind, reason] = choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
+  const auto [kind, reason] =
+      choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
   log_info(concat("kvstore local is ", kind, ": ", reason));
   return kind;
 }

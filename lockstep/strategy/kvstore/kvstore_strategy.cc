@@ -20,14 +20,14 @@ Consistency consistency_of(const std::string& kind) {
 }
 
 void check(const StrategyOptions& o) {
-  require(std::ranges::find(kvstore_kinds(), o.kvstore) != kvstore_kinds().end(), concat("no such kvstore: ", o.kvstore),
-          concat("one of ", join(kvstore_kinds(), ", ")));
+  require(std::ranges::find(kvstore_kinds(), o.kvstore) != kvstore_kinds().end(),
+          concat("no such kvstore: ", o.kvstore), concat("one of ", join(kvstore_kinds(), ", ")));
   const bool exact = o.compression == "none";
   require(exact || (o.compression == "2bit" && has_servers(o.kvstore)),
-          concat("--compression ", o.compression, " with kvstore ", o.kvstore),
-          "none, or 2bit with a dist_ kvstore");
+          concat("--compression ", o.compression, " with kvstore ", o.kvstore), "none, or 2bit with a dist_ kvstore");
   require(exact || o.compression_amount >= 0, "a negative --compression-amount", "give the threshold, such as 0.5");
-  require(o.update_on_kvstore || !goes_on_without_workers(o.kvstore), concat("kvstore ", o.kvstore, " updates on its servers"),
+  require(o.update_on_kvstore || !goes_on_without_workers(o.kvstore),
+          concat("kvstore ", o.kvstore, " updates on its servers"),
           "leave out --update-on-kvstore false, or choose dist_sync");
   require(o.staleness >= 0, concat("--staleness ", o.staleness), "give updates, 0 or more");
   require(o.split_above > 0, concat("--split-above ", o.split_above), "give elements, such as 1000000");
@@ -61,8 +61,9 @@ std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const 
 }  // namespace
 
 const std::vector<std::string>& kvstore_kinds() {
-  static const std::vector<std::string> kKinds = {"local",     "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device",
-                                                  "dist_sync", "dist_async",       "dist_bounded"};
+  static const std::vector<std::string> kKinds = {
+      "local",     "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device",
+      "dist_sync", "dist_async",       "dist_bounded"};
   return kKinds;
 }
 

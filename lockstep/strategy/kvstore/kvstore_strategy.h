@@ -1,5 +1,5 @@
-// strategy/kvstore/kvstore_strategy.h: the strategy `kvstore`: a store of weights that devices push gradients to and pull
-// from. S2.
+// strategy/kvstore/kvstore_strategy.h: the strategy `kvstore`: a store of weights that devices push gradients to and
+// pull from. S2.
 //
 //   local                   picks one of the next three, and logs which and why
 //   local_update_cpu        gradients summed on the CPU, updated there
@@ -19,7 +19,7 @@
 namespace lockstep {
 
 const std::vector<std::string>& kvstore_kinds();
-bool has_servers(const std::string& kind);          // dist_*
+bool has_servers(const std::string& kind);              // dist_*
 bool goes_on_without_workers(const std::string& kind);  // dist_async, dist_bounded
 
 // All ranks call. Throws UsageError.

@@ -3,13 +3,17 @@
 
 #include <torch/nn/modules/batchnorm.h>
 
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <mutex>
 #include <thread>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/sampler.h"
+#include "tests/shm/support.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -42,8 +46,9 @@ struct Trained {
   std::map<std::string, double> report;
   std::string table;
 };
-Trained train(int workers, const StrategyOptions& options, const Task& task = small_task(), int steps = kSteps,
-              std::int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
+Trained train(
+    int workers, const StrategyOptions& options, const Task& task = small_task(), int steps = kSteps,
+    std::int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
   Trained trained;
   run_ranks(options.servers + workers, [&](World& world) {
     StrategyOptions mine = options;
@@ -66,9 +71,11 @@ Trained train(int workers, const StrategyOptions& options, const Task& task = sm
 }
 
 class DistSyncOfSize : public ::testing::TestWithParam<std::tuple<int, int>> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize, ::testing::Combine(::testing::Values(1, 2), ::testing::Values(1, 2, 3, 4)),
+INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize,
+                         ::testing::Combine(::testing::Values(1, 2), ::testing::Values(1, 2, 3, 4)),
                          [](const auto& test) {
-                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param), "_workers");
+                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param),
+                                                   "_workers");
                          });
 
 TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_servers_update) {
@@ -101,7 +108,9 @@ TEST(S2_dist_sync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_w
   EXPECT_EQ(trained.report.at("examples_per_device"), 8);
   EXPECT_EQ(trained.report.at("max_delay"), 0);
   EXPECT_EQ(trained.report.at("updates"), 5);
-  EXPECT_TRUE(contains(trained.table, "dist_sync                    1-2         2                   4-8                    16           0"));
+  EXPECT_TRUE(
+      contains(trained.table,
+               "dist_sync                    1-2         2                   4-8                    16           0"));
 }
 
 double distance(const Course& one, const Course& other) {
@@ -184,7 +193,8 @@ Step slow_first_worker(int servers) {
 class DistBoundedBy : public ::testing::TestWithParam<std::tuple<int, int>> {};
 INSTANTIATE_TEST_SUITE_P(Bounds, DistBoundedBy, ::testing::Combine(::testing::Values(1, 2), ::testing::Values(0, 1, 3)),
                          [](const auto& test) {
-                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param), "_updates");
+                           return lockstep::concat(std::get<0>(test.param), "_servers_", std::get<1>(test.param),
+                                                   "_updates");
                          });
 
 TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worker_is_slow) {
@@ -211,9 +221,89 @@ TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worke
   EXPECT_LE(oldest, bound);
 }
 
+TEST_P(DistBoundedBy, S2_no_worker_waits_for_ever_while_others_go_on) {
+  const auto [servers, bound] = GetParam();
+  StrategyOptions options = dist("dist_bounded", servers);
+  options.staleness = bound;
+  constexpr int kSteps = 30;
+  std::mutex mutex;
+  std::array<int, 2> done{};
+  std::vector<std::size_t> turns;  // while both are there
+  run_ranks(servers + 2, [&, servers = servers](World& world) {
+    const auto strategy = make_strategy(world, small_task(), options);
+    const World share = strategy->data_world(world);
+    for (int step = 0; step < kSteps; ++step) {
+      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->update();
+      if (!strategy->has_data()) continue;
+      const std::lock_guard lock(mutex);
+      const auto worker = static_cast<std::size_t>(world.rank() - servers);
+      ++done[worker];
+      if (done[0] > 0 && done[1] > 0 && done[1 - worker] < kSteps) turns.push_back(worker);
+    }
+  });
+  for (std::size_t i = 2; bound == 0 && i < turns.size(); ++i)
+    EXPECT_FALSE(turns[i] == turns[i - 1] && turns[i] == turns[i - 2]) << "three turns of worker " << turns[i];
+  EXPECT_EQ(done[0], kSteps);
+  EXPECT_EQ(done[1], kSteps);
+}
+
+// The first server asks the others nothing between two checkpoints, and is not taken for lost.
+TEST(S2_dist_async, with_several_servers_trains_for_longer_than_the_timeout) {
+  StrategyOptions options = dist("dist_async", 2);
+  options.timeout = std::chrono::milliseconds(1000 * LOCKSTEP_TEST_PATIENCE);
+  std::atomic<bool> enough{false};
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, small_task(), options);
+    const World share = strategy->data_world(world);
+    const Stopwatch watch;
+    std::int64_t steps = 0;
+    for (; strategy->has_data() ? !enough : steps < 1; ++steps) {
+      strategy->compute(part_of(batch_of(0), *strategy, share));
+      strategy->update();
+      if (watch.seconds() > 1.5 * std::chrono::duration<double>(options.timeout).count()) enough = true;
+    }
+    EXPECT_GE(steps, 1);
+  });
+  EXPECT_TRUE(enough);
+}
+
 TEST(S2_dist_async, has_no_bound_for_the_delay_of_a_slow_worker) {
   const Trained trained = train(3, dist("dist_async"), small_task(), 30, kBatch, slow_first_worker(1));
   EXPECT_GT(trained.report.at("max_delay"), 3);
+}
+
+// With a parameter of no dimension, and a layer that no sample goes through.
+struct OddNetImpl : torch::nn::Module {
+  OddNetImpl() {
+    layer = register_module("layer", torch::nn::Linear(6, 4));
+    temperature = register_parameter("temperature", torch::full({}, 0.5));
+    unused = register_module("unused", torch::nn::Linear(6, 4));
+    to(torch::kFloat64);
+  }
+  torch::Tensor forward(const torch::Tensor& data) { return layer(data) * temperature; }
+  torch::nn::Linear layer{nullptr}, unused{nullptr};
+  torch::Tensor temperature;
+};
+TORCH_MODULE(OddNet);
+
+Task odd_task() {
+  Task task = small_task();
+  task.make_model = [] { return OddNet().ptr(); };
+  task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+    return dynamic_cast<OddNetImpl&>(model).forward(data);
+  };
+  return task;
+}
+
+TEST(S2_dist_sync, leaves_a_parameter_alone_that_no_worker_has_a_gradient_of) {
+  for (const bool update_on_kvstore : {true, false}) {
+    StrategyOptions options = dist("dist_sync", 2);
+    options.update_on_kvstore = update_on_kvstore;
+    options.sgd.weight_decay = 0.1;
+    const Course expected = on_one_device(odd_task(), options);
+    expect_same_course({train(2, options, odd_task()).course.parameters, {}}, {expected.parameters, {}});
+  }
 }
 
 // ---- Checkpoints
@@ -226,12 +316,12 @@ TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
   const auto [servers, update_on_kvstore] = GetParam();
   StrategyOptions options = dist("dist_sync", servers);
   options.update_on_kvstore = update_on_kvstore;
-  const Course whole = train(2, options).course;
+  const Course whole = train(2, options, odd_task()).course;
   std::vector<torch::Tensor> parameters;
   std::vector<Optimizer::StateTensors> states;
   const auto run = [&](int from, int to, Course* result) {
     run_ranks(servers + 2, [&, servers = servers](World& world) {
-      const auto strategy = make_strategy(world, small_task(), options);
+      const auto strategy = make_strategy(world, odd_task(), options);
       const World share = strategy->data_world(world);
       if (from > 0) {
         const torch::NoGradGuard no_grad;
@@ -253,7 +343,7 @@ TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
       states.clear();
       for (const torch::Tensor& parameter : strategy->model().parameters()) {
         states.push_back(strategy->optimizer().state_of(parameter));
-        EXPECT_EQ(states.back().at("step").item<float>(), static_cast<float>(to));
+        if (!states.back().empty()) EXPECT_EQ(states.back().at("step").item<float>(), static_cast<float>(to));
         for (auto& [name, tensor] : states.back()) tensor = tensor.clone();
       }
     });

@@ -81,12 +81,7 @@ void KVStoreWorker::pull_buffers() {
 // Each key's on every device, or on none.
 DeviceTensors KVStoreWorker::gradients() {
   static_cast<void>(with_gradients(parameters_));
-  DeviceTensors gradients;
-  for (const auto& device : parameters_) {
-    gradients.emplace_back();
-    for (const torch::Tensor& parameter : device) gradients.back().push_back(parameter.grad());
-  }
-  return gradients;
+  return gradients_of(parameters_);
 }
 
 }  // namespace lockstep

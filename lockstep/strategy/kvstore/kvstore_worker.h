@@ -32,7 +32,7 @@ class KVStoreWorker : public Strategy {
 
   virtual KVStore& store() = 0;
   virtual BatchTotals over_workers(const BatchMean& mine) = 0;
-  virtual void before_step() {}                                // the weights are about to be used
+  virtual void before_step() {}                                 // the weights are about to be used
   virtual void push_buffers(const PushOptions& /*options*/) {}  // what is no parameter
   virtual DeviceTensors gradients();
 
@@ -53,7 +53,7 @@ class KVStoreWorker : public Strategy {
   DeviceTensors parameters_;
   DeviceTensors buffers_;
   bool update_in_store_;
-  BatchMean last_;         // of this worker
+  BatchMean last_;  // of this worker
   PhaseTimes phases_;
 };
 

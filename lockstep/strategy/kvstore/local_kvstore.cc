@@ -15,7 +15,8 @@ constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: wher
 }  // namespace
 
 void LocalKVStore::create(const std::vector<torch::Tensor>& values) {
-  for (const torch::Tensor& value : values) values_.push_back(value.to(torch::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  for (const torch::Tensor& value : values)
+    values_.push_back(value.to(torch::kCPU, /*non_blocking=*/false, /*copy=*/true));
 }
 
 void LocalKVStore::set_optimizer(const StrategyOptions& options) {
@@ -69,10 +70,12 @@ ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int dev
   if (devices == 1) return {"local_update_cpu", "there is one device, and nothing to add up"};
   if (where.is_cpu())
     return {"local_update_cpu", "devices that are cores read the weights where the store updates them, once"};
-  const auto largest = std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
-  const std::string weight = concat("the largest weight, ", largest->name, ", has ",
-                                    with_thousands(largest->tensor.numel()), " elements");
-  if (largest->tensor.numel() < kLargeWeight) return {"local_update_cpu", concat(weight, ": small ones are updated once")};
+  const auto largest =
+      std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
+  const std::string weight =
+      concat("the largest weight, ", largest->name, ", has ", with_thousands(largest->tensor.numel()), " elements");
+  if (largest->tensor.numel() < kLargeWeight)
+    return {"local_update_cpu", concat(weight, ": small ones are updated once")};
   return {"local_allreduce_device", concat(weight, ", and devices reach each other's memory")};
 }
 

@@ -5,8 +5,8 @@
 //   local_allreduce_cpu      CPU                   every device (not here)     large weights
 //   local_allreduce_device   device 0              every device (not here)     peer-to-peer links, large gradients
 //
-// S2. Memory: a copy of the values, on the CPU; without an optimizer one of what is pushed, too. With one, what the devices
-// push is added up in the pass that updates.
+// S2. Memory: a copy of the values, on the CPU; without an optimizer one of what is pushed, too. With one, what the
+// devices push is added up in the pass that updates.
 #pragma once
 
 #include <memory>
@@ -24,7 +24,7 @@ class LocalKVStore : public KVStore {
   // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
   LocalKVStore(SumOn where, Devices* devices)
       : sum_(where, devices),
-        gradients_(std::make_shared<SummedGradients>(devices ? ParallelFor(on_all(*devices)) : ParallelFor())) {}
+        gradients_(std::make_shared<SummedGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
 
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;

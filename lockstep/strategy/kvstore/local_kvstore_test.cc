@@ -13,12 +13,17 @@ namespace {
 using namespace testing;
 
 StrategyOptions local(const std::string& kind, int devices) {
-  return {.name = "kvstore", .sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true}, .seed = 4, .devices = devices, .kvstore = kind};
+  return {.name = "kvstore",
+          .sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true},
+          .seed = 4,
+          .devices = devices,
+          .kvstore = kind};
 }
 
 class LocalKindOfSize : public ::testing::TestWithParam<std::tuple<const char*, int>> {};
 INSTANTIATE_TEST_SUITE_P(Kinds, LocalKindOfSize,
-                         ::testing::Combine(::testing::Values("local", "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device"),
+                         ::testing::Combine(::testing::Values("local", "local_update_cpu", "local_allreduce_cpu",
+                                                              "local_allreduce_device"),
                                             ::testing::Values(1, 2, 3, 4)));
 
 TEST_P(LocalKindOfSize, S2_trains_as_one_device_does) {
@@ -102,7 +107,8 @@ TEST(LocalKVStore, S2_updates_with_an_optimizer_and_pulls_rows) {
   store.push_pull({"table"}, {{torch::full({4, 2}, 2.0F)}}, {{into}});
   EXPECT_TRUE(torch::equal(into, torch::arange(8, torch::kFloat32).view({4, 2}) - 1));
   store.push({"table"}, {{torch::full({4, 2}, 2.0F)}}, {.learning_rate = 2});
-  EXPECT_TRUE(torch::equal(store.row_sparse_pull("table", torch::tensor({3, 0})), torch::tensor({{1.0F, 2.0F}, {-5.0F, -4.0F}})));
+  EXPECT_TRUE(torch::equal(store.row_sparse_pull("table", torch::tensor({3, 0})),
+                           torch::tensor({{1.0F, 2.0F}, {-5.0F, -4.0F}})));
   store.push({"plain"}, {{torch::full({1}, 7.0F)}});
   store.pull({"plain"}, {{into[0].narrow(0, 0, 1)}});
   EXPECT_EQ(into[0][0].item<float>(), 7);
@@ -110,12 +116,16 @@ TEST(LocalKVStore, S2_updates_with_an_optimizer_and_pulls_rows) {
 
 TEST(LocalKVStore, says_what_is_wrong) {
   LocalKVStore store(SumOn::kCpu, nullptr);
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { store.init({{"a", torch::ones({1})}, {"a", torch::ones({1})}}); }), "two values"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         store.init({{"a", torch::ones({1})}, {"a", torch::ones({1})}});
+                       }),
+                       "two values"));
   LocalKVStore good(SumOn::kCpu, nullptr);
   good.init({{"a", torch::ones({2})}});
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.init({{"a", torch::ones({2})}}); }), "init()"));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.pull({"b"}, {{torch::ones({2})}}); }), "no key b"));
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { static_cast<void>(good.row_sparse_pull("a", torch::tensor({2}))); }), "rows of a"));
+  EXPECT_TRUE(contains(
+      message_of<UsageError>([&] { static_cast<void>(good.row_sparse_pull("a", torch::tensor({2}))); }), "rows of a"));
 }
 
 TEST(S2_kvstore, refuses_options_without_sense) {
@@ -126,7 +136,8 @@ TEST(S2_kvstore, refuses_options_without_sense) {
   };
   EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "remote"; }), "no such kvstore: remote"));
   EXPECT_TRUE(contains(refusal([](auto& o) { o.compression = "2bit"; }), "--compression 2bit with kvstore local"));
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "dist_async", o.update_on_kvstore = false; }), "updates on its servers"));
+  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "dist_async", o.update_on_kvstore = false; }),
+                       "updates on its servers"));
   EXPECT_TRUE(contains(refusal([](auto& o) { o.staleness = -1; }), "--staleness -1"));
   EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "dist_sync"; }), "1 servers and 0 workers"));
 }

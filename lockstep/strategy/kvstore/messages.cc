@@ -59,8 +59,12 @@ void Link::receive_bytes(const torch::Tensor& bytes) const {
   if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(numbers_->received)});
 }
 
-Work Link::start_receiving(const torch::Tensor& bytes) const { return pair_.receive_async(bytes, {.from = peer(), .tag = next(numbers_->received)}); }
-Work Link::start_sending(const torch::Tensor& bytes) const { return pair_.send_async(bytes, peer(), next(numbers_->sent)); }
+Work Link::start_receiving(const torch::Tensor& bytes) const {
+  return pair_.receive_async(bytes, {.from = peer(), .tag = next(numbers_->received)});
+}
+Work Link::start_sending(const torch::Tensor& bytes) const {
+  return pair_.send_async(bytes, peer(), next(numbers_->sent));
+}
 
 torch::Tensor Link::allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
 

@@ -1,8 +1,8 @@
 // strategy/kvstore/messages.h: what workers and servers say to each other.
 //
 // A client (worker, or the first server) asks, the server answers, one question at a time: a header of fixed size, then
-// what belongs to it. Both sides know the length of everything before it comes. With kPushPull values go in parts, both ways at
-// the same time: new values of a part come back as soon as all workers have pushed it.
+// what belongs to it. Both sides know the length of everything before it comes. With kPushPull values go in parts,
+// both ways at the same time: new values of a part come back as soon as all workers have pushed it.
 //
 //   question     beside the header                          answer, after its header
 //   kInit        table of slices; the first worker: values
@@ -12,7 +12,8 @@
 //   kPull                                                   the slices' values
 //   kPullRows    numbers of rows                            the rows
 //   kState                                                  per slice: value and the optimizer's state
-//   kGoodbye                                                none, not even a header
+//   kAlive                                                  none, not even a header; nor
+//   kGoodbye
 //
 // Flow:    dist_kvstore.h -> here -> World's messages -> server.h, and back
 // Owns:    a Link: a World of its own with two ranks, the server and the client
@@ -38,27 +39,27 @@
 
 namespace lockstep {
 
-enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kGoodbye };
+enum class Question : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kAlive, kGoodbye };
 
 // Of `bytes` that a server has: about sixteen parts.
 inline std::int64_t part_bytes(std::int64_t bytes) { return std::max(bytes / 16, std::int64_t{256} << 10); }
 
 struct QuestionHeader {
   Question question = Question::kGoodbye;
-  SliceRange slices{};         // of this server
-  std::int64_t count = 0;      // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
-  std::int64_t bytes = 0;      // kPullRows: of a row
-  std::int64_t trained = 0;    // 1: there are trained keys among them
+  SliceRange slices{};       // of this server
+  std::int64_t count = 0;    // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
+  std::int64_t bytes = 0;    // kPullRows: of a row
+  std::int64_t trained = 0;  // 1: there are trained keys among them
   // kPush, kPushPull:
-  std::int64_t samples = 0;    // that the gradient is the mean of
-  std::int64_t devices = 1;    // that computed it
-  double loss = 0;             // mean over the samples
+  std::int64_t samples = 0;                                         // that the gradient is the mean of
+  std::int64_t devices = 1;                                         // that computed it
+  double loss = 0;                                                  // mean over the samples
   double learning_rate = std::numeric_limits<double>::quiet_NaN();  // NaN: the optimizer's own
-  double threshold = 0;        // of two-bit values; 0: values as they are
+  double threshold = 0;                                             // of two-bit values; 0: values as they are
 };
 
 struct AnswerHeader {
-  std::int64_t count = 0;    // kState: slices
+  std::int64_t count = 0;  // kState: slices
 };
 
 class Link {
@@ -96,7 +97,8 @@ class Link {
   static torch::Tensor bytes_of(void* data, std::size_t size) {
     return torch::from_blob(data, {static_cast<std::int64_t>(size)}, torch::kUInt8);
   }
-  // Each message has a tag of its own: with several of one tag under way over Gloo, a worker and its server stood still.
+  // Each message has a tag of its own: with several of one tag under way over Gloo, a worker and its server stood
+  // still.
   struct Numbers {
     int sent = 0;
     int received = 0;

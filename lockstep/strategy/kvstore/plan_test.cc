@@ -15,7 +15,8 @@ using testing::contains;
 
 std::vector<Key> keys_of(const std::vector<std::int64_t>& elements) {
   std::vector<Key> keys;
-  for (const std::int64_t each : elements) keys.push_back({.name = concat("key", keys.size()), .elements = each, .rows = each});
+  for (const std::int64_t each : elements)
+    keys.push_back({.name = concat("key", keys.size()), .elements = each, .rows = each});
   return keys;
 }
 
@@ -83,13 +84,15 @@ TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
 
 // Workers that read, compute and update at random; the delays of all updates are counted independently.
 class GateOfBound : public ::testing::TestWithParam<std::tuple<int, int>> {};
-INSTANTIATE_TEST_SUITE_P(Gates, GateOfBound, ::testing::Combine(::testing::Values(1, 2, 3, 4, 7), ::testing::Values(0, 1, 2, 5)));
+INSTANTIATE_TEST_SUITE_P(Gates, GateOfBound,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 7), ::testing::Values(0, 1, 2, 5)));
 
 TEST_P(GateOfBound, S2_lets_no_gradient_get_older_than_the_bound_and_never_stops_everybody) {
   const auto [workers, bound] = GetParam();
   StalenessGate gate(workers, bound);
   std::mt19937 random(7);
   std::vector<bool> holds(static_cast<std::size_t>(workers));
+  for (int worker = 0; worker < workers; ++worker) gate.ask_to_read(worker);
   std::vector<std::int64_t> read_at(holds.size());
   std::int64_t updates = 0;
   std::int64_t oldest = 0;
@@ -104,6 +107,7 @@ TEST_P(GateOfBound, S2_lets_no_gradient_get_older_than_the_bound_and_never_stops
       oldest = std::max(oldest, updates - read_at[w]);
       ++updates;
       gate.update(worker);
+      gate.ask_to_read(worker);
       holds[w] = false;
     } else if (!holds[w] && gate.may_read(worker)) {
       gate.read(worker);
@@ -114,6 +118,26 @@ TEST_P(GateOfBound, S2_lets_no_gradient_get_older_than_the_bound_and_never_stops
   EXPECT_GT(updates, 1000);
   EXPECT_LE(oldest, bound);
   EXPECT_TRUE(workers <= bound + 1 || oldest == bound) << oldest;  // it is made use of
+}
+
+// However quickly a worker asks again.
+TEST(StalenessGate, lets_workers_read_in_the_order_in_which_they_ask) {
+  StalenessGate gate(3, 0);
+  for (int worker = 0; worker < 3; ++worker) gate.ask_to_read(worker);
+  for (int turn = 0; turn < 12; ++turn) {
+    const int next = turn % 3;
+    for (int worker = 0; worker < 3; ++worker) ASSERT_EQ(gate.may_read(worker), worker == next) << turn;
+    gate.read(next);
+    gate.update(next);
+    gate.ask_to_read(next);
+  }
+}
+
+TEST(StalenessGate, forgets_a_worker_that_left_while_it_waited) {
+  StalenessGate gate(3, 0);
+  for (int worker = 0; worker < 3; ++worker) gate.ask_to_read(worker);
+  gate.leave(0);
+  EXPECT_TRUE(gate.may_read(1));
 }
 
 TEST(StalenessGate, does_not_wait_for_a_worker_that_left) {
@@ -131,11 +155,12 @@ TEST(StalenessGate, lets_nobody_in_while_an_update_is_under_way_to_other_servers
   StalenessGate gate(2, 5, /*several_servers=*/true);
   gate.read(0);
   gate.update(0);
+  gate.ask_to_read(1);
   EXPECT_FALSE(gate.may_update(1));
   EXPECT_FALSE(gate.may_read(1));
-  EXPECT_TRUE(gate.may_read(0));
-  gate.read(0);
+  gate.ask_to_read(0);  // all servers have it
   EXPECT_TRUE(gate.may_update(1));
+  EXPECT_TRUE(gate.may_read(1));
 }
 
 TEST(DelayHistogram, counts_and_draws_what_it_was_given) {
@@ -155,7 +180,9 @@ TEST(ServerStatistics, shows_what_was_measured_as_S2_puts_it) {
   statistics.add_gradient({.samples = 32, .devices = 2}, 0);
   statistics.add_gradient({.samples = 32, .devices = 1}, 5);
   statistics.add_update(32);
-  EXPECT_TRUE(contains(statistics.table(), "dist_async                   1-2         2                 16-32                    32           5"));
+  EXPECT_TRUE(
+      contains(statistics.table(),
+               "dist_async                   1-2         2                 16-32                    32           5"));
   EXPECT_TRUE(contains(statistics.table(), "delay 5"));
 }
 

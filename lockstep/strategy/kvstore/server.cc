@@ -110,15 +110,15 @@ void KVServer::serve(int number) {
 
 // ---- Waiting, and who is gone
 
-// A client that is silent for too long is lost, which ends the wait for it: this deadline, between those of the links' two
-// sides, is for what nobody foresaw.
+// A client that is silent for too long is lost, which ends the wait for it: this deadline, between those of the
+// links' two sides, is for what nobody foresaw.
 void KVServer::wait(Lock& lock, const std::string& what, const std::function<bool()>& ready) {
   const auto over = [&] { return failure_ || ready(); };
   const bool in_time = changed_.wait_for(lock, 5 * options_.timeout / 2, over);
   if (!in_time)
-    fail(std::make_exception_ptr(PeerLost({.what = concat("no ", what, " within ",
-                                                          human_seconds(2.5e-3 * static_cast<double>(options_.timeout.count()))),
-                                           .here = concat("server ", options_.server)})));
+    fail(std::make_exception_ptr(PeerLost(
+        {.what = concat("no ", what, " within ", human_seconds(2.5e-3 * static_cast<double>(options_.timeout.count()))),
+         .here = concat("server ", options_.server)})));
   if (failure_) std::rethrow_exception(failure_);
 }
 

@@ -12,9 +12,10 @@
 // Threads: all functions from any
 // Ranks:   a server
 //
-// Who is lost: the links have connections of their own, so that each client is noticed by its thread alone: a killed one
-// within 100 ms, one that says nothing for as long as its link allows then. dist_sync: everything ends with PeerLost, here and at the
-// workers. dist_async and dist_bounded: the others go on; without any worker left it ends with PeerLost.
+// Who is lost: the links have connections of their own, so that each client is noticed by its thread alone: a killed
+// one within 100 ms, one that says nothing for as long as its link allows then. dist_sync: everything ends with
+// PeerLost, here and at the workers. dist_async and dist_bounded: the others go on; without any worker left it ends
+// with PeerLost.
 #pragma once
 
 #include <chrono>
@@ -53,8 +54,8 @@ class KVServer {
   // clients: the workers in order; of every server but the first also the first server.
   KVServer(const KVServerOptions& options, std::vector<Link> clients);
 
-  // In good order it blocks until every client has left, or is lost. While an exception is on its way out the clients are
-  // told at once.
+  // In good order it blocks until every client has left, or is lost. While an exception is on its way out the clients
+  // are told at once.
   ~KVServer();
   KVServer(const KVServer&) = delete;
   KVServer& operator=(const KVServer&) = delete;
@@ -78,9 +79,9 @@ class KVServer {
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
-    int pending = 0;            // pushes of trained keys that are not applied
-    std::int64_t pushes = 0;    // and those that are
-    QuestionHeader last_push{};  // the newest of trained keys
+    int pending = 0;                // pushes of trained keys that are not applied
+    std::int64_t pushes = 0;        // and those that are
+    QuestionHeader last_push{};     // the newest of trained keys
     std::deque<SliceRange> owed{};  // pushed with kPushPull, and not answered
     std::vector<Work> answers{};    // on their way
   };
@@ -106,6 +107,7 @@ class KVServer {
   void applied(int worker);
   torch::Tensor read(int worker, SliceRange slices);
   void pull(int worker, const QuestionHeader& question);
+  void wait_for_turn_to_read(Lock& lock, int worker);
   void pull_rows(int worker, const QuestionHeader& question);
   void send_states(int client, const QuestionHeader& question);
 

@@ -30,6 +30,7 @@ bool KVServer::answer(int number, const QuestionHeader& question) {
     case Question::kPull: pull(number, question); break;
     case Question::kPullRows: pull_rows(number, question); break;
     case Question::kState: send_states(number, question); break;
+    case Question::kAlive: break;
     case Question::kGoodbye: return false;
   }
   return true;
@@ -38,7 +39,8 @@ bool KVServer::answer(int number, const QuestionHeader& question) {
 void KVServer::create(int worker, const QuestionHeader& question) {
   const Link& link = client(worker).link;
   std::vector<KeySlice> slices(static_cast<std::size_t>(question.count));
-  link.receive_bytes(torch::from_blob(slices.data(), {static_cast<std::int64_t>(slices.size() * sizeof(KeySlice))}, torch::kUInt8));
+  link.receive_bytes(
+      torch::from_blob(slices.data(), {static_cast<std::int64_t>(slices.size() * sizeof(KeySlice))}, torch::kUInt8));
   const BlockLayout layout(std::move(slices));
   const torch::Tensor inbox = link.allocate(layout.bytes());
   client(worker).outbox = link.allocate(layout.bytes());
@@ -46,9 +48,10 @@ void KVServer::create(int worker, const QuestionHeader& question) {
   Lock lock(mutex_);
   if (!table_.created()) table_.create(layout, static_cast<int>(options_.workers.size()));
   if (!same_layout(layout, table_.layout())) {
-    fail(std::make_exception_ptr(MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
-                                                .likely = "a model that differs between the workers",
-                                                .next = "make the same model everywhere"})));
+    fail(std::make_exception_ptr(
+        MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
+                       .likely = "a model that differs between the workers",
+                       .next = "make the same model everywhere"})));
     std::rethrow_exception(failure_);
   }
   table_.set_inbox(worker, inbox);
@@ -144,8 +147,8 @@ void KVServer::take(int worker, const QuestionHeader& question, SliceRange slice
   changed_.notify_all();
 }
 
-// In the order in which they were pushed. What other workers have not pushed yet waits for a later call, unless it is `all` that
-// has to go.
+// In the order in which they were pushed. What other workers have not pushed yet waits for a later call, unless it is
+// `all` that has to go.
 void KVServer::answer_owed(int worker, bool all) {
   Client& to = client(worker);
   while (!to.owed.empty()) {
@@ -212,13 +215,19 @@ torch::Tensor KVServer::read(int worker, SliceRange slices) {
 void KVServer::pull(int worker, const QuestionHeader& question) {
   Lock lock(mutex_);
   wait_until_merged(lock, worker, question.slices);
-  if (question.trained != 0) wait(lock, "its turn to read", [&] { return gate_.may_read(worker); });
+  if (question.trained != 0) wait_for_turn_to_read(lock, worker);
   const torch::Tensor region = read(worker, question.slices);
   if (question.trained != 0) gate_.read(worker);
   changed_.notify_all();
   lock.unlock();
   client(worker).link.send(AnswerHeader{});
   client(worker).link.send_bytes(region);
+}
+
+void KVServer::wait_for_turn_to_read(Lock& lock, int worker) {
+  gate_.ask_to_read(worker);
+  changed_.notify_all();  // its update is everywhere now
+  wait(lock, "its turn to read", [&] { return gate_.may_read(worker); });
 }
 
 void KVServer::pull_rows(int worker, const QuestionHeader& question) {

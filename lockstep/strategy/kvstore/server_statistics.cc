@@ -40,7 +40,8 @@ Report ServerStatistics::report() const {
                 {"updates", static_cast<double>(updates)},
                 {"max_delay", static_cast<double>(delays.max())},
                 {"mean_delay", delays.mean()}};
-  for (const auto& [delay, count] : delays.counts()) report.emplace_back(concat("delay_", delay), static_cast<double>(count));
+  for (const auto& [delay, count] : delays.counts())
+    report.emplace_back(concat("delay_", delay), static_cast<double>(count));
   return report;
 }
 
@@ -50,7 +51,8 @@ std::string ServerStatistics::table() const {
       << "  " << std::left << std::setw(22) << store << std::right << std::setw(10) << devices.text() << std::setw(10)
       << workers << std::setw(22) << samples_per_device.text() << std::setw(22) << samples_per_update.text()
       << std::setw(12) << delays.max() << '\n';
-  if (delays.max() > 0) out << "  gradients by delay, in updates made elsewhere since the weights were read:\n" << delays.text();
+  if (delays.max() > 0)
+    out << "  gradients by delay, in updates made elsewhere since the weights were read:\n" << delays.text();
   return std::move(out).str();
 }
 

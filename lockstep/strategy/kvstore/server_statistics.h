@@ -35,8 +35,8 @@ struct ServerStatistics {
   std::string store;  // "dist_async"
   int workers = 0;
   std::int64_t updates = 0;
-  Span devices;              // of a worker
-  Span samples_per_device;   // in one gradient
+  Span devices;             // of a worker
+  Span samples_per_device;  // in one gradient
   Span samples_per_update;
   DelayHistogram delays;
 

@@ -31,7 +31,9 @@ std::span<ServerTable::Slice> ServerTable::in(SliceRange range) {
   return std::span(slices_).subspan(static_cast<std::size_t>(range.first), static_cast<std::size_t>(range.size()));
 }
 
-std::span<const ServerTable::Slice> ServerTable::in(SliceRange range) const { return const_cast<ServerTable*>(this)->in(range); }
+std::span<const ServerTable::Slice> ServerTable::in(SliceRange range) const {
+  return const_cast<ServerTable*>(this)->in(range);
+}
 
 void ServerTable::note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples) {
   auto is_given = given.begin();
@@ -40,22 +42,22 @@ void ServerTable::note(int worker, SliceRange slices, const std::vector<bool>& g
 }
 
 bool ServerTable::holds_any(int worker, SliceRange slices) const {
-  return std::ranges::any_of(in(slices), [worker](const Slice& slice) {
-    return slice.notes[static_cast<std::size_t>(worker)].noted;
-  });
+  return std::ranges::any_of(
+      in(slices), [worker](const Slice& slice) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
 }
 
 int ServerTable::first_without(int worker, SliceRange slices) const {
   for (const Slice& slice : in(slices))
     for (std::size_t other = 0; other < slice.notes.size(); ++other)
-      if (slice.notes[static_cast<std::size_t>(worker)].noted && !slice.notes[other].noted) return static_cast<int>(other);
+      if (slice.notes[static_cast<std::size_t>(worker)].noted && !slice.notes[other].noted)
+        return static_cast<int>(other);
   return worker;
 }
 
 void ServerTable::merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate) {
   for (Slice& slice : in(slices)) {
-    const bool complete = std::ranges::all_of(
-        workers, [&](int worker) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
+    const bool complete =
+        std::ranges::all_of(workers, [&](int worker) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
     if (complete) take(slice, merged(slice, workers));
   }
   update(learning_rate);

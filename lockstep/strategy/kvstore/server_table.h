@@ -1,5 +1,5 @@
-// strategy/kvstore/server_table.h: what one server keeps: its slices of the values, the optimizer's state, and what each
-// worker has pushed and nobody has merged yet.
+// strategy/kvstore/server_table.h: what one server keeps: its slices of the values, the optimizer's state, and what
+// each worker has pushed and nobody has merged yet.
 //
 // Flow:    kvstore/server.h -> here -> optimizer/
 // Owns:    one block of values, and an inbox like it per worker
@@ -34,7 +34,8 @@ class ServerTable {
   // The worker's inbox holds its values of the slices that are `given`, one by one; samples weigh them.
   void note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples);
   bool holds_any(int worker, SliceRange slices) const;  // noted, and not merged
-  int first_without(int worker, SliceRange slices) const;  // who has not noted what this worker has; the worker itself: nobody
+  int first_without(int worker,
+                    SliceRange slices) const;  // who has not noted what this worker has; the worker itself: nobody
 
   // Merges and applies those of the slices that all `workers` have noted.
   void merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate);
@@ -61,7 +62,7 @@ class ServerTable {
   };
   struct Slice {
     KeySlice place;
-    torch::Tensor value;     // in values_
+    torch::Tensor value;      // in values_
     std::vector<Note> notes;  // of each worker
     std::int64_t updates = 0;
     std::vector<std::int64_t> read_at;  // by each worker: `updates` then

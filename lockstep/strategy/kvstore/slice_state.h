@@ -1,5 +1,5 @@
-// strategy/kvstore/slice_state.h: a slice's value and the optimizer's state, on its way from one server to the first: what
-// a checkpoint keeps of a server.
+// strategy/kvstore/slice_state.h: a slice's value and the optimizer's state, on its way from one server to the first:
+// what a checkpoint keeps of a server.
 #pragma once
 
 #include "lockstep/optimizer/optimizer.h"

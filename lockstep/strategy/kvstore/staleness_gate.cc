@@ -24,7 +24,8 @@ bool StalenessGate::may_update(int worker) const {
 
 bool StalenessGate::may_read(int worker) const {
   if (bound_ == kUnbounded) return true;
-  return !busy_for(worker) && static_cast<std::int64_t>(delays_without(worker).size()) <= bound_;
+  return !busy_for(worker) && readers_.front() == worker &&
+         static_cast<std::int64_t>(delays_without(worker).size()) <= bound_;
 }
 
 void StalenessGate::update(int worker) {
@@ -33,13 +34,19 @@ void StalenessGate::update(int worker) {
   if (several_servers_) under_way_ = worker;
 }
 
+void StalenessGate::ask_to_read(int worker) {
+  readers_.push_back(worker);
+  if (under_way_ == worker) under_way_.reset();
+}
+
 void StalenessGate::read(int worker) {
   read_at_[static_cast<std::size_t>(worker)] = updates_;
-  if (under_way_ == worker) under_way_.reset();
+  std::erase(readers_, worker);
 }
 
 void StalenessGate::leave(int worker) {
   read_at_[static_cast<std::size_t>(worker)].reset();
+  std::erase(readers_, worker);
   if (under_way_ == worker) under_way_.reset();
 }
 
