@@ -242,7 +242,8 @@ TEST_P(DistBoundedBy, S2_no_worker_waits_for_ever_while_others_go_on) {
       if (done[0] > 0 && done[1] > 0 && done[1 - worker] < kSteps) turns.push_back(worker);
     }
   });
-  for (std::size_t i = 2; bound == 0 && i < turns.size(); ++i)
+  // With one server a worker may stand still before it asks to read, and miss a turn.
+  for (std::size_t i = 2; bound == 0 && servers > 1 && i < turns.size(); ++i)
     EXPECT_FALSE(turns[i] == turns[i - 1] && turns[i] == turns[i - 2]) << "three turns of worker " << turns[i];
   EXPECT_EQ(done[0], kSteps);
   EXPECT_EQ(done[1], kSteps);
