@@ -40,7 +40,7 @@ def machine():
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
     flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")
     vectors = "AVX-512" if " avx512f" in flags else "AVX2" if " avx2" in flags else "no AVX2"
-    return f"{os.cpu_count()} cores, {model}, {vectors}, Linux {'.'.join(platform.release().split('.')[:2])}"
+    return f"{os.cpu_count()} cores, {model}, {vectors}, Linux {platform.release().split('-')[0]}"
 
 
 def save(name, result):

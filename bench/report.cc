@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <fstream>
 #include <iomanip>
+#include <string_view>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/file.h"
@@ -38,9 +39,10 @@ double median(std::vector<double> values) {
 std::string machine() {
   utsname system{};
   ::uname(&system);
+  const std::string_view kernel = system.release;
   const std::string model = cpu_info("model name");
   return concat(usable_cores().size(), " cores, ", model.empty() ? system.machine : model, ", ", vectors(), ", Linux ",
-                system.release);
+                kernel.substr(0, kernel.find('-')));
 }
 
 void Table::print(std::ostream& out) const {

@@ -146,7 +146,8 @@ std::vector<double> PublishedGradients::weights() const {
   const int turn = static_cast<int>(finished_ % 2);
   std::vector<double> weights;
   double samples = 0;
-  double backwards = std::numeric_limits<double>::infinity();  // of each rank; one without samples may count dropped ones
+  double backwards =
+      std::numeric_limits<double>::infinity();  // of each rank; one without samples may count dropped ones
   for (int rank = 0; rank < memory_->size(); ++rank)
     for (int source = 0; source < static_cast<int>(sources_.size()); ++source) {
       const Row& one = *row(turn, rank, source);

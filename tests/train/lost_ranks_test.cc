@@ -20,6 +20,8 @@ using testing::Words;
 constexpr double kPrompt = 1.0 * LOCKSTEP_TEST_PATIENCE;   // seconds
 constexpr double kTimeout = 1.0 * LOCKSTEP_TEST_PATIENCE;  // --timeout
 
+constexpr std::chrono::seconds kPatience{static_cast<int>(4 * kTimeout + 20)};
+
 // A strategy, and which of its ranks is struck.
 struct Arrangement {
   std::string name;
@@ -50,7 +52,7 @@ const Words kProgram = {MISBEHAVING_TASK, "--threads", "1", "--seed", "3", "--ba
 void expect_that_others_name(int victim, Ranks& ranks) {
   for (int rank = 0; rank < ranks.count(); ++rank) {
     if (rank == victim) continue;
-    EXPECT_EQ(ranks[rank].wait(), 1) << "rank " << rank;
+    EXPECT_EQ(ranks[rank].wait(kPatience), 1) << "rank " << rank;
     EXPECT_TRUE(contains(ranks[rank].error(), "PeerLost: "));
     EXPECT_TRUE(contains(ranks[rank].error(), "rank " + std::to_string(victim))) << "rank " << rank;
   }
@@ -142,9 +144,10 @@ INSTANTIATE_TEST_SUITE_P(Lost, DevicesOfAProgram,
 
 TEST_P(DevicesOfAProgram, one_of_which_hangs_end_it_after_the_timeout) {
   const Stopwatch watch;
-  const Ended ended = run(with_variables(
-      {{"MISBEHAVE", "hang"}, {"ASAN_OPTIONS", "detect_leaks=0"}}, {MISBEHAVING_TASK, "--threads", "1", "--batch-size", "24", "--strategy", GetParam(),
-                                "--ranks", "2", "--epochs", "1000", "--quiet", "--timeout", std::to_string(kTimeout)}));
+  const Ended ended =
+      run(with_variables({{"MISBEHAVE", "hang"}, {"ASAN_OPTIONS", "detect_leaks=0"}},
+                         {MISBEHAVING_TASK, "--threads", "1", "--batch-size", "24", "--strategy", GetParam(), "--ranks",
+                          "2", "--epochs", "1000", "--quiet", "--timeout", std::to_string(kTimeout)}));
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(contains(ended.error, "PeerLost: device cpu:"));
   EXPECT_TRUE(contains(ended.error, "is not done within"));
