@@ -25,6 +25,13 @@ std::uint32_t topic_of(const Wish& wish) {
   return static_cast<std::uint32_t>(hash ^ hash >> 32) | 1;
 }
 
+MismatchError mismatch(const std::string& one, const Wish& wants, const std::string& other, const Wish& wants_other) {
+  return MismatchError(
+      {.what = concat(one, " wants ", to_string(wants), ", ", other, " wants ", to_string(wants_other)),
+       .likely = "ranks that do not make the same calls in the same order",
+       .next = "compare the programs and their inputs on both machines"});
+}
+
 std::byte* bytes_of(const Wish& wish) { return reinterpret_cast<std::byte*>(const_cast<Wish*>(&wish)); }
 
 }  // namespace
@@ -57,6 +64,13 @@ shm::Intent intent_of(const Wish& wish) {
           .shape = static_cast<std::uint64_t>(wish.parts)};
 }
 
+void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const shm::Call& call) {
+  if (piece == 0)
+    inside.run_as(intent_of(wish), call);
+  else
+    inside.run(call);
+}
+
 std::string to_string(const Wish& wish) {
   if (static_cast<Operation>(wish.operation) == Operation::kBarrier) return "barrier";
   return concat(shm::to_string(static_cast<Operation>(wish.operation)), " of ", wish.count, " ",
@@ -64,13 +78,6 @@ std::string to_string(const Wish& wish) {
                 shm::to_string(static_cast<ReduceOp>(wish.op)), ", ",
                 shm::to_string(static_cast<Algorithm>(wish.algorithm)), ", root ", wish.root,
                 wish.parts == 0 ? ")" : ", parts of different lengths)");
-}
-
-MismatchError mismatch(const std::string& one, const Wish& wants, const std::string& other, const Wish& wants_other) {
-  return MismatchError(
-      {.what = concat(one, " wants ", to_string(wants), ", ", other, " wants ", to_string(wants_other)),
-       .likely = "ranks that do not make the same calls in the same order",
-       .next = "compare the programs and their inputs on both machines"});
 }
 
 void HostCheck::begin(HostLink& between, const Wish& mine) {

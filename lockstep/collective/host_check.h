@@ -19,6 +19,7 @@
 
 #include "lockstep/collective/host_link.h"
 #include "lockstep/collective/shm/control_block.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {
@@ -42,10 +43,10 @@ Wish wish_of(const Collective& call, std::size_t count);
 // wish: what they do there may be alike where the wishes are not (a mean is a sum until the machines divide it).
 shm::Intent intent_of(const Wish& wish);
 
-std::string to_string(const Wish& wish);  // "all_reduce of 10 float32 (sum, direct, root 0)"
+// The collective that each piece, 0, 1, ... of a call begins with inside a machine: that of piece 0 announces the wish.
+void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const shm::Call& call);
 
-// For two ranks or machines, `one` and `other`, that want different things.
-MismatchError mismatch(const std::string& one, const Wish& wants, const std::string& other, const Wish& wants_other);
+std::string to_string(const Wish& wish);  // "all_reduce of 10 float32 (sum, direct, root 0)"
 
 class HostCheck {
  public:

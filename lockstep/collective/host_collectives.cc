@@ -133,14 +133,6 @@ void HostCollectives::give_up() {
 
 bool HostCollectives::owns_slice(const Job& job) const { return inside_.rank() < job.slices; }
 
-// The first step inside, which every chunk begins with: that of chunk 0 compares what the ranks of the machine want.
-void HostCollectives::run_inside(const Job& job, std::size_t chunk, const shm::Call& call) {
-  if (chunk == 0)
-    inside_.run_as(intent_of(job.wish), call);
-  else
-    inside_.run(call);
-}
-
 // ---- all_reduce and reduce
 
 void HostCollectives::all_reduce(const Collective& call) {
@@ -175,7 +167,7 @@ void HostCollectives::reduce_inside(const Job& job, std::size_t chunk) {
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())];
   lane.slice = grown(inside_, lane.slice_memory, mine * job.size());
   run_inside(
-      job, chunk,
+      inside_, job.wish, chunk,
       shm::ReduceScatter{
           .input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
 }
@@ -302,7 +294,7 @@ void HostCollectives::broadcast(const Collective& call) {
 
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
   if (alone()) return;
-  run_inside(job, chunk,
+  run_inside(inside_, job.wish, chunk,
              shm::Broadcast{.data = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
 }
 

@@ -52,7 +52,6 @@ class HostCollectives {
   struct Job;
   struct Route;
 
-  void run_inside(const Job& job, std::size_t chunk, const shm::Call& call);
   void reduce_in_chunks(const Job& job);
   void reduce_inside(const Job& job, std::size_t chunk);
   void send_parts(const Job& job, std::size_t chunk);

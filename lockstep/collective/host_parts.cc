@@ -141,14 +141,6 @@ void HostParts::finish_check(const Job& job) {
   if (owns_slice(job)) check_.finish(*between_);
 }
 
-// The first step inside, which every round begins with: that of round 0 compares what the ranks of the machine want.
-void HostParts::run_inside(const Job& job, std::size_t round, const shm::Call& call) {
-  if (round == 0)
-    inside_.run_as(intent_of(job.wish), call);
-  else
-    inside_.run(call);
-}
-
 // ---- reduce_scatter
 
 void HostParts::reduce_scatter(const Collective& call) {
@@ -177,7 +169,7 @@ void HostParts::reduce_inside(const Job& job, std::size_t round) {
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())] * job.size();
   std::byte* slice = grown(inside_, lane.slice_memory, mine);
   run_inside(
-      job, round,
+      inside_, job.wish, round,
       shm::ReduceScatter{
           .input = pack(job, round), .output = slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
   const auto own = job.slices_of(round, inside_.rank());
@@ -261,7 +253,7 @@ void HostParts::gather_inside(const Job& job, std::size_t round) {
     if (piece.count > 0) std::memcpy(job.in_whole(piece), job.in_own(piece), piece.count * job.size());
     return;
   }
-  run_inside(job, round,
+  run_inside(inside_, job.wish, round,
              shm::AllGather{.input = job.in_own(piece),
                             .output = job.in_whole(piece),
                             .counts = job.shares(piece, node_),

@@ -50,7 +50,6 @@ class HostParts {
   struct Job;
 
   void begin_check(const Job& job);
-  void run_inside(const Job& job, std::size_t round, const shm::Call& call);
   void finish_check(const Job& job);
   void reduce_inside(const Job& job, std::size_t round);
   const std::byte* pack(const Job& job, std::size_t round);

@@ -4,6 +4,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/periodic_average.h"
 
 namespace lockstep {
 namespace {
@@ -20,11 +21,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& all
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
   if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
-  if (c10::elementSize(dtype) == 2)
-    throw UsageError(
-        {.what = concat("parameters of ", c10::toString(dtype), " can't be averaged as one block"),
-         .likely = "a model that was converted as a whole: optimizers keep such parameters in float32 beside",
-         .next = "keep the parameters in float32, and compute in 16 bits with --precision bfloat16"});
+  require_no_16_bits(parameters);
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) {
     if (tensor.scalar_type() != dtype)

@@ -5,16 +5,21 @@
 
 namespace lockstep {
 
+void require_no_16_bits(const std::vector<NamedTensor>& parameters) {
+  for (const auto& [name, parameter] : parameters)
+    if (parameter.element_size() == 2)
+      throw UsageError(
+          {.what = concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
+           .likely = "a model that was converted as a whole: optimizers keep such parameters in float32 beside",
+           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16, in_mixed_precision()"});
+}
+
 PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options)
     : world_(std::move(world)), parameters_(named_parameters(module)), options_(options) {
   if (options.first_steps < 0 || options.every < 1)
     throw UsageError({.what = concat("averages every ", options.every, " steps after the first ", options.first_steps),
                       .next = "at least every step, and no negative beginning"});
-  for (const auto& [name, parameter] : parameters_)
-    if (parameter.element_size() == 2)
-      throw UsageError({.what = concat(name, " is ", c10::toString(parameter.scalar_type()), " and can't be averaged"),
-                        .likely = "optimizers keep such parameters in float32 beside, and would not see the average",
-                        .next = "keep parameters in float32, and compute in 16 bits: in_mixed_precision()"});
+  require_no_16_bits(parameters_);
 }
 
 void PeriodicAverage::after_step() {

@@ -23,6 +23,10 @@ struct PeriodicAverageOptions {
   std::int64_t every = 8;        // steps between averages afterwards
 };
 
+// Throws UsageError if one of them has 16 bits: optimizers keep such parameters in float32 beside, and would not see an
+// average.
+void require_no_16_bits(const std::vector<NamedTensor>& parameters);
+
 class PeriodicAverage {
  public:
   PeriodicAverage(World world, const torch::nn::Module& module,
