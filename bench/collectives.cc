@@ -9,8 +9,8 @@
 #include "bench/collectives/systems.h"
 #include "bench/command_line.h"
 #include "bench/report.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

@@ -7,12 +7,11 @@
 #include "bench/data/measure.h"
 #include "bench/python_peer.h"
 #include "bench/report.h"
-#include "lockstep/base/cores.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/fashion_mnist.h"
-#include "lockstep/data/image_folder.h"
-#include "lockstep/data/parse_transforms.h"
+#include "lockstep/cores.h"
+#include "lockstep/datasets.h"
+#include "lockstep/error.h"
+#include "lockstep/images.h"
 
 namespace lockstep::bench {
 namespace {

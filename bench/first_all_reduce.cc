@@ -1,7 +1,7 @@
 // The smallest job there is: connect, all-reduce one tensor, say so. bench/startup.py measures how long that takes.
 #include <iostream>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 int main() {
   const auto world = lockstep::World::from_env();

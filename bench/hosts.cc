@@ -9,8 +9,8 @@
 #include "bench/hosts/network.h"
 #include "bench/hosts/systems.h"
 #include "bench/report.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

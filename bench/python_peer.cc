@@ -9,10 +9,10 @@
 #include <filesystem>
 
 #include "bench/child.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

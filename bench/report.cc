@@ -7,9 +7,9 @@
 #include <iomanip>
 #include <string_view>
 
-#include "lockstep/base/cores.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
 
 namespace lockstep::bench {
 namespace {

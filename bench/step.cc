@@ -8,8 +8,8 @@
 #include "bench/python_peer.h"
 #include "bench/report.h"
 #include "bench/step/training.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

@@ -11,9 +11,9 @@
 #include "bench/report.h"
 #include "bench/strategies/cases.h"
 #include "bench/strategies/cluster.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/model/models.h"
+#include "lockstep/error.h"
+#include "lockstep/models.h"
 
 namespace lockstep::bench {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <system_error>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 

@@ -9,8 +9,8 @@
 
 #include "bench/benchmarks.h"
 #include "cli/guarded.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

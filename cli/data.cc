@@ -5,12 +5,11 @@
 #include <iostream>
 
 #include "cli/guarded.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/encoded_image.h"
-#include "lockstep/data/open_dataset.h"
-#include "lockstep/data/packed_dataset.h"
+#include "lockstep/data/images/encoded_image.h"
+#include "lockstep/datasets.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -7,9 +7,9 @@
 #include <iostream>
 
 #include "cli/commands.h"
-#include "lockstep/base/cores.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 #include <exception>
 #include <iostream>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

@@ -15,8 +15,8 @@
 
 #include "cli/commands.h"
 #include "cli/guarded.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -6,9 +6,9 @@
 
 #include "cli/commands.h"
 #include "cli/guarded.h"
-#include "lockstep/base/cores.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/launcher.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
 // lockstep-train: `lockstep train`. All of it is lockstep::run(), as in a user's own program.
-#include "lockstep/train/run.h"
+#include "lockstep/run.h"
 
 int main(int argc, char** argv) { return lockstep::run_builtin(argc, argv); }

@@ -3,8 +3,8 @@
 #include <iostream>
 
 #include "cli/guarded.h"
-#include "lockstep/model/models.h"
-#include "lockstep/strategy/verify.h"
+#include "lockstep/models.h"
+#include "lockstep/verify.h"
 
 namespace {
 

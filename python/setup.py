@@ -19,11 +19,11 @@ def relative(paths):
 
 
 # Without torch's include folder: it carries a fmt of its own.
-core = glob.glob(os.path.join(root, "lockstep/collective/shm/*.cc"))
+core = glob.glob(os.path.join(root, "lockstep/collective/shm/**/*.cc"), recursive=True)
 core = [path for path in core if not path.endswith("_test.cc")]
 core += [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
 
-with_torch = glob.glob(os.path.join(root, "lockstep/collective/shm_backend*.cc"))
+with_torch = glob.glob(os.path.join(root, "lockstep/collective/c10d/backend*.cc"))
 with_torch = [path for path in with_torch if not path.endswith("_test.cc")]
 with_torch += [os.path.join(here, "src/lockstep/module.cc")]
 
@@ -33,7 +33,7 @@ setup(
             "lockstep_core",
             {
                 "sources": relative(core),
-                "include_dirs": [root],
+                "include_dirs": [root, os.path.join(root, "include")],
                 "macros": [("FMT_HEADER_ONLY", "1")],
                 "cflags": flags,
             },
@@ -44,7 +44,7 @@ setup(
         CppExtension(
             "lockstep._C",
             sources=relative(with_torch),
-            include_dirs=[root],
+            include_dirs=[root, os.path.join(root, "include")],
             libraries=["stdc++"],
             extra_compile_args=flags,
         )

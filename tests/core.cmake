@@ -2,19 +2,12 @@
 add_executable(rank_probe launch/rank_probe.cc)
 target_link_libraries(rank_probe PRIVATE lockstep_core)
 
+lockstep_tests_in(beside_sources base launch)
 add_executable(core_test
   launch/child.cc
   launch/command_test.cc
   launch/mpirun_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/base/cores_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/base/error_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/base/file_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/base/log_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/base/text_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/launch/environment_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/launch/launcher_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/launch/output_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/launch/process_test.cc
+  ${beside_sources}
 )
 target_compile_definitions(core_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"

@@ -1,13 +1,9 @@
 # The shared-memory core of collective/: no torch, so the tsan preset runs it too. lockstep_core carries its sources.
+lockstep_tests_in(beside_sources collective/shm)
 add_executable(shm_test
   shm/faults_test.cc
   shm/stress_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/arena_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/collectives_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/group_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/mailbox_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/reduce_kernels_test.cc
-  ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/rendezvous_test.cc
+  ${beside_sources}
 )
 target_link_libraries(shm_test PRIVATE lockstep_core GTest::gtest_main)
 gtest_discover_tests(shm_test TEST_PREFIX shm. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 1200)

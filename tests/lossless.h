@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/sampler.h"
-#include "lockstep/model/sync_batch_norm.h"
-#include "lockstep/strategy/ddp.h"
+#include "lockstep/ddp.h"
+#include "lockstep/sampler.h"
+#include "lockstep/sync_batch_norm.h"
 #include "tests/strategies.h"
 
 namespace lockstep::testing {

@@ -11,7 +11,7 @@
 #include <cmath>
 #include <vector>
 
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep::testing {
 

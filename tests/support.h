@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <string>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep::testing {
 

@@ -1,32 +1,22 @@
 # The rooms with torch: a binary per room.
 function(lockstep_room_test room)
-  add_executable(${room}_test)
-  foreach(source ${ARGN})
-    target_sources(${room}_test PRIVATE ${PROJECT_SOURCE_DIR}/lockstep/${room}/${source})
-  endforeach()
+  lockstep_tests_in(sources ${room})
+  list(FILTER sources EXCLUDE REGEX "/collective/shm/|_fuzz_test")
+  add_executable(${room}_test ${sources})
   target_precompile_headers(${room}_test REUSE_FROM lockstep_pch)
   target_link_libraries(${room}_test PRIVATE lockstep GTest::gtest_main)
   gtest_discover_tests(${room}_test TEST_PREFIX ${room}. DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
     PROPERTIES TIMEOUT 120)
 endfunction()
 
-lockstep_room_test(collective world_test.cc world_collectives_test.cc world_groups_test.cc world_messages_test.cc
-  work_test.cc hierarchical_transport_test.cc machines_test.cc shm_backend_test.cc)
-lockstep_room_test(data idx_test.cc image_dataset_test.cc image_folder_test.cc loader_test.cc order_test.cc
-  packed_dataset_test.cc readers_test.cc sampler_test.cc)
-lockstep_room_test(model lenet_test.cc models_test.cc stage_test.cc)
-lockstep_room_test(gradient communication_hook_test.cc published_gradients_test.cc reducer_test.cc)
-lockstep_room_test(optimizer optimizer_test.cc)
-lockstep_room_test(strategy averaging_test.cc convergence_test.cc data_parallel_test.cc ddp_test.cc device_faults_test.cc devices_test.cc
-  kvstore/dist_kvstore_test.cc kvstore/kvstore_strategy_test.cc kvstore/local_kvstore_test.cc kvstore/plan_test.cc
-  lossless_test.cc pipeline_processes_test.cc pipeline_test.cc towers_test.cc verify_test.cc)
-lockstep_room_test(checkpoint checkpoint_test.cc)
-lockstep_room_test(train loop_test.cc)
+foreach(room collective data model gradient optimizer strategy checkpoint train)
+  lockstep_room_test(${room})
+endforeach()
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json)
 
 # Mutated files, in a binary of its own: `make soak` gives it hours.
-add_executable(data_fuzz_test ${PROJECT_SOURCE_DIR}/lockstep/data/readers_fuzz_test.cc)
+add_executable(data_fuzz_test ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
 target_precompile_headers(data_fuzz_test REUSE_FROM lockstep_pch)
 target_link_libraries(data_fuzz_test PRIVATE lockstep GTest::gtest_main PNG::PNG ${ZIP_LIBRARY})
 gtest_discover_tests(data_fuzz_test TEST_PREFIX data. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 14400)

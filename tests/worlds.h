@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/hierarchical_transport.h"
-#include "lockstep/collective/shm/rendezvous.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/collective/machines/hierarchical_transport.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world_state.h"
+#include "lockstep/world.h"
 #include "tests/support.h"
 
 namespace lockstep::testing {

@@ -25,7 +25,7 @@ def check_includes(path, room):
     name = str(path.relative_to(ROOT))
     is_test = name.endswith("_test.cc")
     for included in INCLUDE.findall(path.read_text()):
-        if included.startswith("lockstep/") and included != "lockstep/lockstep.h" and not is_test:
+        if included.startswith("lockstep/") and included != "include/lockstep/lockstep.h" and not is_test:
             other = included.split("/")[1]
             if ROOMS.index(other) > ROOMS.index(room):
                 complain(path, f"includes {included}, but {other}/ comes after {room}/")

@@ -5,9 +5,9 @@
 
 #include "bench/collectives/cases.h"
 #include "bench/collectives/systems.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/rendezvous.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

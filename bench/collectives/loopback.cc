@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "bench/report.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

@@ -5,9 +5,9 @@
 #include <chrono>
 
 #include "bench/collectives/systems.h"
-#include "lockstep/base/cores.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

@@ -9,17 +9,17 @@
 #include <ATen/Parallel.h>
 
 #include "bench/report.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/data/fashion_mnist.h"
-#include "lockstep/data/jpeg.h"
-#include "lockstep/data/loader.h"
-#include "lockstep/data/order.h"
-#include "lockstep/data/packed_records.h"
-#include "lockstep/data/random.h"
-#include "lockstep/model/lenet.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/loader/random.h"
+#include "lockstep/data/packed/packed_records.h"
+#include "lockstep/datasets.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/loader.h"
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep::bench {
 namespace {

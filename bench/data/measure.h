@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/data/dataset.h"
+#include "lockstep/dataset.h"
 
 namespace lockstep::bench {
 

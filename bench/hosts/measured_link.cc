@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "bench/hosts/network.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

@@ -4,9 +4,9 @@
 #include <fstream>
 #include <sstream>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {

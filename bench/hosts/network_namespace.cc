@@ -9,8 +9,8 @@
 #include <future>
 
 #include "bench/child.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/process.h"
 
 namespace lockstep::bench {

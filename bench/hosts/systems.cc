@@ -8,7 +8,7 @@
 
 #include "bench/collectives/cases.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 namespace lockstep::bench {
 namespace {

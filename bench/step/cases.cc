@@ -2,9 +2,7 @@
 
 #include <torch/types.h>
 
-#include "lockstep/model/gpt.h"
-#include "lockstep/model/mlp.h"
-#include "lockstep/model/models.h"
+#include "lockstep/models.h"
 
 namespace lockstep::bench {
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/dataset.h"
-#include "lockstep/model/task.h"
+#include "lockstep/dataset.h"
+#include "lockstep/task.h"
 
 namespace lockstep::bench {
 

@@ -11,16 +11,16 @@
 
 #include "bench/python_peer.h"
 #include "bench/report.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
-#include "lockstep/data/sampler.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/model/layout.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/layout.h"
+#include "lockstep/memory.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep::bench {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep::bench {
 namespace {

@@ -11,9 +11,9 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/temporary_folder.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/process.h"
 
 namespace lockstep::bench {

@@ -1,8 +1,8 @@
-#include "lockstep/base/cores.h"
+#include "lockstep/cores.h"
 
 #include <sched.h>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

@@ -1,11 +1,11 @@
-#include "lockstep/base/cores.h"
+#include "lockstep/cores.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <thread>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

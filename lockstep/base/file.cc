@@ -6,7 +6,7 @@
 #include <array>
 #include <cerrno>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <iterator>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 #include "tests/launch/child.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
-#include "lockstep/base/memory.h"
+#include "lockstep/memory.h"
 
 #include <malloc.h>
 

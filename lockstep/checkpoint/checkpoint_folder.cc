@@ -1,13 +1,13 @@
-#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint.h"
 
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

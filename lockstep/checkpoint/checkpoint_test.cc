@@ -2,7 +2,7 @@
 #include <random>
 
 #include "lockstep/base/file.h"
-#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint.h"
 #include "tests/support.h"
 
 namespace lockstep {

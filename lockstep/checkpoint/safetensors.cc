@@ -1,4 +1,4 @@
-#include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/checkpoint.h"
 
 #include <xxhash.h>
 
@@ -12,9 +12,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

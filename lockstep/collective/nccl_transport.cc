@@ -1,4 +1,4 @@
-#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/c10d/c10d_transport.h"
 
 #include <cstdlib>
 
@@ -7,10 +7,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_call.h"
+#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/self_transport.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

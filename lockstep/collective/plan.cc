@@ -4,10 +4,10 @@
 
 #include <ATen/MemoryOverlap.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm_dtype.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "lockstep/collective/transport.h"
-#include "lockstep/collective/world.h"
 #include "lockstep/collective/world_state.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

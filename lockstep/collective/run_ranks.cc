@@ -5,10 +5,10 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/collective/shm_transport.h"
-#include "lockstep/collective/world.h"
 #include "lockstep/collective/world_state.h"
+#include "lockstep/error.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {

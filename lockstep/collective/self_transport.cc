@@ -1,7 +1,7 @@
 #include "lockstep/collective/self_transport.h"
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

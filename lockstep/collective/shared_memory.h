@@ -15,7 +15,7 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "lockstep/collective/shm/types.h"
+#include "lockstep/collective_types.h"
 
 namespace lockstep {
 

@@ -6,10 +6,10 @@
 #include <numeric>
 #include <optional>
 
-#include "lockstep/base/error.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/shm/rendezvous.h"
 #include "lockstep/collective/shm_dtype.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/deadline.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/deadline.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -1,6 +1,6 @@
 // The rules of a Work, over every transport.
-#include "lockstep/base/deadline.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/deadline.h"
+#include "lockstep/world.h"
 #include "tests/worlds.h"
 
 namespace lockstep {

@@ -1,13 +1,13 @@
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 #include <algorithm>
 #include <set>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/plan.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/world_state.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm_dtype.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 #include "tests/worlds.h"
 
 namespace lockstep {

@@ -1,20 +1,20 @@
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 #include <algorithm>
 #include <exception>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_transport.h"
-#include "lockstep/collective/hierarchical_transport.h"
+#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/collective/machines/hierarchical_transport.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/self_transport.h"
 #include "lockstep/collective/shm_transport.h"
 #include "lockstep/collective/world_state.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {

@@ -2,7 +2,7 @@
 #include <random>
 #include <thread>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 #include "tests/worlds.h"
 
 namespace lockstep {

@@ -1,5 +1,5 @@
 // Messages between two ranks, over every transport.
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 #include "tests/worlds.h"
 
 namespace lockstep {

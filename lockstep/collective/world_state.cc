@@ -7,9 +7,9 @@
 #include <climits>
 #include <set>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

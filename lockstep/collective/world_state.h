@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "lockstep/collective/transport.h"
-#include "lockstep/collective/world.h"
 #include "lockstep/launch/environment.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

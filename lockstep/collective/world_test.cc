@@ -1,11 +1,11 @@
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 #include <atomic>
 #include <set>
 #include <thread>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/deadline.h"
 #include "tests/support.h"
 
 namespace lockstep {

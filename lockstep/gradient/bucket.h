@@ -11,8 +11,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "lockstep/collective/world.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

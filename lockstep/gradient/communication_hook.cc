@@ -1,4 +1,4 @@
-#include "lockstep/gradient/communication_hook.h"
+#include "lockstep/communication_hook.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -7,8 +7,8 @@
 #include <map>
 #include <utility>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
 
 namespace lockstep {

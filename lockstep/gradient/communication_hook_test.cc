@@ -1,4 +1,4 @@
-#include "lockstep/gradient/communication_hook.h"
+#include "lockstep/communication_hook.h"
 
 #include <cmath>
 

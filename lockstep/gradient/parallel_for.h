@@ -1,6 +1,6 @@
 // gradient/parallel_for.h: a loop of which parts run at the same time.
 //
-// Threads: libtorch's own for operators, of the calling thread; strategy/devices.h has one of several devices
+// Threads: libtorch's own for operators, of the calling thread; lockstep/devices.h has one of several devices
 // Ranks:   no communication
 #pragma once
 

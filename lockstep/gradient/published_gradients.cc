@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

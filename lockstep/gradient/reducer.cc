@@ -13,9 +13,9 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient/bucket.h"
 #include "lockstep/gradient/sparse_exchange.h"
 #include "lockstep/gradient/unused_parameters.h"

@@ -29,10 +29,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/communication_hook.h"
 #include "lockstep/gradient/batch_totals.h"
-#include "lockstep/gradient/communication_hook.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include <torch/types.h>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/cores.h"
+#include "lockstep/cores.h"
 
 namespace lockstep {
 

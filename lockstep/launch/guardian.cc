@@ -11,7 +11,7 @@
 #include <limits>
 #include <new>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/process.h"
 
 namespace lockstep {

@@ -14,11 +14,11 @@
 #include <filesystem>
 #include <memory>
 
-#include "lockstep/base/cores.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/guardian.h"
 #include "lockstep/launch/output.h"

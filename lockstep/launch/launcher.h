@@ -65,7 +65,7 @@ LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>
 // The child exits with what `body` returns; an exception that leaves it is printed and exits with 1 (UsageError: 2).
 LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body);
 
-// What to print for a failure: rank, pid, exit code or signal, and its last lines, in the form of base/error.h.
+// What to print for a failure: rank, pid, exit code or signal, and its last lines, in the form of lockstep/error.h.
 std::string describe(const RankFailure& failure, const LaunchOptions& options);
 
 }  // namespace lockstep

@@ -10,11 +10,11 @@
 #include <iterator>
 #include <set>
 
-#include "lockstep/base/cores.h"
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "tests/launch/child.h"
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <fstream>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

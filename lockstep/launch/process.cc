@@ -13,8 +13,8 @@
 #include <cstring>
 #include <iostream>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/base/cores.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/cores.h"
 
 namespace lockstep {
 

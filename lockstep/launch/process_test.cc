@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 #include "tests/launch/child.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
-#include "lockstep/model/alexnet.h"
+#include "lockstep/models.h"
 
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/conv.h>

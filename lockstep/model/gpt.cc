@@ -1,9 +1,9 @@
-#include "lockstep/model/gpt.h"
+#include "lockstep/models.h"
 
 #include <cmath>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/model/inception.h"
+#include "lockstep/models.h"
 
 #include <torch/nn/init.h>
 #include <torch/nn/modules/pooling.h>

@@ -1,4 +1,4 @@
-#include "lockstep/model/layout.h"
+#include "lockstep/layout.h"
 
 #include <algorithm>
 

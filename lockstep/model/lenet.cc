@@ -1,4 +1,4 @@
-#include "lockstep/model/lenet.h"
+#include "lockstep/models.h"
 
 namespace lockstep {
 

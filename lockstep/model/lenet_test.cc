@@ -1,8 +1,8 @@
-#include "lockstep/model/lenet.h"
+#include "lockstep/models.h"
 
 #include <gtest/gtest.h>
 
-#include "lockstep/model/layout.h"
+#include "lockstep/layout.h"
 
 namespace lockstep {
 namespace {

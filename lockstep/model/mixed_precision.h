@@ -5,7 +5,7 @@
 // Ranks:   no communication
 #pragma once
 
-#include "lockstep/model/task.h"
+#include "lockstep/task.h"
 
 namespace lockstep {
 

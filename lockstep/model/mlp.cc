@@ -1,4 +1,4 @@
-#include "lockstep/model/mlp.h"
+#include "lockstep/models.h"
 
 #include <torch/nn/modules/linear.h>
 

@@ -1,13 +1,7 @@
-#include "lockstep/model/models.h"
+#include "lockstep/models.h"
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/model/alexnet.h"
-#include "lockstep/model/gpt.h"
-#include "lockstep/model/inception.h"
-#include "lockstep/model/lenet.h"
-#include "lockstep/model/mlp.h"
-#include "lockstep/model/resnet.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

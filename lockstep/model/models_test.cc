@@ -1,12 +1,7 @@
-#include "lockstep/model/models.h"
+#include "lockstep/models.h"
 
 #include <gtest/gtest.h>
 
-#include "lockstep/model/alexnet.h"
-#include "lockstep/model/gpt.h"
-#include "lockstep/model/inception.h"
-#include "lockstep/model/mlp.h"
-#include "lockstep/model/resnet.h"
 #include "tests/support.h"
 
 namespace lockstep {

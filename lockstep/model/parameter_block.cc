@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

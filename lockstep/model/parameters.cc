@@ -5,8 +5,8 @@
 #include <map>
 #include <unordered_set>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/world.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

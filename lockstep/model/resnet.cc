@@ -1,9 +1,9 @@
-#include "lockstep/model/resnet.h"
+#include "lockstep/models.h"
 
 #include <torch/nn/init.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

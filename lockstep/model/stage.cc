@@ -1,4 +1,4 @@
-#include "lockstep/model/stage.h"
+#include "lockstep/task.h"
 
 #include <unordered_set>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "lockstep/model/stage.h"
+#include "lockstep/task.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/modules/activation.h>

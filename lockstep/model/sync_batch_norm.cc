@@ -1,12 +1,12 @@
-#include "lockstep/model/sync_batch_norm.h"
+#include "lockstep/sync_batch_norm.h"
 
 #include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <numeric>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

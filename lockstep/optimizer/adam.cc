@@ -1,12 +1,12 @@
-#include "lockstep/optimizer/adam.h"
+#include "lockstep/optimizers.h"
 
 #include <cmath>
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/optimizer/adam_kernels.h"
 
 namespace lockstep {

@@ -1,7 +1,7 @@
-#include "lockstep/optimizer/gradient_scaler.h"
+#include "lockstep/gradient_scaler.h"
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

@@ -1,9 +1,9 @@
-#include "lockstep/optimizer/lamb.h"
+#include "lockstep/optimizers.h"
 
 #include <cmath>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/optimizer/adam_kernels.h"
 
 namespace lockstep {

@@ -1,7 +1,7 @@
-#include "lockstep/optimizer/lars.h"
+#include "lockstep/optimizers.h"
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

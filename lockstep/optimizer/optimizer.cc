@@ -1,14 +1,14 @@
-#include "lockstep/optimizer/optimizer.h"
+#include "lockstep/optimizer.h"
 
 #include <algorithm>
 #include <unordered_map>
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {

@@ -9,11 +9,8 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/optimizer/adam.h"
-#include "lockstep/optimizer/lamb.h"
-#include "lockstep/optimizer/lars.h"
-#include "lockstep/optimizer/schedule.h"
-#include "lockstep/optimizer/sgd.h"
+#include "lockstep/optimizers.h"
+#include "lockstep/schedule.h"
 #include "tests/support.h"
 
 namespace lockstep {

@@ -1,4 +1,4 @@
-#include "lockstep/optimizer/schedule.h"
+#include "lockstep/schedule.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,9 +1,9 @@
-#include "lockstep/optimizer/sgd.h"
+#include "lockstep/optimizers.h"
 
 #include <ATen/ops/_fused_sgd.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,6 @@
 // What is not exact has to learn all the same. (Hooks that lose bits: gradient/communication_hook_test.cc.)
-#include "lockstep/model/mlp.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/models.h"
+#include "lockstep/strategy.h"
 #include "tests/support.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,14 +1,14 @@
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy.h"
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/model/mixed_precision.h"
-#include "lockstep/strategy/averaging.h"
-#include "lockstep/strategy/data_parallel.h"
-#include "lockstep/strategy/ddp_strategy.h"
+#include "lockstep/strategy/averaging/averaging.h"
+#include "lockstep/strategy/ddp/ddp_strategy.h"
+#include "lockstep/strategy/devices/data_parallel.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
-#include "lockstep/strategy/pipeline.h"
-#include "lockstep/strategy/towers.h"
+#include "lockstep/strategy/pipeline/pipeline.h"
+#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

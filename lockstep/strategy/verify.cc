@@ -1,4 +1,4 @@
-#include "lockstep/strategy/verify.h"
+#include "lockstep/verify.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/sampler.h"
+#include "lockstep/error.h"
+#include "lockstep/sampler.h"
 
 namespace lockstep {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/strategy/verify.h"
+#include "lockstep/verify.h"
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>

@@ -4,10 +4,9 @@
 
 #include <array>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/open_dataset.h"
-#include "lockstep/data/tensor_dataset.h"
+#include "lockstep/datasets.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/model/task.h"
+#include "lockstep/task.h"
 #include "lockstep/train/options.h"
 
 namespace lockstep {

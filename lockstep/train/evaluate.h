@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <memory>
 
-#include "lockstep/collective/world.h"
-#include "lockstep/data/loader.h"
-#include "lockstep/model/task.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/loader.h"
+#include "lockstep/strategy.h"
+#include "lockstep/task.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -5,10 +5,10 @@
 #include <limits>
 #include <map>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/optimizer/schedule.h"
+#include "lockstep/error.h"
+#include "lockstep/schedule.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/snapshot.h"
 

@@ -1,6 +1,6 @@
 // train/loop.h: the training loop. It knows no strategy by name.
 //
-// Flow:    data/loader.h -> Strategy::compute -> finite? -> learning rate -> Strategy::update -> metrics, checkpoints
+// Flow:    lockstep/loader.h -> Strategy::compute -> finite? -> learning rate -> Strategy::update -> metrics, checkpoints
 // Owns:    the loader and the position in the run; the strategy is the caller's
 // Threads: one thread
 // Ranks:   every rank runs it; rank 0 writes and shows
@@ -10,14 +10,14 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/collective/world.h"
-#include "lockstep/data/loader.h"
-#include "lockstep/model/task.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/loader.h"
+#include "lockstep/strategy.h"
+#include "lockstep/task.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

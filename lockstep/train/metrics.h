@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/loading_statistics.h"
+#include "lockstep/loader.h"
 
 namespace lockstep {
 

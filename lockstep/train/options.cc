@@ -4,11 +4,11 @@
 
 #include <CLI/CLI.hpp>
 
-#include "lockstep/base/cores.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/error.h"
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
-#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,6 @@
 // train/options.h: every option of `lockstep train` and lockstep::run(), and how the command line fills it.
 //
-// Flow:    argv, --config FILE -> here -> train/run.h
+// Flow:    argv, --config FILE -> here -> lockstep/run.h
 // Threads: a value
 // Ranks:   every rank parses the same command line
 #pragma once
@@ -21,7 +21,7 @@ struct TrainOptions {
   std::string model = "lenet";
   std::string data = "auto";  // what suits the model
   std::string data_dir;       // empty: where Debian puts the dataset
-  std::string augment;        // data/parse_transforms.h
+  std::string augment;        // lockstep/images.h
   int workers = 1;            // threads of each rank that load batches; 0: the step waits while they are loaded
   int prefetch = 4;           // batches that may lie ready
   std::int64_t skip_bad = 0;  // bad samples of an epoch and rank that may be left out

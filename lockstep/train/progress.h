@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/base/deadline.h"
+#include "lockstep/deadline.h"
 #include "lockstep/train/metrics.h"
 
 namespace lockstep {

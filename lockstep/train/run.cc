@@ -1,4 +1,4 @@
-#include "lockstep/train/run.h"
+#include "lockstep/run.h"
 
 #include <algorithm>
 #include <functional>
@@ -7,14 +7,14 @@
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/memory.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d_transport.h"
+#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/model/models.h"
+#include "lockstep/memory.h"
+#include "lockstep/models.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/loop.h"

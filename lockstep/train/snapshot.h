@@ -14,10 +14,10 @@
 
 #include <string>
 
-#include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/collective/world.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/strategy.h"
 #include "lockstep/train/loop.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/data/jpeg.h"
-#include "lockstep/data/random.h"
+#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/loader/random.h"
+#include "lockstep/error.h"
 
 namespace lockstep::testing {
 

@@ -6,9 +6,9 @@
 
 #include <array>
 
-#include "lockstep/base/deadline.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/deadline.h"
 #include "tests/launch/child.h"
 
 namespace lockstep::testing {

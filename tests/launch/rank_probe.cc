@@ -14,10 +14,10 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/cores.h"
-#include "lockstep/base/deadline.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/deadline.h"
 
 namespace {
 

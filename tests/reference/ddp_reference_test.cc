@@ -1,10 +1,10 @@
 // lockstep against PyTorch's DistributedDataParallel, recorded by make_ddp_reference.py.
 #include <mutex>
 
-#include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/data/sampler.h"
-#include "lockstep/model/lenet.h"
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
 #include "tests/reference/ramp.h"
 #include "tests/support.h"
 

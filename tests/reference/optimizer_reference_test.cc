@@ -1,11 +1,8 @@
 // lockstep's optimizers against PyTorch's, and timm's for LAMB and LARS, recorded by make_optimizer_reference.py.
 #include <functional>
 
-#include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/optimizer/adam.h"
-#include "lockstep/optimizer/lamb.h"
-#include "lockstep/optimizer/lars.h"
-#include "lockstep/optimizer/sgd.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/optimizers.h"
 #include "tests/reference/ramp.h"
 #include "tests/support.h"
 

@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
-#include "lockstep/collective/shm/rendezvous.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 // Sanitizers slow everything down; bounds on time are multiplied by this.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)

@@ -4,10 +4,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"
 #include "tests/train/command.h"

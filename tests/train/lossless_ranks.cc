@@ -2,8 +2,8 @@
 #include <ATen/Parallel.h>
 
 #include "lockstep/base/text.h"
-#include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/collective/world.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/world.h"
 #include "tests/lossless.h"
 
 int main(int, char** argv) {

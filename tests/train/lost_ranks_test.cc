@@ -2,7 +2,7 @@
 // says what the others do then.
 #include <signal.h>
 
-#include "lockstep/base/deadline.h"
+#include "lockstep/deadline.h"
 #include "tests/shm/support.h"
 #include "tests/train/ranks.h"
 

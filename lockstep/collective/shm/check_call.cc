@@ -2,10 +2,10 @@
 
 #include <set>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/split.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

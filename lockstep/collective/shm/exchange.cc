@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/shape.h"
 #include "lockstep/collective/shm/split.h"
 #include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

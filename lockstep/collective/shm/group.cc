@@ -4,16 +4,16 @@
 #include <cstring>
 #include <type_traits>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/algorithms.h"
 #include "lockstep/collective/shm/check_call.h"
+#include "lockstep/collective/shm/connect/group_factory.h"
 #include "lockstep/collective/shm/exchange.h"
-#include "lockstep/collective/shm/group_factory.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
 #include "lockstep/collective/shm/reduction.h"
 #include "lockstep/collective/shm/work.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 

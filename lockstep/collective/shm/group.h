@@ -33,9 +33,9 @@
 #include <variant>
 #include <vector>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/collective/shm/arena.h"
-#include "lockstep/collective/shm/types.h"
+#include "lockstep/collective/shm/memory/arena.h"
+#include "lockstep/collective_types.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 

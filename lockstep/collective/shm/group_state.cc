@@ -4,9 +4,9 @@
 
 #include <exception>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 

@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/shm/control_block.h"
-#include "lockstep/collective/shm/machine.h"
+#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/collective/shm/waiting.h"
 
 namespace lockstep::shm {

@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/control_block.h"
-#include "lockstep/collective/shm/rendezvous.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/shm/memory/control_block.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <span>
 
-#include "lockstep/collective/shm/types.h"
+#include "lockstep/collective_types.h"
 
 namespace lockstep::shm {
 

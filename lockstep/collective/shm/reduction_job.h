@@ -6,7 +6,7 @@
 
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/split.h"
-#include "lockstep/collective/shm/types.h"
+#include "lockstep/collective_types.h"
 
 namespace lockstep::shm {
 

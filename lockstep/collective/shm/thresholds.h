@@ -8,7 +8,7 @@
 #include <chrono>
 #include <cstddef>
 
-#include "lockstep/collective/shm/control_block.h"
+#include "lockstep/collective/shm/memory/control_block.h"
 
 namespace lockstep::shm {
 

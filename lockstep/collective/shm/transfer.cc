@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

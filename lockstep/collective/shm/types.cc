@@ -1,4 +1,4 @@
-#include "lockstep/collective/shm/types.h"
+#include "lockstep/collective_types.h"
 
 #include <array>
 

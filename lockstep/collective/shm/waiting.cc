@@ -2,9 +2,9 @@
 
 #include <sched.h>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 

@@ -12,9 +12,9 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/collective/shm/flag.h"
-#include "lockstep/collective/shm/machine.h"
+#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/memory/flag.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 

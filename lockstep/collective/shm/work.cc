@@ -1,6 +1,6 @@
 #include "lockstep/collective/shm/work.h"
 
-#include "lockstep/base/error.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

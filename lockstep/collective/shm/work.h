@@ -14,7 +14,7 @@
 #include <mutex>
 #include <thread>
 
-#include "lockstep/base/deadline.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 

@@ -11,9 +11,9 @@
 #include <span>
 #include <vector>
 
+#include "lockstep/devices.h"
 #include "lockstep/gradient/parallel_for.h"
 #include "lockstep/optimizer/mean.h"
-#include "lockstep/strategy/devices.h"
 
 namespace lockstep {
 

@@ -1,10 +1,10 @@
-#include "lockstep/strategy/kvstore/dist_kvstore.h"
+#include "lockstep/kvstore.h"
 
 #include <algorithm>
 #include <exception>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
 #include "lockstep/strategy/kvstore/optimizer_message.h"
 

@@ -1,5 +1,5 @@
 // A store on servers, whose ranks are threads, over each transport.
-#include "lockstep/strategy/kvstore/dist_kvstore.h"
+#include "lockstep/kvstore.h"
 
 #include <atomic>
 #include <mutex>

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/data/sampler.h"
+#include "lockstep/sampler.h"
 
 namespace lockstep {
 namespace {

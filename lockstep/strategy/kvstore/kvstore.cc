@@ -1,9 +1,9 @@
-#include "lockstep/strategy/kvstore/kvstore.h"
+#include "lockstep/kvstore.h"
 
 #include <set>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -10,9 +10,9 @@
 
 #include <memory>
 
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/server.h"
-#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 

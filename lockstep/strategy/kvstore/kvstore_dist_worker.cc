@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "lockstep/base/error.h"
-#include "lockstep/strategy/kvstore/dist_kvstore.h"
+#include "lockstep/error.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 #include "lockstep/strategy/kvstore/slice_state.h"

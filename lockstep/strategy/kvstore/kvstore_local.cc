@@ -1,11 +1,11 @@
 // The strategy `kvstore` with its local kinds: devices of one process.
 #include <map>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
-#include "lockstep/strategy/kvstore/local_kvstore.h"
 #include "lockstep/strategy/kvstore/server_statistics.h"
 
 namespace lockstep {

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep {
 

@@ -10,9 +10,9 @@
 #include <mutex>
 #include <thread>
 
-#include "lockstep/base/deadline.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/sampler.h"
+#include "lockstep/deadline.h"
+#include "lockstep/sampler.h"
 #include "tests/shm/support.h"
 #include "tests/strategies.h"
 #include "tests/support.h"

@@ -1,7 +1,7 @@
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 
-#include "lockstep/base/deadline.h"
-#include "lockstep/strategy/towers.h"
+#include "lockstep/deadline.h"
+#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

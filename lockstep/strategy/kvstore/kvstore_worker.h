@@ -12,8 +12,8 @@
 
 #include <memory>
 
-#include "lockstep/strategy/kvstore/kvstore.h"
-#include "lockstep/strategy/replica.h"
+#include "lockstep/kvstore.h"
+#include "lockstep/towers.h"
 
 namespace lockstep {
 

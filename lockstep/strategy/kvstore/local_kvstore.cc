@@ -1,11 +1,11 @@
-#include "lockstep/strategy/kvstore/local_kvstore.h"
+#include "lockstep/kvstore.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
-#include "lockstep/strategy/replica.h"
+#include "lockstep/error.h"
+#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

@@ -1,8 +1,8 @@
-#include "lockstep/strategy/kvstore/local_kvstore.h"
+#include "lockstep/kvstore.h"
 
 #include <map>
 
-#include "lockstep/model/models.h"
+#include "lockstep/models.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "tests/strategies.h"
 #include "tests/support.h"

@@ -34,8 +34,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/collective/world.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep {
 

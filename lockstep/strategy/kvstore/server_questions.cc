@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
 #include "lockstep/strategy/kvstore/optimizer_message.h"
 

@@ -9,9 +9,9 @@
 #include <limits>
 #include <string>
 
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/kvstore/delay_histogram.h"
 #include "lockstep/strategy/kvstore/messages.h"
-#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 

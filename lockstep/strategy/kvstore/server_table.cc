@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "lockstep/strategy/kvstore/device_sum.h"
-#include "lockstep/strategy/replica.h"
+#include "lockstep/towers.h"
 
 namespace lockstep {
 

@@ -12,8 +12,8 @@
 #include <memory>
 #include <vector>
 
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
-#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 

@@ -1,7 +1,7 @@
 #include "lockstep/strategy/kvstore/slice_state.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/strategy/tensor_messages.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {

@@ -2,7 +2,7 @@
 // what a checkpoint keeps of a server.
 #pragma once
 
-#include "lockstep/optimizer/optimizer.h"
+#include "lockstep/optimizer.h"
 #include "lockstep/strategy/kvstore/messages.h"
 
 namespace lockstep {

@@ -5,8 +5,8 @@
 
 #include <pybind11/chrono.h>
 
-#include "lockstep/base/error.h"
-#include "lockstep/collective/shm_backend.h"
+#include "lockstep/collective/c10d/backend.h"
+#include "lockstep/error.h"
 
 namespace py = pybind11;
 

@@ -1,0 +1,39 @@
+// lockstep/deadline.h: a point in time by which a wait has to end. No wait in lockstep is without one.
+//
+// Threads: a value; never changes after construction
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace lockstep {
+
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static Deadline after(std::chrono::milliseconds duration) { return Deadline(Clock::now() + duration); }
+
+  bool passed() const { return Clock::now() >= when_; }
+
+  // Time left, never negative; what poll() and wait(timeout) take.
+  std::chrono::milliseconds left() const {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now());
+    return std::max(left, std::chrono::milliseconds(0));
+  }
+
+ private:
+  explicit Deadline(Clock::time_point when) : when_(when) {}
+  Clock::time_point when_;
+};
+
+// Seconds since construction, on the clock that never goes back.
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(Deadline::Clock::now() - start_).count(); }
+
+ private:
+  Deadline::Clock::time_point start_ = Deadline::Clock::now();
+};
+
+}  // namespace lockstep

@@ -1,0 +1,45 @@
+// lockstep/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step()
+// divides the gradients by it again, and a step whose gradients overflowed is passed over, on all ranks alike
+// (Micikevicius et al., "Mixed precision training", ICLR 2018).
+//
+//   ddp.backward(scaler.scale(loss), samples);
+//   scaler.step(optimizer);
+//
+// Threads: one thread
+// Ranks:   every rank makes the same calls; the decision to skip is taken from the mean gradient, which all share
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+
+#include "lockstep/optimizer.h"
+
+namespace lockstep {
+
+struct GradientScalerOptions {
+  double initial_scale = 65536;
+  double growth = 2;     // after `growth_interval` steps without overflow
+  double backoff = 0.5;  // after an overflow
+  std::int64_t growth_interval = 2000;
+};
+
+class GradientScaler {
+ public:
+  explicit GradientScaler(const GradientScalerOptions& options = {});  // throws UsageError
+
+  torch::Tensor scale(const torch::Tensor& loss) const { return loss * scale_; }
+
+  // optimizer.step() with gradients divided by the scale; then the scale grows or shrinks. Returns false if it was
+  // skipped.
+  bool step(Optimizer& optimizer);
+
+  double current_scale() const { return scale_; }
+
+ private:
+  GradientScalerOptions options_;
+  double scale_;
+  std::int64_t good_steps_ = 0;  // since the scale last changed
+};
+
+}  // namespace lockstep

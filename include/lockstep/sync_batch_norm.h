@@ -1,0 +1,48 @@
+// lockstep/sync_batch_norm.h: batch normalisation over the global batch: mean and variance are those of the samples of all
+// ranks, so N ranks compute what one would (Ioffe and Szegedy, 2015; PyTorch's SyncBatchNorm).
+//
+// Flow:    in a model's forward(), in place of torch::nn::BatchNorm1d/2d/3d
+// Owns:    weight, bias, running statistics; a group of ranks of its own
+// Threads: one thread, as the model
+// Ranks:   all ranks of the world call forward() and backward() in the same order, each with one sample at least
+//
+// The loss of a rank is the mean over its samples, and ranks count by their samples, as DistributedDataParallel has
+// it: uneven parts are then exact too, with one forward() per step.
+//
+// Each forward in training sends 2 C + 1 values, each backward 2 C, for C channels.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/types.h>
+
+#include <cstdint>
+
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+struct SyncBatchNormOptions {
+  std::int64_t features = 0;  // C
+  double eps = 1e-5;
+  double momentum = 0.1;  // of the running statistics
+};
+
+class SyncBatchNormImpl : public torch::nn::Module {
+ public:
+  SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options);
+
+  // (B, C, ...) -> the same shape, floating point. In eval mode with the running statistics, without communication.
+  // Throws UsageError (another number of channels), PeerLost.
+  torch::Tensor forward(const torch::Tensor& input);
+
+  torch::Tensor weight, bias;               // (C)
+  torch::Tensor running_mean, running_var;  // (C), buffers
+
+ private:
+  World world_;
+  SyncBatchNormOptions options_;
+};
+TORCH_MODULE(SyncBatchNorm);
+
+}  // namespace lockstep

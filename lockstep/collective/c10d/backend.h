@@ -1,0 +1,121 @@
+// collective/c10d/backend.h: the shared-memory core as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
+// collectives run over it unmodified.
+//
+// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> collective/shm/
+// Owns:    this rank's side of the shared memory; a thread for collectives, once one was started without blocking
+// Threads: any, like other backends: calls of several threads are ordered by a lock
+// Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
+//
+// Tensors: dense, on the CPU. A tensor, or list of tensors, that is one contiguous piece of memory is exchanged where
+// it lies; anything else through a contiguous copy. Every dtype can be moved; what can be reduced is in shm/types.h,
+// and complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
+//
+// Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
+// done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
+// shm/group.h). A wait that ends at its own timeout leaves the call going on; the `timeout` in a collective's options
+// ends the call itself, as that of the backend does where there is none. The backend holds the tensors of every call
+// until it is done, whoever waits.
+//
+// Callbacks of a collective's future run on the thread that carried it out, or on that which attaches them if it is
+// done by then. They may make collectives of this backend and wait for them: those are made there at once, before
+// whatever comes next, so that all ranks make them in the same order where a callback is attached before the next
+// collective is started (shm_backend_queue.h has the reasons). They must not wait for collectives that other threads
+// start meanwhile.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+class ShmBackend final : public c10d::Backend {
+ public:
+  using Tensor = at::Tensor;
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // Blocks until all `size` ranks are connected; the store carries an address and is not used afterwards. A store, or a
+  // prefix of one, serves one backend. Throws RendezvousError: ranks on different machines, ranks that did not come;
+  // SystemError.
+  ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
+  ~ShmBackend() override;  // as shutdown(); while an exception is on its way, the peers learn that this rank has failed
+
+  const std::string getBackendName() const override { return "lockstep"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;  // waits for the calls under way
+  void setSequenceNumberForGroup() override {}                  // the core numbers and compares every collective itself
+  std::uint64_t getSequenceNumberForGroup() override { return issued_; }
+
+  // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+
+  // Waits for the calls under way, then leaves in good order; out of a callback it returns at once, and both follow.
+  void shutdown() override;
+  void abort() override;  // ends the calls under way, here and on all peers, with PeerLost
+
+  // Tensors from here are read by peers where they lie: their collectives copy nothing. They may outlive the backend.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;  // names who is missing
+
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+
+  // Split sizes are rows of the first dimension; empty ones: equal parts.
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+
+  // Not ordered with collectives. Their Work has no future, as that of Gloo.
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  struct Step;  // one call of the core, and the tensors that it reads and writes
+  struct Manner;
+  struct Parts;  // the group, and the queue of the collectives that it makes
+
+  Step all_reduce_step(const Tensor& tensor, const c10d::ReduceOp& op) const;
+  // `whole` is a tensor per rank, or one tensor for all.
+  Step all_gather_step(const Tensors& whole, const Tensor& part) const;
+  Step reduce_scatter_step(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
+
+  WorkPtr start(c10d::OpType type, std::vector<Step> steps, Tensors results, const Manner& manner);
+  WorkPtr receive(Tensors& tensors, int from, int tag, c10d::OpType type);
+  Parts& parts() const;  // throws UsageError after shutdown()
+
+  std::chrono::milliseconds timeout_;
+  std::atomic<std::uint64_t> issued_{0};
+  std::unique_ptr<Parts> parts_;  // none after shutdown()
+};
+
+}  // namespace lockstep

@@ -1,0 +1,89 @@
+// collective/c10d/backend_tensors.h: torch's tensors in the words of the shared-memory core: pieces of memory, counts,
+// dtypes, reductions; and the checks that c10d leaves to its backends.
+//
+// Flow:    collective/c10d/backend.cc -> here -> calls of collective/shm/group.h
+// Owns:    a Piece holds its tensors, and a copy where they are not one piece of memory
+// Threads: values
+// Ranks:   no communication
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <cstddef>
+#include <vector>
+
+#include "lockstep/collective_types.h"
+
+namespace lockstep::backend {
+
+using Tensor = at::Tensor;
+using Tensors = std::vector<at::Tensor>;
+
+shm::ReduceOp to_shm(const c10d::ReduceOp& op);  // PREMUL_SUM is the sum of what scaled() gives
+
+// How elements of a tensor travel: `each` elements of `dtype` per element of torch's.
+struct Unit {
+  shm::DType dtype;
+  std::size_t each = 1;
+
+  std::size_t count(std::int64_t elements) const { return static_cast<std::size_t>(elements) * each; }
+};
+
+Unit unit_to_move(const Tensor& tensor);
+Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op);  // throws UsageError: not defined for its dtype
+
+// Throw UsageError: not exactly one.
+const Tensor& only_one(const Tensors& tensors, const char* what);
+const Tensors& only_one(const std::vector<Tensors>& lists, const char* what);
+
+// Some tensors of one dtype, one after the other, as one piece of memory: where they lie, if they are one; else a copy.
+class Piece {
+ public:
+  Piece() = default;
+  explicit Piece(Tensors tensors, bool must_copy = false);  // throws UsageError, DeviceError
+
+  const Tensor& first() const { return tensors_.front(); }
+  void* memory() const;
+  std::int64_t elements() const;
+  bool overlaps(const Piece& other) const;
+
+  void copy_in() const;   // from the tensors, where there is a copy
+  void copy_out() const;  // to the tensors, likewise
+
+ private:
+  std::size_t bytes() const;
+  bool lie_together() const;
+
+  Tensors tensors_;
+  Tensor copy_;
+};
+
+// The core takes input and output that are the same memory, or have none in common: anything else is copied first.
+Piece input_beside(const Tensors& inputs, const Piece& output);
+
+// PREMUL_SUM: every rank's tensor times a factor, then summed.
+Tensor scaled(const Tensor& tensor, const c10d::ReduceOp& op);
+Tensors scaled(const Tensors& tensors, const c10d::ReduceOp& op);
+
+// The counts of the core for a whole that is a part per rank, one after the other.
+struct Counts {
+  std::size_t even = 0;
+  std::vector<std::size_t> each;  // none: all are `even`
+
+  std::size_t of(int rank) const { return each.empty() ? even : each[static_cast<std::size_t>(rank)]; }
+};
+
+// `whole` is a tensor per rank, or one tensor for all.
+Counts counts_of(const Tensors& whole, int size, Unit unit);
+std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size);
+std::vector<std::size_t> counts_of_rows(const Tensor& tensor, const std::vector<std::int64_t>& splits, int size,
+                                        const char* what);
+
+// Throw UsageError.
+void check_part(const Tensor& part, const Tensor& whole, std::size_t count, Unit unit);
+void check_equal_parts(const Tensors& whole, const Tensor& part, int size);  // gather and scatter know one size only
+void check_same_dtype(const Tensor& input, const Tensor& output);
+void check_pairs(const Tensors& outputs, const Tensors& inputs);
+
+}  // namespace lockstep::backend

@@ -1,0 +1,191 @@
+#include "lockstep/collective/c10d/c10d_call.h"
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <mutex>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
+
+PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
+  return PeerLost({.what = concat(call.operation, " failed: ", first_line(cause)),
+                   .here = call.here,
+                   .likely = "another rank died, failed or stopped; the launcher names the first",
+                   .next = "run again with --resume to go on from the last checkpoint"});
+}
+
+C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
+  return issue_alone(issue);
+} catch (const c10::Error& error) {  // before anything was sent
+  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
+                    .here = call.here,
+                    .likely = "a dtype or a layout that c10d does not exchange"});
+} catch (const std::exception& error) {  // Gloo's own: a connection that is closed already
+  throw peer_lost(call, error);
+}
+
+PeerLost not_finished(const C10dCall& call) {
+  return PeerLost({.what = concat(call.operation, " is not finished at the deadline"),
+                   .here = call.here,
+                   .likely = "a rank that is slower than the others, or stopped",
+                   .next = "wait longer, or look at what each rank is doing"});
+}
+
+milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0 is for ever
+
+class CallUnderWay : public Pending {
+ public:
+  CallUnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
+
+  void wait() override {
+    guarded([this] { work_->wait(); });
+  }
+  void wait(Deadline deadline) override {
+    guarded([&] { work_->wait(left_until(deadline)); });
+  }
+  bool done() override { return work_->isCompleted(); }
+
+ private:
+  template <class Wait>
+  void guarded(const Wait& wait) {
+    try {
+      wait();
+    } catch (const std::exception& error) {
+      if (!work_->isCompleted()) throw not_finished(call_);
+      throw peer_lost(call_, error);
+    }
+    if (call_.finish) call_.finish();
+    call_.finish = {};
+  }
+
+  C10dCall call_;
+  C10dWork work_;
+};
+
+}  // namespace
+
+class C10dMessages::UnderWay : public Pending {
+ public:
+  explicit UnderWay(C10dMessage message)
+      : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
+    if (message.alone) wait_by(std::launch::async);
+  }
+
+  // A future of std::async waits for its thread.
+  ~UnderWay() override {
+    if (result_.valid() && !settled()) abort();
+  }
+
+  bool settled() const { return result_.valid() && result_.wait_for(milliseconds(0)) == std::future_status::ready; }
+
+  void wait() override {
+    if (!result_.valid()) wait_by(std::launch::deferred);
+    try {
+      result_.get();
+    } catch (const Error&) {  // of next_ and finish
+      throw;
+    } catch (const std::exception& error) {
+      throw peer_lost(call_, error);
+    }
+  }
+  void wait(Deadline deadline) override {
+    if (!result_.valid()) wait_by(std::launch::async);
+    if (result_.wait_for(deadline.left()) != std::future_status::ready) throw not_finished(call_);
+    wait();
+  }
+  bool done() override {
+    if (!result_.valid()) wait_by(std::launch::async);
+    return settled();
+  }
+  int source() const override { return first_->sourceRank(); }
+
+  void abort() {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    first_->abort();
+    if (second_) second_->abort();
+  }
+
+ private:
+  void wait_by(std::launch how) {
+    result_ = std::async(how, [this] { carry_out(); }).share();
+  }
+
+  void carry_out() {
+    wait_for(*first_);
+    if (next_) begin_second(next_(*first_));
+    if (second_) wait_for(*second_);
+    if (call_.finish) call_.finish();
+  }
+
+  void begin_second(C10dWork work) {
+    const std::lock_guard lock(mutex_);
+    second_ = std::move(work);
+    if (aborted_ && second_) second_->abort();
+  }
+
+  static void wait_for(c10d::Work& work) {
+    if (!work.wait()) throw std::runtime_error("the connection was closed");
+  }
+
+  C10dCall call_;
+  std::function<C10dWork(c10d::Work&)> next_;
+  std::mutex mutex_;
+  bool aborted_ = false;  // guarded by mutex_, like the next; second_ is written by the thread that waits
+  C10dWork second_;
+  C10dWork first_;
+  std::shared_future<void> result_;
+};
+
+std::shared_ptr<Pending> C10dMessages::start(C10dMessage message) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw peer_lost(message.call, std::runtime_error("the connection was closed"));
+  std::erase_if(under_way_, [](const auto& one) { return one->settled(); });
+  under_way_.push_back(std::make_shared<UnderWay>(std::move(message)));
+  return under_way_.back();
+}
+
+void C10dMessages::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (const auto& one : under_way_) one->abort();
+}
+
+C10dWork issue_alone(const std::function<C10dWork()>& issue) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return issue();
+}
+
+std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
+  C10dWork work = issue_checked(call, issue);
+  return std::make_shared<CallUnderWay>(std::move(call), std::move(work));
+}
+
+c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix) {
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+}
+
+TransportOptions options_of_group(const TransportOptions& options, const std::vector<int>& ranks) {
+  TransportOptions mine = options;
+  mine.rank = static_cast<int>(std::ranges::find(ranks, options.rank) - ranks.begin());
+  mine.size = static_cast<int>(ranks.size());
+  mine.describe = concat("rank ", mine.rank, " of a sub-world of ", mine.size, ", ", options.describe);
+  return mine;
+}
+
+std::string prefix_of_group(int groups_made, const std::vector<int>& ranks) {
+  return concat("group/", groups_made, "/", ranks.front());
+}
+
+}  // namespace lockstep

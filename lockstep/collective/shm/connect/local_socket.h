@@ -1,0 +1,49 @@
+// collective/shm/connect/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two processes.
+//
+// Flow:    handshake.cc on both sides
+// Owns:    nothing; the caller owns the socket
+// Threads: one per socket
+// Ranks:   both ends ask the kernel who the other is
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep::shm {
+
+struct Message {
+  enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
+
+  std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
+  std::uint32_t version = 2;
+  Kind kind = Kind::kHello;
+  std::int32_t rank = -1;
+  std::int32_t size = 0;
+  std::uint64_t layout = 0;  // bytes of the control segment: another build has another one
+};
+
+UniqueFd listen_at(const std::string& path);   // throws SystemError
+UniqueFd connect_to(const std::string& path);  // throws SystemError
+UniqueFd accept_from(int listener);            // none: nobody is waiting. Throws SystemError: no descriptors left
+
+bool is_own_user(int socket);  // the process at the other end has this one's user
+
+// False: the other end is gone.
+bool send_message(int socket, const Message& message, const std::vector<int>& descriptors = {});
+
+enum class Received { kMessage, kNothingYet, kGarbage, kClosed };
+
+// Does not block. kMessage only for one with the right magic, version and size, and exactly `descriptors` descriptors.
+// Throws SystemError: no descriptors left to receive them with.
+Received receive_message(int socket, Message& message, std::vector<UniqueFd>& descriptors, std::size_t expected);
+
+// False: nothing came before the deadline.
+bool wait_readable(int socket, Deadline deadline);
+
+}  // namespace lockstep::shm

@@ -1,0 +1,200 @@
+#include "lockstep/collective/shm/connect/machine.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "lockstep/base/text.h"
+#include "lockstep/collective/shm/connect/ending.h"
+#include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/cores.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep::shm {
+namespace {
+
+constexpr std::size_t kMostAddresses = std::size_t{32} << 40;  // of the 128 TiB that a process has
+
+// Who sleeps looks around a lot more often.
+constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
+
+std::int64_t now_in_ms() {
+  return std::chrono::floor<std::chrono::milliseconds>(Deadline::Clock::now().time_since_epoch()).count();
+}
+
+std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
+std::size_t area_offset(int size) { return seats_offset() + static_cast<std::size_t>(size) * sizeof(Seat); }
+
+// No rank can use more memory than the machine has.
+std::size_t addresses_per_rank(std::size_t ranks) {
+  const auto pages = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES));
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return std::min(pages * page, kMostAddresses / ranks);
+}
+
+template <std::size_t N>
+void write_text(std::array<char, N>& to, const std::string& text) {
+  const std::size_t length = std::min(text.size(), N - 1);
+  std::memcpy(to.data(), text.data(), length);
+  to[length] = '\0';
+}
+
+struct Advice {
+  const char* likely;
+  const char* next;
+};
+
+Advice advice_for(Cause cause) {
+  switch (cause) {
+    case Cause::kDied:
+      return {"out of memory, a crash, or a signal", "read that rank's last lines; start the job again"};
+    case Cause::kLeft: return {"ranks that do not make the same number of calls", "compare what the ranks call last"};
+    case Cause::kStalled:
+      return {"a rank that is stopped, hangs or is much slower than the others",
+              "look at the rank that is behind; raise the timeout if it only needs longer"};
+    case Cause::kFailed:
+      return {"that rank threw an exception", "read that rank's error first: this one follows from it"};
+  }
+  return {"", ""};
+}
+
+}  // namespace
+
+std::size_t control_bytes(int size) { return area_offset(size) + GroupArea::bytes(size); }
+
+UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
+  UniqueFd fd = make_segment("control", control_bytes(size), Growth::kFixed);
+  const MachineBlock start{
+      .size = static_cast<std::uint32_t>(size), .reserved = 0, .staging_bytes = staging_bytes, .poison = {}};
+  if (::pwrite(fd.get(), &start, sizeof start, 0) != static_cast<ssize_t>(sizeof start))
+    throw system_error("write", "the control segment");
+  return fd;
+}
+
+Machine::Machine(MachineParts parts)
+    : control_(std::move(parts.control), control_bytes(static_cast<int>(parts.memories.size())), "the control segment"),
+      pidfds_(std::move(parts.pidfds)),
+      share_ordinary_memory_(parts.share_ordinary_memory) {
+  const std::size_t reserve = addresses_per_rank(parts.memories.size());
+  for (UniqueFd& memory : parts.memories) {
+    const std::string name = concat("the memory of rank ", windows_.size());
+    windows_.push_back(std::make_shared<Window>(std::move(memory), reserve, name));
+    arenas_.push_back(std::make_shared<Arena>(windows_.back()));
+  }
+  control_.at(0, control_bytes(size()));
+}
+
+Seat& Machine::seat(int rank) const { return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank]; }
+
+void Machine::take_seat(int rank, int job_rank) {
+  Seat& mine = seat(rank);
+  mine.job_rank.store(job_rank, std::memory_order_relaxed);
+  mine.pid.store(::getpid(), std::memory_order_relaxed);
+  for (const int core : usable_cores())
+    mine.cores[static_cast<std::size_t>(core) / 64] |= std::uint64_t{1} << (core % 64);
+  mine.state.store(Seat::kJoined, std::memory_order_release);
+}
+
+bool Machine::more_ranks_than_cores() const {
+  int cores = 0;
+  for (std::size_t word = 0; word < seat(0).cores.size(); ++word) {
+    std::uint64_t any = 0;
+    for (int rank = 0; rank < size(); ++rank) any |= seat(rank).cores[word];
+    cores += std::popcount(any);
+  }
+  return size() > cores;
+}
+
+GroupArea Machine::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
+
+Place Machine::locate(const void* address, std::size_t bytes) const {
+  if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
+  for (std::size_t rank = 0; rank < windows_.size(); ++rank)
+    if (windows_[rank]->contains(address, bytes))
+      return {.kind = Place::Kind::kArena,
+              .owner = static_cast<std::uint16_t>(rank),
+              .at = windows_[rank]->offset_of(address)};
+  return {};
+}
+
+std::byte* Machine::pointer(Place place, std::size_t bytes) const {
+  if (place.kind == Place::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
+  return windows_.at(place.owner)->at(place.at, bytes);
+}
+
+void Machine::poison(Cause cause, int rank, const std::string& what, const std::string& peer) const {
+  Poison& poison = block().poison;
+  std::uint32_t clean = Poison::kClean;
+  if (!poison.state.compare_exchange_strong(clean, Poison::kClaimed)) return;
+  poison.cause.store(cause, std::memory_order_relaxed);
+  poison.rank.store(rank, std::memory_order_relaxed);
+  write_text(poison.what, what);
+  write_text(poison.peer, peer);
+  poison.state.store(Poison::kWritten, std::memory_order_release);
+}
+
+void Machine::throw_if_poisoned(const std::string& here) const {
+  if (!poisoned()) return;
+  const Poison& poison = block().poison;
+  // Whoever claimed it is writing; if it was killed half way, there is nothing to read.
+  for (int i = 0; i < 1000 && poison.state.load(std::memory_order_acquire) != Poison::kWritten; ++i) ::sched_yield();
+  if (poison.state.load(std::memory_order_acquire) != Poison::kWritten)
+    throw PeerLost({.what = "a rank was lost while it reported an error", .here = here});
+  const Advice advice = advice_for(poison.cause.load(std::memory_order_relaxed));
+  throw PeerLost({.what = poison.what.data(),
+                  .here = here,
+                  .peer = poison.peer.data(),
+                  .likely = advice.likely,
+                  .next = advice.next});
+}
+
+void Machine::poison_if_any_died() const {
+  std::vector<pollfd> polls;
+  for (const UniqueFd& pidfd : pidfds_) polls.push_back({.fd = pidfd.get(), .events = POLLIN, .revents = 0});
+  if (polls.empty() || ::poll(polls.data(), polls.size(), 0) <= 0) return;
+  for (std::size_t i = 0; i < polls.size(); ++i) {
+    const int rank = static_cast<int>(i);
+    if (polls[i].revents == 0 || left(rank)) continue;
+    const std::string ending = how_it_ended(polls[i].fd, seat(rank).pid.load(std::memory_order_relaxed));
+    poison(Cause::kDied, rank, concat(name(rank), " died: ", ending), describe(rank) + ", " + ending);
+  }
+}
+
+void Machine::waits(int rank, int peer) const {
+  seat(rank).looked_at.store(now_in_ms(), std::memory_order_relaxed);
+  seat(rank).waits_for.store(peer + 1, std::memory_order_release);
+}
+
+int Machine::holds_up(int peer) const {
+  int last = peer;
+  for (int others = 0; others < size() && last >= 0; ++others) {
+    const int next = seat(last).waits_for.load(std::memory_order_acquire) - 1;
+    const bool stands_still =
+        now_in_ms() - seat(last).looked_at.load(std::memory_order_relaxed) > kStandsStillAfter.count();
+    if (next < 0 || stands_still) return last;
+    last = next;
+  }
+  return peer;  // they wait for one another in a circle
+}
+
+void Machine::retire(Memory area) {
+  const std::lock_guard lock(mutex_);
+  retired_.push_back(std::move(area));
+  std::erase_if(retired_, [](const Memory& memory) { return memory.as<GroupHeader>()->users.load() == 0; });
+}
+
+int Machine::job_rank(int rank) const { return seat(rank).job_rank.load(std::memory_order_relaxed); }
+
+std::string Machine::name(int rank) const { return concat("rank ", job_rank(rank)); }
+
+std::string Machine::describe(int rank) const {
+  const std::int32_t pid = seat(rank).pid.load(std::memory_order_relaxed);
+  return pid == 0 ? name(rank) : concat(name(rank), ", pid ", pid);
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,84 @@
+// collective/shm/connect/machine.h: what the ranks of one machine share, as one process sees it: the control segment, an arena
+// per rank, and who is alive. Ranks that are threads of one process share one Machine.
+//
+// Flow:    rendezvous -> here -> groups
+// Owns:    the mappings and the descriptors of the peers' segments and processes
+// Threads: any
+// Ranks:   poisoning reaches every group of the machine: a rank that failed in one can't take part in the others
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/collective/shm/memory/arena.h"
+#include "lockstep/collective/shm/memory/control_block.h"
+
+namespace lockstep::shm {
+
+struct MachineParts {
+  UniqueFd control;
+  std::vector<UniqueFd> memories;      // the segment of each rank's arena
+  std::vector<UniqueFd> pidfds;        // of each rank's process; none for the own rank, none at all for threads
+  bool share_ordinary_memory = false;  // ranks are threads: their pointers mean the same to all
+};
+
+// A control segment for `size` ranks, ready to be handed out.
+UniqueFd make_control_segment(int size, std::size_t staging_bytes);
+std::size_t control_bytes(int size);
+
+class Machine {
+ public:
+  explicit Machine(MachineParts parts);  // throws SystemError
+
+  int size() const { return static_cast<int>(windows_.size()); }
+  bool shares_ordinary_memory() const { return share_ordinary_memory_; }
+  std::size_t staging_bytes() const { return block().staging_bytes; }
+  bool more_ranks_than_cores() const;
+
+  Seat& seat(int rank) const;
+  void take_seat(int rank, int job_rank);  // once, before the first collective
+  GroupArea group_area() const;            // of the group of all ranks
+  const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[static_cast<std::size_t>(rank)]; }
+
+  // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.
+  Place locate(const void* address, std::size_t bytes) const;
+  // The other way round, for a place that a peer announced. Maps it if it is new. Throws SystemError.
+  std::byte* pointer(Place place, std::size_t bytes) const;
+
+  bool poisoned() const { return block().poison.state.load() != Poison::kClean; }
+  void poison(Cause cause, int rank, const std::string& what, const std::string& peer) const;
+  void throw_if_poisoned(const std::string& here) const;  // throws PeerLost
+
+  bool left(int rank) const { return seat(rank).state.load(std::memory_order_acquire) == Seat::kLeft; }
+  void poison_if_any_died() const;
+
+  // What the job calls a rank: the numbers in messages. Once all ranks took their seats.
+  int job_rank(int rank) const;
+  std::string name(int rank) const;      // "rank 2"
+  std::string describe(int rank) const;  // "rank 2, pid 4711"
+
+  // Of a rank that waits: for whom (or nobody in particular), and that it is alive.
+  void waits(int rank, int peer) const;
+  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then whom it waits for,
+  // and so on.
+  int holds_up(int peer) const;
+
+  // Keeps the control memory of a sub-group until its last rank has left it.
+  void retire(Memory area);
+
+ private:
+  MachineBlock& block() const { return *reinterpret_cast<MachineBlock*>(control_.at(0, sizeof(MachineBlock))); }
+
+  mutable Window control_;
+  std::vector<std::shared_ptr<Window>> windows_;
+  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<UniqueFd> pidfds_;
+  std::mutex mutex_;
+  std::vector<Memory> retired_;
+  bool share_ordinary_memory_;
+};
+
+}  // namespace lockstep::shm

@@ -1,0 +1,81 @@
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+
+#include "lockstep/collective/shm/connect/group_factory.h"
+#include "lockstep/collective/shm/connect/handshake.h"
+#include "lockstep/collective/shm/connect/local_socket.h"
+#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/connect/socket_folder.h"
+#include "lockstep/collective/shm/thresholds.h"
+
+namespace lockstep::shm {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::size_t staging_bytes_of(const Options& options, int size) {
+  return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
+}
+
+int job_rank_of(const Options& options, int rank) {
+  return options.job_ranks.empty() ? rank : options.job_ranks[static_cast<std::size_t>(rank)];
+}
+
+}  // namespace
+
+Host::Host(int size, const Options& options) : size_(size), options_(options) {
+  folder_ = make_socket_folder(folder_lock_);
+  address_ = (folder_ / "socket").string();
+  try {
+    listener_ = listen_at(address_);
+  } catch (...) {
+    remove_folder();
+    throw;
+  }
+}
+
+Host::~Host() { remove_folder(); }
+
+void Host::remove_folder() {
+  std::error_code ignored;
+  if (!folder_.empty()) fs::remove_all(folder_, ignored);
+  folder_.clear();
+  folder_lock_.reset();
+}
+
+Group Host::connect(Deadline deadline) {
+  Handles own = own_handles(0);
+  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_, size_));
+  Gathering gathering(listener_.get(), size_);
+  gathering.wait_for_hellos(deadline);
+  gathering.welcome(control.get(), own);
+  const auto machine = std::make_shared<Machine>(gathering.take_parts(std::move(control), std::move(own.memory)));
+  machine->take_seat(0, job_rank_of(options_, 0));
+  gathering.wait_until_ready(deadline);
+  listener_.reset();
+  remove_folder();
+  gathering.go();
+  return GroupFactory::make(machine, 0, options_.timeout);
+}
+
+Group join_host(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
+  Joining joining(address, rank, size, deadline);
+  const auto machine = std::make_shared<Machine>(joining.exchange());
+  machine->take_seat(rank, job_rank_of(options, rank));
+  joining.finish();
+  return GroupFactory::make(machine, rank, options.timeout);
+}
+
+std::vector<Group> make_thread_group(int size, const Options& options) {
+  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options, size)),
+                     .memories = {},
+                     .pidfds = {},
+                     .share_ordinary_memory = options.share_ordinary_memory};
+  for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_memory(rank));
+  const auto machine = std::make_shared<Machine>(std::move(parts));
+  for (int rank = 0; rank < size; ++rank) machine->take_seat(rank, job_rank_of(options, rank));
+  std::vector<Group> groups;
+  for (int rank = 0; rank < size; ++rank) groups.push_back(GroupFactory::make(machine, rank, options.timeout));
+  return groups;
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,73 @@
+// collective/shm/connect/rendezvous_server.h: how the ranks of a machine come to share memory.
+//
+// Ranks as processes. Local rank 0 makes a Host: a folder with mode 0700 and a Unix socket in it. Its address reaches
+// the others by whatever store the job has. Then:
+//
+//   peer -> host   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
+//                  of its own process
+//   host -> peer   when all have said hello: welcome, with the control segment; then for each rank its two descriptors
+//   peer -> host   ready: everything is mapped
+//   host -> peer   go: everybody is ready. The host removes socket and folder
+//
+// Both sides ask the kernel for the other's user and go on only if it is their own. Who says anything but a valid hello
+// is disconnected and learns nothing; the host goes on waiting for the others. Nothing but open descriptors keeps the
+// memory alive; a folder whose host was killed meanwhile is removed by the next host of that user.
+//
+// Ranks as threads: make_thread_group.
+//
+// Owns:    Host: folder and socket, until connect() is done or the Host goes
+// Threads: one at a time
+// Ranks:   all ranks of the machine, once
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/collective/shm/group.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep::shm {
+
+struct Options {
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of every wait in a collective; each rank's own
+  std::size_t staging_bytes = 0;      // of a chunk; 0: thresholds.h. The host's counts for all ranks
+  bool share_ordinary_memory = true;  // ranks as threads: read each other's memory wherever it lies
+  std::vector<int> job_ranks{};       // what the job calls ranks 0, 1, ..., for messages; empty: just so
+};
+
+class Host {
+ public:
+  explicit Host(int size, const Options& options = {});  // throws SystemError
+  ~Host();
+  Host(const Host&) = delete;
+  Host& operator=(const Host&) = delete;
+
+  const std::string& address() const { return address_; }
+
+  // Blocks until all peers are connected and ready. Throws RendezvousError naming the ranks that are missing at the
+  // deadline, or the one that was lost; SystemError.
+  Group connect(Deadline deadline);
+
+ private:
+  void remove_folder();
+
+  int size_;
+  Options options_;
+  std::filesystem::path folder_;
+  std::string address_;
+  UniqueFd folder_lock_;
+  UniqueFd listener_;
+};
+
+// The other ranks, 1 ... size-1. Blocks until the host says go. Throws RendezvousError: nobody there, refused, or the
+// deadline; SystemError.
+Group join_host(const std::string& address, int rank, int size, Deadline deadline, const Options& options = {});
+
+// All ranks of a group whose ranks are threads of this process, in rank order. Throws SystemError.
+std::vector<Group> make_thread_group(int size, const Options& options = {});
+
+}  // namespace lockstep::shm

@@ -1,0 +1,262 @@
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <random>
+
+#include "lockstep/collective/shm/connect/local_socket.h"
+#include "tests/shm/support.h"
+#include "tests/support.h"
+
+namespace lockstep::shm {
+namespace {
+
+namespace fs = std::filesystem;
+using lockstep::testing::contains;
+using lockstep::testing::message_of;
+using testing::exit_code_of;
+using testing::fork_child;
+using testing::open_descriptors;
+using testing::run_processes;
+using testing::soon;
+
+int sum_is_right(Group& group) {
+  int sum = group.rank() + 1;
+  group.all_reduce({.input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
+  return sum == group.size() * (group.size() + 1) / 2 ? 0 : 1;
+}
+
+// Every test has a folder of its own for the sockets, so that what is left over can be seen.
+class Rendezvous : public ::testing::Test {
+ protected:
+  Rendezvous() { ::setenv("XDG_RUNTIME_DIR", folder_.path().c_str(), 1); }
+  ~Rendezvous() override {
+    EXPECT_TRUE(fs::is_empty(folder_.path()));
+    ::unsetenv("XDG_RUNTIME_DIR");
+  }
+  lockstep::testing::TempFolder folder_;
+};
+
+class RendezvousSizes : public Rendezvous, public ::testing::WithParamInterface<int> {};
+INSTANTIATE_TEST_SUITE_P(Shm, RendezvousSizes, ::testing::Values(1, 2, 3, 4, 7));
+
+TEST_P(RendezvousSizes, connects_processes) {
+  EXPECT_EQ(run_processes(GetParam(), sum_is_right), std::vector<int>(static_cast<std::size_t>(GetParam()), 0));
+}
+
+TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
+  const auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int found = 0;
+    for (std::string line; std::getline(maps, line);) found += line.find("memfd:lockstep") != std::string::npos ? 1 : 0;
+    return found;
+  };
+  const auto before = open_descriptors();
+  {
+    Host host(2);
+    const pid_t peer = fork_child([&] {
+      Group group = join_host(host.address(), 1, 2, soon());
+      const int code = sum_is_right(group);
+      group.leave();
+      return code;
+    });
+    Group group = host.connect(soon());
+    EXPECT_FALSE(fs::exists(host.address()));
+    EXPECT_TRUE(fs::is_empty(folder_.path()));
+    EXPECT_EQ(sum_is_right(group), 0);
+    EXPECT_GT(mappings(), 0);
+    group.leave();
+    EXPECT_EQ(exit_code_of(peer), 0);
+  }
+  EXPECT_EQ(open_descriptors(), before);
+  EXPECT_EQ(mappings(), 0);
+  { const auto groups = make_thread_group(3); }
+  EXPECT_EQ(open_descriptors(), before);
+  EXPECT_EQ(mappings(), 0);
+}
+
+TEST_F(Rendezvous, names_the_ranks_that_did_not_come) {
+  Host host(4);
+  const std::string message =
+      message_of<RendezvousError>([&] { host.connect(Deadline::after(std::chrono::milliseconds(50))); });
+  EXPECT_TRUE(contains(message, "ranks that did not come: 1, 2, 3 of 4"));
+}
+
+TEST_F(Rendezvous, a_peer_without_a_host_fails_at_once) {
+  const std::string message =
+      message_of<RendezvousError>([&] { join_host((folder_ / "nobody").string(), 1, 2, soon()); });
+  EXPECT_TRUE(contains(message, "can't connect to"));
+}
+
+TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
+  Host host(2);
+  const pid_t vandal = fork_child([&] {
+    std::mt19937 random(1);
+    int learned = 0;
+    for (int i = 0; i < 100; ++i) {
+      const UniqueFd socket = connect_to(host.address());
+      std::vector<char> noise(random() % 300 + 1);
+      for (char& one : noise) one = static_cast<char>(random());
+      Message almost{.rank = static_cast<int>(random() % 4), .size = 2, .layout = 12345};
+      if (i % 3 == 0)
+        send_message(socket.get(), almost, {socket.get(), socket.get()});
+      else if (i % 3 == 1)
+        (void)!::write(socket.get(), noise.data(), noise.size());
+      if (i % 3 == 2) continue;  // says nothing, goes
+      if (wait_readable(socket.get(), soon()) && ::read(socket.get(), noise.data(), 1) > 0) ++learned;
+    }
+    return learned;
+  });
+  std::vector<pid_t> ranks;
+  ranks.push_back(fork_child([&] {
+    Group group = host.connect(soon());
+    const int code = sum_is_right(group);
+    group.leave();
+    return code;
+  }));
+  EXPECT_EQ(exit_code_of(vandal), 0);
+  ranks.push_back(fork_child([&] {
+    Group group = join_host(host.address(), 1, 2, soon());
+    const int code = sum_is_right(group);
+    group.leave();
+    return code;
+  }));
+  for (const pid_t pid : ranks) EXPECT_EQ(exit_code_of(pid), 0);
+}
+
+TEST_F(Rendezvous, a_peer_of_another_size_or_rank_is_refused) {
+  Host host(2);
+  const pid_t stranger = fork_child([&] {
+    for (const auto& [rank, size] : {std::pair{1, 3}, {2, 2}, {0, 2}}) {
+      const std::string message = message_of<RendezvousError>([&] { join_host(host.address(), rank, size, soon()); });
+      if (!contains(message, "rank 0 closed the connection")) return 1;
+    }
+    return 0;
+  });
+  EXPECT_THROW(host.connect(Deadline::after(std::chrono::milliseconds(500))), RendezvousError);
+  EXPECT_EQ(exit_code_of(stranger), 0);
+}
+
+TEST_F(Rendezvous, a_peer_that_dies_while_connecting_may_be_replaced) {
+  Host host(2);
+  const pid_t first = fork_child([&] {  // says hello and dies
+    join_host(host.address(), 1, 2, Deadline::after(std::chrono::milliseconds(1)));
+    return 0;
+  });
+  EXPECT_EQ(exit_code_of(first), 99);
+  const pid_t second = fork_child([&] {
+    Group group = join_host(host.address(), 1, 2, soon());
+    const int code = sum_is_right(group);
+    group.leave();
+    return code;
+  });
+  Group group = host.connect(soon());
+  EXPECT_EQ(sum_is_right(group), 0);
+  group.leave();
+  EXPECT_EQ(exit_code_of(second), 0);
+}
+
+TEST_F(Rendezvous, removes_the_folder_of_a_host_that_was_killed) {
+  EXPECT_EQ(exit_code_of(fork_child([] {
+              auto* const host = new Host(2);
+              return host->address().empty() ? 1 : ::kill(::getpid(), SIGKILL);
+            })),
+            128 + SIGKILL);
+  EXPECT_FALSE(fs::is_empty(folder_.path()));
+  const Host next(1);
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1);
+}
+
+// Needs to be root: becomes another user.
+TEST_F(Rendezvous, another_user_gets_nothing) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  Host host(2);
+  struct stat status {};
+  ASSERT_EQ(::stat(fs::path(host.address()).parent_path().c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0700U);
+  const auto as_nobody = [](const std::function<int()>& body) {
+    return exit_code_of(fork_child([&] { return ::setgid(65534) != 0 || ::setuid(65534) != 0 ? 98 : body(); }));
+  };
+  EXPECT_EQ(as_nobody([&] {
+              try {
+                connect_to(host.address());
+                return 1;
+              } catch (const SystemError& error) {
+                return errno == EACCES ? 0 : 2;
+              }
+            }),
+            0);
+  // Even with all doors open, the user at the other end is asked for.
+  ::chmod(folder_.path().c_str(), 0755);
+  ::chmod(fs::path(host.address()).parent_path().c_str(), 0755);
+  ::chmod(host.address().c_str(), 0777);
+  const pid_t patient = fork_child([&] {
+    try {
+      host.connect(Deadline::after(std::chrono::milliseconds(500)));
+    } catch (const RendezvousError&) {
+      return 0;
+    }
+    return 1;
+  });
+  EXPECT_EQ(as_nobody([&] {
+              try {
+                join_host(host.address(), 1, 2, soon());
+                return 1;
+              } catch (const RendezvousError& error) {
+                return contains(error.what(), "another user") ? 0 : 2;
+              }
+            }),
+            0);
+  EXPECT_EQ(exit_code_of(patient), 0);
+}
+
+TEST_F(Rendezvous, says_so_when_descriptors_run_out) {
+  const int code = exit_code_of(fork_child([] {
+    const rlimit limit{.rlim_cur = 8, .rlim_max = 8};
+    ::setrlimit(RLIMIT_NOFILE, &limit);
+    try {
+      make_thread_group(16);
+    } catch (const SystemError& error) {
+      return contains(error.what(), "Too many open files") ? 0 : 1;
+    }
+    return 2;
+  }));
+  EXPECT_EQ(code, 0);
+}
+
+// The rank without descriptors says so; the others learn that it is gone, at once.
+TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
+  Host host(3);
+  std::vector<pid_t> peers;
+  for (int rank = 1; rank < 3; ++rank)
+    peers.push_back(fork_child([&, rank] {
+      const auto room = static_cast<rlim_t>(open_descriptors() + 3);
+      const rlimit limit{.rlim_cur = room, .rlim_max = room};
+      if (rank == 2) ::setrlimit(RLIMIT_NOFILE, &limit);
+      try {
+        join_host(host.address(), rank, 3, soon());
+      } catch (const SystemError& error) {
+        return rank == 2 && contains(error.what(), "Too many open files") ? 0 : 1;
+      } catch (const RendezvousError&) {
+        return rank == 1 ? 0 : 2;
+      }
+      return 3;
+    }));
+  const pid_t first = fork_child([&] {
+    try {
+      host.connect(soon());
+    } catch (const RendezvousError& error) {
+      return contains(error.what(), "rank 2 was lost") ? 0 : 1;
+    }
+    return 2;
+  });
+  EXPECT_EQ(exit_code_of(first), 0);
+  for (const pid_t pid : peers) EXPECT_EQ(exit_code_of(pid), 0);
+}
+
+}  // namespace
+}  // namespace lockstep::shm

@@ -1,0 +1,58 @@
+// collective/shm/memory/flag.h: a counter in shared memory that one side raises and the other waits for.
+//
+// Flow:    data written -> raise() -> a peer's load() sees the value -> the peer may read the data
+// Owns:    eight bytes inside a control block; zeroed memory is a valid Flag
+// Threads: any thread of any process that maps it. Give each Flag a cache line that only its owner writes
+// Ranks:   no order; a Flag may be raised while nobody waits
+//
+// The sleeper counts itself in, looks again, then sleeps; the raiser stores, then looks for sleepers. Both steps are
+// sequentially consistent, so one of the two always sees the other (the only such pair here; the rest is
+// acquire/release). Values wrap around after 2^32; reached() compares by distance.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace lockstep::shm {
+
+class Flag {
+ public:
+  std::uint32_t load() const { return value_.load(std::memory_order_acquire); }
+
+  bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(load() - target) >= 0; }
+
+  // What was written before is visible to whoever sees the value. A system call only if somebody sleeps.
+  void raise(std::uint32_t value) {
+    value_.store(value, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake_all();
+  }
+
+  // The same for a Flag that several may raise: only that it changed matters.
+  void ring() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake_all();
+  }
+
+  // Sleeps until the value is no longer `seen`, somebody woke it, or `longest` is over.
+  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds longest);
+
+ private:
+  void wake_all();
+
+  std::atomic<std::uint32_t> value_{0};
+  std::atomic<std::uint32_t> sleepers_{0};
+};
+
+static_assert(sizeof(Flag) == 8 && std::atomic<std::uint32_t>::is_always_lock_free);
+
+// Tells the processor that this is a spin loop.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+}  // namespace lockstep::shm

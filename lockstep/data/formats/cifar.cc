@@ -1,0 +1,73 @@
+#include "lockstep/datasets.h"
+
+#include <cstring>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/error.h"
+#include "lockstep/images.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kPixels = std::size_t{3} * 32 * 32;
+
+struct Variant {
+  const char* name;
+  std::size_t label_bytes;  // the last of them is the label
+  std::int64_t classes;
+};
+constexpr Variant kTen{"cifar-10", 1, 10};
+constexpr Variant kHundred{"cifar-100", 2, 100};
+
+std::size_t records_in(const MappedFile& file, std::size_t record_bytes) {
+  const std::size_t bytes = file.bytes().size();
+  if (bytes > 0 && bytes % record_bytes == 0) return bytes / record_bytes;
+  throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
+                                  " bytes, no whole number of records of ", record_bytes),
+                   .here = file.path().string(),
+                   .likely = "an interrupted download, or the Python version of the dataset",
+                   .next = "fetch the binary version"});
+}
+
+std::shared_ptr<const ImageSource> read_files(const Variant& variant, const std::filesystem::path& folder,
+                                              const std::vector<std::string>& names) {
+  const std::size_t record_bytes = variant.label_bytes + kPixels;
+  std::vector<MappedFile> files;
+  std::size_t records = 0;
+  for (const std::string& name : names) records += records_in(files.emplace_back(folder / name), record_bytes);
+  const torch::Tensor images = torch::empty({static_cast<std::int64_t>(records), 3, 32, 32}, torch::kUInt8);
+  const torch::Tensor labels = torch::empty({static_cast<std::int64_t>(records)}, torch::kUInt8);
+  auto* pixels = images.data_ptr<std::uint8_t>();
+  auto* label = labels.data_ptr<std::uint8_t>();
+  for (const MappedFile& file : files)
+    for (const std::uint8_t* record = file.bytes().data(); record < file.bytes().data() + file.bytes().size();
+         record += record_bytes, pixels += kPixels) {
+      *label++ = record[variant.label_bytes - 1];
+      std::memcpy(pixels, record + variant.label_bytes, kPixels);
+    }
+  return std::make_shared<MemoryImages>(variant.name, images, labels, variant.classes, folder.string());
+}
+
+std::vector<std::string> ten_files(Split split) {
+  if (split == Split::kValidation) return {"test_batch.bin"};
+  return {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin"};
+}
+
+}  // namespace
+
+ImageTransforms CIFAR10::normalised() {
+  return {.mean = {0.4914F, 0.4822F, 0.4465F}, .deviation = {0.2470F, 0.2435F, 0.2616F}};
+}
+
+CIFAR10::CIFAR10(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+    : ImageDataset(read_files(kTen, folder, ten_files(split)), transforms) {}
+
+ImageTransforms CIFAR100::normalised() {
+  return {.mean = {0.5071F, 0.4865F, 0.4409F}, .deviation = {0.2673F, 0.2564F, 0.2762F}};
+}
+
+CIFAR100::CIFAR100(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+    : ImageDataset(read_files(kHundred, folder, {split == Split::kTrain ? "train.bin" : "test.bin"}), transforms) {}
+
+}  // namespace lockstep

@@ -1,0 +1,63 @@
+#include "lockstep/data/formats/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+DataError unreadable(const std::filesystem::path& path, const std::string& why) {
+  return DataError({.what = concat("can't read ", path.string(), ": ", why),
+                    .here = path.string(),
+                    .likely = "a wrong path, or no permission",
+                    .next = "look at the path that was given"});
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const std::filesystem::path& path)
+    : path_(path), fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+  struct stat status {};
+  if (!fd_ || ::fstat(fd_.get(), &status) != 0) throw unreadable(path, std::strerror(errno));
+  if (!S_ISREG(status.st_mode)) throw unreadable(path, "not a regular file");
+  size_ = static_cast<std::size_t>(status.st_size);
+  if (size_ == 0) return;
+  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
+  if (data == MAP_FAILED) throw unreadable(path, std::strerror(errno));
+  data_ = static_cast<const std::uint8_t*>(data);
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      fd_(std::move(other.fd_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_);
+}
+
+bool MappedFile::last_byte_is_cached(std::size_t end) const {
+  char byte = 0;
+  const iovec into{&byte, 1};
+  return ::preadv2(fd_.get(), &into, 1, static_cast<off_t>(end - 1), RWF_NOWAIT) == 1;
+}
+
+void MappedFile::will_need(std::size_t offset, std::size_t bytes) const {
+  if (bytes == 0 || last_byte_is_cached(offset + bytes)) return;
+  const std::size_t begin = offset / kPage * kPage;
+  ::madvise(const_cast<std::uint8_t*>(data_) + begin, offset + bytes - begin, MADV_WILLNEED);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,39 @@
+// data/formats/mapped_file.h: a whole file as memory, read when it is touched; for data larger than memory.
+//
+// Owns:    the mapping and a descriptor. A file that shrinks while it is mapped ends the process (SIGBUS), as for every
+//          program that maps it
+// Threads: const after construction
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& path);  // throws DataError: missing, unreadable, not a regular file
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::span<const std::uint8_t> bytes() const { return {data_, size_}; }
+
+  // Starts reading this part from the disk, without waiting for it. A part whose last byte is in the page cache
+  // counts as there: asking the kernel for all of its pages would cost a fifth of reading them.
+  void will_need(std::size_t offset, std::size_t bytes) const;
+
+ private:
+  bool last_byte_is_cached(std::size_t end) const;
+
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  const std::uint8_t* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace lockstep

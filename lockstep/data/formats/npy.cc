@@ -1,0 +1,177 @@
+#include "lockstep/datasets.h"
+
+#include <zip.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::string_view kMagic("\x93NUMPY", 6);
+
+DataError bad(const std::string& origin, const std::string& what) {
+  return DataError({.what = concat("not a .npy array that can be read: ", what),
+                    .here = origin,
+                    .likely = "a damaged or cut file, or an array of Python objects",
+                    .next = "save it again with numpy.save"});
+}
+
+struct Header {
+  torch::ScalarType dtype;
+  bool fortran = false;
+  std::vector<std::int64_t> shape;
+};
+
+// What follows `'key':` in the dictionary, without leading spaces.
+std::string_view value_of(std::string_view header, std::string_view key, const std::string& origin) {
+  const std::size_t at = header.find(concat('\'', key, '\''));
+  const std::size_t colon = at == std::string_view::npos ? at : header.find(':', at);
+  const std::size_t begin = colon == std::string_view::npos ? colon : header.find_first_not_of(' ', colon + 1);
+  if (begin == std::string_view::npos) throw bad(origin, concat("its header has no ", key));
+  return header.substr(begin);
+}
+
+torch::ScalarType dtype_of(std::string_view value, const std::string& origin) {
+  static const std::map<std::string_view, torch::ScalarType> kTypes = {
+      {"|b1", torch::kBool},  {"|u1", torch::kUInt8},   {"|i1", torch::kInt8},
+      {"<i2", torch::kInt16}, {"<i4", torch::kInt32},   {"<i8", torch::kInt64},
+      {"<f2", torch::kHalf},  {"<f4", torch::kFloat32}, {"<f8", torch::kFloat64}};
+  const std::size_t end = value.size() > 1 && value[0] == '\'' ? value.find('\'', 1) : std::string_view::npos;
+  if (end == std::string_view::npos) throw bad(origin, "it holds structures");
+  const auto found = kTypes.find(value.substr(1, end - 1));
+  if (found == kTypes.end())
+    throw bad(origin, concat("dtype ", value.substr(0, end + 1),
+                             "; bool, uint8, int8 to int64 and float16 to float64 in "
+                             "little-endian order are read"));
+  return found->second;
+}
+
+std::vector<std::int64_t> shape_of(std::string_view value, const std::string& origin) {
+  const std::size_t end = value.find(')');
+  if (value[0] != '(' || end == std::string_view::npos) throw bad(origin, "its shape is not a tuple");
+  std::vector<std::int64_t> shape;
+  for (const char* at = value.data() + 1; at < value.data() + end;) {
+    std::int64_t size = 0;
+    const auto [stop, error] = std::from_chars(at, value.data() + end, size);
+    if (error != std::errc() || size < 0 || shape.size() == 16) throw bad(origin, "a shape that makes no sense");
+    shape.push_back(size);
+    for (at = stop; at < value.data() + end && (*at == ',' || *at == ' ');) ++at;
+  }
+  return shape;
+}
+
+std::size_t bytes_of(const Header& header, const std::string& origin) {
+  auto bytes = static_cast<std::int64_t>(c10::elementSize(header.dtype));
+  for (const std::int64_t size : header.shape)
+    if (__builtin_mul_overflow(bytes, size, &bytes)) throw bad(origin, "a shape that no file can keep");
+  return static_cast<std::size_t>(bytes);
+}
+
+// The header's text; `bytes` becomes what follows it.
+std::string_view split_header(std::span<const std::uint8_t>& bytes, const std::string& origin) {
+  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  if (text.size() < 12 || text.substr(0, 6) != kMagic) throw bad(origin, "no magic number");
+  const std::uint8_t version = bytes[6];
+  if (version < 1 || version > 3) throw bad(origin, concat("version ", int{version}));
+  const std::size_t begin = version == 1 ? 10 : 12;
+  std::size_t length = bytes[8] | std::size_t{bytes[9]} << 8;
+  if (version > 1) length |= std::size_t{bytes[10]} << 16 | std::size_t{bytes[11]} << 24;
+  if (length > text.size() - begin) throw bad(origin, "cut in its header");
+  bytes = bytes.subspan(begin + length);
+  return text.substr(begin, length);
+}
+
+torch::Tensor to_tensor(const Header& header, std::span<const std::uint8_t> values) {
+  std::vector<std::int64_t> stored = header.shape;
+  if (header.fortran) std::reverse(stored.begin(), stored.end());
+  torch::Tensor tensor = torch::empty(stored, header.dtype);
+  if (header.dtype == torch::kBool) {  // a bool that is neither 0 nor 1 must not exist
+    auto* into = tensor.data_ptr<bool>();
+    for (const std::uint8_t value : values) *into++ = value != 0;
+  } else if (!values.empty()) {
+    std::memcpy(tensor.data_ptr(), values.data(), values.size());
+  }
+  if (!header.fortran) return tensor;
+  std::vector<std::int64_t> order(stored.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return tensor.permute(order).contiguous();
+}
+
+struct ZipClose {
+  void operator()(zip_t* archive) const { zip_discard(archive); }
+  void operator()(zip_file_t* file) const { zip_fclose(file); }
+};
+
+DataError bad_zip(const std::string& origin, const std::string& why) {
+  return DataError({.what = concat("not a .npz archive that can be read: ", why),
+                    .here = origin,
+                    .likely = "a damaged or cut file",
+                    .next = "save it again with numpy.savez"});
+}
+
+std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
+  constexpr std::size_t kChunk = std::size_t{1} << 20;
+  const std::unique_ptr<zip_file_t, ZipClose> file(zip_fopen_index(archive, index, 0));
+  if (!file) throw bad_zip(origin, zip_strerror(archive));
+  std::vector<std::uint8_t> bytes;
+  for (;;) {
+    const std::size_t old_size = bytes.size();
+    bytes.resize(old_size + kChunk);
+    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kChunk);
+    if (got < 0) throw bad_zip(origin, zip_file_strerror(file.get()));
+    bytes.resize(old_size + static_cast<std::size_t>(got));
+    if (got == 0) return bytes;
+  }
+}
+
+}  // namespace
+
+torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin) {
+  const std::string_view text = split_header(bytes, origin);
+  const Header header{.dtype = dtype_of(value_of(text, "descr", origin), origin),
+                      .fortran = value_of(text, "fortran_order", origin).starts_with("True"),
+                      .shape = shape_of(value_of(text, "shape", origin), origin)};
+  const std::size_t expected = bytes_of(header, origin);
+  if (bytes.size() != expected) throw bad(origin, concat(expected, " bytes promised, ", bytes.size(), " found"));
+  return to_tensor(header, bytes);
+}
+
+torch::Tensor read_npy(const std::filesystem::path& path) {
+  const MappedFile file(path);
+  return parse_npy(file.bytes(), path.string());
+}
+
+std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path) {
+  int code = 0;
+  const std::unique_ptr<zip_t, ZipClose> archive(zip_open(path.c_str(), ZIP_RDONLY, &code));
+  if (!archive) {
+    zip_error_t error;
+    zip_error_init_with_code(&error, code);
+    const std::string why = zip_error_strerror(&error);
+    zip_error_fini(&error);
+    throw bad_zip(path.string(), why);
+  }
+  std::map<std::string, torch::Tensor> arrays;
+  const zip_int64_t entries = zip_get_num_entries(archive.get(), 0);
+  for (zip_int64_t i = 0; i < entries; ++i) {
+    const char* name = zip_get_name(archive.get(), static_cast<zip_uint64_t>(i), 0);
+    const std::string entry = name != nullptr ? name : "";
+    if (!entry.ends_with(".npy")) continue;
+    const std::string origin = concat(path.string(), ", entry ", entry);
+    const auto bytes = read_entry(archive.get(), static_cast<zip_uint64_t>(i), origin);
+    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(bytes, origin);
+  }
+  if (arrays.empty()) throw bad_zip(path.string(), "it holds no arrays");
+  return arrays;
+}
+
+}  // namespace lockstep

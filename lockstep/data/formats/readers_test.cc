@@ -1,0 +1,188 @@
+// The readers of whole files: CIFAR, NumPy, CSV, tokens, and the names by which --data opens them.
+#include <numeric>
+
+#include "lockstep/datasets.h"
+#include "tests/data/files.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using testing::npy_text;
+using testing::TempFolder;
+using testing::write_zip;
+
+std::vector<std::int64_t> first(std::int64_t count) {
+  std::vector<std::int64_t> indices(static_cast<std::size_t>(count));
+  std::iota(indices.begin(), indices.end(), 0);
+  return indices;
+}
+
+std::string cifar_record(const std::string& labels, int red) {
+  return labels + std::string(1024, static_cast<char>(red)) + std::string(1024, '\x01') + std::string(1024, '\x02');
+}
+
+TEST(CIFAR, reads_both_versions) {
+  const TempFolder folder;
+  for (int i = 1; i <= 5; ++i)
+    write_file(folder / ("data_batch_" + std::to_string(i) + ".bin"), cifar_record({static_cast<char>(i)}, 10 * i));
+  const ImageTransforms plain{.deviation = {1.0F / 255}};
+  const CIFAR10 ten(folder.path(), Split::kTrain, plain);
+  ASSERT_EQ(ten.size(), 5);
+  const Batch batch = ten.make_batch(first(5));
+  EXPECT_TRUE(torch::equal(batch.target, torch::tensor({1, 2, 3, 4, 5}, torch::kInt64)));
+  EXPECT_FLOAT_EQ(batch.data[2][0][31][31].item<float>(), 30);
+  EXPECT_FLOAT_EQ(batch.data[2][2][0][0].item<float>(), 2);
+
+  write_file(folder / "test.bin", cifar_record({7, 99}, 5));
+  const CIFAR100 hundred(folder.path(), Split::kValidation, plain);
+  EXPECT_EQ(hundred.make_batch(first(1)).target.item<std::int64_t>(), 99);
+}
+
+TEST(CIFAR, refuses_cut_files_and_wrong_labels) {
+  const TempFolder folder;
+  const auto refusal = [&] { return message_of<DataError>([&] { CIFAR10(folder.path(), Split::kValidation); }); };
+  EXPECT_TRUE(contains(refusal(), "test_batch.bin: No such file"));
+  write_file(folder / "test_batch.bin", cifar_record({1}, 2).substr(1));
+  EXPECT_TRUE(contains(refusal(), "3072 bytes, no whole number of records of 3073"));
+  write_file(folder / "test_batch.bin", cifar_record({1}, 2) + cifar_record({10}, 2));
+  EXPECT_TRUE(contains(refusal(), "label 10 of sample 1 is not in 0..9"));
+}
+
+TEST(Npy, reads_types_and_orders) {
+  const TempFolder folder;
+  const auto read = [&](const std::string& text) {
+    write_file(folder / "x.npy", text);
+    return read_npy(folder / "x.npy");
+  };
+  EXPECT_TRUE(torch::equal(read(npy_text("|u1", "(2, 3)", "\1\2\3\4\5\6")),
+                           torch::tensor({{1, 2, 3}, {4, 5, 6}}, torch::kUInt8)));
+  EXPECT_TRUE(torch::equal(read(npy_text("|u1", "(2, 3)", "\1\4\2\5\3\6", true)),
+                           torch::tensor({{1, 2, 3}, {4, 5, 6}}, torch::kUInt8)));
+  const float values[] = {1.5F, -2.5F};
+  EXPECT_TRUE(torch::equal(read(npy_text("<f4", "(2,)", {reinterpret_cast<const char*>(values), sizeof values})),
+                           torch::tensor({1.5F, -2.5F})));
+  EXPECT_EQ(read(npy_text("<i8", "()", std::string("\x05\0\0\0\0\0\0\0", 8))).item<std::int64_t>(), 5);
+  EXPECT_EQ(read(npy_text("|b1", "(2,)", "\x07\x01")).sum().item<int>(), 2);
+}
+
+TEST(Npy, names_what_is_wrong) {
+  const auto refusal = [](const std::string& text) {
+    return message_of<DataError>([&] {
+      parse_npy({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}, "x.npy");
+    });
+  };
+  EXPECT_TRUE(contains(refusal("something else entirely"), "no magic number"));
+  EXPECT_TRUE(contains(refusal(npy_text("<f4", "(3,)", "12345678")), "12 bytes promised, 8 found"));
+  EXPECT_TRUE(contains(refusal(npy_text(">f4", "(2,)", "12345678")), "dtype '>f4'"));
+  EXPECT_TRUE(contains(refusal(npy_text("|O", "(2,)", "12345678")), "dtype '|O'"));
+  EXPECT_TRUE(contains(refusal(npy_text("<f8", "(99999999999, 99999999999)", "")), "a shape that no file can keep"));
+  EXPECT_TRUE(contains(refusal(npy_text("<f8", "(-1,)", "")), "a shape that makes no sense"));
+  EXPECT_TRUE(contains(refusal(npy_text("<f4", "(1,)", "1234").substr(0, 30)), "cut in its header"));
+}
+
+TEST(Npz, reads_every_array_and_refuses_a_cut_archive) {
+  const TempFolder folder;
+  const auto path = folder / "both.npz";
+  write_zip(path, {{"x.npy", npy_text("|u1", "(3,)", "\1\2\3")}, {"y.npy", npy_text("|i1", "(1,)", "\xFF")}});
+  const auto arrays = read_npz(path);
+  EXPECT_TRUE(torch::equal(arrays.at("x"), torch::tensor({1, 2, 3}, torch::kUInt8)));
+  EXPECT_EQ(arrays.at("y").item<int>(), -1);
+  const std::string whole = read_file(path);
+  for (std::size_t length = 0; length < whole.size(); length += 7) {
+    write_file(path, whole.substr(0, length));
+    EXPECT_THROW(read_npz(path), DataError) << length;
+  }
+}
+
+TEST(Csv, reads_numbers_with_and_without_names) {
+  const TempFolder folder;
+  write_file(folder / "t.csv", "height,\"kind\",width\r\n1.5,2,-3e2\r\n0,1,7\r\n");
+  const auto named = csv_dataset(folder / "t.csv", {.target = "kind"});
+  const Batch batch = named->make_batch(first(2));
+  EXPECT_TRUE(torch::equal(batch.data, torch::tensor({{1.5F, -300.F}, {0.F, 7.F}})));
+  EXPECT_TRUE(torch::equal(batch.target, torch::tensor({2, 1}, torch::kInt64)));
+  write_file(folder / "t.csv", "1;2\n3;4.5");
+  const auto plain = csv_dataset(folder / "t.csv", {.classes = false, .delimiter = ';'});
+  EXPECT_TRUE(torch::equal(plain->make_batch(first(2)).target, torch::tensor({2.F, 4.5F})));
+}
+
+TEST(Csv, names_line_and_column_of_what_is_wrong) {
+  const TempFolder folder;
+  const auto refusal = [&](const std::string& text, const CsvOptions& options = {}) {
+    write_file(folder / "t.csv", text);
+    return message_of<DataError>([&] { csv_dataset(folder / "t.csv", options); });
+  };
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n3,x\n"), "line 3 of t.csv: 'x' is not a number"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n3,x\n"), "column b"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,\n"), "line 2 of t.csv: an empty field"));
+  EXPECT_TRUE(contains(refusal("1,2\n1\n"), "1 fields, the first line has 2"));
+  EXPECT_TRUE(contains(refusal(""), "no line of numbers"));
+  EXPECT_TRUE(contains(refusal("a,b\n"), "no line of numbers"));
+  EXPECT_TRUE(contains(refusal("1,2.5\n"), "the target of row 0 is 2.5, which is no class"));
+  write_file(folder / "t.csv", "a,b\n1,2\n");
+  EXPECT_TRUE(
+      contains(message_of<UsageError>([&] { csv_dataset(folder / "t.csv", {.target = "c"}); }), "one of: a, b"));
+}
+
+TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
+  const TempFolder folder;
+  write_file(folder / "t.txt", "abcdefghij");
+  const TokenDataset bytes(folder / "t.txt", {.block = 3});
+  ASSERT_EQ(bytes.size(), 3);
+  const std::vector<std::int64_t> last_first = {2, 0};
+  const Batch batch = bytes.make_batch(last_first);
+  EXPECT_TRUE(torch::equal(batch.data, torch::tensor({{'g', 'h', 'i'}, {'a', 'b', 'c'}}, torch::kInt64)));
+  EXPECT_TRUE(torch::equal(batch.target, torch::tensor({{'h', 'i', 'j'}, {'b', 'c', 'd'}}, torch::kInt64)));
+  write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
+  const TokenDataset words(folder / "t.bin", {.block = 2, .token_bytes = 2});
+  EXPECT_TRUE(torch::equal(words.make_batch(first(1)).target, torch::tensor({{3, 65535}}, torch::kInt64)));
+}
+
+TEST(TokenDataset, refuses_what_is_no_text_of_its_tokens) {
+  const TempFolder folder;
+  write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
+  const auto refusal = [&](const TokenOptions& options) {
+    return message_of<DataError>([&] { TokenDataset(folder / "t.bin", options).make_batch(first(1)); });
+  };
+  EXPECT_TRUE(contains(refusal({.block = 1, .token_bytes = 4}), "6 bytes, no whole number of tokens of 4"));
+  EXPECT_TRUE(contains(refusal({.block = 9}), "6 tokens, a sample needs 10"));
+  EXPECT_TRUE(contains(refusal({.block = 2, .token_bytes = 2, .vocabulary = 600}), "token 65535 is not below"));
+}
+
+TEST(OpenDataset, finds_every_kind_and_holds_a_part_out) {
+  const TempFolder folder;
+  write_file(folder / "x.npy", npy_text("|u1", "(4, 2, 2)", "0123456789abcdef"));
+  write_file(folder / "y.npy", npy_text("|u1", "(4,)", std::string("\0\1\2\1", 4)));
+  write_file(folder / "t.csv", "1,2,0\n3,4,1\n5,6,1\n7,8,0\n");
+  write_file(folder / "t.txt", std::string(100, 'x'));
+  const auto open = [](const std::string& data, const std::string& augment = "") {
+    return open_dataset({.data = data, .augment = augment});
+  };
+  const auto both = open("npy:" + folder.file("x.npy") + "," + folder.file("y.npy") + "?val=0.25", "flip");
+  EXPECT_EQ(both.train->size(), 3);
+  EXPECT_EQ(both.validation->size(), 1);
+  EXPECT_EQ(both.validation->make_batch(first(1)).target.item<std::int64_t>(), 1);
+  EXPECT_EQ(open("csv:" + folder.file("t.csv") + "?target=0&classes=0").train->make_batch(first(4)).data.size(1), 2);
+  EXPECT_EQ(open("text:" + folder.file("t.txt") + "?block=9&val=0.2").validation->size(), 2);
+  EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
+}
+
+TEST(OpenDataset, says_what_it_does_not_understand) {
+  const auto refusal = [](const std::string& data, const std::string& augment = "") {
+    return message_of<UsageError>([&] { open_dataset({.data = data, .augment = augment}); });
+  };
+  EXPECT_TRUE(contains(refusal("cifar10"), "no such value for --data: cifar10"));
+  EXPECT_TRUE(contains(refusal("cifar-10"), "it needs a path"));
+  EXPECT_TRUE(contains(refusal("synthetic:8x1x4x4?colour=1"), "it has no option colour"));
+  EXPECT_TRUE(contains(refusal("synthetic:8x1x4"), "synthetic:NxCxHxW"));
+  EXPECT_TRUE(contains(refusal("synthetic:8x1x4x4", "blur"), "--augment does not know 'blur'"));
+  const TempFolder folder;
+  write_file(folder / "t.csv", "1,2\n");
+  EXPECT_TRUE(contains(refusal("csv:" + folder.file("t.csv"), "flip"), "--augment is for images"));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,78 @@
+#include "lockstep/datasets.h"
+
+#include <ATen/Dispatch.h>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+std::int64_t values_of_row(const torch::Tensor& tensor) { return tensor.numel() / tensor.size(0); }
+
+template <class From, class To>
+void gather(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
+  const std::int64_t count = values_of_row(rows);
+  const From* from = rows.const_data_ptr<From>();
+  for (const std::int64_t index : indices) {
+    for (std::int64_t i = 0; i < count; ++i) into[i] = static_cast<To>(from[index * count + i]);
+    into += count;
+  }
+}
+
+template <class To>
+void gather_as(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
+  AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather",
+                             [&] { gather<scalar_t, To>(rows, indices, into); });
+}
+
+torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, bool as_float) {
+  std::vector<std::int64_t> sizes = rows.sizes().vec();
+  sizes[0] = static_cast<std::int64_t>(request.indices.size());
+  torch::Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
+  if (as_float)
+    gather_as(rows, request.indices, batch.data_ptr<float>());
+  else
+    gather_as(rows, request.indices, batch.data_ptr<std::int64_t>());
+  return batch;
+}
+
+}  // namespace
+
+TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target)
+    : name_(std::move(name)), data_(data.contiguous()), target_(target.contiguous()) {
+  if (data_.dim() < 1 || data_.size(0) < 1)
+    throw DataError({.what = concat(name_, " has no samples"), .likely = "an empty file"});
+  if (target_.dim() < 1 || target_.size(0) != data_.size(0))
+    throw DataError(
+        {.what = concat(name_, " has data of shape ", data_.sizes(), ", but targets of shape ", target_.sizes()),
+         .likely = "files of different datasets"});
+}
+
+Batch TensorDataset::assemble(const BatchRequest& request) const {
+  const bool float_data = data_.is_floating_point() || data_.scalar_type() == torch::kUInt8;
+  return {gathered(data_, request, float_data), gathered(target_, request, target_.is_floating_point())};
+}
+
+SubsetDataset::SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end)
+    : whole_(std::move(whole)), begin_(begin), end_(end) {
+  if (begin < 0 || begin >= end || end > whole_->size())
+    throw UsageError({.what = concat("samples ", begin, " to ", end, " of a dataset of ", whole_->size()),
+                      .next = "give a part that is not empty"});
+}
+
+std::vector<std::int64_t> SubsetDataset::in_whole(std::span<const std::int64_t> indices) const {
+  std::vector<std::int64_t> places(indices.begin(), indices.end());
+  for (std::int64_t& place : places) place += begin_;
+  return places;
+}
+
+Batch SubsetDataset::assemble(const BatchRequest& request) const {
+  const std::vector<std::int64_t> indices = in_whole(request.indices);
+  BatchRequest inner = request;
+  inner.indices = indices;
+  return whole_->assemble(inner);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,77 @@
+#include "lockstep/datasets.h"
+
+#include <cstring>
+#include <limits>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+void check(const TokenOptions& o) {
+  const bool bytes_known = o.token_bytes == 1 || o.token_bytes == 2 || o.token_bytes == 4;
+  if (o.block < 1 || !bytes_known || o.vocabulary < 0 || o.skip < 0 || o.leave < 0 || o.skip + o.leave >= 1)
+    throw UsageError({.what = concat("blocks of ", o.block, " tokens of ", o.token_bytes, " bytes"),
+                      .next = "give a block of at least 1, and tokens of 1, 2 or 4 bytes"});
+}
+
+}  // namespace
+
+TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions& options)
+    : file_(std::make_shared<MappedFile>(path)), options_(options) {
+  check(options);
+  if (options_.vocabulary == 0)
+    options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
+  const auto bytes = static_cast<std::int64_t>(file_->bytes().size());
+  if (bytes % options.token_bytes != 0)
+    throw DataError({.what = concat(bytes, " bytes, no whole number of tokens of ", options.token_bytes, " bytes"),
+                     .here = path.string(),
+                     .likely = "a cut file, or tokens of another size"});
+  const std::int64_t all = bytes / options.token_bytes;
+  first_ = static_cast<std::int64_t>(static_cast<double>(all) * options.skip);
+  const auto end = all - static_cast<std::int64_t>(static_cast<double>(all) * options.leave);
+  samples_ = (end - first_ - 1) / options.block;  // the last token is only ever a target
+  if (samples_ < 1)
+    throw DataError({.what = concat(end - first_, " tokens, a sample needs ", options.block + 1),
+                     .here = path.string(),
+                     .likely = "a short text",
+                     .next = "choose a smaller block"});
+}
+
+std::int64_t TokenDataset::token(std::int64_t place) const {
+  std::uint32_t value = 0;
+  // Little-endian, as every machine that libtorch runs on.
+  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes,
+              static_cast<std::size_t>(options_.token_bytes));
+  if (value >= options_.vocabulary)
+    throw DataError({.what = concat("token ", value, " is not below the vocabulary's ", options_.vocabulary),
+                     .here = concat(file_->path().string(), ", token ", place),
+                     .likely = "tokens of another tokeniser, or of another size",
+                     .next = "look at the file's token size and vocabulary"});
+  return value;
+}
+
+void TokenDataset::write_sample(std::int64_t index, std::int64_t* data, std::int64_t* target) const {
+  const std::int64_t begin = first_ + index * options_.block;
+  for (std::int64_t i = 0; i < options_.block; ++i) data[i] = token(begin + i);
+  std::copy_n(data + 1, options_.block - 1, target);
+  target[options_.block - 1] = token(begin + options_.block);
+}
+
+Batch TokenDataset::assemble(const BatchRequest& request) const {
+  const auto samples = static_cast<std::int64_t>(request.indices.size());
+  Batch batch{allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64),
+              allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64)};
+  auto* data = batch.data.data_ptr<std::int64_t>();
+  auto* target = batch.target.data_ptr<std::int64_t>();
+  for (const std::int64_t index : request.indices) {
+    write_sample(index, data, target);
+    data += options_.block;
+    target += options_.block;
+  }
+  return batch;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,99 @@
+#include "lockstep/images.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cstring>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
+
+bool is_image(const fs::path& file) {
+  std::string extension = file.extension().string();
+  std::transform(extension.begin(), extension.end(), extension.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  return extension == ".jpg" || extension == ".jpeg" || extension == ".png";
+}
+
+std::vector<std::string> folders_in(const fs::path& folder) {
+  std::error_code error;
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder, error))
+    if (entry.is_directory()) names.push_back(entry.path().filename().string());
+  if (error || names.empty())
+    throw DataError(
+        {.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
+         .here = folder.string(),
+         .likely = "a wrong path; images belong into FOLDER/CLASS/",
+         .next = "name the folder that holds a folder per class"});
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+DataError unreadable(const std::string& why) {
+  return DataError({.what = concat("can't be read: ", why),
+                    .likely = "a file that went away, or no permission",
+                    .next = "mend it, or leave such samples out with --skip-bad N"});
+}
+
+void read_whole(const UniqueFd& fd, std::vector<std::uint8_t>& into) {
+  std::size_t filled = 0;
+  while (filled < into.size()) {
+    const ssize_t got = ::read(fd.get(), into.data() + filled, into.size() - filled);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw unreadable(std::strerror(errno));
+    if (got == 0) throw unreadable("it became shorter meanwhile");
+    filled += static_cast<std::size_t>(got);
+  }
+}
+
+}  // namespace
+
+ImageFolder::ImageFolder(fs::path folder, std::vector<std::string> classes)
+    : folder_(std::move(folder)), classes_(std::move(classes)) {
+  if (!folder_.has_filename()) folder_ = folder_.parent_path();  // "DIR/"
+  if (classes_.empty()) classes_ = folders_in(folder_);
+  for (std::size_t i = 0; i < classes_.size(); ++i) add_class(classes_[i], static_cast<std::int64_t>(i));
+}
+
+void ImageFolder::add_class(const std::string& name, std::int64_t label) {
+  const std::size_t before = files_.size();
+  std::error_code error;
+  for (const auto& entry : fs::recursive_directory_iterator(folder_ / name, error))
+    if (is_image(entry.path())) files_.push_back({entry.path().lexically_relative(folder_).string(), label});
+  if (error || files_.size() == before)
+    throw DataError({.what = concat("class ", name, " has no images", error ? concat(": ", error.message()) : ""),
+                     .here = (folder_ / name).string(),
+                     .likely = "a folder that is missing or was not unpacked, or images that are neither JPEG nor PNG",
+                     .next = "look at the folder"});
+  std::sort(files_.begin() + static_cast<std::ptrdiff_t>(before), files_.end(),
+            [](const File& a, const File& b) { return a.path < b.path; });
+}
+
+StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
+  const File& file = files_[static_cast<std::size_t>(index)];
+  const UniqueFd fd(::open((folder_ / file.path).c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat status {};
+  if (!fd || ::fstat(fd.get(), &status) != 0) throw unreadable(std::strerror(errno));
+  if (!S_ISREG(status.st_mode) || status.st_size > kMostBytes) throw unreadable("not a file of an image's size");
+  scratch.resize(static_cast<std::size_t>(status.st_size));
+  read_whole(fd, scratch);
+  return {.bytes = scratch, .encoded = true, .label = file.label};
+}
+
+std::string ImageFolder::origin(std::int64_t index) const {
+  return (folder_ / files_[static_cast<std::size_t>(index)].path).string();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,259 @@
+#include "lockstep/data/images/image_kernels.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+namespace lockstep {
+namespace {
+
+// The loops of this file are written so that the compiler turns them into vectors.
+
+void convert(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
+             float* __restrict into) {
+  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i]), scale, shift);
+}
+
+void convert_reversed(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
+                      float* __restrict into) {
+  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[count - 1 - i]), scale, shift);
+}
+
+void convert_strided(const std::uint8_t* __restrict from, std::ptrdiff_t stride, std::int64_t count, float scale,
+                     float shift, float* __restrict into) {
+  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i * stride]), scale, shift);
+}
+
+// `count` pixels of a row; `from` is the leftmost.
+void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale,
+                 float shift, float* into) {
+  if (stride == 1 && !flip) return convert(from, count, scale, shift, into);
+  if (stride == 1) return convert_reversed(from, count, scale, shift, into);
+  if (flip) return convert_strided(from + (count - 1) * stride, -stride, count, scale, shift, into);
+  convert_strided(from, stride, count, scale, shift, into);
+}
+
+bool whole_plane(const ImageView& image, const Placement& placement) {
+  return image.pixel_stride == 1 && image.row_stride == image.shape.width && !placement.flip &&
+         placement.box.left == 0 && placement.box.top == 0 && placement.width == image.shape.width &&
+         placement.height == image.shape.height;
+}
+
+// How much of `length` places from `begin` on lies in [0, limit): [first, last) counted from `begin`.
+struct Inside {
+  std::int64_t first;
+  std::int64_t last;
+};
+Inside inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
+  const std::int64_t first = std::clamp<std::int64_t>(-begin, 0, length);
+  return {first, std::clamp<std::int64_t>(limit - begin, first, length)};
+}
+
+void copy_plane(const ImageView& image, const Placement& placement, const std::uint8_t* plane, float scale, float shift,
+                float* into) {
+  const auto left = static_cast<std::int64_t>(placement.box.left);
+  const auto top = static_cast<std::int64_t>(placement.box.top);
+  const Inside rows = inside(top, placement.height, image.shape.height);
+  const Inside columns = inside(left, placement.width, image.shape.width);
+  const std::int64_t width = placement.width;
+  const std::int64_t first = placement.flip ? width - columns.last : columns.first;
+  const std::int64_t count = columns.last - columns.first;
+  for (std::int64_t y = 0; y < placement.height; ++y, into += width) {
+    if (y < rows.first || y >= rows.last) {
+      std::fill_n(into, width, shift);
+      continue;
+    }
+    std::fill_n(into, first, shift);
+    convert_row(plane + (top + y) * image.row_stride + (left + columns.first) * image.pixel_stride, image.pixel_stride,
+                count, placement.flip, scale, shift, into + first);
+    std::fill_n(into + first + count, width - first - count, shift);
+  }
+}
+
+// The source pixels that one pixel of the result is made of, along one axis.
+struct Taps {
+  std::vector<std::int32_t> begin;  // of each result pixel
+  std::vector<std::int32_t> count;
+  std::vector<float> weights;  // `stride` of them each
+  std::int64_t stride = 0;
+};
+
+// As Pillow's precompute_coeffs for its BILINEAR filter.
+void compute_taps(double from, double length, std::int64_t limit, std::int64_t results, Taps& taps) {
+  const double scale = length / static_cast<double>(results);
+  const double support = std::max(scale, 1.0);
+  taps.stride = static_cast<std::int64_t>(std::ceil(support)) * 2 + 1;
+  taps.begin.resize(static_cast<std::size_t>(results));
+  taps.count.resize(static_cast<std::size_t>(results));
+  taps.weights.assign(static_cast<std::size_t>(results * taps.stride), 0.F);
+  for (std::int64_t i = 0; i < results; ++i) {
+    const double centre = std::clamp(from + (static_cast<double>(i) + 0.5) * scale, 0.0, static_cast<double>(limit));
+    const auto begin = std::clamp<std::int64_t>(std::lround(std::floor(centre - support + 0.5)), 0, limit - 1);
+    const auto end = std::clamp<std::int64_t>(std::lround(std::floor(centre + support + 0.5)), begin + 1, limit);
+    float* weights = taps.weights.data() + i * taps.stride;
+    double sum = 0;
+    for (std::int64_t k = begin; k < end; ++k) {
+      const double distance = std::abs((static_cast<double>(k) + 0.5 - centre) / support);
+      weights[k - begin] = static_cast<float>(std::max(0.0, 1.0 - distance));
+      sum += weights[k - begin];
+    }
+    if (sum <= 0) sum = weights[0] = 1;
+    for (std::int64_t k = 0; k < end - begin; ++k) weights[k] = static_cast<float>(weights[k] / sum);
+    taps.begin[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(begin);
+    taps.count[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(end - begin);
+  }
+}
+
+// row[i] (+)= weight * bytes[i]
+void weigh_first(const std::uint8_t* __restrict bytes, std::int64_t count, float weight, float* __restrict row) {
+  for (std::int64_t i = 0; i < count; ++i) row[i] = weight * static_cast<float>(bytes[i]);
+}
+void weigh_next(const std::uint8_t* __restrict bytes, std::int64_t count, float weight, float* __restrict row) {
+  for (std::int64_t i = 0; i < count; ++i) row[i] = std::fma(weight, static_cast<float>(bytes[i]), row[i]);
+}
+
+// One row of the result from one row of weighted source pixels, `Channels` values to a pixel.
+template <int Channels>
+void resize_row(const float* row, std::int64_t first, const Taps& taps, bool flip, const float* scale,
+                const float* shift, std::int64_t plane, float* into) {
+  const auto results = static_cast<std::int64_t>(taps.begin.size());
+  for (std::int64_t x = 0; x < results; ++x) {
+    const auto at = static_cast<std::size_t>(x);
+    const float* weights = taps.weights.data() + x * taps.stride;
+    const float* pixel = row + (taps.begin[at] - first) * Channels;
+    std::array<float, Channels> sum{};
+    for (std::int32_t k = 0; k < taps.count[at]; ++k, pixel += Channels)
+      for (int c = 0; c < Channels; ++c) sum[static_cast<std::size_t>(c)] += weights[k] * pixel[c];
+    const std::int64_t place = flip ? results - 1 - x : x;
+    for (int c = 0; c < Channels; ++c)
+      into[c * plane + place] = std::fma(sum[static_cast<std::size_t>(c)], scale[c], shift[c]);
+  }
+}
+
+struct ResizeScratch {
+  Taps rows;
+  Taps columns;
+  std::vector<float> row;
+};
+
+// `Channels` channels that lie beside each other in the source, from `pixels` on.
+template <int Channels>
+void resize_channels(const ImageView& image, const std::uint8_t* pixels, const Placement& placement, const float* scale,
+                     const float* shift, ResizeScratch& scratch, float* into) {
+  const Taps& columns = scratch.columns;
+  const std::int64_t first = columns.begin.front();
+  const std::int64_t count = (columns.begin.back() + columns.count.back() - first) * Channels;
+  scratch.row.resize(static_cast<std::size_t>(count));
+  for (std::int64_t y = 0; y < placement.height; ++y) {
+    const auto at = static_cast<std::size_t>(y);
+    const float* weights = scratch.rows.weights.data() + y * scratch.rows.stride;
+    const std::uint8_t* source = pixels + scratch.rows.begin[at] * image.row_stride + first * Channels;
+    weigh_first(source, count, weights[0], scratch.row.data());
+    for (std::int32_t k = 1; k < scratch.rows.count[at]; ++k)
+      weigh_next(source + k * image.row_stride, count, weights[k], scratch.row.data());
+    resize_row<Channels>(scratch.row.data(), first, columns, placement.flip, scale, shift,
+                         placement.height * placement.width, into + y * placement.width);
+  }
+}
+
+float clamp01(float value) { return std::clamp(value, 0.F, 1.F); }
+
+// pixels = factor * pixels + (1 - factor) * other, in [0, 1]
+void blend(float* pixels, std::int64_t count, float factor, float other) {
+  const float add = (1 - factor) * other;
+  for (std::int64_t i = 0; i < count; ++i) pixels[i] = clamp01(pixels[i] * factor + add);
+}
+
+constexpr float kRed = 0.2989F;  // ITU-R BT.601, as torchvision rounds it
+constexpr float kGreen = 0.587F;
+constexpr float kBlue = 0.114F;
+
+float mean_grey(const float* pixels, const ImageShape& shape) {
+  const std::int64_t plane = shape.height * shape.width;
+  std::array<double, 3> sums{};
+  for (std::int64_t c = 0; c < std::min<std::int64_t>(shape.channels, 3); ++c) {
+    float sum = 0;
+    for (std::int64_t i = 0; i < plane; ++i) sum += pixels[c * plane + i];
+    sums[static_cast<std::size_t>(c)] = sum / static_cast<double>(plane);
+  }
+  return static_cast<float>(shape.channels < 3 ? sums[0] : kRed * sums[0] + kGreen * sums[1] + kBlue * sums[2]);
+}
+
+void change_saturation(float* red, float* green, float* blue, std::int64_t count, float factor) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float grey = (1 - factor) * (kRed * red[i] + kGreen * green[i] + kBlue * blue[i]);
+    red[i] = clamp01(red[i] * factor + grey);
+    green[i] = clamp01(green[i] * factor + grey);
+    blue[i] = clamp01(blue[i] * factor + grey);
+  }
+}
+
+// Through HSV (Smith, "Color gamut transform pairs", 1978): each channel is value - chroma * (distance of the hue from
+// it).
+void change_hue(float* red, float* green, float* blue, std::int64_t count, float turn) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float value = std::max({red[i], green[i], blue[i]});
+    const float chroma = value - std::min({red[i], green[i], blue[i]});
+    if (chroma <= 0) continue;
+    float hue = value == red[i]     ? (green[i] - blue[i]) / chroma
+                : value == green[i] ? 2 + (blue[i] - red[i]) / chroma
+                                    : 4 + (red[i] - green[i]) / chroma;
+    hue += 6 * turn + 12;
+    const auto channel = [&](float offset) {
+      const float k = std::fmod(hue + offset, 6.F);
+      return value - chroma * std::max(0.F, std::min({k, 4 - k, 1.F}));
+    };
+    red[i] = channel(5);
+    green[i] = channel(3);
+    blue[i] = channel(1);
+  }
+}
+
+}  // namespace
+
+void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
+  const std::int64_t plane = placement.height * placement.width;
+  for (std::int64_t c = 0; c < image.shape.channels; ++c, into += plane) {
+    const std::uint8_t* pixels = image.pixels + c * image.channel_stride;
+    if (whole_plane(image, placement))
+      convert(pixels, plane, normalisation.scale[c], normalisation.shift[c], into);
+    else
+      copy_plane(image, placement, pixels, normalisation.scale[c], normalisation.shift[c], into);
+  }
+}
+
+void resize_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
+  static thread_local ResizeScratch scratch;
+  compute_taps(placement.box.top, placement.box.height, image.shape.height, placement.height, scratch.rows);
+  compute_taps(placement.box.left, placement.box.width, image.shape.width, placement.width, scratch.columns);
+  if (image.shape.channels == 3 && image.pixel_stride == 3)
+    return resize_channels<3>(image, image.pixels, placement, normalisation.scale, normalisation.shift, scratch, into);
+  for (std::int64_t c = 0; c < image.shape.channels; ++c)
+    resize_channels<1>(image, image.pixels + c * image.channel_stride, placement, normalisation.scale + c,
+                       normalisation.shift + c, scratch, into + c * placement.height * placement.width);
+}
+
+void change_colours(float* pixels, const ImageShape& shape, const ColourChange& change) {
+  const std::int64_t plane = shape.height * shape.width;
+  if (change.brightness != 1) blend(pixels, shape.values(), change.brightness, 0);
+  if (change.contrast != 1) blend(pixels, shape.values(), change.contrast, mean_grey(pixels, shape));
+  if (shape.channels != 3) return;
+  if (change.saturation != 1) change_saturation(pixels, pixels + plane, pixels + 2 * plane, plane, change.saturation);
+  if (change.hue != 0) change_hue(pixels, pixels + plane, pixels + 2 * plane, plane, change.hue);
+}
+
+void normalise(float* values, const ImageShape& shape, const Normalisation& normalisation) {
+  const std::int64_t plane = shape.height * shape.width;
+  for (std::int64_t c = 0; c < shape.channels; ++c, values += plane) {
+    const float scale = normalisation.scale[c];
+    const float shift = normalisation.shift[c];
+    for (std::int64_t i = 0; i < plane; ++i) values[i] = std::fma(values[i], scale, shift);
+  }
+}
+
+void mix_into(float* into, const float* other, float share, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) into[i] = share * into[i] + (1 - share) * other[i];
+}
+
+}  // namespace lockstep

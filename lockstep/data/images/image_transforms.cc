@@ -1,0 +1,181 @@
+#include "lockstep/images.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/images/image_kernels.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+float of_channel(const std::vector<float>& values, std::int64_t channel) {
+  return values.size() == 1 ? values[0] : values[static_cast<std::size_t>(channel)];
+}
+
+// From values in [0, most] to normalised ones.
+Normalisation normalisation_from(const ImageTransforms& transforms, std::int64_t channels, float most) {
+  Normalisation result;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const float deviation = of_channel(transforms.deviation, c);
+    result.scale[c] = 1 / (most * deviation);
+    result.shift[c] = -of_channel(transforms.mean, c) / deviation;
+  }
+  return result;
+}
+
+bool has_jitter(const ImageTransforms& t) {
+  return t.brightness > 0 || t.contrast > 0 || t.saturation > 0 || t.hue > 0;
+}
+
+float draw_factor(float range, SampleRandom& random) {
+  return static_cast<float>(random.uniform(std::max(0.F, 1 - range), 1 + range));
+}
+
+ColourChange draw_colours(const ImageTransforms& t, SampleRandom& random) {
+  ColourChange change;
+  change.brightness = draw_factor(t.brightness, random);
+  change.contrast = draw_factor(t.contrast, random);
+  change.saturation = draw_factor(t.saturation, random);
+  change.hue = static_cast<float>(random.uniform(-t.hue, t.hue));
+  return change;
+}
+
+Box middle(double width, double height, const ImageShape& stored) {
+  return {(static_cast<double>(stored.width) - width) / 2, (static_cast<double>(stored.height) - height) / 2, width,
+          height};
+}
+
+// Stored pixels per pixel of the image resized to shorter_edge.
+double edge_scale(const ImageTransforms& t, const ImageShape& stored) {
+  if (t.shorter_edge == 0) return 1;
+  return static_cast<double>(std::min(stored.height, stored.width)) / static_cast<double>(t.shorter_edge);
+}
+
+Box centre_box(const ImageTransforms& t, const ImageShape& stored) {
+  const double scale = edge_scale(t, stored);
+  Box box = middle(static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale, stored);
+  if (scale == 1) {
+    box.left = std::floor(box.left);
+    box.top = std::floor(box.top);
+  }
+  return box;
+}
+
+Box random_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
+  const double scale = edge_scale(t, stored);
+  const auto draw = [&](std::int64_t size, std::int64_t wanted) {
+    const auto whole = static_cast<std::int64_t>(std::lround(static_cast<double>(size) / scale));
+    const std::int64_t room = whole + 2 * t.padding - wanted;
+    if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: in its middle
+    return static_cast<double>(random.below(room + 1) - t.padding) * scale;
+  };
+  const double top = draw(stored.height, t.height);
+  const double left = draw(stored.width, t.width);
+  return {left, top, static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale};
+}
+
+Box random_resized_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
+  constexpr int kTries = 10;
+  const double area = static_cast<double>(stored.height * stored.width);
+  for (int i = 0; i < kTries; ++i) {
+    const double wanted = area * random.uniform(t.least_area, t.most_area);
+    const double aspect = std::exp(random.uniform(-std::log(t.most_stretch), std::log(t.most_stretch)));
+    const auto width = std::lround(std::sqrt(wanted * aspect));
+    const auto height = std::lround(std::sqrt(wanted / aspect));
+    if (width < 1 || height < 1 || width > stored.width || height > stored.height) continue;
+    const std::int64_t top = random.below(stored.height - height + 1);
+    const std::int64_t left = random.below(stored.width - width + 1);
+    return {static_cast<double>(left), static_cast<double>(top), static_cast<double>(width),
+            static_cast<double>(height)};
+  }
+  // A very long image: its middle, with the nearest aspect that is allowed.
+  const double width = std::min<double>(stored.width, static_cast<double>(stored.height) * t.most_stretch);
+  const double height = std::min<double>(stored.height, static_cast<double>(stored.width) * t.most_stretch);
+  return middle(width, height, stored);
+}
+
+Box draw_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
+  if (t.crop == Crop::kCentre) return centre_box(t, stored);
+  if (t.crop == Crop::kRandom) return random_box(t, stored, random);
+  if (t.crop == Crop::kRandomResized) return random_resized_box(t, stored, random);
+  return {0, 0, static_cast<double>(stored.width), static_cast<double>(stored.height)};
+}
+
+void place(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
+  if (placement.is_copy())
+    copy_image(image, placement, normalisation, into);
+  else
+    resize_image(image, placement, normalisation, into);
+}
+
+}  // namespace
+
+ImageShape output_shape(const ImageTransforms& t, const ImageShape& stored) {
+  return {stored.channels, t.height > 0 ? t.height : stored.height, t.width > 0 ? t.width : stored.width};
+}
+
+void check_transforms(const ImageTransforms& t, std::int64_t channels) {
+  const auto require = [](bool good, const std::string& what) {
+    if (!good) throw UsageError({.what = what, .likely = "--augment, or the ImageTransforms of the dataset"});
+  };
+  const auto fits = [&](const std::vector<float>& values) {
+    return values.size() == 1 || static_cast<std::int64_t>(values.size()) == channels;
+  };
+  require(channels >= 1 && channels <= Normalisation::kMaxChannels,
+          concat("images of ", channels, " channels; 1 to ", Normalisation::kMaxChannels, " can be transformed"));
+  require(fits(t.mean) && fits(t.deviation), concat("mean and deviation need 1 or ", channels, " values"));
+  for (const float deviation : t.deviation) require(deviation > 0, "a deviation is not positive");
+  require(t.height >= 0 && t.width >= 0 && t.padding >= 0 && t.shorter_edge >= 0, "a size is negative");
+  require(t.crop == Crop::kNone || (t.height > 0 && t.width > 0), "a crop needs the size of its result");
+  require(0 < t.least_area && t.least_area <= t.most_area && t.most_area <= 1, "areas lie in (0, 1]");
+  require(t.most_stretch >= 1, "most_stretch is at least 1");
+  require(t.brightness >= 0 && t.contrast >= 0 && t.saturation >= 0 && t.hue >= 0 && t.hue <= 0.5F,
+          "jitter is at least 0, and of the hue at most 0.5");
+  require(t.mixup >= 0, "mixup is at least 0");
+}
+
+ImageTransforms without_augmentation(ImageTransforms t) {
+  if (t.crop == Crop::kRandomResized) {
+    t.crop = Crop::kCentre;
+    t.shorter_edge = std::min(t.height, t.width) * 8 / 7;
+  } else if (t.crop == Crop::kRandom) {
+    t.crop = Crop::kCentre;
+  }
+  t.padding = 0;
+  t.flip = false;
+  t.brightness = t.contrast = t.saturation = t.hue = 0;
+  t.mixup = 0;
+  t.one_hot = false;
+  return t;
+}
+
+Placement draw_placement(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
+  const ImageShape shape = output_shape(t, stored);
+  Placement placement{.box = draw_box(t, stored, random), .height = shape.height, .width = shape.width};
+  placement.flip = t.flip && random.coin();
+  return placement;
+}
+
+void apply_transforms(const ImageTransforms& t, const ImageView& image, const Placement& placement,
+                      SampleRandom& random, float* into) {
+  const std::int64_t channels = image.shape.channels;
+  if (!has_jitter(t)) return place(image, placement, normalisation_from(t, channels, 255), into);
+  const ImageShape shape{channels, placement.height, placement.width};
+  Normalisation to_unit;
+  std::fill_n(to_unit.scale, channels, 1.F / 255);
+  place(image, placement, to_unit, into);
+  change_colours(into, shape, draw_colours(t, random));
+  normalise(into, shape, normalisation_from(t, channels, 1));
+}
+
+double draw_share(double alpha, SampleRandom& random) {
+  std::gamma_distribution<double> gamma(alpha, 1);
+  const double a = gamma(random);
+  const double b = gamma(random);
+  return a + b > 0 ? a / (a + b) : 0.5;
+}
+
+}  // namespace lockstep

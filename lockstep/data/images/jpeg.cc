@@ -1,0 +1,214 @@
+#include "lockstep/data/images/jpeg.h"
+
+#include <cmath>
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+
+#include <jpeglib.h>
+
+#include <jerror.h>
+
+#include <algorithm>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// A file that asks for more passes than any camera makes only costs time.
+constexpr int kMostScans = 200;
+
+DataError damaged(const std::string& why) {
+  return DataError({.what = concat("damaged JPEG: ", why),
+                    .likely = "a file that was cut off or overwritten",
+                    .next = "fetch it again, or leave such samples out with --skip-bad N"});
+}
+
+// libjpeg reports an error by a call that must not return: it jumps back into the function that called libjpeg, where
+// only plain values live. Text is kept here meanwhile.
+struct ErrorManager {
+  jpeg_error_mgr base;
+  std::jmp_buf back;
+  char message[JMSG_LENGTH_MAX];
+};
+
+[[noreturn]] void fail(j_common_ptr info) {
+  auto* manager = reinterpret_cast<ErrorManager*>(info->err);
+  manager->base.format_message(info, manager->message);
+  std::longjmp(manager->back, 1);
+}
+
+// Warnings: bytes between markers do no harm, anything else means that pixels are not what they were.
+void warn(j_common_ptr info, int level) {
+  if (level < 0 && info->err->msg_code != JWRN_EXTRANEOUS_DATA) fail(info);
+}
+
+void limit_scans(j_common_ptr info) {
+  auto* decoder = reinterpret_cast<j_decompress_ptr>(info);
+  if (decoder->input_scan_number <= kMostScans) return;
+  auto* manager = reinterpret_cast<ErrorManager*>(info->err);
+  std::snprintf(manager->message, sizeof manager->message, "more than %d scans", kMostScans);
+  std::longjmp(manager->back, 1);
+}
+
+class Decoder {
+ public:
+  explicit Decoder(std::span<const std::uint8_t> file) {
+    info_.err = jpeg_std_error(&errors_.base);
+    errors_.base.error_exit = fail;
+    errors_.base.emit_message = warn;
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    jpeg_create_decompress(&info_);
+    progress_.progress_monitor = limit_scans;
+    info_.progress = &progress_;
+    file_ = file;
+  }
+  ~Decoder() { jpeg_destroy_decompress(&info_); }
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  ImageShape read_header() {
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    jpeg_mem_src(&info_, file_.data(), file_.size());
+    jpeg_read_header(&info_, TRUE);
+    return {3, info_.image_height, info_.image_width};
+  }
+
+  // Starts at `eighths`/8 of the size. Returns the size that comes out.
+  ImageShape start(unsigned eighths) {
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    info_.scale_num = eighths;
+    info_.scale_denom = 8;
+    const bool four_inks = info_.jpeg_color_space == JCS_CMYK || info_.jpeg_color_space == JCS_YCCK;
+    info_.out_color_space = four_inks ? JCS_CMYK : JCS_RGB;
+    info_.dct_method = JDCT_ISLOW;
+    jpeg_start_decompress(&info_);
+    return {info_.output_components, info_.output_height, info_.output_width};
+  }
+
+  // Asks for `width` columns from `left` on; both become what libjpeg gives instead, which contains them.
+  void crop_columns(JDIMENSION& left, JDIMENSION& width) {
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    jpeg_crop_scanline(&info_, &left, &width);
+  }
+
+  void skip_rows(JDIMENSION rows) {
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (rows > 0) jpeg_skip_scanlines(&info_, rows);
+  }
+
+  void read_rows(std::int64_t rows, std::size_t row_bytes, std::uint8_t* into) {
+    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      JSAMPROW row = into + static_cast<std::size_t>(i) * row_bytes;
+      if (jpeg_read_scanlines(&info_, &row, 1) != 1) fail(reinterpret_cast<j_common_ptr>(&info_));
+    }
+  }
+
+  bool inverted_inks() const { return info_.saw_Adobe_marker != FALSE; }
+
+ private:
+  jpeg_decompress_struct info_{};
+  jpeg_progress_mgr progress_{};
+  ErrorManager errors_{};
+  std::span<const std::uint8_t> file_;
+};
+
+// The smallest of 1/8, 1/4, 1/2 and 1 at which the box is not smaller than the result: the sizes that libjpeg-turbo
+// decodes with vector instructions.
+unsigned eighths_for(const Placement& placement) {
+  if (placement.is_copy()) return 8;
+  for (const unsigned eighths : {1U, 2U, 4U}) {
+    const double scale = eighths / 8.0;
+    if (placement.box.width * scale >= static_cast<double>(placement.width) &&
+        placement.box.height * scale >= static_cast<double>(placement.height))
+      return eighths;
+  }
+  return 8;
+}
+
+// Pixels [begin, end) that an interval in pixels touches, with one more on each side for the resize's filter.
+struct Span {
+  std::int64_t begin;
+  std::int64_t end;
+};
+Span touched(double from, double length, std::int64_t limit) {
+  const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(std::floor(from)) - 1, 0, limit - 1);
+  return {begin, std::clamp<std::int64_t>(static_cast<std::int64_t>(std::ceil(from + length)) + 1, begin + 1, limit)};
+}
+
+// CMYK -> RGB in place; Adobe's files hold the inks inverted.
+void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
+  const std::uint8_t* from = pixels;
+  for (std::int64_t i = 0; i < count; ++i, from += 4, pixels += 3) {
+    const int black = inverted ? from[3] : 255 - from[3];
+    for (int c = 0; c < 3; ++c)
+      pixels[c] = static_cast<std::uint8_t>((inverted ? from[c] : 255 - from[c]) * black / 255);
+  }
+}
+
+}  // namespace
+
+ImageShape jpeg_shape(std::span<const std::uint8_t> file) { return Decoder(file).read_header(); }
+
+ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
+  Decoder decoder(file);
+  const ImageShape full = decoder.read_header();
+  const ImageShape scaled = decoder.start(eighths_for(placement));
+  const double x_scale = static_cast<double>(scaled.width) / static_cast<double>(full.width);
+  const double y_scale = static_cast<double>(scaled.height) / static_cast<double>(full.height);
+  Box& box = placement.box;
+  box = {box.left * x_scale, box.top * y_scale, box.width * x_scale, box.height * y_scale};
+
+  const Span columns = touched(box.left, box.width, scaled.width);
+  const Span rows = touched(box.top, box.height, scaled.height);
+  auto left = static_cast<JDIMENSION>(columns.begin);
+  auto width = static_cast<JDIMENSION>(columns.end - columns.begin);
+  decoder.crop_columns(left, width);
+  const std::size_t row_bytes = std::size_t{width} * static_cast<std::size_t>(scaled.channels);
+  const std::int64_t height = rows.end - rows.begin;
+  scratch.resize(row_bytes * static_cast<std::size_t>(height));
+  decoder.skip_rows(static_cast<JDIMENSION>(rows.begin));
+  decoder.read_rows(height, row_bytes, scratch.data());
+  if (scaled.channels == 4) inks_to_rgb(scratch.data(), height * width, decoder.inverted_inks());
+  box.left -= left;
+  box.top -= static_cast<double>(rows.begin);
+  return interleaved(scratch.data(), {3, height, width});
+}
+
+std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width,
+                                      int quality) {
+  ErrorManager errors{};
+  jpeg_compress_struct info{};
+  unsigned char* buffer = nullptr;
+  unsigned long size = 0;
+  info.err = jpeg_std_error(&errors.base);
+  errors.base.error_exit = fail;
+  if (setjmp(errors.back) != 0) {
+    jpeg_destroy_compress(&info);
+    std::free(buffer);
+    throw damaged(errors.message);
+  }
+  jpeg_create_compress(&info);
+  jpeg_mem_dest(&info, &buffer, &size);
+  info.image_width = static_cast<JDIMENSION>(width);
+  info.image_height = static_cast<JDIMENSION>(height);
+  info.input_components = 3;
+  info.in_color_space = JCS_RGB;
+  jpeg_set_defaults(&info);
+  jpeg_set_quality(&info, quality, TRUE);
+  jpeg_start_compress(&info, TRUE);
+  while (info.next_scanline < info.image_height) {
+    auto* row = const_cast<JSAMPROW>(pixels + std::int64_t{info.next_scanline} * width * 3);
+    jpeg_write_scanlines(&info, &row, 1);
+  }
+  jpeg_finish_compress(&info);
+  jpeg_destroy_compress(&info);
+  std::vector<std::uint8_t> file(buffer, buffer + size);
+  std::free(buffer);
+  return file;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,103 @@
+#include "lockstep/images.h"
+
+#include <charconv>
+#include <cmath>
+#include <map>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using Parts = std::vector<std::string>;
+
+[[noreturn]] void refuse(const std::string& part, const std::string& why) {
+  throw UsageError({.what = concat("--augment does not know '", part, "': ", why),
+                    .next = "resize, crop, center-crop, random-resized-crop, flip, jitter, mixup, one-hot, normalise"});
+}
+
+double number(const Parts& parts, std::size_t at, double otherwise) {
+  if (at >= parts.size()) return otherwise;
+  double value = 0;
+  const char* end = parts[at].data() + parts[at].size();
+  const auto [stop, error] = std::from_chars(parts[at].data(), end, value);
+  if (error != std::errc() || stop != end) refuse(join(parts, ":"), concat("'", parts[at], "' is not a number"));
+  return value;
+}
+
+std::int64_t whole(const Parts& parts, std::size_t at, std::int64_t otherwise) {
+  const double value = number(parts, at, static_cast<double>(otherwise));
+  if (value < 0 || value > 1e6 || value != std::floor(value)) refuse(join(parts, ":"), "a whole number is needed");
+  return static_cast<std::int64_t>(value);
+}
+
+void parse_size(const Parts& parts, ImageTransforms& t) {
+  if (parts.size() < 2) refuse(parts[0], "it needs a size, such as :224");
+  const Parts sides = split(parts[1], 'x');
+  t.height = whole(sides, 0, 0);
+  t.width = whole(sides, sides.size() > 1 ? 1 : 0, 0);
+  if (t.height < 1 || t.width < 1) refuse(join(parts, ":"), "a size of at least 1 is needed");
+}
+
+std::vector<float> parse_channels(const std::string& text) {
+  const Parts texts = split(text, '+');
+  std::vector<float> values;
+  for (std::size_t i = 0; i < texts.size(); ++i) values.push_back(static_cast<float>(number(texts, i, 0)));
+  return values;
+}
+
+void parse_jitter(const Parts& parts, ImageTransforms& t) {
+  t.brightness = static_cast<float>(number(parts, 1, 0.4));
+  t.contrast = static_cast<float>(number(parts, 2, t.brightness));
+  t.saturation = static_cast<float>(number(parts, 3, t.brightness));
+  t.hue = static_cast<float>(number(parts, 4, 0));
+}
+
+using Parse = void (*)(const Parts&, ImageTransforms&);
+const std::map<std::string, Parse>& parsers() {
+  static const std::map<std::string, Parse> kParsers = {
+      {"resize", parse_size},
+      {"crop",
+       [](const Parts& p, ImageTransforms& t) {
+         t.crop = Crop::kRandom;
+         t.padding = whole(p, 1, 4);
+       }},
+      {"center-crop",
+       [](const Parts& p, ImageTransforms& t) {
+         parse_size(p, t);
+         t.crop = Crop::kCentre;
+         t.shorter_edge = whole(p, 2, 0);
+       }},
+      {"random-resized-crop",
+       [](const Parts& p, ImageTransforms& t) {
+         parse_size(p, t);
+         t.crop = Crop::kRandomResized;
+         t.least_area = number(p, 2, t.least_area);
+       }},
+      {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
+      {"jitter", parse_jitter},
+      {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
+      {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
+      {"normalise", [](const Parts& p, ImageTransforms& t) {
+         if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
+         t.mean = parse_channels(p[1]);
+         t.deviation = parse_channels(p[2]);
+       }}};
+  return kParsers;
+}
+
+}  // namespace
+
+ImageTransforms parse_transforms(const std::string& text, ImageTransforms base) {
+  if (text.empty()) return base;
+  for (const std::string& part : split(text, ',')) {
+    const Parts parts = split(part, ':');
+    const auto parser = parsers().find(parts[0]);
+    if (parser == parsers().end()) refuse(part, "no such transform");
+    parser->second(parts, base);
+  }
+  return base;
+}
+
+}  // namespace lockstep

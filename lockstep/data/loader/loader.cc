@@ -1,0 +1,218 @@
+#include "lockstep/loader.h"
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/data/loader/prefetch.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+std::shared_ptr<const SampleOrder> order_for(const Dataset& dataset, const LoaderOptions& options) {
+  if (options.order || !options.shuffle) return options.order;
+  return dataset.shuffled_order();
+}
+
+SamplerOptions sampler_options(const World& world, const Dataset& dataset, const LoaderOptions& options) {
+  return {.samples = dataset.size(),
+          .batch_size = options.batch_size,
+          .rank = world.rank(),
+          .ranks = world.size(),
+          .seed = options.seed,
+          .shuffle = options.shuffle,
+          .order = order_for(dataset, options)};
+}
+
+void check(const LoaderOptions& options) {
+  const auto require = [](std::int64_t value, std::int64_t least, const char* name) {
+    if (value < least)
+      throw UsageError({.what = concat(name, " ", value, " is too small"), .next = concat("give at least ", least)});
+  };
+  require(options.workers, 0, "--workers");
+  require(options.prefetch, 1, "--prefetch");
+  require(options.skip_bad, 0, "--skip-bad");
+}
+
+Batch joined(const std::vector<Batch>& parts) {
+  std::vector<torch::Tensor> data;
+  std::vector<torch::Tensor> target;
+  for (const Batch& part : parts) {
+    data.push_back(part.data);
+    target.push_back(part.target);
+  }
+  return {torch::cat(data), torch::cat(target)};
+}
+
+}  // namespace
+
+class Loader::State {
+ public:
+  State(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
+      : options_(options),
+        device_(world.device()),
+        cores_(world.cores()),
+        dataset_(std::move(dataset)),
+        sampler_(sampler_options(world, *dataset_, options)),
+        memory_(static_cast<std::size_t>(2 * (options.prefetch + options.workers + 1)), device_) {
+    check(options);
+  }
+
+  void start(const LoaderPosition& from) {
+    workers_.reset();
+    sampler_.set_epoch(from.epoch, from.samples);
+    epoch_ = from.epoch;
+    step_ = 0;
+    skipped_ = 0;
+    if (options_.workers == 0) return;
+    workers_.emplace(PrefetchOptions{.steps = sampler_.steps(),
+                                     .workers = options_.workers,
+                                     .depth = options_.prefetch,
+                                     .cores = cores_,
+                                     .device = device_,
+                                     .timeout = options_.timeout},
+                     [this](std::int64_t step, LoadingStatistics& took) { return load(step, took); });
+  }
+
+  std::optional<Batch> next() {
+    if (step_ == sampler_.steps()) {
+      workers_.reset();
+      return std::nullopt;
+    }
+    Batch batch = workers_ ? workers_->next(statistics_) : load_here();
+    ++step_;
+    ++statistics_.batches;
+    statistics_.samples += batch.size();
+    return batch;
+  }
+
+  LoaderPosition position() const { return {epoch_, sampler_.samples_before(step_)}; }
+  LoaderPosition position_of(std::int64_t epoch, std::int64_t step) const {
+    return {epoch, std::min(step * options_.batch_size, sampler_.samples())};
+  }
+  const Dataset& dataset() const { return *dataset_; }
+  const DistributedSampler& sampler() const { return sampler_; }
+  const LoadingStatistics& statistics() const { return statistics_; }
+  LoadingSettings settings() const {
+    return {.workers = options_.workers, .prefetch = options_.prefetch, .cores = static_cast<int>(cores_.size())};
+  }
+
+ private:
+  Batch load_here() {
+    const Stopwatch watch;
+    Batch batch = receive(DeviceCopy(device_).start(load(step_, statistics_)));
+    statistics_.wait += watch.seconds();
+    return batch;
+  }
+
+  Batch load(std::int64_t step, LoadingStatistics& took) {
+    const Stopwatch watch;
+    const std::vector<std::int64_t> indices = part(step);
+    read_ahead(step);
+    StageTimes times;
+    Batch batch = assemble(indices, times, took);
+    took.read += times.read;
+    took.assemble += watch.seconds() - times.read;
+    return batch;
+  }
+
+  std::vector<std::int64_t> part(std::int64_t step) const {
+    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
+  }
+
+  // The disk works on the batches that the workers come to next.
+  void read_ahead(std::int64_t step) {
+    const std::int64_t next = step + std::max(1, options_.workers);
+    if (next < sampler_.steps()) dataset_->will_read(part(next));
+  }
+
+  Batch assemble(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {
+    try {
+      return dataset_->assemble(request(indices, times));
+    } catch (const DataError&) {
+      if (options_.skip_bad == 0) throw;
+    }
+    return assemble_good_ones(indices, times, took);
+  }
+
+  // One by one, to find out which samples are bad.
+  Batch assemble_good_ones(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {
+    std::vector<Batch> good;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      try {
+        good.push_back(dataset_->assemble(request(indices.subspan(i, 1), times)));
+      } catch (const DataError& error) {
+        skip(error);
+        ++took.skipped;
+      }
+    }
+    return good.empty() ? dataset_->assemble(request({}, times)) : joined(good);
+  }
+
+  void skip(const DataError& error) {
+    const std::int64_t count = ++skipped_;
+    if (count > options_.skip_bad)
+      throw DataError({.what = concat(count, " bad samples in this epoch, ", options_.skip_bad,
+                                      " may be skipped; the last one: ", error.text().what),
+                       .here = error.text().here,
+                       .likely = error.text().likely,
+                       .next = "mend the data, or raise --skip-bad"});
+    if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
+  }
+
+  BatchRequest request(std::span<const std::int64_t> indices, StageTimes& times) {
+    return {.indices = indices, .seed = options_.seed, .epoch = epoch_, .memory = &memory_, .times = &times};
+  }
+
+  LoaderOptions options_;
+  torch::Device device_;
+  CoreSet cores_;
+  std::shared_ptr<const Dataset> dataset_;
+  DistributedSampler sampler_;
+  BatchMemory memory_;
+  LoadingStatistics statistics_;
+  std::int64_t epoch_ = 0;
+  std::int64_t step_ = 0;  // batches of this epoch that were handed out
+  std::atomic<std::int64_t> skipped_ = 0;
+  std::optional<Prefetcher> workers_;  // last: its end stops the threads that use the rest
+};
+
+Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
+    : state_(std::make_unique<State>(world, std::move(dataset), options)) {}
+Loader::~Loader() = default;
+Loader::Loader(Loader&&) noexcept = default;
+Loader& Loader::operator=(Loader&&) noexcept = default;
+
+const Dataset& Loader::dataset() const { return state_->dataset(); }
+std::int64_t Loader::steps_per_epoch() const { return state_->sampler().steps_per_epoch(); }
+const LoadingStatistics& Loader::statistics() const { return state_->statistics(); }
+LoaderPosition Loader::position() const { return state_->position(); }
+
+std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
+  return loading_hint(since, state_->settings(), seconds);
+}
+
+Loader::Epoch Loader::epoch(std::int64_t epoch, std::int64_t first_step) {
+  return {state_.get(), state_->position_of(epoch, first_step)};
+}
+
+Loader::Epoch Loader::resume(const LoaderPosition& position) { return {state_.get(), position}; }
+
+Loader::Iterator Loader::Epoch::begin() const {
+  state->start(from);
+  return Iterator(*state);
+}
+
+void Loader::Iterator::advance() {
+  batch_ = {};  // its memory serves a later batch
+  std::optional<Batch> next = state_->next();
+  done_ = !next;
+  if (next) batch_ = std::move(*next);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,274 @@
+#include "lockstep/loader.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/deadline.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using testing::rounds;
+
+using Order = std::vector<std::int64_t>;
+
+// Sample i is the number i. Bad ones throw; assemble() takes memory from the loader.
+class Numbers : public Dataset {
+ public:
+  explicit Numbers(std::int64_t size, std::vector<std::int64_t> bad = {}) : size_(size), bad_(std::move(bad)) {}
+  std::string name() const override { return "numbers"; }
+  std::int64_t size() const override { return size_; }
+  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch assemble(const BatchRequest& request) const override {
+    const auto count = static_cast<std::int64_t>(request.indices.size());
+    Batch batch{allocate_for_batch(request.memory, {count, 1000}, torch::kFloat32),
+                allocate_for_batch(request.memory, {count}, torch::kInt64)};
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t index = request.indices[static_cast<std::size_t>(i)];
+      if (std::find(bad_.begin(), bad_.end(), index) != bad_.end())
+        throw DataError({.what = "sample " + std::to_string(index) + " is bad", .here = "numbers.bin"});
+      std::fill_n(batch.data.data_ptr<float>() + i * 1000, 1000, static_cast<float>(index));
+      batch.target.data_ptr<std::int64_t>()[i] = index;
+    }
+    return batch;
+  }
+
+ private:
+  std::int64_t size_;
+  std::vector<std::int64_t> bad_;
+};
+
+Order samples_of(const Batch& batch) {
+  const auto* first = batch.target.const_data_ptr<std::int64_t>();
+  return {first, first + batch.size()};
+}
+
+// The samples of all ranks from `from` on, at most `steps` batches of each; the position after that.
+struct Part {
+  Order order;
+  LoaderPosition end;
+};
+Part run_part(int ranks, std::int64_t samples, const LoaderOptions& options, const LoaderPosition& from,
+              std::int64_t steps) {
+  std::mutex mutex;
+  std::vector<std::vector<Order>> batches(static_cast<std::size_t>(ranks));
+  Part part{.end = from};
+  run_ranks(ranks, [&](World& world) {
+    Loader loader = make_loader(world, Numbers(samples), options);
+    std::vector<Order> mine;
+    if (steps > 0)
+      for (const Batch& batch : loader.resume(from)) {
+        mine.push_back(samples_of(batch));
+        if (static_cast<std::int64_t>(mine.size()) == steps) break;
+      }
+    const std::lock_guard lock(mutex);
+    if (!mine.empty()) part.end = loader.position();
+    batches[static_cast<std::size_t>(world.rank())] = std::move(mine);
+  });
+  for (std::size_t step = 0; step < batches[0].size(); ++step)
+    for (const auto& of_rank : batches)
+      part.order.insert(part.order.end(), of_rank.at(step).begin(), of_rank.at(step).end());
+  return part;
+}
+
+LoaderOptions random_options(std::mt19937& random) {
+  return {.batch_size = 7 + static_cast<std::int64_t>(random() % 20),
+          .workers = static_cast<int>(random() % 4),
+          .prefetch = 1 + static_cast<int>(random() % 5)};
+}
+
+TEST(Loader, gives_every_sample_once_in_one_order_for_any_ranks_workers_and_interruptions) {
+  constexpr std::int64_t kAll = 1 << 20;
+  std::mt19937 random(17);
+  for (int round = 25 + rounds("LOCKSTEP_FUZZ_ROUNDS", 0) / 20; round > 0; --round) {
+    const auto samples = static_cast<std::int64_t>(1 + random() % 400);
+    LoaderOptions options = random_options(random);
+    options.seed = random();
+    const LoaderPosition start{.epoch = static_cast<std::int64_t>(random() % 9)};
+    const Order uninterrupted = run_part(1, samples, options, start, kAll).order;
+    ASSERT_EQ(uninterrupted.size(), static_cast<std::size_t>(samples));
+
+    Order order;
+    LoaderPosition position = start;
+    while (position.samples < samples) {
+      LoaderOptions now = random_options(random);
+      now.seed = options.seed;
+      const auto ranks = static_cast<int>(1 + random() % 7);
+      const Part part = run_part(ranks, samples, now, position, 1 + static_cast<std::int64_t>(random() % 8));
+      order.insert(order.end(), part.order.begin(), part.order.end());
+      position = part.end;
+    }
+    ASSERT_EQ(order, uninterrupted);
+    std::sort(order.begin(), order.end());
+    for (std::int64_t i = 0; i < samples; ++i) ASSERT_EQ(order[static_cast<std::size_t>(i)], i);
+  }
+}
+
+TEST(Loader, goes_on_in_the_middle_of_an_epoch) {
+  Loader loader = make_loader(World::single(), Numbers(10), {.batch_size = 3, .seed = 2});
+  std::vector<Order> all;
+  for (const Batch& batch : loader.epoch(1)) all.push_back(samples_of(batch));
+  ASSERT_EQ(all.size(), 4U);
+  EXPECT_EQ(all.back().size(), 1U);
+  std::size_t step = 2;
+  for (const Batch& batch : loader.epoch(1, 2)) EXPECT_EQ(samples_of(batch), all[step++]);
+  EXPECT_EQ(step, 4U);
+}
+
+TEST(Loader, never_writes_into_a_batch_that_somebody_keeps) {
+  Loader loader = make_loader(World::single(), Numbers(200), {.batch_size = 4, .workers = 3, .prefetch = 2});
+  std::vector<Batch> kept;
+  std::vector<torch::Tensor> views;  // keep the memory as well as the tensor itself would
+  for (Batch& batch : loader.epoch(0)) {
+    if (kept.size() % 2 == 0) views.push_back(batch.data.slice(1, 0, 1));
+    kept.push_back(batch);
+  }
+  for (const Batch& batch : kept)
+    EXPECT_TRUE(torch::equal(batch.data, batch.target.to(torch::kFloat32).unsqueeze(1).expand({4, 1000})));
+  for (std::size_t i = 0; i < views.size(); ++i)
+    EXPECT_TRUE(torch::equal(views[i].squeeze(1), kept[2 * i].target.to(torch::kFloat32)));
+}
+
+TEST(Loader, uses_the_memory_of_batches_that_are_gone_again) {
+  Loader loader = make_loader(World::single(), Numbers(4000), {.batch_size = 4, .workers = 2, .prefetch = 3});
+  std::set<const void*> places;
+  for (Batch& batch : loader.epoch(0)) places.insert(batch.data.data_ptr());
+  EXPECT_LE(places.size(), 3U + 2U + 2U);
+}
+
+TEST(BatchMemory, outlives_its_pool_and_hands_no_block_out_twice) {
+  torch::Tensor first;
+  {
+    BatchMemory memory(2, torch::kCPU);
+    first = memory.allocate({16}, torch::kFloat32);
+    const torch::Tensor second = memory.allocate({16}, torch::kFloat32);
+    EXPECT_NE(first.data_ptr(), second.data_ptr());
+  }
+  first.fill_(3);
+  EXPECT_EQ(first.sum().item<float>(), 48);
+}
+
+// Counts how many batches were made and not taken yet.
+class Slow : public Numbers {
+ public:
+  Slow() : Numbers(100) {}
+  Batch assemble(const BatchRequest& request) const override {
+    ++made;
+    return Numbers::assemble(request);
+  }
+  mutable std::atomic<int> made = 0;
+};
+
+TEST(Loader, loads_no_further_ahead_than_it_may) {
+  const auto dataset = std::make_shared<Slow>();
+  Loader loader(World::single(), dataset, {.batch_size = 1, .workers = 2, .prefetch = 5});
+  int taken = 0;
+  for (const Batch& batch : loader.epoch(0)) {
+    EXPECT_EQ(batch.size(), 1);
+    ++taken;
+    EXPECT_LE(dataset->made, taken + 5);
+  }
+  EXPECT_EQ(dataset->made, 100);
+}
+
+TEST(Loader, ends_an_epoch_in_the_middle_and_starts_another) {
+  Loader loader = make_loader(World::single(), Numbers(1000), {.batch_size = 1, .workers = 3, .prefetch = 8});
+  for (int epoch = 0; epoch < 50; ++epoch)
+    for (const Batch& batch : loader.epoch(epoch)) {
+      EXPECT_EQ(batch.size(), 1);
+      break;
+    }
+}
+
+TEST(Loader, brings_a_workers_exception_to_the_loop_with_its_message) {
+  for (const int workers : {0, 1, 3}) {
+    Loader loader =
+        make_loader(World::single(), Numbers(20, {13}), {.batch_size = 4, .shuffle = false, .workers = workers});
+    std::int64_t batches = 0;
+    const std::string message = message_of<DataError>([&] {
+      for (const Batch& batch : loader.epoch(0)) batches += batch.size() / 4;
+    });
+    EXPECT_EQ(batches, 3);
+    EXPECT_TRUE(contains(message, "sample 13 is bad"));
+    EXPECT_TRUE(contains(message, "numbers.bin"));
+  }
+}
+
+TEST(Loader, leaves_bad_samples_out_up_to_a_limit_and_counts_them) {
+  for (const int workers : {0, 2}) {
+    const LoaderOptions options{.batch_size = 4, .shuffle = false, .workers = workers, .skip_bad = 5};
+    Loader loader = make_loader(World::single(), Numbers(12, {0, 4, 5, 6, 7}), options);
+    std::vector<Order> batches;
+    for (const Batch& batch : loader.epoch(0)) batches.push_back(samples_of(batch));
+    EXPECT_EQ(batches, (std::vector<Order>{{1, 2, 3}, {}, {8, 9, 10, 11}}));
+    EXPECT_EQ(loader.statistics().skipped, 5);
+    EXPECT_EQ(loader.statistics().samples, 7);
+  }
+  Loader strict =
+      make_loader(World::single(), Numbers(12, {0, 4, 5}), {.batch_size = 4, .shuffle = false, .skip_bad = 2});
+  const std::string message = message_of<DataError>([&] {
+    for (const Batch& batch : strict.epoch(0)) EXPECT_LE(batch.size(), 4);
+  });
+  EXPECT_TRUE(contains(message, "3 bad samples in this epoch, 2 may be skipped; the last one: sample 5 is bad"));
+}
+
+// Its batches never come until somebody lets them.
+class Stuck : public Numbers {
+ public:
+  Stuck() : Numbers(4) {}
+  Batch assemble(const BatchRequest& request) const override {
+    const std::lock_guard lock(stuck);
+    return Numbers::assemble(request);
+  }
+  mutable std::mutex stuck;
+};
+
+TEST(Loader, says_so_when_no_batch_comes) {
+  const auto dataset = std::make_shared<Stuck>();
+  Loader loader(World::single(), dataset, {.batch_size = 2, .timeout = std::chrono::milliseconds(50)});
+  std::unique_lock lock(dataset->stuck);
+  const std::string message = message_of<DataError>([&] { loader.epoch(0).begin(); });
+  EXPECT_TRUE(contains(message, "no batch after"));
+  lock.unlock();  // or the worker could not be joined
+}
+
+TEST(Loader, reports_where_the_time_went) {
+  Loader loader = make_loader(World::single(), Numbers(40), {.batch_size = 4, .workers = 2});
+  for (const Batch& batch : loader.epoch(0)) EXPECT_EQ(batch.size(), 4);
+  const LoadingStatistics& statistics = loader.statistics();
+  EXPECT_EQ(statistics.batches, 10);
+  EXPECT_EQ(statistics.samples, 40);
+  EXPECT_GT(statistics.assemble, 0);
+  EXPECT_GE(statistics.mean_queued(), 1);
+  EXPECT_LE(statistics.mean_queued(), 4);
+}
+
+TEST(LoadingHint, names_the_setting_that_helps) {
+  const LoadingStatistics waiting{.wait = 5, .read = 9, .assemble = 1};
+  EXPECT_EQ(loading_hint({.wait = 0.1}, {.workers = 1, .prefetch = 4, .cores = 4}, 10), "");
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 0, .prefetch = 4, .cores = 4}, 10), "--workers 1"));
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4, .cores = 4}, 10), "raise --workers from 1"));
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4, .cores = 4}, 10), "50 % of the time"));
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 4, .prefetch = 4, .cores = 4}, 10), "raise --prefetch"));
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4, .cores = 1}, 10), "lockstep data pack"));
+}
+
+TEST(Loader, refuses_options_that_make_no_sense) {
+  const auto refusal = [](const LoaderOptions& options) {
+    return message_of<UsageError>([&] { make_loader(World::single(), Numbers(4), options); });
+  };
+  EXPECT_TRUE(contains(refusal({.workers = -1}), "--workers -1"));
+  EXPECT_TRUE(contains(refusal({.prefetch = 0}), "--prefetch 0"));
+  EXPECT_TRUE(contains(refusal({.skip_bad = -2}), "--skip-bad -2"));
+}
+
+}  // namespace
+}  // namespace lockstep

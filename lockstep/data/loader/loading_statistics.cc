@@ -1,0 +1,57 @@
+#include "lockstep/loader.h"
+
+#include <cmath>
+
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kWorthSaying = 0.05;  // of the time
+constexpr double kBusy = 0.7;          // of the workers' time
+
+std::string advice(const LoadingStatistics& s, const LoadingSettings& settings, double seconds) {
+  if (settings.workers == 0) return "load in the background with --workers 1";
+  const double busy = (s.read + s.assemble + s.copy) / (seconds * settings.workers);
+  if (busy < kBusy && settings.prefetch <= 2 * settings.workers)
+    return concat("the workers are idle at other times: raise --prefetch from ", settings.prefetch);
+  if (settings.workers < settings.cores) return concat("raise --workers from ", settings.workers);
+  if (s.read > s.assemble)
+    return "reading and decoding takes most of it: store smaller images with lockstep data pack --shorter-edge";
+  return "the transforms take most of it: choose fewer in --augment, or give the rank more cores";
+}
+
+}  // namespace
+
+LoadingStatistics& LoadingStatistics::operator+=(const LoadingStatistics& other) {
+  batches += other.batches;
+  samples += other.samples;
+  skipped += other.skipped;
+  wait += other.wait;
+  read += other.read;
+  assemble += other.assemble;
+  copy += other.copy;
+  room += other.room;
+  queued += other.queued;
+  return *this;
+}
+
+LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) {
+  return {.batches = a.batches - b.batches,
+          .samples = a.samples - b.samples,
+          .skipped = a.skipped - b.skipped,
+          .wait = a.wait - b.wait,
+          .read = a.read - b.read,
+          .assemble = a.assemble - b.assemble,
+          .copy = a.copy - b.copy,
+          .room = a.room - b.room,
+          .queued = a.queued - b.queued};
+}
+
+std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds) {
+  if (seconds <= 0 || statistics.wait < kWorthSaying * seconds) return "";
+  return concat("the steps wait for data ", std::lround(100 * statistics.wait / seconds),
+                " % of the time: ", advice(statistics, settings, seconds));
+}
+
+}  // namespace lockstep

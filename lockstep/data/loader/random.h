@@ -1,0 +1,69 @@
+// data/loader/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is the
+// same whatever the number of ranks and workers, and however often a run was interrupted.
+//
+// Source:  Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as
+// ATen
+//          has it; SplitMix64 (Steele, Lea and Flood, 2014)
+// Threads: values
+#pragma once
+
+#include <ATen/core/PhiloxRNGEngine.h>
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+namespace lockstep {
+
+// Neighbouring epochs and seeds get unrelated numbers.
+inline std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t epoch) {
+  std::uint64_t z = seed + (epoch + 1) * 0x9E3779B97F4A7C15ULL;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+  return z ^ (z >> 31);
+}
+
+// The random numbers of one sample. A std::uniform_random_bit_generator.
+class SampleRandom {
+ public:
+  SampleRandom(std::uint64_t epoch_seed, std::int64_t index) : engine_(epoch_seed, static_cast<std::uint64_t>(index)) {}
+
+  using result_type = std::uint32_t;
+  static constexpr result_type min() { return 0; }
+  static constexpr result_type max() { return std::numeric_limits<result_type>::max(); }
+  result_type operator()() { return engine_(); }
+
+  double uniform() {  // in [0, 1)
+    const std::uint64_t high = engine_() >> 5;
+    const std::uint64_t low = engine_() >> 6;
+    return static_cast<double>((high << 26) | low) * 0x1p-53;
+  }
+  double uniform(double low, double high) { return low + (high - low) * uniform(); }
+  std::int64_t below(std::int64_t bound) { return static_cast<std::int64_t>(uniform() * static_cast<double>(bound)); }
+  bool coin() { return (engine_() & 1) != 0; }
+
+ private:
+  at::Philox4_32 engine_;
+};
+
+// The place of `position` in a random permutation of [0, count) that `key` names, without a table: a Feistel network
+// over the next power of four, walked until it lands below `count` (Black and Rogaway, "Ciphers with arbitrary finite
+// domains", 2002). About 2 walks on average, at most 4.
+inline std::uint64_t permuted(std::uint64_t position, std::uint64_t count, std::uint64_t key) {
+  constexpr int kRounds = 6;
+  const int half = (std::bit_width(count - 1) + 1) / 2;
+  const std::uint64_t mask = (std::uint64_t{1} << half) - 1;
+  do {
+    std::uint64_t left = position >> half;
+    std::uint64_t right = position & mask;
+    for (std::uint64_t round = 0; round < kRounds; ++round) {
+      const std::uint64_t next = left ^ (mix_seed(key + right, round) & mask);
+      left = right;
+      right = next;
+    }
+    position = (left << half) | right;
+  } while (position >= count);
+  return position;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,111 @@
+#include <cmath>
+#include <vector>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/images/image_kernels.h"
+#include "lockstep/data/images/jpeg.h"
+#include "lockstep/datasets.h"
+#include "lockstep/error.h"
+#include "lockstep/images.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::uint64_t kShuffleSeed = 0x7061636BULL;
+
+// The samples of a dataset to write: all, or those of a part of it.
+struct Part {
+  const Dataset* dataset;
+  std::int64_t begin;
+  std::int64_t size;
+};
+
+Part part_of(const Dataset& dataset) {
+  const auto* subset = dynamic_cast<const SubsetDataset*>(&dataset);
+  if (subset == nullptr) return {&dataset, 0, dataset.size()};
+  return {&subset->whole(), subset->begin(), subset->size()};
+}
+
+std::vector<std::int64_t> order_of(const Part& part, const PackOptions& options) {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(part.size));
+  (options.keep_order ? sequential_order(part.size) : random_order(part.size))->draw(kShuffleSeed, 0)->read(0, order);
+  for (std::int64_t& sample : order) sample += part.begin;
+  return order;
+}
+
+// Decodes an image, resizes it and encodes it again.
+std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const ImageShape& shape,
+                                 const PackOptions& options) {
+  const double scale =
+      static_cast<double>(options.shorter_edge) / static_cast<double>(std::min(shape.height, shape.width));
+  Placement placement{.box = {0, 0, static_cast<double>(shape.width), static_cast<double>(shape.height)},
+                      .height = std::lround(static_cast<double>(shape.height) * scale),
+                      .width = std::lround(static_cast<double>(shape.width) * scale)};
+  DecodeScratch scratch;
+  const ImageView view = decode_image(file, placement, scratch);
+  const std::int64_t plane = placement.height * placement.width;
+  std::vector<float> planes(static_cast<std::size_t>(3 * plane));
+  resize_image(view, placement, {}, planes.data());
+  std::vector<std::uint8_t> pixels(planes.size());
+  for (std::int64_t i = 0; i < plane; ++i)
+    for (std::int64_t c = 0; c < 3; ++c)
+      pixels[static_cast<std::size_t>(3 * i + c)] = static_cast<std::uint8_t>(
+          std::lround(std::clamp(planes[static_cast<std::size_t>(c * plane + i)], 0.F, 255.F)));
+  return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
+}
+
+void pack_image(const ImageSource& source, std::int64_t index, const PackOptions& options, RecordWriter& writer) {
+  std::vector<std::uint8_t> scratch;
+  const StoredImage image = source.read(index, scratch);
+  if (!image.encoded)
+    return writer.add({.target = image.label,
+                       .shape = {image.shape.channels, image.shape.height, image.shape.width},
+                       .payload = image.bytes});
+  const ImageShape shape = encoded_shape(image.bytes, source.origin(index));
+  const bool shrink = options.shorter_edge > 0 && std::min(shape.height, shape.width) > options.shorter_edge;
+  const std::vector<std::uint8_t> smaller = shrink ? shrunk(image.bytes, shape, options) : std::vector<std::uint8_t>{};
+  writer.add({.target = image.label, .encoded = true, .payload = shrink ? std::span(smaller) : image.bytes});
+}
+
+PackedInfo info_of(const ImageSource& source) {
+  PackedInfo info{.name = source.name(), .classes = source.classes()};
+  if (const auto* folder = dynamic_cast<const ImageFolder*>(&source)) info.class_names = folder->class_names();
+  return info;
+}
+
+void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
+  const torch::Tensor& data = dataset.data();
+  if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
+    throw UsageError(
+        {.what = concat(dataset.name(), " has targets that are no whole numbers; packed records have one each")});
+  const torch::Tensor targets = dataset.target().to(torch::kInt64);
+  const std::size_t bytes = data.nbytes() / static_cast<std::size_t>(data.size(0));
+  const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());
+  for (const std::int64_t index : order)
+    writer.add({.target = targets.const_data_ptr<std::int64_t>()[index],
+                .dtype = data.scalar_type(),
+                .shape = data.sizes().slice(1).vec(),
+                .payload = {rows + static_cast<std::size_t>(index) * bytes, bytes}});
+}
+
+}  // namespace
+
+void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
+  const Part part = part_of(dataset);
+  const auto* images = dynamic_cast<const ImageDataset*>(part.dataset);
+  const auto* tensors = dynamic_cast<const TensorDataset*>(part.dataset);
+  if (images == nullptr && tensors == nullptr)
+    throw UsageError({.what = concat(dataset.name(), " can't be packed"),
+                      .likely = "it is text, which is one flat file already, or packed already",
+                      .next = "pack images, NumPy arrays or tables"});
+  RecordWriter writer(folder, options.shard_bytes);
+  if (images != nullptr) {
+    for (const std::int64_t index : order_of(part, options)) pack_image(images->source(), index, options, writer);
+    return writer.finish(info_of(images->source()));
+  }
+  pack_tensors(*tensors, order_of(part, options), writer);
+  const bool classes = tensors->target().numel() > 0;
+  writer.finish({.name = dataset.name(), .classes = classes ? tensors->target().max().item<std::int64_t>() + 1 : 0});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,111 @@
+// data/packed/packed_records.h: records in shards: files with an index and a checksum per record, for data larger than memory.
+// docs/data.md describes the format byte by byte.
+//
+//   FOLDER/packed.json   name, classes, shards; written last: a folder without it is not finished
+//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum, "LSTEPEND"
+//
+// Flow:    a dataset -> RecordWriter -> files -> RecordReader (mmap) -> lockstep/datasets.h
+// Threads: RecordReader is const after construction; RecordWriter belongs to one thread
+// Ranks:   no communication; one process writes a folder
+#pragma once
+
+#include <torch/types.h>
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/data/formats/mapped_file.h"
+
+namespace lockstep {
+
+// A sample as it is stored.
+struct Record {
+  std::int64_t target = 0;
+  bool encoded = false;                     // the payload is a JPEG or PNG file, and has no shape
+  torch::ScalarType dtype = torch::kUInt8;  // of an array
+  std::vector<std::int64_t> shape{};        // of an array
+  std::span<const std::uint8_t> payload{};
+};
+
+struct PackedInfo {
+  std::string name;
+  std::int64_t classes = 0;  // 0: the target is no class
+  std::vector<std::string> class_names{};
+};
+
+class RecordWriter {
+ public:
+  // Makes the folder if it is not there. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
+  // the folder holds packed data already.
+  RecordWriter(std::filesystem::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
+  void add(const Record& record);       // throws SystemError: a full disk
+  void finish(const PackedInfo& info);  // blocks until all is on the disk; without it the folder stays unfinished
+
+ private:
+  struct Entry {
+    std::uint64_t offset;
+    std::uint64_t bytes;
+    std::uint64_t checksum;
+  };
+  struct Shard {
+    std::string file;
+    std::uint64_t records;
+    std::uint64_t bytes;
+  };
+  void open_shard();
+  void write_whole_megabytes();
+  void close_shard();
+
+  std::filesystem::path folder_;
+  std::uint64_t shard_bytes_;
+  std::optional<AtomicFile> file_;
+  std::uint64_t written_ = 0;          // bytes of this shard that are in the file
+  std::vector<std::uint8_t> pending_;  // those that are not
+  std::vector<Entry> index_;
+  std::vector<Shard> shards_;
+};
+
+class RecordReader {
+ public:
+  // Checks every header and index. Throws DataError naming the file: not packed data, unfinished, a shard that is
+  // missing, cut or damaged.
+  explicit RecordReader(std::filesystem::path folder);
+
+  const std::filesystem::path& folder() const { return folder_; }
+  const PackedInfo& info() const { return info_; }
+  std::int64_t size() const { return begins_.back(); }
+  std::uint64_t bytes() const;  // of all shards
+  std::vector<std::int64_t> shard_sizes() const;
+
+  // A view into the shard. Throws DataError naming shard and record: its checksum is not that of its bytes.
+  Record read(std::int64_t index) const;
+  void will_read(std::span<const std::int64_t> indices) const;  // starts reading them from the disk
+  std::string origin(std::int64_t index) const;
+
+ private:
+  struct Place {
+    std::size_t shard;
+    std::uint64_t offset;
+    std::uint64_t bytes;
+    std::uint64_t checksum;
+  };
+  struct Shard {
+    MappedFile file;
+    std::uint64_t index_offset;
+    std::int64_t records;
+  };
+  void open_shard(const std::string& name, std::uint64_t records, std::uint64_t bytes);
+  Place place_of(std::int64_t index) const;
+
+  std::filesystem::path folder_;
+  PackedInfo info_;
+  std::vector<Shard> shards_;
+  std::vector<std::int64_t> begins_{0};  // of the shards, and the number of all records
+};
+
+}  // namespace lockstep

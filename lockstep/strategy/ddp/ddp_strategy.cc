@@ -1,0 +1,117 @@
+#include "lockstep/strategy/ddp/ddp_strategy.h"
+
+#include <optional>
+
+#include "lockstep/base/text.h"
+#include "lockstep/data/loader/random.h"
+#include "lockstep/ddp.h"
+#include "lockstep/deadline.h"
+#include "lockstep/devices.h"
+#include "lockstep/error.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/towers.h"
+
+namespace lockstep {
+namespace {
+
+// `single` and `ddp`: a replica in every rank. In a world of one there is nothing to exchange, and it is `single`.
+class DdpStrategy : public Strategy {
+ public:
+  DdpStrategy(const World& world, const Task& task, const StrategyOptions& options)
+      : world_(world), task_(task), options_(options), replica_(make_replica(task, options, world.device())) {
+    ddp_ = std::make_unique<DistributedDataParallel>(
+        world, *replica_.model, *replica_.optimizer,
+        DistributedDataParallelOptions{.share_parameters = options.share_parameters,
+                                       .hook = make_hook(options.compression, options.compression_amount),
+                                       .algorithm = parse_algorithm(options.algorithm),
+                                       .virtual_shards = options.virtual_shards});
+    seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
+    if (options.virtual_shards > 0) generator_.emplace(options.seed);
+  }
+
+  BatchTotals compute(const Batch& batch) override {
+    replica_.optimizer->zero_grad();
+    if (options_.virtual_shards > 0)
+      compute_shards(batch);
+    else
+      forward_and_backward(batch);
+    return ddp_->last_batch();
+  }
+
+  void update() override {
+    const Stopwatch watch;
+    replica_.optimizer->step();
+    phases_.update += watch.seconds();
+    ++step_;
+  }
+
+  void restored(std::int64_t step) override {
+    ddp_->parameters_written();
+    step_ = step;
+  }
+
+  torch::Tensor forward(const torch::Tensor& data) override { return replica_.forward(task_, data); }
+
+  torch::nn::Module& model() override { return *replica_.model; }
+  Optimizer& optimizer() override { return *replica_.optimizer; }
+  const PhaseTimes& phases() const override { return phases_; }
+
+  Report report() const override {
+    if (world_.size() == 1) return {};
+    const auto statistics = ddp_->statistics();
+    return {{"exchanged_bytes", static_cast<double>(statistics.bytes)}, {"exchange_overlap", statistics.overlap()}};
+  }
+
+ private:
+  // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
+  void compute_shards(const Batch& batch) {
+    const torch::Tensor samples = torch::tensor({batch.size()});
+    world_.all_reduce(samples);
+    const auto all = samples.item<std::int64_t>();
+    const int shards = options_.virtual_shards / world_.size();
+    const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
+    for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
+      const Range part = even_part(all, shard, options_.virtual_shards);
+      generator_->seed(
+          mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
+      forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),
+                            batch.target.slice(0, part.begin - before_mine, part.end - before_mine)});
+    }
+  }
+
+  void forward_and_backward(const Batch& batch) { backward_and_exchange(forward_and_loss(batch), batch.size()); }
+
+  torch::Tensor forward_and_loss(const Batch& batch) {
+    if (batch.size() == 0) return {};
+    const Stopwatch watch;
+    require_device(batch.data, world_.device(), "the batch");
+    const torch::Tensor loss = task_.loss(forward(batch.data), batch.target);
+    phases_.forward += watch.seconds();
+    return loss;
+  }
+
+  void backward_and_exchange(const torch::Tensor& loss, std::int64_t samples) {
+    const Stopwatch watch;
+    ddp_->backward(loss, samples);
+    phases_.backward += watch.seconds() - ddp_->exchange_seconds();
+    phases_.exchange += ddp_->exchange_seconds();
+  }
+
+  World world_;
+  Task task_;
+  StrategyOptions options_;
+  Replica replica_;
+  std::unique_ptr<DistributedDataParallel> ddp_;
+  std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
+  std::int64_t step_ = 0;
+  PhaseTimes phases_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_ddp(const World& world, const Task& task, const StrategyOptions& options) {
+  return std::make_unique<DdpStrategy>(world, task, options);
+}
+
+}  // namespace lockstep

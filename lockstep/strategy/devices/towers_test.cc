@@ -1,0 +1,142 @@
+#include "lockstep/towers.h"
+
+#include <torch/nn/functional/dropout.h>
+
+#include "tests/strategies.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using namespace testing;
+
+class TowersOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, TowersOfSize, ::testing::Values(1, 2, 3, 4));
+
+StrategyOptions towers(int devices) { return {.name = "towers", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices}; }
+
+TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
+  StrategyOptions options = towers(GetParam());
+  const Course one = on_one_device(small_task(), options);
+  for (const char* algorithm : {"direct", "central", "ring", "tree"}) {
+    options.algorithm = algorithm;
+    expect_same_course(course_of(small_task(), options), one);
+  }
+}
+
+TEST_P(TowersOfSize, S0_train_as_one_device_does_with_momentum) {
+  StrategyOptions options = towers(GetParam());
+  options.sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true};
+  expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
+}
+
+TEST_P(TowersOfSize, S3_train_as_one_device_does_with_adam_and_variables_on_the_cpu) {
+  StrategyOptions options = towers(GetParam());
+  options.update = "cpu";
+  options.optimizer = "adamw";
+  options.adamw = {.lr = 0.01, .weight_decay = 0};
+  expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
+}
+
+TEST(S0_towers, train_as_one_device_does_when_a_batch_has_fewer_samples_than_devices) {
+  expect_same_course(course_of(small_task(), towers(4), 5, 2), on_one_device(small_task(), towers(4), 5, 2));
+}
+
+TEST(S0_towers, split_a_batch_unevenly_or_say_that_it_does_not_divide) {
+  const Devices devices({.count = 3});
+  std::vector<std::int64_t> sizes;
+  for (const Batch& shard : split_and_load(batch_of(0), devices)) sizes.push_back(shard.size());
+  EXPECT_EQ(sizes, (std::vector<std::int64_t>{3, 3, 4}));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { split_and_load(batch_of(0), devices, Uneven::kRefuse); }),
+                       "a batch of 10 samples does not divide evenly over 3 devices"));
+  EXPECT_EQ(split_and_load(batch_of(0, 9), devices, Uneven::kRefuse).size(), 3U);
+}
+
+TEST(S0_towers, get_params_copies_the_parameters_to_every_device_and_marks_them) {
+  const Devices devices({.count = 3});
+  const Replicas replicas = get_params(devices, small_task());
+  const auto first = replicas[0].model->parameters(), last = replicas[2].model->parameters();
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(torch::equal(first[i], last[i]));
+    EXPECT_FALSE(first[i].is_alias_of(last[i]));
+    EXPECT_TRUE(last[i].requires_grad());
+  }
+}
+
+TEST(S0_towers, all_reduce_sums_each_gradient_on_all_devices) {
+  Devices devices({.count = 3});
+  const Replicas replicas = get_params(devices, small_task());
+  for (std::size_t device = 0; device < 2; ++device) {  // the third has none: it counts as zero
+    torch::Tensor weight = replicas[device].model->parameters()[0];
+    weight.mutable_grad() = torch::full_like(weight, static_cast<double>(device) + 1).detach();
+  }
+  all_reduce_gradients(devices, replicas, shm::Algorithm::kCentral);
+  for (const Replica& replica : replicas) {
+    EXPECT_TRUE(replica.model->parameters()[0].grad().eq(3).all().item<bool>());
+    EXPECT_FALSE(replica.model->parameters()[1].grad().defined());  // nobody had one
+  }
+}
+
+TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
+  Devices devices({.count = 2});
+  const Replicas replicas = get_params(devices, small_task());
+  const auto gradients = share_parameters(devices, replicas);
+  const auto parameters = replicas[1].model->parameters();
+  EXPECT_TRUE(parameters[0].is_alias_of(replicas[0].model->parameters()[0]));
+  const torch::Tensor before = parameters[0].detach().clone();
+  for (const Replica& replica : replicas) replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
+  gradients->set(gradients_of(replicas));
+  replicas[0].optimizer->step();
+  EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * StrategyOptions{}.sgd.lr));
+}
+
+TEST(S0_towers, train_a_layer_that_stands_in_two_places_as_one_device_does) {
+  for (const char* update : {"device", "cpu"}) {
+    StrategyOptions options = towers(2);
+    options.update = update;
+    expect_same_course(course_of(tied_task(), options), on_one_device(tied_task(), options));
+  }
+}
+
+TEST(S0_towers, hand_on_what_the_task_throws_on_a_device) {
+  Task task = small_task();
+  task.forward = [](torch::nn::Module&, const torch::Tensor&) -> torch::Tensor {
+    throw DataError({.what = "thrown in forward"});
+  };
+  const auto strategy = make_strategy(World::single(), task, towers(2));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in forward"));
+}
+
+Task with_dropout() {
+  Task task = small_task();
+  task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+    const auto options = torch::nn::functional::DropoutFuncOptions().p(0.3);
+    return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(torch::nn::functional::dropout(data, options));
+  };
+  return task;
+}
+
+TEST(S0_towers, repeat_a_course_with_dropout_to_the_bit) {
+  expect_same_bits(course_of(with_dropout(), towers(3)), course_of(with_dropout(), towers(3)));
+  StrategyOptions other = towers(3);
+  other.seed = 5;
+  EXPECT_NE(course_of(with_dropout(), towers(3)).losses, course_of(with_dropout(), other).losses);
+}
+
+TEST(S0_towers, refuse_what_there_is_not) {
+  const auto refusal = [](const StrategyOptions& options) {
+    return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
+  };
+  StrategyOptions options = towers(2);
+  options.algorithm = "star";
+  EXPECT_TRUE(contains(refusal(options), "no such algorithm: star"));
+  options = towers(2);
+  options.update = "gpu";
+  EXPECT_TRUE(contains(refusal(options), "no such place to update: gpu"));
+  EXPECT_TRUE(contains(refusal(towers(0)), "0 devices"));
+  const auto make = [](World& world) { make_strategy(world, small_task(), towers(2)); };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, make); }), "has its devices in one process"));
+}
+
+}  // namespace
+}  // namespace lockstep

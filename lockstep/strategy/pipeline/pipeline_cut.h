@@ -1,0 +1,42 @@
+// strategy/pipeline/pipeline_cut.h: which pieces of a model each stage of a pipeline has.
+//
+// Threads: pure functions; measure_pieces runs the model on the calling thread
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/sampler.h"
+#include "lockstep/task.h"
+
+namespace lockstep {
+
+using Cut = std::vector<Range>;  // of pieces, one range per stage, without gaps
+
+// The model's pieces: Task::stages, or the modules of a Sequential. Throws UsageError: a model that can't be cut.
+std::vector<Stage> pieces_of(const Task& task, torch::nn::Module& model);
+
+// What --stages says: how many there are, and the cut if it names one.
+struct StagesOption {
+  int stages = 0;
+  Cut cut;  // empty: to be balanced
+};
+// "" is one stage per device; "3" is three; "0-3,4-9" names the pieces of each; "4,6" counts them.
+// Throws UsageError: pieces left out, named twice or not there, or a number of stages that does not divide the devices.
+StagesOption parse_stages(const std::string& text, int devices, int pieces);
+
+// The cut into `stages` ranges whose dearest one is as cheap as can be; every stage gets a piece. Of several such
+// cuts the one whose stages grow latest. Throws UsageError: more stages than pieces.
+Cut balanced_cut(const std::vector<double>& costs, int stages);
+
+// Seconds of each piece, forward and backward, on this batch: the median of three runs, in evaluation mode, so that
+// neither running statistics nor random numbers are touched. Gradients are forgotten afterwards.
+std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::Module& model,
+                                   const torch::Tensor& data);
+
+// Each stage's parameters; one that several stages use belongs to the first of them.
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut);
+
+std::string to_string(const Cut& cut);  // "0-3,4-9"
+
+}  // namespace lockstep

@@ -1,0 +1,187 @@
+#include "lockstep/strategy/pipeline/pipeline_processes.h"
+
+#include <map>
+#include <mutex>
+
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
+#include "tests/strategies.h"
+#include "tests/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using namespace testing;
+
+StrategyOptions pipeline(const std::string& schedule = "1f1b", const std::string& stages = "") {
+  return {.name = "pipeline",
+          .sgd = {.lr = 0.1, .momentum = 0.9},
+          .seed = 4,
+          .stages = stages,
+          .micro_batches = 4,
+          .pipeline_schedule = schedule};
+}
+
+using MakeBatch = std::function<Batch(int step)>;
+
+// What rank 0 ends with; every rank has the same.
+Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const StrategyOptions& options,
+                       const MakeBatch& make_batch) {
+  Course course;
+  std::mutex mutex;
+  run_over(fabric, ranks, [&](World& world) {
+    const auto strategy = make_strategy(world, task, options);
+    const World data_world = strategy->data_world(world);
+    Course mine;
+    for (int step = 0; step < kSteps; ++step) {
+      const Batch batch = make_batch(step);
+      const Range part = even_part(batch.size(), data_world.rank(), data_world.size());
+      mine.losses.push_back(
+          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
+              .mean_loss);
+      strategy->update();
+    }
+    strategy->synchronise();
+    mine.parameters = lockstep::testing::values_of(strategy->model());
+    for (const torch::Tensor& value : mine.parameters) {
+      const torch::Tensor all = world.all_gather(value);
+      for (int rank = 1; rank < world.size(); ++rank) EXPECT_TRUE(torch::equal(all[rank], all[0]));
+    }
+    static_cast<void>(strategy->report());
+    const std::lock_guard lock(mutex);
+    if (world.rank() == 0) course = mine;
+  });
+  return course;
+}
+
+Batch ten(int step) { return batch_of(step); }
+
+class PipelineOfRanks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, PipelineOfRanks, ::testing::Values(2, 3, 4));
+
+TEST_P(PipelineOfRanks, S1_trains_as_one_device_does) {
+  const Course one = on_one_device(small_task(), pipeline());
+  for (const char* schedule : {"naive", "gpipe", "1f1b"})
+    expect_same_course(course_of_ranks(Fabric::kSharedMemory, GetParam(), small_task(), pipeline(schedule), ten), one);
+}
+
+TEST(S1_pipeline_of_ranks, trains_as_one_device_does_over_gloo) {
+  expect_same_course(course_of_ranks(Fabric::kLonelyHosts, 3, small_task(), pipeline("1f1b", "0-1,2-4,5-6"), ten),
+                     on_one_device(small_task(), pipeline()));
+}
+
+TEST(S1_pipeline_of_ranks, trains_as_one_device_does_with_replicas_of_each_stage) {
+  expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, small_task(), pipeline("1f1b", "2"), ten),
+                     on_one_device(small_task(), pipeline()));
+}
+
+TEST(S1_pipeline_of_ranks, trains_when_a_replica_has_no_samples) {
+  const auto one_sample = [](int step) { return batch_of(step, 1); };
+  expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, small_task(), pipeline("1f1b", "2"), one_sample),
+                     on_one_device(small_task(), pipeline(), kSteps, 1));
+}
+
+TEST(S1_pipeline_of_ranks, trains_a_gpt_whose_ends_share_the_embedding) {
+  Task task = gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0});
+  task.make_model = [make = task.make_model] {
+    auto model = make();
+    model->to(torch::kFloat64);
+    return model;
+  };
+  const torch::Tensor tokens = torch::randint(0, 11, {6, 5}, torch::kInt64);
+  const auto same_batch = [&](int) { return Batch{tokens, tokens.roll(-1, 1)}; };
+  StrategyOptions single = pipeline();
+  single.name = "single";
+  const Course one = course_of_ranks(Fabric::kSharedMemory, 1, task, single, same_batch);
+  expect_same_course(course_of_ranks(Fabric::kSharedMemory, 3, task, pipeline(), same_batch), one);
+  expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, task, pipeline("gpipe", "2"), same_batch), one);
+}
+
+TEST(S1_pipeline_of_ranks, brings_the_optimizers_state_to_rank_0) {
+  const auto one = make_strategy(World::single(), small_task(), [] {
+    StrategyOptions options = pipeline();
+    options.name = "single";
+    return options;
+  }());
+  course_of(*one);
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, small_task(), pipeline());
+    course_of(*strategy);
+    if (world.rank() != 0) return;
+    const auto parameters = strategy->model().parameters(), expected = one->model().parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at("momentum_buffer"),
+                                  one->optimizer().state_of(expected[i]).at("momentum_buffer"), 1e-9, 1e-12));
+  });
+}
+
+TEST(S1_pipeline_of_ranks, ends_all_ranks_with_the_exception_of_one) {
+  Task task = small_task();
+  task.stages = [](torch::nn::Module& model) {
+    auto stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    stages[5].forward = [](const Tensors&) -> Tensors { throw DataError({.what = "thrown in piece 5"}); };
+    return stages;
+  };
+  const auto train = [&](World& world) {
+    make_strategy(world, task, pipeline("1f1b", "0-1,2-6"))->compute(batch_of(0));
+  };
+  EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, train); }), "thrown in piece 5"));
+}
+
+TEST(S1_pipeline_of_ranks, refuses_what_it_can_not_do) {
+  const auto refusal = [](const StrategyOptions& options) {
+    return message_of<UsageError>(
+        [&] { run_ranks(2, [&](World& world) { make_strategy(world, small_task(), options); }); });
+  };
+  StrategyOptions options = pipeline();
+  options.devices = 2;
+  EXPECT_TRUE(contains(refusal(options), "a pipeline of ranks with 2 devices each"));
+  options = pipeline();
+  options.clipping.max_norm = 1;
+  EXPECT_TRUE(contains(refusal(options), "clipping by norm"));
+  EXPECT_TRUE(contains(refusal(pipeline("1f1b", "3")), "3 stages on 2 devices"));
+}
+
+TEST(TensorMessages, carry_shapes_dtypes_and_undefined_tensors) {
+  const Tensors sent = {torch::arange(6).reshape({2, 3}),
+                        torch::Tensor(),
+                        torch::rand({2, 3, 4, 5}).contiguous(torch::MemoryFormat::ChannelsLast),
+                        torch::zeros({0, 3}),
+                        torch::full({}, 2.5, torch::kFloat64).requires_grad_(),
+                        torch::tensor({true, false})};
+  run_ranks(2, [&](World& world) {
+    if (world.rank() == 0) {
+      TensorSender sender(world, 1, 5);
+      sender.send(sent);
+      sender.send({});
+      sender.finish();
+      return;
+    }
+    const Tensors received = receive_tensors(world, 0, 5);
+    ASSERT_EQ(received.size(), sent.size());
+    for (std::size_t i = 0; i < sent.size(); ++i) {
+      ASSERT_EQ(received[i].defined(), sent[i].defined());
+      if (!sent[i].defined()) continue;
+      EXPECT_EQ(received[i].scalar_type(), sent[i].scalar_type());
+      EXPECT_EQ(received[i].strides(), sent[i].strides());
+      EXPECT_EQ(received[i].requires_grad(), sent[i].requires_grad());
+      EXPECT_TRUE(torch::equal(received[i], sent[i]));
+    }
+    EXPECT_TRUE(receive_tensors(world, 0, 5).empty());
+  });
+}
+
+TEST(TensorMessages, refuse_what_no_header_holds) {
+  run_ranks(2, [](World& world) {
+    if (world.rank() != 0) return;
+    TensorSender sender(world, 1, 0);
+    EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                           sender.send(Tensors(30, torch::zeros({1, 1})));
+                         }),
+                         "30 tensors"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

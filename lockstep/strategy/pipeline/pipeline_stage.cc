@@ -1,0 +1,122 @@
+#include "lockstep/strategy/pipeline/pipeline_stage.h"
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+
+#include "lockstep/deadline.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy/pipeline/allocation_meter.h"
+
+namespace lockstep {
+namespace {
+
+// What the next stage gets: the same values, without this stage's graph.
+Tensors as_leaves(const Tensors& tensors) {
+  Tensors leaves;
+  for (const torch::Tensor& each : tensors)
+    leaves.push_back(each.defined() ? each.detach().requires_grad_(each.requires_grad()) : each);
+  return leaves;
+}
+
+Tensors gradients_of(const Tensors& inputs) {
+  Tensors gradients;
+  for (const torch::Tensor& input : inputs)
+    gradients.push_back(input.defined() && input.requires_grad() ? input.grad() : torch::Tensor());
+  return gradients;
+}
+
+void backward_from(const Tensors& outputs, const Tensors& gradients) {
+  Tensors roots, seeds;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    roots.push_back(outputs[i]);
+    seeds.push_back(gradients[i]);
+  }
+  if (!roots.empty()) torch::autograd::backward(roots, seeds);
+}
+
+class StageRun {
+ public:
+  StageRun(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator)
+      : task_(task), work_(work), links_(links), generator_(generator) {}
+
+  StageResult run() {
+    const AllocationMeter meter;
+    for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
+    result_.memory = meter.most_bytes();
+    return result_;
+  }
+
+ private:
+  struct InFlight {
+    Tensors inputs;
+    Tensors outputs;
+  };
+
+  void forward(int micro_batch) {
+    InFlight& kept = in_flight_[micro_batch];
+    result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
+    kept.inputs = links_.before != nullptr ? links_.before->receive() : Tensors{batch(micro_batch).data};
+    const Stopwatch watch;
+    kept.outputs = through_pieces(kept.inputs, micro_batch);
+    if (links_.behind == nullptr) kept.outputs = {loss_of(kept.outputs, micro_batch)};
+    result_.busy += watch.seconds();
+    if (links_.behind != nullptr) links_.behind->send(as_leaves(kept.outputs));
+  }
+
+  Tensors through_pieces(Tensors tensors, int micro_batch) {
+    int index = work_.first_piece;
+    for (const Stage& piece : work_.pieces) {
+      generator_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      tensors = piece.forward(tensors);
+    }
+    return tensors;
+  }
+
+  void backward(int micro_batch) {
+    InFlight kept = std::move(in_flight_[micro_batch]);
+    const Tensors gradients =
+        links_.behind != nullptr ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
+    const Stopwatch watch;
+    backward_from(kept.outputs, gradients);
+    in_flight_.erase(micro_batch);
+    result_.busy += watch.seconds();
+    if (links_.before != nullptr) links_.before->send(gradients_of(kept.inputs));
+  }
+
+  // A mean over the micro-batch, as its share of the whole batch.
+  torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
+    const double share = static_cast<double>(batch(micro_batch).size()) / static_cast<double>(work_.samples);
+    const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch).target) * share;
+    result_.loss += loss.item<double>();
+    return loss;
+  }
+
+  const Batch& batch(int micro_batch) const { return work_.micro_batches[static_cast<std::size_t>(micro_batch)]; }
+
+  const Task& task_;
+  const StageWork& work_;
+  const StageLinks& links_;
+  ThreadGenerator& generator_;
+  std::map<int, InFlight> in_flight_;
+  StageResult result_;
+};
+
+}  // namespace
+
+StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator) {
+  return StageRun(task, work, links, generator).run();
+}
+
+std::vector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
+  const auto count = static_cast<int>(std::min(most, batch.size()));
+  std::vector<Batch> parts;
+  for (int i = 0; i < count; ++i) {
+    const Range part = even_part(batch.size(), i, count);
+    parts.push_back({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+  }
+  return parts;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,287 @@
+#include "lockstep/strategy/pipeline/pipeline.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <filesystem>
+#include <iterator>
+#include <map>
+#include <thread>
+
+#include "lockstep/deadline.h"
+#include "lockstep/models.h"
+#include "lockstep/strategy/pipeline/pipeline_cut.h"
+#include "lockstep/strategy/pipeline/pipeline_schedule.h"
+#include "tests/strategies.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using namespace testing;
+
+StrategyOptions pipeline(int devices, const std::string& schedule = "1f1b", const std::string& stages = "") {
+  return {.name = "pipeline",
+          .sgd = {.lr = 0.1, .momentum = 0.9},
+          .seed = 4,
+          .devices = devices,
+          .stages = stages,
+          .micro_batches = 4,
+          .pipeline_schedule = schedule};
+}
+
+class PipelineOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, PipelineOfSize, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(PipelineOfSize, S1_trains_as_one_device_does_with_every_schedule) {
+  const Course one = on_one_device(small_task(), pipeline(GetParam()));
+  for (const char* schedule : {"naive", "gpipe", "1f1b"})
+    expect_same_course(course_of(small_task(), pipeline(GetParam(), schedule)), one);
+}
+
+TEST(S1_pipeline, trains_as_one_device_does_with_named_and_with_counted_stages) {
+  const Course one = on_one_device(small_task(), pipeline(3));
+  expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "0-0,1-4,5-6")), one);
+  expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1,4,2")), one);
+}
+
+TEST(S1_pipeline, trains_as_one_device_does_with_replicas_of_each_stage) {
+  const Course one = on_one_device(small_task(), pipeline(4));
+  expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2")), one);         // 2 x 2
+  expect_same_course(course_of(small_task(), pipeline(6, "gpipe", "0-1,2-6")), one);  // 2 x 3
+  expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1")), one);         // 1 x 3
+}
+
+TEST(S1_pipeline, trains_a_layer_that_stands_in_two_stages) {
+  expect_same_course(course_of(tied_task(), pipeline(3)), on_one_device(tied_task(), pipeline(3)));
+}
+
+TEST(S1_pipeline, trains_when_a_batch_has_fewer_samples_than_micro_batches) {
+  expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2"), 5, 1),
+                     on_one_device(small_task(), pipeline(4), 5, 1));
+}
+
+// The first piece passes on what the last one adds, and a mask without a gradient.
+Task with_skip() {
+  Task task = small_task();
+  task.make_model = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), torch::nn::Linear(6, 6), torch::nn::Linear(6, 4));
+    net->to(torch::kFloat64);
+    return net.ptr();
+  };
+  task.stages = [](torch::nn::Module& model) {
+    std::vector<torch::nn::LinearImpl*> layers;
+    for (const auto& child : model.children()) layers.push_back(child->as<torch::nn::LinearImpl>());
+    return std::vector<Stage>{
+        {"in",
+         {layers[0]},
+         [=](const Tensors& x) {
+           return Tensors{layers[0]->forward(x[0]).tanh(), x[0], x[0].gt(0)};
+         }},
+        {"inner",
+         {layers[1]},
+         [=](const Tensors& x) {
+           return Tensors{layers[1]->forward(x[0]) * x[2] + x[0], x[1]};
+         }},
+        {"out", {layers[2]}, [=](const Tensors& x) { return Tensors{layers[2]->forward(x[0] + x[1])}; }}};
+  };
+  task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
+    return run_stages(stages(model), data);
+  };
+  return task;
+}
+
+TEST(S1_pipeline, passes_skip_connections_over_a_cut) {
+  expect_same_course(course_of(with_skip(), pipeline(3)), on_one_device(with_skip(), pipeline(3)));
+}
+
+Course course_on(const Task& task, const StrategyOptions& options, const Batch& batch, int steps) {
+  const auto strategy = make_strategy(World::single(), task, options);
+  Course course;
+  for (int step = 0; step < steps; ++step) {
+    course.losses.push_back(strategy->compute(batch).mean_loss);
+    strategy->update();
+  }
+  course.parameters = values_of(strategy->model());
+  return course;
+}
+
+Task in_float64(Task task) {
+  task.make_model = [make = task.make_model] {
+    auto model = make();
+    model->to(torch::kFloat64);
+    return model;
+  };
+  return task;
+}
+
+StrategyOptions on_one(StrategyOptions options) {
+  options.name = "single";
+  return options;
+}
+
+TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
+  const Task task =
+      in_float64(gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0}));
+  const torch::Tensor tokens = torch::randint(0, 11, {6, 5}, torch::kInt64);
+  const Batch batch{tokens, tokens.roll(-1, 1)};
+  const Course one = course_on(task, on_one(pipeline(1)), batch, kSteps);
+  expect_same_course(course_on(task, pipeline(4), batch, kSteps), one);
+  expect_same_course(course_on(task, pipeline(4, "1f1b", "2"), batch, kSteps), one);
+}
+
+TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
+  Task task = small_task();
+  task.stages = [](torch::nn::Module& model) {
+    std::vector<Stage> stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    for (Stage& stage : stages)
+      stage.forward = [forward = stage.forward](const Tensors& x) {
+        return Tensors{torch::dropout(forward(x)[0], 0.2, true)};
+      };
+    return stages;
+  };
+  expect_same_bits(course_of(task, pipeline(2, "1f1b", "0-3,4-6")),
+                   course_of(task, pipeline(3, "1f1b", "0-0,1-1,2-6")));
+}
+
+// One micro-batch, so that batch normalisation sees what it sees on one device.
+TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
+  Task task = in_float64(
+      classification_task<ResNet>("resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
+  StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
+  options.micro_batches = 1;
+  options.sgd.lr = 0.01;
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{3});
+  const Batch batch{torch::randn({3, 3, 12, 12}, generator, torch::kFloat64), torch::tensor({1, 2, 3})};
+  at::set_num_threads(1);
+  expect_same_course(course_on(task, options, batch, 1), course_on(task, on_one(options), batch, 1));
+}
+
+TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe) {
+  const auto in_flight = [](const std::string& schedule) {
+    StrategyOptions options = pipeline(2, schedule, "0-2,3-6");
+    options.micro_batches = 8;
+    const auto strategy = make_strategy(World::single(), small_task(), options);
+    strategy->compute(batch_of(0, 16));
+    const Report report = strategy->report();
+    return std::map<std::string, double>(report.begin(), report.end());
+  };
+  auto gpipe = in_flight("gpipe"), one = in_flight("1f1b");
+  EXPECT_EQ(gpipe["stage_0_in_flight"], 8);
+  EXPECT_EQ(one["stage_0_in_flight"], 2);
+  EXPECT_EQ(one["stage_1_in_flight"], 1);
+  EXPECT_GT(gpipe["stage_0_bytes"], one["stage_0_bytes"]);
+  EXPECT_DOUBLE_EQ(one["ideal_bubble"], 1.0 / 9);
+  EXPECT_GT(one["bubble"], 0);
+  EXPECT_LT(one["bubble"], 1);
+}
+
+TEST(S1_pipeline, ends_every_stage_with_the_exception_of_one) {
+  Task task = with_skip();
+  task.stages = [stages = task.stages](torch::nn::Module& model) {
+    auto pieces = stages(model);
+    pieces[1].forward = [](const Tensors&) -> Tensors { throw DataError({.what = "thrown in the middle"}); };
+    return pieces;
+  };
+  const auto strategy = make_strategy(World::single(), task, pipeline(3, "1f1b", "0-0,1-1,2-2"));
+  const Stopwatch watch;
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the middle"));
+  EXPECT_LT(watch.seconds(), 1);
+}
+
+// The slow stage comes to its end after the strategy has gone: what it uses must still be there.
+std::ptrdiff_t threads_of_this_process() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+}
+
+TEST(S1_pipeline, names_a_stage_that_is_too_slow_and_outlives_it) {
+  const auto go_on = std::make_shared<std::atomic<bool>>(false);  // the one left behind reads it
+  std::thread([] {}).join();  // with the first one a sanitizer starts one of its own
+  const std::ptrdiff_t threads_before = threads_of_this_process();
+  Task task = with_skip();
+  task.stages = [go_on, stages = task.stages](torch::nn::Module& model) {
+    auto pieces = stages(model);
+    pieces[2].forward = [go_on, forward = pieces[2].forward](const Tensors& x) {
+      while (!*go_on) std::this_thread::yield();
+      return forward(x);
+    };
+    return pieces;
+  };
+  StrategyOptions options = pipeline(3, "1f1b", "0-0,1-1,2-2");
+  options.timeout = std::chrono::milliseconds(200);
+  const Stopwatch watch;
+  EXPECT_TRUE(contains(
+      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->compute(batch_of(0)); }), "cpu:"));
+  EXPECT_LT(watch.seconds(), 2);
+  *go_on = true;
+  const Deadline deadline = Deadline::after(std::chrono::seconds(10));
+  while (threads_of_this_process() > threads_before && !deadline.passed()) std::this_thread::yield();
+  EXPECT_LE(threads_of_this_process(), threads_before) << "the one left behind ends once its function returns";
+}
+
+TEST(S1_pipeline, refuses_a_model_that_can_not_be_cut) {
+  Task task = small_task();
+  task.make_model = [] { return torch::nn::Linear(6, 4).ptr(); };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, pipeline(2)); }),
+                       "a pipeline of small, whose model can't be cut"));
+}
+
+using Steps = std::vector<PipelineStep>;
+PipelineStep forward(int i) { return {true, i}; }
+PipelineStep backward(int i) { return {false, i}; }
+
+TEST(PipelineSchedule, orders_the_steps_as_published) {
+  EXPECT_EQ(steps_of_stage(PipelineSchedule::kGPipe, 0, 2, 2),
+            (Steps{forward(0), forward(1), backward(0), backward(1)}));
+  EXPECT_EQ(steps_of_stage(PipelineSchedule::k1F1B, 0, 2, 3),
+            (Steps{forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)}));
+  EXPECT_EQ(steps_of_stage(PipelineSchedule::k1F1B, 1, 2, 3),
+            (Steps{forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)}));
+}
+
+TEST(PipelineSchedule, keeps_at_most_as_many_in_flight_as_there_are_stages_behind) {
+  for (int stage = 0; stage < 4; ++stage)
+    EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::k1F1B, stage, 4, 8)), 4 - stage);
+  EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::kGPipe, 0, 4, 8)), 8);
+}
+
+TEST(PipelineCut, makes_the_dearest_stage_as_cheap_as_can_be) {
+  EXPECT_EQ(to_string(balanced_cut({1, 1, 1, 1}, 2)), "0-1,2-3");
+  EXPECT_EQ(to_string(balanced_cut({5, 1, 1, 1, 1}, 2)), "0-0,1-4");
+  EXPECT_EQ(to_string(balanced_cut({1, 2, 3, 4, 5, 6}, 3)), "0-2,3-4,5-5");
+  EXPECT_EQ(to_string(balanced_cut({0, 0, 9}, 3)), "0-0,1-1,2-2");
+}
+
+TEST(PipelineCut, reads_numbers_ranges_and_counts) {
+  EXPECT_EQ(parse_stages("", 3, 7).stages, 3);
+  EXPECT_EQ(parse_stages("2", 4, 7).stages, 2);
+  EXPECT_EQ(to_string(parse_stages("0-2,3,4-6", 3, 7).cut), "0-2,3-3,4-6");
+  EXPECT_EQ(to_string(parse_stages("3,1,3", 3, 7).cut), "0-2,3-3,4-6");
+}
+
+TEST(PipelineCut, says_what_is_wrong_with_stages) {
+  const auto refusal = [](const std::string& text, int devices = 2) {
+    return message_of<UsageError>([&] { parse_stages(text, devices, 7); });
+  };
+  EXPECT_TRUE(contains(refusal("0-2,4-6"), "stage 1 does not begin with piece 3"));
+  EXPECT_TRUE(contains(refusal("0-2,3-5"), "it ends with piece 5"));
+  EXPECT_TRUE(contains(refusal("0-2,3-9"), "it ends with piece 9"));
+  EXPECT_TRUE(contains(refusal("a,b"), "\"a\" is not a number"));
+  EXPECT_TRUE(contains(refusal("3", 4), "3 stages on 4 devices"));
+  EXPECT_TRUE(contains(refusal("", 8), "8 stages of 7 pieces"));
+}
+
+TEST(PipelineCut, measures_every_piece_and_leaves_the_model_as_it_was) {
+  const Task task = small_task();
+  const auto model = task.make_model();
+  const auto before = values_of(*model);
+  const auto costs = measure_pieces(pieces_of(task, *model), *model, batch_of(0).data);
+  EXPECT_EQ(costs.size(), 7U);
+  for (const double cost : costs) EXPECT_GT(cost, 0);
+  for (const torch::Tensor& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+  EXPECT_TRUE(model->is_training());
+  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], model->parameters()[i]));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,38 @@
+// strategy/pipeline/tensor_messages.h: lists of tensors from one rank to another, whose shapes the receiver does not know.
+//
+// A message is a header of fixed length (how many; of each dtype, shape, whether it requires gradients and lies in
+// channels-last order), then each tensor. An undefined tensor stays one.
+//
+// Flow:    one rank's Tensors -> World's messages -> another's
+// Owns:    a sender what is under way
+// Threads: as World
+// Ranks:   one sends, one receives, in the same order per tag
+#pragma once
+
+#include <vector>
+
+#include "lockstep/task.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class TensorSender {
+ public:
+  TensorSender(World world, int to, int tag) : world_(std::move(world)), to_(to), tag_(tag) {}
+
+  // Does not block: two ranks may send to each other at the same time. Throws UsageError: shapes that no header holds.
+  void send(const Tensors& tensors);
+
+  void finish();  // blocks until all that was sent has been received. Throws PeerLost
+
+ private:
+  World world_;
+  int to_;
+  int tag_;
+  std::vector<Work> under_way_;
+};
+
+// Blocks until they are there. Throws PeerLost.
+Tensors receive_tensors(const World& world, int from, int tag);
+
+}  // namespace lockstep
