@@ -5,7 +5,7 @@
 namespace lockstep {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
 // Sums over samples; float64 holds every count exactly.
 struct Sums {
@@ -18,7 +18,7 @@ Sums evaluate_batch(const Task& task, Strategy& strategy, const Batch& batch) {
   const torch::Tensor output = strategy.forward(batch.data);
   const auto samples = static_cast<double>(batch.size());
   return {.loss = task.loss(output, batch.target).item<double>() * samples,
-          .correct = task.correct ? task.correct(output, batch.target).item<double>() : kNaN,
+          .correct = task.correct ? task.correct(output, batch.target).item<double>() : kUnknown,
           .samples = samples};
 }
 

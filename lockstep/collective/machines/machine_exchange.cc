@@ -8,7 +8,7 @@
 namespace lockstep {
 namespace {
 
-using Counts = std::vector<std::int64_t>;
+using ExchangeCounts = std::vector<std::int64_t>;
 
 std::size_t elements_of(const Collective& call) {
   const torch::Tensor& some = call.operation == Operation::kScatter || !call.input.defined() ? call.output : call.input;
@@ -29,8 +29,8 @@ void HostExchange::check(const Collective& call) {
 }
 
 // Everything that this rank gives and gets, part r of each for or from rank r.
-void HostExchange::exchange(const torch::Tensor& input, const Counts& send, const torch::Tensor& output,
-                            const Counts& receive) {
+void HostExchange::exchange(const torch::Tensor& input, const ExchangeCounts& send, const torch::Tensor& output,
+                            const ExchangeCounts& receive) {
   const torch::Tensor& some = input.defined() ? input : output;
   const auto size = static_cast<std::size_t>(some.element_size());
   const auto* from = input.defined() ? static_cast<const std::byte*>(input.const_data_ptr()) : nullptr;
@@ -50,23 +50,23 @@ void HostExchange::exchange(const torch::Tensor& input, const Counts& send, cons
 }
 
 void HostExchange::gather(const Collective& call) {
-  Counts send(static_cast<std::size_t>(all_.nodes()), 0);
+  ExchangeCounts send(static_cast<std::size_t>(all_.nodes()), 0);
   send[static_cast<std::size_t>(call.root)] = call.input.numel();
   const std::int64_t received = call.output.defined() ? call.input.numel() : 0;
-  exchange(call.input, send, call.output, Counts(send.size(), received));
+  exchange(call.input, send, call.output, ExchangeCounts(send.size(), received));
 }
 
 void HostExchange::scatter(const Collective& call) {
-  Counts receive(static_cast<std::size_t>(all_.nodes()), 0);
+  ExchangeCounts receive(static_cast<std::size_t>(all_.nodes()), 0);
   receive[static_cast<std::size_t>(call.root)] = call.output.numel();
   const std::int64_t sent = call.input.defined() ? call.output.numel() : 0;
-  exchange(call.input, Counts(receive.size(), sent), call.output, receive);
+  exchange(call.input, ExchangeCounts(receive.size(), sent), call.output, receive);
 }
 
-void HostExchange::all_to_all(const Collective& call, const Counts& theirs) {
+void HostExchange::all_to_all(const Collective& call, const ExchangeCounts& theirs) {
   const std::int64_t even = call.input.numel() / all_.nodes();
-  const Counts send = call.counts.empty() ? Counts(static_cast<std::size_t>(all_.nodes()), even) : call.counts;
-  const Counts& receive = call.counts.empty() ? send : call.receive_counts;
+  const ExchangeCounts send = call.counts.empty() ? ExchangeCounts(static_cast<std::size_t>(all_.nodes()), even) : call.counts;
+  const ExchangeCounts& receive = call.counts.empty() ? send : call.receive_counts;
   for (std::size_t rank = 0; rank < theirs.size(); ++rank)
     if (theirs[rank] != receive[rank])
       throw MismatchError({.what = concat("all_to_all: rank ", rank, " sends ", theirs[rank], " elements to rank ",

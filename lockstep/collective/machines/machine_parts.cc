@@ -13,12 +13,12 @@ namespace {
 
 using shm::Part;
 using shm::Split;
-using Counts = std::vector<std::size_t>;
+using PartCounts = std::vector<std::size_t>;
 
-Counts counts_of(const Collective& call, int ranks) {
+PartCounts counts_of(const Collective& call, int ranks) {
   if (!call.counts.empty()) return {call.counts.begin(), call.counts.end()};
   const torch::Tensor& own = call.operation == Operation::kReduceScatter ? call.output : call.input;
-  return Counts(static_cast<std::size_t>(ranks), static_cast<std::size_t>(own.numel()));
+  return PartCounts(static_cast<std::size_t>(ranks), static_cast<std::size_t>(own.numel()));
 }
 
 }  // namespace
@@ -63,22 +63,22 @@ struct HostParts::Job {
   }
 
   // How many elements those of each local rank are together.
-  Counts owned(std::size_t round, int local_size, int except = -1) const {
-    Counts all(static_cast<std::size_t>(local_size), 0);
+  PartCounts owned(std::size_t round, int local_size, int except = -1) const {
+    PartCounts all(static_cast<std::size_t>(local_size), 0);
     for (int rank = 0; rank < local_size; ++rank)
       for (const Part& slice : slices_of(round, rank, except)) all[static_cast<std::size_t>(rank)] += slice.count;
     return all;
   }
 
   // How much of `range` belongs to each rank of a machine.
-  Counts shares(const Part& range, int node) const {
-    Counts all;
+  PartCounts shares(const Part& range, int node) const {
+    PartCounts all;
     for (const int rank : machines.ranks_on(node)) all.push_back(common(range, part_of(rank)).count);
     return all;
   }
 
   const Machines& machines;
-  Counts counts;
+  PartCounts counts;
   shm::DType dtype;
   shm::ReduceOp op;
   Part mine;
@@ -165,7 +165,7 @@ void HostParts::reduce_inside(const Job& job, std::size_t round) {
       lane.slices[static_cast<std::size_t>(node)] = job.in_whole(job.piece(round, node));
     return;
   }
-  const Counts counts = job.owned(round, inside_.size());
+  const PartCounts counts = job.owned(round, inside_.size());
   const std::size_t mine = counts[static_cast<std::size_t>(inside_.rank())] * job.size();
   std::byte* slice = grown(inside_, lane.slice_memory, mine);
   run_inside(
@@ -222,7 +222,7 @@ void HostParts::reduce_between(const Job& job, std::size_t round) {
 void HostParts::deliver_inside(const Job& job, std::size_t round) {
   if (alone()) return;
   const Part& piece = job.piece(round, node_);
-  Counts receive;
+  PartCounts receive;
   for (int rank = 0; rank < inside_.size(); ++rank) receive.push_back(common(job.slice(piece, rank), job.mine).count);
   inside_.all_to_all({.input = lane_of(round).slices[static_cast<std::size_t>(node_)],
                       .output = job.in_own(piece),
@@ -264,7 +264,7 @@ void HostParts::send_to_all(const Job& job, std::size_t round) {
   if (!owns_slice(job)) return;
   Lane& lane = lane_of(round);
   const Part mine = job.slice(job.piece(round, node_), inside_.rank());
-  const Counts counts = job.owned(round, inside_.size(), node_);
+  const PartCounts counts = job.owned(round, inside_.size(), node_);
   const std::size_t room = alone() ? 0 : counts[static_cast<std::size_t>(inside_.rank())] * job.size();
   std::byte* next = grown(inside_, lane.slice_memory, room);
   for (int node = 0; node < machines_.count(); ++node) {
@@ -284,7 +284,7 @@ void HostParts::share_inside(const Job& job, std::size_t round) {
   Lane& lane = lane_of(round);
   finish(lane);
   if (alone()) return;
-  const Counts counts = job.owned(round, inside_.size(), node_);
+  const PartCounts counts = job.owned(round, inside_.size(), node_);
   std::byte* const packed = grown(inside_, lane.packed, job.elements(round) * job.size());
   inside_.all_gather({.input = lane.slice_memory.data(), .output = packed, .counts = counts, .dtype = job.dtype});
   const std::byte* next = packed;

@@ -53,7 +53,7 @@ Cut parse_cut(const std::string& text, int pieces) {
 }
 
 // detach() and mark: a leaf of its own, as a stage gets it from the one before.
-Tensors as_leaves(const Tensors& tensors) {
+Tensors detached(const Tensors& tensors) {
   Tensors leaves;
   for (const torch::Tensor& each : tensors) leaves.push_back(each.detach().requires_grad_(each.requires_grad()));
   return leaves;
@@ -69,7 +69,7 @@ double seconds_of(const Stage& piece, Tensors& tensors) {
     }
   if (!roots.empty()) torch::autograd::backward(roots, gradients);
   const double seconds = watch.seconds();
-  tensors = as_leaves(outputs);
+  tensors = detached(outputs);
   return seconds;
 }
 
