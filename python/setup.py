@@ -1,6 +1,6 @@
 """Builds lockstep._C against the torch that is installed here, from the sources of the C++ library beside this folder.
 
-Needs a C++20 compiler, the headers of fmt and a full torch:  pip install --no-build-isolation ./python
+Needs a C++20 compiler, ninja and a full torch:  pip install --no-build-isolation ./python
 """
 
 import glob
@@ -11,42 +11,26 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 here = os.path.dirname(os.path.abspath(__file__))
 root = os.path.dirname(here)
-flags = ["-std=c++20", "-O3", "-march=x86-64-v3", "-fvisibility=hidden"]
 
 
-def relative(paths):
-    return sorted(os.path.relpath(path, here) for path in paths)
+def sources(pattern):
+    found = glob.glob(os.path.join(root, "lockstep", pattern), recursive=True)
+    return sorted(path for path in found if not path.endswith("_test.cc"))
 
 
-# Without torch's include folder: it carries a fmt of its own.
-core = glob.glob(os.path.join(root, "lockstep/collective/shm/**/*.cc"), recursive=True)
-core = [path for path in core if not path.endswith("_test.cc")]
-core += [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
-
-with_torch = glob.glob(os.path.join(root, "lockstep/collective/c10d/backend*.cc"))
-with_torch = [path for path in with_torch if not path.endswith("_test.cc")]
-with_torch += [os.path.join(here, "src/lockstep/module.cc")]
+base = [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
+backend = sources("collective/shm/**/*.cc") + sources("collective/c10d/backend*.cc")
 
 setup(
-    libraries=[
-        (
-            "lockstep_core",
-            {
-                "sources": relative(core),
-                "include_dirs": [root, os.path.join(root, "include")],
-                "macros": [("FMT_HEADER_ONLY", "1")],
-                "cflags": flags,
-            },
-        )
-    ],
     ext_modules=[
         # libstdc++ goes first: libtorch.so exports a std::filesystem of its own, which crashes.
         CppExtension(
             "lockstep._C",
-            sources=relative(with_torch),
+            sources=base + backend + [os.path.join(here, "src/lockstep/module.cc")],
             include_dirs=[root, os.path.join(root, "include")],
+            define_macros=[("FMT_HEADER_ONLY", "1")],  # torch's own fmt
             libraries=["stdc++"],
-            extra_compile_args=flags,
+            extra_compile_args=["-std=c++20", "-O3", "-march=x86-64-v3", "-fvisibility=hidden"],
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -8,7 +8,12 @@
 namespace lockstep {
 
 std::string join(const std::vector<std::string>& parts, std::string_view separator) {
-  return fmt::format("{}", fmt::join(parts, separator));
+  std::string text;
+  for (const std::string& part : parts) {
+    if (&part != &parts.front()) text += separator;
+    text += part;
+  }
+  return text;
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {
