@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Types what README.md says under "The command", with the command $1, in a clean folder.
+
+Placeholders get a value, training is cut to a few steps, and each benchmark's name is looked up in the help. A line that is
+not handled here fails the test, so a new one in the README can't go untested.
+"""
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def png(path, grey):
+    """An 8 x 8 grey PNG."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes([grey] * 8) for _ in range(8))
+    header = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def commands():
+    section = README.read_text().split("\n## The command\n")[1].split("\n## ")[0]
+    block = re.search(r"```\n(lockstep .*?)```", section, re.DOTALL).group(1)
+    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+
+
+def typed(words, folder):
+    """What to run for a line of the README."""
+    values = {"DIR": folder / "checkpoints", "PACKED": folder / "packed", "imagefolder:PHOTOS": f"imagefolder:{folder}/photos"}
+    words = [str(values.get(word, word)) for word in words]
+    if words[1] == "train":
+        return [words + ["--max-steps", "3"]]
+    if words[1] == "run":
+        return [words[: words.index("--") + 1] + ["true"]]
+    if words[1] == "bench":
+        return [["lockstep", "bench", name, "--help"] for name in words[2:] if name != "|"]
+    if words[1] in ("verify", "data", "env"):
+        return [words]
+    raise SystemExit(f"README.md: nobody has told this test how to type {shlex.join(words)}")
+
+
+def main():
+    program = str(Path(sys.argv[1]).resolve())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for index, kind in enumerate(("cats", "dogs", "cats", "dogs")):
+            png(folder / "photos" / kind / f"{index}.png", 60 * index)
+        for line in commands():
+            for command in typed(line, folder):
+                print("$", shlex.join(command), flush=True)
+                subprocess.run([program] + command[1:], check=True, cwd=folder, timeout=120)
+
+
+if __name__ == "__main__":
+    main()
