@@ -6,7 +6,6 @@
 
 #include "lockstep/dataset.h"
 #include "lockstep/devices.h"
-#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/strategy.h"
 
 // ---- the copies of a model that the devices of one process train.
@@ -17,6 +16,8 @@
 // Ranks:   inside one process
 
 namespace lockstep {
+
+class LocalGradients;
 
 struct Replica {
   ModulePtr model;
@@ -45,7 +46,7 @@ void seed_steps(std::uint64_t seed);
 // Every replica's values become those of the first, without a copy: their parameters are the same memory from then
 // on. Where devices are sets of cores nothing is gained by copying to them. The first one's optimizer updates them on
 // all devices, with the sum of the lists that the result was given before (gradients_of()).
-[[nodiscard]] std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas);
+[[nodiscard]] std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas);
 
 // After a checkpoint was put into the first replica: parameters and buffers of the others follow; and their optimizers.
 void follow_model(const Replicas& replicas);
@@ -80,20 +81,6 @@ void require_one_process(const World& world, const StrategyOptions& options);
 // The part of a global batch for each device, contiguous and as even as possible; views of the batch. Parts may be
 // empty.
 std::vector<Batch> parts_of(const Batch& batch, int devices);
-
-// A mean of what the devices found, weighted by samples.
-class BatchMean {
- public:
-  void add(std::int64_t samples, double mean_loss) {
-    samples_ += samples;
-    if (samples > 0) loss_ += mean_loss * static_cast<double>(samples);
-  }
-  BatchTotals totals() const { return {.samples = samples_, .mean_loss = loss_ / static_cast<double>(samples_)}; }
-
- private:
-  std::int64_t samples_ = 0;
-  double loss_ = 0;
-};
 
 }  // namespace lockstep
 

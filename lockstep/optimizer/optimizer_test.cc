@@ -9,6 +9,8 @@
 #include <set>
 #include <thread>
 
+#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/schedule.h"
 #include "tests/support.h"
@@ -60,7 +62,7 @@ class NotingRule : public UpdateRule {
     threads_.insert(std::this_thread::get_id());
   }
   void update(const Group&, const Run<double>&) const override {}
-  std::size_t threads() const { return threads_.size(); }
+  int threads() const { return static_cast<int>(threads_.size()); }
 
  private:
   mutable std::mutex mutex_;
@@ -70,15 +72,15 @@ class NotingRule : public UpdateRule {
 TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   const torch::Tensor parameter = torch::zeros({1 << 18});
   const torch::Tensor gradient = torch::ones_like(parameter);
-  FlatUpdate flat(SharedMemory::alone(), {{.tensor = parameter}}, {});
-  StepGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
+  FlatUpdate flat(SharedMemory::alone(), {parameter}, {.group_of = {0}});
+  WeightedGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
   const std::vector<UpdateRule::Group> groups{torch::optim::OptimizerParamGroup({parameter})};
   const int before = at::get_num_threads();
   for (const int threads : {2, 1}) {
     at::set_num_threads(threads);
     const NotingRule rule;
     flat.run(rule, groups, gradients, {});
-    EXPECT_EQ(rule.threads(), static_cast<std::size_t>(threads));
+    EXPECT_EQ(rule.threads(), threads);
   }
   at::set_num_threads(before);
   std::int64_t pieces = 0;
@@ -88,7 +90,7 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   };
   const NotingRule rule;
   flat.run(rule, groups, gradients, {});
-  EXPECT_EQ(rule.threads(), 1U);
+  EXPECT_EQ(rule.threads(), 1);
   EXPECT_EQ(pieces, (1 << 18) / 4096);
 }
 
@@ -116,7 +118,7 @@ TEST(AdamW, follows_libtorchs_adamw) {
   expect_same_course(adamw, mine, reference, theirs);
 }
 
-TEST(Adam, follows_libtorchs_adam_S3) {
+TEST(Adam, follows_libtorchs_adam) {
   const Tensors mine = make_parameters();
   const Tensors theirs = make_parameters();
   Adam adam(mine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1});
@@ -325,6 +327,24 @@ TEST(SGD, refuses_options_that_make_no_sense) {
   EXPECT_THROW(AdamW(make_parameters(), {.beta1 = 1}), UsageError);
 }
 
+TEST(OptimizerOptions, choose_the_optimizer_by_name_and_keep_every_value) {
+  EXPECT_EQ(optimizer_names(), (std::vector<std::string>{"sgd", "adam", "adamw", "lamb", "lars"}));
+  for (const std::string& name : optimizer_names()) {
+    const OptimizerOptions options = optimizer_options(name, {{"lr", 0.25}, {"weight_decay", 0.5}, {"no such", 1}});
+    EXPECT_EQ(name_of(options), name);
+    const OptionValues values = values_of(options);
+    EXPECT_EQ(values.at("lr"), 0.25);
+    EXPECT_EQ(values.at("weight_decay"), 0.5);
+    EXPECT_FALSE(values.contains("no such"));
+    EXPECT_EQ(values_of(optimizer_options(name, values)), values);
+    const auto optimizer = make_optimizer(make_parameters(), options);
+    EXPECT_EQ(optimizer->param_groups().front().options().get_lr(), 0.25);
+    EXPECT_EQ(layerwise(options), name == "lamb" || name == "lars");
+  }
+  EXPECT_TRUE(std::get<SGDOptions>(optimizer_options("sgd", {{"nesterov", 1}, {"momentum", 0.5}})).nesterov);
+  EXPECT_TRUE(contains(message_of<UsageError>([] { optimizer_options("adagrad"); }), "sgd, adam, adamw, lamb, lars"));
+}
+
 TEST(SGD, runs_a_closure_and_returns_its_loss) {
   const Tensors parameters = make_parameters();
   SGD sgd(parameters, {.lr = 0.5});
@@ -355,7 +375,7 @@ TEST(Schedule, warms_up_linearly_and_then_follows_its_kind) {
   EXPECT_DOUBLE_EQ(schedule_factor({}, 1000), 1);
 }
 
-TEST(Schedule, scales_with_the_batch_S3) {
+TEST(Schedule, scales_with_the_batch) {
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kSqrt, 400, 100), 0.002);
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kLinear, 400, 100), 0.004);
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kNone, 400, 100), 0.001);

@@ -92,7 +92,7 @@ class Averaging : public Strategy {
     const Stopwatch watch;
     const auto losses = forward_and_backward(parts);
     phases_.backward += watch.seconds();
-    BatchMean mean;
+    BatchTotals mean;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       samples_[i] += parts[i].size();
       if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
@@ -160,12 +160,11 @@ class Averaging : public Strategy {
     return *losses;
   }
 
-  BatchTotals over_all_ranks(const BatchMean& mine) const {
-    if (world_.size() == 1) return mine.totals();
-    const BatchTotals totals = mine.totals();
+  BatchTotals over_all_ranks(const BatchTotals& totals) const {
+    if (world_.size() == 1) return totals;
     const auto samples = static_cast<double>(totals.samples);
     const torch::Tensor sums =
-        torch::tensor({samples, totals.samples > 0 ? totals.mean_loss * samples : 0.0}, torch::kFloat64);
+        torch::tensor({samples, totals.mean_loss * samples}, torch::kFloat64);
     world_.all_reduce(sums);
     const auto* sum = sums.const_data_ptr<double>();
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};

@@ -4,6 +4,7 @@
 
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/towers.h"
 
@@ -117,7 +118,7 @@ class DataParallel : public Strategy {
   Task task_;
   Devices devices_;
   Replicas replicas_;
-  std::shared_ptr<SummedGradients> gradients_;
+  std::shared_ptr<LocalGradients> gradients_;
   std::int64_t gathered_bytes_ = 0;
   PhaseTimes phases_;
 };

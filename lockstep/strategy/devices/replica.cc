@@ -5,6 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 
@@ -128,13 +129,13 @@ ParameterLists gradients_of(const ParameterLists& all) {
 
 ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
 
-std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas) {
+std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
     auto parameters = replicas[r].model->parameters();
     for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
-  auto gradients = std::make_shared<SummedGradients>(on_all(devices));
+  auto gradients = std::make_shared<LocalGradients>(LocalGradientsOptions{.parallel_for = on_all(devices)});
   replicas.front().optimizer->attach(gradients);
   return gradients;
 }

@@ -3,6 +3,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
@@ -112,10 +113,10 @@ class Towers : public Strategy {
   }
 
   static BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards) {
-    BatchMean mean;
+    BatchTotals mean;
     for (std::size_t i = 0; i < losses.size(); ++i)
       if (losses[i].defined()) mean.add(shards[i].size(), losses[i].item<double>());
-    return mean.totals();
+    return mean;
   }
 
   Task task_;
@@ -124,7 +125,7 @@ class Towers : public Strategy {
   Uneven uneven_;
   shm::Algorithm algorithm_;
   bool update_on_cpu_;
-  std::shared_ptr<SummedGradients> gradients_;  // with update_on_cpu_
+  std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
   PhaseTimes phases_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <torch/nn/functional/dropout.h>
 
+#include "lockstep/gradient/local_gradients.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 

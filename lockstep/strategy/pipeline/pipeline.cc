@@ -7,6 +7,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/channel.h"
 #include "lockstep/strategy/pipeline/pipeline_cut.h"
@@ -177,7 +178,7 @@ class Pipeline : public Strategy {
   PipelineSchedule schedule_;
   std::int64_t micro_batches_;
   Replicas replicas_;
-  std::shared_ptr<SummedGradients> gradients_;
+  std::shared_ptr<LocalGradients> gradients_;
   int stages_;
   Devices devices_;
   std::vector<std::vector<Stage>> pieces_;  // of each replica
