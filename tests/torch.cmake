@@ -6,7 +6,8 @@ function(lockstep_torch_test target prefix)
 endfunction()
 
 # Tests whose helpers have the names of others' helpers: they are compiled alone.
-foreach(alone data/images/image_dataset gradient/published_gradients strategy/convergence strategy/ddp/ddp strategy/lossless)
+foreach(alone data/images/image_dataset gradient/published_gradients strategy/convergence strategy/ddp/ddp
+    strategy/devices/device_faults strategy/lossless)
   set_source_files_properties(${PROJECT_SOURCE_DIR}/lockstep/${alone}_test.cc PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endforeach()
 set_source_files_properties(reference/optimizer_reference_test.cc PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
