@@ -8,29 +8,29 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 .PHONY: help demo test soak cuda bench bench-hosts format clean
 
-help:
+help:  ## lists these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
-demo: setup-demo  ## trains LeNet on Fashion-MNIST on every core, in 5 epochs
+demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all cores, 5 epochs
 	cmake --preset release -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_BENCH=OFF
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep train $(demo_options)
 
-test: setup-test test-tsan test-release  ## builds and runs the tests: release, and ThreadSanitizer on what has no torch
+test: setup-test test-tsan test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_STRESS_CALLS = 10000
-soak: setup-test test-tsan test-tsan-torch test-asan  ## every sanitizer, and longer rounds
+soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
 	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) test-release
 
-cuda: setup-pytorch  ## compiles and links with NCCL and CUDA tensors; runs the tests where there is a GPU
+cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; runs the tests if there is a GPU
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
 	if [ -e /dev/nvidia0 ]; then ctest --preset cuda; else echo "no GPU here: compiled and linked, not run"; fi
 
 bench: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
-bench: setup-pytorch  ## lockstep beside PyTorch, in turn
+bench: setup-pytorch  ## measures lockstep beside PyTorch (downloads 4.7 GB the first time)
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench collectives --json bench/results/collectives.json
@@ -40,7 +40,7 @@ bench: setup-pytorch  ## lockstep beside PyTorch, in turn
 	bench/accuracy.py
 	build/release/bin/lockstep bench data --json bench/results/data.json
 
-bench-hosts: setup-bench  ## as root: collectives and strategies over hosts (network namespaces) with slow links
+bench-hosts: setup-bench  ## as root: measures several machines, simulated by network namespaces with slow links
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench hosts --json bench/results/hosts.json
@@ -50,13 +50,13 @@ bench-hosts: setup-bench  ## as root: collectives and strategies over hosts (net
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)
 	cmake --build --preset $* -j $(JOBS)
-	ctest --preset $* -j $(JOBS)
+	ctest --preset $* -j $(JOBS); code=$$?; tests/summary.py build/$*; exit $$code
 
 setup-%:
 	tools/setup.sh $*
 
-format:  ## clang-format over the sources
+format:  ## formats the sources with clang-format
 	git ls-files '*.h' '*.cc' | xargs clang-format -i
 
-clean:  ## forgets every build
+clean:  ## removes every build
 	rm -rf build

@@ -1,27 +1,15 @@
 #!/usr/bin/env python3
 """Validation accuracy of LeNet on Fashion-MNIST after the 5 epochs of `make demo`, for three seeds."""
-import json
-import subprocess
-import tempfile
-from pathlib import Path
-
-from common import LOCKSTEP, machine, median, save
+from common import machine, median, save, train
 
 OPTIONS = ["--ranks", "auto", "--epochs", "5", "--batch-size", "256", "--lr", "0.1", "--momentum", "0.9", "--nesterov",
-           "--schedule", "cosine", "--warmup-epochs", "0.5", "--quiet"]
+           "--schedule", "cosine", "--warmup-epochs", "0.5"]
 SEEDS = (1, 2, 3)
-
-
-def accuracy(seed):
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        subprocess.run([LOCKSTEP, "train", *OPTIONS, "--seed", str(seed), "--metrics", metrics], check=True)
-        return json.loads(metrics.read_text().splitlines()[-1])["val_accuracy"]
 
 
 def main():
     print(f"LeNet, Fashion-MNIST, 5 epochs\n{machine()}\n")
-    found = {seed: accuracy(seed) for seed in SEEDS}
+    found = {seed: train(*OPTIONS, "--seed", seed)[-1]["val_accuracy"] for seed in SEEDS}
     for seed, value in found.items():
         print(f"seed {seed}: {value:.4f}")
     print(f"median: {median(found.values()):.4f}")

@@ -1,14 +1,11 @@
 // `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.
 #include <iostream>
-#include <map>
-#include <optional>
 
 #include "bench/benchmarks.h"
 #include "bench/collectives/cases.h"
 #include "bench/collectives/loopback.h"
 #include "bench/collectives/systems.h"
-#include "bench/command_line.h"
-#include "bench/report.h"
+#include "bench/harness.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -20,16 +17,14 @@ const std::vector<std::string> kMemories{"arena", "ordinary"};
 constexpr const char* kLockstep = "lockstep";
 constexpr const char* kMemcpy = "memcpy";
 
-struct Options {
+struct CollectivesOptions {
   std::vector<int> ranks{2};
   std::vector<std::string> operations = bench::operations();
   std::vector<std::string> algorithms{"direct"};
   std::vector<std::string> memories = kMemories;
   std::string dtype = "float32";
   std::size_t max_bytes = std::size_t{256} << 20;
-  int turns = 3;
   bool full = false;
-  std::string json;
 };
 
 // What one column of the table shows.
@@ -39,7 +34,7 @@ struct Column {
   std::string algorithm;
 };
 
-std::vector<Column> lockstep_columns(const Options& options) {
+std::vector<Column> lockstep_columns(const CollectivesOptions& options) {
   std::vector<Column> columns;
   for (const std::string& algorithm : options.algorithms)
     for (const std::string& memory : options.memories)
@@ -48,7 +43,7 @@ std::vector<Column> lockstep_columns(const Options& options) {
 }
 
 // all_reduce at every size; the others, unless all are asked for, at five.
-std::vector<std::size_t> sizes_of(const std::string& operation, const Options& options) {
+std::vector<std::size_t> sizes_of(const std::string& operation, const CollectivesOptions& options) {
   if (operation == "barrier") return {0};
   std::vector<std::size_t> sizes;
   const bool all = options.full || operation == "all_reduce";
@@ -59,7 +54,7 @@ std::vector<std::size_t> sizes_of(const std::string& operation, const Options& o
   return sizes;
 }
 
-std::vector<Case> cases_of(const Options& options) {
+std::vector<Case> cases_of(const CollectivesOptions& options) {
   std::vector<Case> cases;
   for (const std::string& operation : options.operations)
     for (const std::size_t bytes : sizes_of(operation, options))
@@ -73,67 +68,50 @@ Case in_column(Case one, const Column& column) {
   return one;
 }
 
-// All turns of all systems at all cases.
-class Results {
- public:
-  void add(const std::string& system, const Case& one, std::optional<double> seconds) {
-    if (seconds) all_[system][to_word(one)].push_back(*seconds);
-  }
+// The turns of each system at each case, which is named by its word.
+using Results = std::map<std::string, Figures>;
 
-  // The median over the turns.
-  std::optional<double> find(const std::string& system, const Case& one) const {
-    const Turns* const turns = turns_of(system, one);
-    return turns == nullptr ? std::nullopt : std::optional(median(*turns));
-  }
+const Turns* turns_of(const Results& results, const std::string& system, const Case& one) {
+  const auto found = results.find(system);
+  return found == results.end() ? nullptr : found->second.find(to_word(one));
+}
 
-  // The median of how many times as long as `ours` it took, turn by turn.
-  std::optional<double> ratio(const std::string& peer, const Case& theirs, const Case& ours) const {
-    const Turns* const above = turns_of(peer, theirs);
-    const Turns* const below = turns_of(kLockstep, ours);
-    if (above == nullptr || below == nullptr) return std::nullopt;
-    Turns ratios;
-    for (std::size_t turn = 0; turn < above->size(); ++turn) ratios.push_back((*above)[turn] / (*below)[turn]);
-    return median(ratios);
-  }
+std::optional<double> seconds_of(const Results& results, const std::string& system, const Case& one) {
+  const Turns* const turns = turns_of(results, system, one);
+  return turns == nullptr ? std::nullopt : std::optional(median(*turns));
+}
 
-  nlohmann::ordered_json to_json() const {
-    nlohmann::ordered_json json;
-    for (const auto& [system, words] : all_)
-      for (const auto& [word, turns] : words) json[system][word] = {{"median", median(turns)}, {"turns", turns}};
-    return json;
-  }
+// How many times as long as `ours` the peer took.
+std::optional<double> ratio_to(const Results& results, const std::string& peer, const Case& theirs, const Case& ours) {
+  const Turns* const above = turns_of(results, peer, theirs);
+  const Turns* const below = turns_of(results, kLockstep, ours);
+  if (above == nullptr || below == nullptr) return std::nullopt;
+  return median_ratio(*above, *below);
+}
 
- private:
-  using Turns = std::vector<double>;
-
-  const Turns* turns_of(const std::string& system, const Case& one) const {
-    const auto of_system = all_.find(system);
-    if (of_system == all_.end()) return nullptr;
-    const auto turns = of_system->second.find(to_word(one));
-    return turns == of_system->second.end() ? nullptr : &turns->second;
-  }
-
-  std::map<std::string, std::map<std::string, Turns>> all_;
-};
+Json to_json(const Results& results) {
+  Json json;
+  for (const auto& [system, figures] : results)
+    for (const auto& [word, turns] : figures.all()) json[system][word] = bench::to_json(turns);
+  return json;
+}
 
 Case copy_of(const Case& one) { return {.operation = kMemcpy, .bytes = one.bytes, .dtype = one.dtype}; }
 
-// Every system in turn, at every case, several times: what changes meanwhile on the machine meets all of them.
-Results measure(const Options& options, int ranks, const std::vector<Peer>& here) {
+Results measure(const Program& program, const CollectivesOptions& options, int ranks, const std::vector<Peer>& here) {
   const RunningSystemPtr ours = start_lockstep(ranks);
   std::vector<RunningSystemPtr> theirs;
   for (const Peer& peer : here) theirs.push_back(peer.start(ranks));
   Results results;
-  for (const Case& one : cases_of(options)) {
-    std::cerr << "\r" << ranks << " ranks: " << one.operation << ' ' << one.bytes << "              " << std::flush;
-    for (int turn = 0; turn < options.turns; ++turn) {
-      for (const Column& column : lockstep_columns(options))
-        results.add(kLockstep, in_column(one, column), ours->seconds(to_word(in_column(one, column))));
-      for (const RunningSystemPtr& peer : theirs) results.add(peer->name(), one, peer->seconds(to_word(one)));
-      results.add(kLockstep, copy_of(one), ours->seconds(to_word(copy_of(one))));
-    }
-  }
-  std::cerr << "\r" << std::string(60, ' ') << "\r";
+  const auto run = [&](const RunningSystemPtr& system, const Case& one) {
+    if (const auto seconds = system->seconds(to_word(one))) results[system->name()].add(to_word(one), *seconds);
+  };
+  for (const Case& one : cases_of(options))
+    program.take_turns(concat(ranks, " ranks: ", one.operation, " ", one.bytes), [&](int) {
+      for (const Column& column : lockstep_columns(options)) run(ours, in_column(one, column));
+      for (const RunningSystemPtr& peer : theirs) run(peer, one);
+      run(ours, copy_of(one));
+    });
   return results;
 }
 
@@ -146,12 +124,9 @@ double copied_share(const std::string& operation, int ranks) {
   return 1;
 }
 
-std::string times(std::optional<double> ratio) { return ratio ? concat(fixed(*ratio, 1), "x") : ""; }
-std::string microseconds(std::optional<double> seconds) { return seconds ? fixed(*seconds * 1e6, 2) : ""; }
-
 class Page {
  public:
-  Page(const Options& options, int ranks, const std::vector<Peer>& here, const Results& results)
+  Page(const CollectivesOptions& options, int ranks, const std::vector<Peer>& here, const Results& results)
       : options_(options), ranks_(ranks), here_(here), results_(results) {}
 
   void print(std::ostream& out) const {
@@ -174,16 +149,16 @@ class Page {
   std::vector<std::string> row(const Case& one) const {
     std::vector<std::string> cells{one.operation,
                                    one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
-    const auto copy = results_.find(kLockstep, copy_of(one));
+    const auto copy = seconds_of(results_, kLockstep, copy_of(one));
     for (const Column& column : lockstep_columns(options_)) {
-      const auto ours = results_.find(kLockstep, in_column(one, column));
+      const auto ours = seconds_of(results_, kLockstep, in_column(one, column));
       cells.push_back(microseconds(ours));
-      cells.push_back(times(results_.ratio("Gloo", one, in_column(one, column))));
-      cells.push_back(times(ratio_to_best(one, in_column(one, column))));
+      cells.push_back(times(ratio_to(results_, "Gloo", one, in_column(one, column)), 1));
+      cells.push_back(times(ratio_to_best(one, in_column(one, column)), 1));
       cells.push_back(ours && one.bytes > 0 ? fixed(static_cast<double>(one.bytes) / *ours / 1e9, 2) : "");
       cells.push_back(share_of_limit(one, ours, copy));
     }
-    for (const Peer& peer : here_) cells.push_back(microseconds(results_.find(peer.name, one)));
+    for (const Peer& peer : here_) cells.push_back(microseconds(seconds_of(results_, peer.name, one)));
     cells.push_back(microseconds(copy));
     return cells;
   }
@@ -191,42 +166,32 @@ class Page {
   std::optional<double> ratio_to_best(const Case& theirs, const Case& ours) const {
     std::optional<double> least;
     for (const Peer& peer : here_)
-      if (const auto ratio = results_.ratio(peer.name, theirs, ours); ratio && (!least || *ratio < *least))
+      if (const auto ratio = ratio_to(results_, peer.name, theirs, ours); ratio && (!least || *ratio < *least))
         least = ratio;
     return least;
   }
 
   std::string share_of_limit(const Case& one, std::optional<double> ours, std::optional<double> copy) const {
     if (!ours || !copy) return "";
-    return concat(fixed(100 * *copy * copied_share(one.operation, ranks_) / *ours, 0), "%");
+    return percent(*copy * copied_share(one.operation, ranks_) / *ours);
   }
 
-  const Options& options_;
+  const CollectivesOptions& options_;
   int ranks_;
   const std::vector<Peer>& here_;
   const Results& results_;
 };
 
-void add_options(CLI::App& app, Options& options) {
-  app.add_option("--ranks", options.ranks, "numbers of processes, such as 2,4,8")
-      ->delimiter(',')
-      ->capture_default_str();
-  app.add_option("--operation", options.operations, "only these")->delimiter(',')->check(CLI::IsMember(operations()));
-  app.add_option("--algorithm", options.algorithms, "of lockstep's all_reduce: direct, central, ring, tree")
-      ->delimiter(',')
-      ->check(CLI::IsMember(kAlgorithms))
-      ->capture_default_str();
-  app.add_option("--memory", options.memories, "of lockstep's arrays: arena (World::allocate), ordinary")
-      ->delimiter(',')
-      ->check(CLI::IsMember(kMemories))
-      ->capture_default_str();
-  app.add_option("--dtype", options.dtype, "of the elements")->check(CLI::IsMember(dtypes()))->capture_default_str();
-  app.add_option("--max-bytes", options.max_bytes, "the largest array")->capture_default_str();
-  app.add_option("--turns", options.turns, "how often each system has its turn at each case")
-      ->check(CLI::Range(1, 99))
-      ->capture_default_str();
-  app.add_flag("--full", options.full, "2, 4 and 8 ranks, every algorithm, every operation at every size");
-  app.add_option("--json", options.json, "file for the figures");
+void add_options(Program& program, CollectivesOptions& options) {
+  program.list("--ranks", options.ranks, "numbers of processes, such as 2,4,8");
+  program.list("--operation", options.operations, "only these")->check(CLI::IsMember(operations()));
+  program.list("--algorithm", options.algorithms, "of lockstep's all_reduce: direct, central, ring, tree")
+      ->check(CLI::IsMember(kAlgorithms));
+  program.list("--memory", options.memories, "of lockstep's arrays: arena (World::allocate), ordinary")
+      ->check(CLI::IsMember(kMemories));
+  program.option("--dtype", options.dtype, "of the elements")->check(CLI::IsMember(dtypes()));
+  program.option("--max-bytes", options.max_bytes, "the largest array");
+  program.flag("--full", options.full, "2, 4 and 8 ranks, every algorithm, every operation at every size");
 }
 
 void print_head(const std::vector<Peer>& all) {
@@ -238,32 +203,32 @@ void print_head(const std::vector<Peer>& all) {
     if (!peer.missing.empty()) std::cout << peer.name << " is missing: " << peer.missing << '\n';
 }
 
-void run(const Options& options) {
+void run(const Program& program, const CollectivesOptions& options) {
   const std::vector<Peer> all = peers();
   std::vector<Peer> here;
   for (const Peer& peer : all)
     if (peer.missing.empty()) here.push_back(peer);
   print_head(all);
-  nlohmann::ordered_json json{{"turns", options.turns}};
+  Json json{{"turns", program.turns()}};
   for (const int ranks : options.ranks) {
-    const Results results = measure(options, ranks, here);
+    const Results results = measure(program, options, ranks, here);
     Page(options, ranks, here, results).print(std::cout);
-    json["seconds"][concat(ranks, " ranks")] = results.to_json();
+    json["seconds"][concat(ranks, " ranks")] = to_json(results);
   }
-  if (!options.json.empty()) save(options.json, json);
+  program.save(json);
 }
 
 }  // namespace
 
 int bench_collectives(int argc, const char* const* argv) {
-  CLI::App app("Every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.",
-               "lockstep bench collectives");
-  Options options;
-  add_options(app, options);
-  if (const auto exit_code = parse(app, argc, argv)) return *exit_code;
-  if (options.full && app.count("--ranks") == 0) options.ranks = {2, 4, 8};
-  if (options.full && app.count("--algorithm") == 0) options.algorithms = kAlgorithms;
-  run(options);
+  CollectivesOptions options;
+  Program program("collectives", "Every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.",
+                  3);
+  add_options(program, options);
+  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
+  if (options.full && !program.was_given("--ranks")) options.ranks = {2, 4, 8};
+  if (options.full && !program.was_given("--algorithm")) options.algorithms = kAlgorithms;
+  run(program, options);
   return 0;
 }
 

@@ -1,31 +1,57 @@
-"""What the benchmarks share: where programs are, medians, and the machine a result came from."""
+"""What the benchmarks share: where programs are, how the systems take turns, medians, and the machine of a result."""
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / "build/release/bin"
 LOCKSTEP = BIN / "lockstep"
-PYTORCH = ROOT / ".deps/pytorch"
 
 
-def require_peers():
-    if not (PYTORCH / ".complete").exists():
-        sys.exit("bench: PyTorch is not here; run `make bench`, or tools/setup.sh pytorch first (4.7 GB)")
+def require_peers(target, *names):
+    for name in names:
+        if not (ROOT / ".deps" / name / ".complete").exists():
+            sys.exit(f"bench: {name} is not here; run tools/setup.sh {target} first")
 
 
-def peer_environment():
-    return {**os.environ, "PYTHONPATH": str(PYTORCH), "OMP_NUM_THREADS": "1"}
+def python_with(package, **variables):
+    """The environment in which python3 finds one of the packages in .deps/."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / ".deps" / package), **variables}
 
 
-def last_json(command, **options):
-    """Runs a command and returns the last line of its stdout as JSON."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, **options)
+def run_peer(script, *arguments, package="pytorch", threads="1", **options):
+    """Runs bench/peers/SCRIPT with that many OpenMP threads (None: as many as it likes) and returns the last line of its stdout as JSON."""
+    command = [sys.executable, ROOT / "bench/peers" / script, *map(str, arguments)]
+    environment = python_with(package, **({"OMP_NUM_THREADS": threads} if threads else {}))
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment, **options)
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def train(*options):
+    """Runs `lockstep train` and returns the events that it wrote to --metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        subprocess.run([LOCKSTEP, "train", *map(str, options), "--quiet", "--metrics", metrics], check=True)
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def rounds(usual):
+    """The first argument, if there is one."""
+    return int(sys.argv[1]) if len(sys.argv) > 1 else usual
+
+
+def take_turns(count, runs):
+    """Calls every function of `runs` once in each of `count` rounds; the results of each by its name."""
+    found = {name: [] for name in runs}
+    for _ in range(count):
+        for name, run in runs.items():
+            found[name].append(run())
+    return found
 
 
 def median(values):

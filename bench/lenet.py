@@ -5,13 +5,7 @@
 
 Then where the step's time goes, beside what the same arithmetic takes at the speed of sgemm.
 """
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-from common import LOCKSTEP, ROOT, last_json, machine, median, peer_environment, require_peers, save, spread
+from common import machine, median, require_peers, rounds, run_peer, save, spread, take_turns, train
 
 RANKS, BATCH, STEPS = 2, 256, 235
 # Multiply-adds of a forward pass per image, times 2: conv1, conv2, fc1, fc2. Backward computes as much for the weights,
@@ -20,25 +14,16 @@ FORWARD = [2 * 26 * 26 * 20 * 9, 2 * 9 * 9 * 50 * 500, 2 * 800 * 128, 2 * 128 * 
 FLOP = {"forward": sum(FORWARD), "backward": 2 * sum(FORWARD) - FORWARD[0]}
 
 
-def lockstep(layout):
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        subprocess.run([LOCKSTEP, "train", "--ranks", str(RANKS), "--threads", "1", "--epochs", "1", "--lr", "0.1",
-                        "--nesterov", "--layout", layout, "--quiet", "--metrics", metrics], check=True)
-        events = [json.loads(line) for line in metrics.read_text().splitlines()]
+def lockstep():
+    events = train("--ranks", RANKS, "--threads", 1, "--epochs", 1, "--lr", 0.1, "--nesterov", "--layout", "auto")
     epoch = next(event for event in events if event["event"] == "epoch")
     return {**events[-1], "seconds": epoch["seconds"]}
 
 
-def pytorch(layout):
-    return last_json([sys.executable, ROOT / "bench/peers/pytorch_ddp.py", str(RANKS), layout],
-                     env=peer_environment())
-
-
 RUNS = {
-    "lockstep": lambda: lockstep("auto"),
-    "PyTorch DDP": lambda: pytorch("contiguous"),
-    "PyTorch DDP, channels_last": lambda: pytorch("channels_last"),
+    "lockstep": lockstep,
+    "PyTorch DDP": lambda: run_peer("pytorch_ddp.py", RANKS, "contiguous"),
+    "PyTorch DDP, channels_last": lambda: run_peer("pytorch_ddp.py", RANKS, "channels_last"),
 }
 
 
@@ -59,21 +44,18 @@ def print_phases(runs, gflops):
 
 
 def main():
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    require_peers()
-    print(f"LeNet, Fashion-MNIST, batch {BATCH}, {RANKS} ranks x 1 thread; {rounds} rounds in turn\n{machine()}\n")
-    runs = {name: [] for name in RUNS}
-    for _ in range(rounds):
-        for name, run in RUNS.items():
-            runs[name].append(run())
-    gflops = last_json([sys.executable, ROOT / "bench/peers/sgemm.py", str(RANKS)], env=peer_environment())["gflops_per_core"]
+    count = rounds(5)
+    require_peers("pytorch", "pytorch")
+    print(f"LeNet, Fashion-MNIST, batch {BATCH}, {RANKS} ranks x 1 thread; {count} rounds in turn\n{machine()}\n")
+    runs = take_turns(count, RUNS)
+    gflops = run_peer("sgemm.py", RANKS)["gflops_per_core"]
     seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
     base = median(seconds["lockstep"])
     print(f"{'':28} s per epoch   min to max      time / lockstep's")
     for name, values in seconds.items():
         print(f"{name:28} {median(values):8.2f}      {spread(values):16}{median(values) / base:6.2f}")
     phases = print_phases(runs["lockstep"], gflops)
-    save("lenet", {"rounds": rounds, "seconds_per_epoch": seconds, "step_ms": phases, "sgemm_gflops_per_core": gflops})
+    save("lenet", {"rounds": count, "seconds_per_epoch": seconds, "step_ms": phases, "sgemm_gflops_per_core": gflops})
 
 
 if __name__ == "__main__":

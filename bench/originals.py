@@ -6,14 +6,11 @@
 Two devices or workers of one core each; Fashion-MNIST, SGD with momentum. `tools/setup.sh originals` fetches the peers.
 """
 import json
-import os
 import random
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from common import LOCKSTEP, ROOT, last_json, machine, median, peer_environment, save
+from common import ROOT, machine, median, python_with, require_peers, rounds, run_peer, save, take_turns, train
 
 WARM_UP = 10
 CASES = {"lenet": (256, 60), "mlp-wide": (32, 40)}  # batch, steps
@@ -21,33 +18,24 @@ CASES = {"lenet": (256, 60), "mlp-wide": (32, 40)}  # batch, steps
 
 def lockstep(model, *options):
     batch, steps = CASES[model]
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        subprocess.run([LOCKSTEP, "train", "--model", model, "--data", "fashion-mnist", "--batch-size", str(batch), "--lr",
-                        "0.01", "--momentum", "0.9", "--ranks", "2", "--threads", "1", "--max-steps", str(WARM_UP + steps),
-                        "--quiet", "--metrics", metrics, *options], check=True)
-        events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    events = train("--model", model, "--data", "fashion-mnist", "--batch-size", batch, "--lr", 0.01, "--momentum", 0.9,
+                   "--ranks", 2, "--threads", 1, "--max-steps", WARM_UP + steps, *options)
     seconds = [event["seconds"] for event in events if event["event"] == "step"][WARM_UP:]
     return sum(seconds) / len(seconds)
 
 
-def python_with(folder, **variables):
-    return {**os.environ, "PYTHONPATH": str(ROOT / ".deps" / folder), **variables}
-
-
 def pytorch(model):
-    command = [sys.executable, ROOT / "bench/peers/pytorch_ddp.py", "2", "channels_last", model, *map(str, CASES[model])]
-    return last_json(command, env=peer_environment())["seconds_per_step"]
+    return run_peer("pytorch_ddp.py", 2, "channels_last", model, *CASES[model])["seconds_per_step"]
 
 
 def tensorflow(model):
-    command = [sys.executable, ROOT / "bench/peers/tensorflow_mirrored.py", model, *map(str, CASES[model])]
-    return last_json(command, env=python_with("tensorflow"))["seconds_per_step"]
+    return run_peer("tensorflow_mirrored.py", model, *CASES[model], package="tensorflow",
+                    threads=None)["seconds_per_step"]
 
 
 def mxnet_device(model):
-    command = [sys.executable, ROOT / "bench/peers/mxnet_kvstore.py", "device", "2", model, *map(str, CASES[model])]
-    return last_json(command, env=python_with("mxnet", OMP_NUM_THREADS="1"), stderr=subprocess.DEVNULL)["seconds_per_step"]
+    return run_peer("mxnet_kvstore.py", "device", 2, model, *CASES[model], package="mxnet",
+                    stderr=subprocess.DEVNULL)["seconds_per_step"]
 
 
 def mxnet_dist(kind, model):
@@ -86,18 +74,13 @@ ORIGINALS = {"lockstep ddp": "PyTorch DDP, Gloo", "lockstep towers": "TensorFlow
 
 
 def main():
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    count = rounds(3)
     models = sys.argv[2:3] or list(CASES)
-    for needed in ("pytorch", "mxnet", "tensorflow"):
-        if not (ROOT / ".deps" / needed / ".complete").exists():
-            sys.exit(f"originals: {needed} is not here; run tools/setup.sh originals first")
-    print(f"{machine()}; {rounds} rounds in turn")
-    result = {"rounds": rounds}
+    require_peers("originals", "pytorch", "mxnet", "tensorflow")
+    print(f"{machine()}; {count} rounds in turn")
+    result = {"rounds": count}
     for model in models:
-        found = {name: [] for name in RUNS}
-        for _ in range(rounds):
-            for name, run in RUNS.items():
-                found[name].append(run(model))
+        found = take_turns(count, {name: lambda run=run: run(model) for name, run in RUNS.items()})
         medians = {name: median(values) for name, values in found.items()}
         print(f"\n{model}, batch {CASES[model][0]}: a step{'':14} ms   the original takes")
         for name, seconds in medians.items():

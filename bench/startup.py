@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 
-from common import BIN, LOCKSTEP, PYTORCH, ROOT, machine, median, peer_environment, require_peers, save, spread
+from common import BIN, LOCKSTEP, ROOT, machine, median, python_with, require_peers, rounds, save, spread, take_turns
 
 COMMANDS = {
     "lockstep run": ([LOCKSTEP, "run", "--nproc-per-node", "2", "--", BIN / "first_all_reduce"], None),
     "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                  ROOT / "bench/peers/first_all_reduce.py"], peer_environment()),
+                  ROOT / "bench/peers/first_all_reduce.py"], python_with("pytorch", OMP_NUM_THREADS="1")),
 }
 
 
@@ -26,17 +26,15 @@ def seconds_to_first_all_reduce(command, environment):
 
 
 def main():
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    require_peers()
-    print(f"start to first all-reduce, 2 ranks; {rounds} rounds in turn\n{machine()}\n")
-    seconds = {name: [] for name in COMMANDS}
-    for _ in range(rounds):
-        for name, (command, environment) in COMMANDS.items():
-            seconds[name].append(seconds_to_first_all_reduce(command, environment))
+    count = rounds(7)
+    require_peers("pytorch", "pytorch")
+    print(f"start to first all-reduce, 2 ranks; {count} rounds in turn\n{machine()}\n")
+    seconds = take_turns(count, {name: lambda command=command: seconds_to_first_all_reduce(*command)
+                                 for name, command in COMMANDS.items()})
     base = median(seconds["lockstep run"])
     for name, values in seconds.items():
         print(f"{name:16} {median(values):6.2f} s   ({spread(values)})   {median(values) / base:5.1f} x")
-    save("startup", {"rounds": rounds, "seconds": seconds})
+    save("startup", {"rounds": count, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// lockstep-bench: `lockstep bench NAME`: finds the benchmark. Each one lives in bench/NAME.cc.
+// lockstep-bench: `lockstep bench NAME`: finds the benchmark. Each one has a file of its name in bench/.
 #include <algorithm>
 #include <array>
 #include <iomanip>

@@ -11,6 +11,17 @@ if(CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
   add_compile_options(-march=x86-64-v3)
 endif()
 
+# -O3 is for the kernels only (lockstep/CMakeLists.txt); elsewhere it costs compile time and gains nothing.
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+
+# Compiles `batch` sources of a target as one unit. The headers of torch, and what they instantiate, cost each unit about
+# 10 s, so a few large units are compiled several times as fast as many small ones (docs/design/build.md).
+function(lockstep_unity target batch)
+  if(LOCKSTEP_UNITY)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
+  endif()
+endfunction()
+
 # One set of flags for libraries and programs, so that they can share one precompiled header.
 add_compile_options(-fPIC -pthread -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual
   -Wno-missing-field-initializers  # designated initialisers leave out what keeps its default

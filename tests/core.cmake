@@ -3,19 +3,14 @@ add_executable(rank_probe launch/rank_probe.cc)
 target_link_libraries(rank_probe PRIVATE lockstep_core)
 
 lockstep_tests_in(beside_sources base launch)
-add_executable(core_test
-  launch/child.cc
-  launch/command_test.cc
-  launch/mpirun_test.cc
-  ${beside_sources}
-)
+lockstep_test(core_test core SHARDS 4 TIMEOUT 300
+  SOURCES launch/child.cc launch/command_test.cc launch/mpirun_test.cc ${beside_sources})
 target_compile_definitions(core_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"
   RANK_PROBE="$<TARGET_FILE:rank_probe>"
 )
-target_link_libraries(core_test PRIVATE lockstep_core GTest::gtest_main)
+target_link_libraries(core_test PRIVATE lockstep_core)
 add_dependencies(core_test lockstep_command rank_probe)
-gtest_discover_tests(core_test TEST_PREFIX core. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 60)
 
 # The layout: who includes whom, the map in HACKING.md, the programs in README.md.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)

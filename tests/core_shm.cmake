@@ -1,12 +1,7 @@
 # The shared-memory core of collective/: no torch, so the tsan preset runs it too. lockstep_core carries its sources.
 lockstep_tests_in(beside_sources collective/shm)
-add_executable(shm_test
-  shm/faults_test.cc
-  shm/stress_test.cc
-  ${beside_sources}
-)
-target_link_libraries(shm_test PRIVATE lockstep_core GTest::gtest_main)
-gtest_discover_tests(shm_test TEST_PREFIX shm. DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 1200)
+lockstep_test(shm_test shm SHARDS 4 TIMEOUT 3600 SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
+target_link_libraries(shm_test PRIVATE lockstep_core)
 
 # The protocol's model, checked exhaustively (Debian's package spin; 15 s).
 find_program(SPIN spin REQUIRED)

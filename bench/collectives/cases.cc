@@ -62,7 +62,9 @@ double seconds_of(const std::function<void()>& call, int times) {
 
 std::size_t Case::count() const { return std::max<std::size_t>(1, bytes / size_of(dtype)); }
 
-std::size_t Case::part(int ranks) const { return std::max<std::size_t>(1, count() / static_cast<std::size_t>(ranks)); }
+std::size_t Case::part(std::size_t ranks) const { return std::max<std::size_t>(1, count() / ranks); }
+
+std::size_t Case::whole(std::size_t ranks) const { return part(ranks) * ranks; }
 
 const std::vector<std::string>& operations() {
   static const std::vector<std::string> all{"barrier",   "all_reduce", "reduce",  "reduce_scatter", "all_gather",

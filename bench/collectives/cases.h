@@ -20,8 +20,9 @@ struct Case {
   std::string memory = "ordinary";  // or "arena"; lockstep only, as is the algorithm
   std::string algorithm = "direct";
 
-  std::size_t count() const;          // elements, at least one
-  std::size_t part(int ranks) const;  // elements of one of `ranks` parts, at least one
+  std::size_t count() const;                   // elements, at least one
+  std::size_t part(std::size_t ranks) const;   // elements of one of `ranks` parts, at least one
+  std::size_t whole(std::size_t ranks) const;  // elements of all parts
 };
 
 const std::vector<std::string>& operations();  // barrier, all_reduce, ... in the order of the table

@@ -49,7 +49,7 @@ class GlooRank final : public System {
 };
 
 std::function<void()> GlooRank::prepare(const Case& one) {
-  const auto elements = static_cast<std::int64_t>(one.part(size_)) * size_;
+  const auto elements = static_cast<std::int64_t>(one.whole(size_));
   const at::Tensor data = at::zeros({static_cast<std::int64_t>(one.count())}, type_of(one.dtype));
   const at::Tensor whole = at::zeros({elements}, type_of(one.dtype));
   if (one.operation == "send_receive") {
@@ -67,7 +67,7 @@ std::function<void()> GlooRank::prepare(const Case& one) {
 GlooRank::Call GlooRank::call_for(const std::string& operation, at::Tensor data, at::Tensor whole,
                                   at::Tensor result) const {
   const auto gloo = gloo_;
-  at::Tensor part = result.chunk(size_)[static_cast<std::size_t>(rank_)].clone();
+  at::Tensor part = result.chunk(size_).at(rank_).clone();
   Tensors one{data};
   Tensors own{part};
   std::vector<Tensors> at_root;

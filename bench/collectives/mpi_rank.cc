@@ -50,8 +50,7 @@ std::function<void()> MpiRank::prepare(const Case& one) {
   MPI_Type_size(type, &element);
   const int count = static_cast<int>(one.count());
   const int part = static_cast<int>(one.part(size_));
-  const std::size_t elements = std::max(one.count(), one.part(size_) * static_cast<std::size_t>(size_));
-  input_.assign(elements * static_cast<std::size_t>(element), 0);
+  input_.assign(std::max(one.count(), one.whole(size_)) * element, 0);
   output_.assign(input_.size(), 0);
   void* const in = input_.data();
   void* const out = output_.data();

@@ -29,7 +29,8 @@ UniqueFd listen_at(const std::string& address) {
 }  // namespace
 
 RunningSystem::RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs)
-    : name_(std::move(name)), listener_(listen_at(folder_.file("socket"))), ranks_(static_cast<std::size_t>(ranks)) {
+    : name_(std::move(name)), listener_(listen_at(folder_.file("socket"))) {
+  ranks_.resize(ranks);
   start(programs);
   for (int i = 0; i < ranks; ++i) accept_rank();
 }
@@ -52,7 +53,6 @@ void RunningSystem::start(const std::vector<RankProgram>& programs) {
     if (programs[i].body) options.body = [body = programs[i].body, address] { return body(address); };
     if (!programs[i].body) options.command.push_back(address);
     options.variables = programs[i].variables;
-    ::sigemptyset(&options.signal_mask);
     if (programs[i].pinned)
       options.cores = cores_of_rank(usable_cores(), static_cast<int>(i), static_cast<int>(programs.size()));
     processes_.emplace_back(options);
@@ -75,7 +75,7 @@ void RunningSystem::accept_rank() {
   wait_readable(listener_);
   UniqueFd rank(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!rank) throw system_error("accept a rank of", name_);
-  ranks_.at(std::stoul(read_line(rank))) = std::move(rank);
+  ranks_[std::stoi(read_line(rank))] = std::move(rank);
 }
 
 std::string RunningSystem::read_line(const UniqueFd& rank) const {

@@ -11,9 +11,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The folder of this program holds those for MPI, which each MPI's own compiler has built.
-fs::path beside_this(const std::string& name) { return fs::read_symlink("/proc/self/exe").parent_path() / name; }
-
 bool in_path(const std::string& program) {
   const char* const path = std::getenv("PATH");
   for (const std::string& folder : split(path == nullptr ? "" : path, ':'))
@@ -29,7 +26,7 @@ std::string why_missing(const std::string& launcher, const std::string& program,
 
 RunningSystemPtr start_mpi(const std::string& name, std::vector<std::string> command, const std::string& program,
                            int ranks) {
-  command.insert(command.end(), {"-np", concat(ranks), beside_this(program).string()});
+  command.insert(command.end(), {"-np", concat(ranks), beside_this(program)});
   const RankProgram mpirun{.command = std::move(command),
                            .body = nullptr,
                            .variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"}, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}}};

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "bench/collectives/cases.h"
-#include "bench/temporary_folder.h"
+#include "bench/processes.h"
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/unique_fd.h"
-#include "lockstep/launch/process.h"
 
 namespace lockstep::bench {
 
@@ -47,7 +47,7 @@ class RunningSystem {
   std::string name_;
   TemporaryFolder folder_;
   UniqueFd listener_;
-  std::vector<UniqueFd> ranks_;
+  IntVector<UniqueFd> ranks_;
   std::vector<Process> processes_;
 };
 

@@ -8,7 +8,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "bench/report.h"
+#include "bench/harness.h"
 #include "lockstep/base/file.h"
 #include "lockstep/data/images/jpeg.h"
 #include "lockstep/data/loader/random.h"
@@ -154,7 +154,7 @@ double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t
   std::uint64_t bytes = 0;
   const auto part = [&](std::int64_t begin) {
     const std::int64_t end = std::min(begin + kAhead, records.size());
-    std::vector<std::int64_t> batch(static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
+    std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
     order->read(begin, batch);
     return batch;
   };

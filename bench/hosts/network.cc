@@ -40,9 +40,12 @@ LinkBytes read_bytes(const std::string& device) {
 
 }  // namespace
 
-Network::Network(int hosts, const LinkOptions& options) : options_(options), hosts_(static_cast<std::size_t>(hosts)) {
+Network::Network(int hosts, const LinkOptions& options) : options_(options) {
   switch_.shell("ip link add bridge type bridge\nip link set bridge up\n");
-  for (int host = 0; host < hosts; ++host) connect(host);
+  for (int host = 0; host < hosts; ++host) {
+    hosts_.emplace_back();
+    connect(host);
+  }
 }
 
 void Network::connect(int host) const {
@@ -57,6 +60,18 @@ void Network::connect(int host) const {
 
 std::string Network::address(int host) const { return concat("10.77.0.", host + 1); }
 
+Variables Network::variables(int host, int local_rank, int ranks_per_host) const {
+  constexpr int kPort = 29500;  // of a network that has nothing else in it
+  return {{"RANK", concat(host * ranks_per_host + local_rank)},
+          {"WORLD_SIZE", concat(hosts() * ranks_per_host)},
+          {"LOCAL_RANK", concat(local_rank)},
+          {"LOCAL_WORLD_SIZE", concat(ranks_per_host)},
+          {"GROUP_RANK", concat(host)},
+          {"MASTER_ADDR", address(0)},
+          {"MASTER_PORT", concat(kPort)},
+          {"OMP_NUM_THREADS", "1"}};
+}
+
 LinkBytes Network::bytes(int host) const {
   LinkBytes bytes;
   this->host(host).run([&] { bytes = read_bytes("eth0"); });
@@ -66,6 +81,12 @@ LinkBytes Network::bytes(int host) const {
 std::string congestion_control(const LinkOptions& options) {
   if (!options.congestion_control.empty()) return options.congestion_control;
   return split(read_file(kCongestionControl), '\n').front();
+}
+
+void add_link_options(Program& program, LinkOptions& link) {
+  program.option("--rate", link.megabits_per_second, "of every link, Mb/s in each direction");
+  program.option("--congestion-control", link.congestion_control,
+                 "of TCP: bbr, cubic, reno; this machine's by default");
 }
 
 }  // namespace lockstep::bench

@@ -13,9 +13,12 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "bench/harness.h"
 #include "bench/hosts/network_namespace.h"
+#include "lockstep/base/int_vector.h"
 
 namespace lockstep::bench {
 
@@ -30,27 +33,34 @@ struct LinkOptions {
   std::string congestion_control{};   // of TCP: bbr, reno, ...; empty: this machine's
 };
 
+using Variables = std::vector<std::pair<std::string, std::string>>;
+
 class Network {
  public:
   Network(int hosts, const LinkOptions& options);  // throws SystemError: not root, no iproute2
 
-  int hosts() const { return static_cast<int>(hosts_.size()); }
-  const NetworkNamespace& host(int index) const { return hosts_[static_cast<std::size_t>(index)]; }
+  int hosts() const { return hosts_.size(); }
+  const NetworkNamespace& host(int index) const { return hosts_[index]; }
   std::string address(int host) const;
   double bytes_per_second() const { return options_.megabits_per_second * 1e6 / 8; }  // of a link, in one direction
   LinkBytes bytes(int host) const;
+
+  // The launcher's variables of a process on `host`, where every host has `ranks_per_host` ranks.
+  Variables variables(int host, int local_rank, int ranks_per_host) const;
 
  private:
   void connect(int host) const;
 
   LinkOptions options_;
   NetworkNamespace switch_;
-  std::vector<NetworkNamespace> hosts_;
+  IntVector<NetworkNamespace> hosts_;
 };
 
 // What TCP gets through the links between hosts 0 and 1, in bytes of data per second and direction, while both send.
 double measured_bytes_per_second(const Network& network);
 
-std::string congestion_control(const LinkOptions& options);  // what it is
+std::string congestion_control(const LinkOptions& options);  // the one in use
+
+void add_link_options(Program& program, LinkOptions& link);  // --rate, --congestion-control
 
 }  // namespace lockstep::bench

@@ -2,16 +2,14 @@
 
 #include <fcntl.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <cerrno>
 #include <chrono>
 #include <future>
 
-#include "bench/child.h"
+#include "bench/processes.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/process.h"
 
 namespace lockstep::bench {
 namespace {
@@ -27,11 +25,6 @@ void require_made(int result) {
                      .next =
                          "run it as root, or as the root of a user namespace: unshare --user --map-root-user lockstep "
                          "bench ..."});
-}
-
-int execute_shell(const std::string& script) {
-  ::execl("/bin/sh", "sh", "-ec", script.c_str(), nullptr);
-  throw system_error("start", "/bin/sh");
 }
 
 }  // namespace
@@ -56,14 +49,18 @@ void NetworkNamespace::run(const std::function<void()>& body) const {
   });
 }
 
-void NetworkNamespace::shell(const std::string& script) const {
+ProcessOptions NetworkNamespace::inside(const std::vector<std::string>& command) const {
   ProcessOptions options;
-  options.body = [&] {
+  options.body = [this, command]() -> int {
     enter();
-    return execute_shell(script);
+    replace_by(command);
   };
-  ::sigemptyset(&options.signal_mask);
-  require_good_end(Process(options), "setting up a network (ip and tc, of Debian's iproute2)", kLongestScript);
+  return options;
+}
+
+void NetworkNamespace::shell(const std::string& script) const {
+  run_to_its_end(inside({"/bin/sh", "-ec", script}), "setting up a network (ip and tc, of Debian's iproute2)",
+                 kLongestScript);
 }
 
 std::string NetworkNamespace::path() const { return concat("/proc/", ::getpid(), "/fd/", fd_.get()); }

@@ -4,16 +4,12 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
-#include <map>
-
 #include "bench/collectives/cases.h"
 #include "lockstep/base/text.h"
 #include "lockstep/world.h"
 
 namespace lockstep::bench {
 namespace {
-
-constexpr int kPort = 29500;  // of a network that has nothing else in it
 
 class WorldRank final : public System {
  public:
@@ -50,40 +46,21 @@ std::function<void()> WorldRank::prepare(const Case& one) {
   return nullptr;
 }
 
-struct Place {
-  int rank;
-  int host;
-  int local_rank;
-};
-
-using Variables = std::vector<std::pair<std::string, std::string>>;
-
-Variables variables_of(const Place& place, const Network& network, int ranks_per_host) {
-  return {{"RANK", concat(place.rank)},
-          {"WORLD_SIZE", concat(network.hosts() * ranks_per_host)},
-          {"LOCAL_RANK", concat(place.local_rank)},
-          {"LOCAL_WORLD_SIZE", concat(ranks_per_host)},
-          {"GROUP_RANK", concat(place.host)},
-          {"MASTER_ADDR", network.address(0)},
-          {"MASTER_PORT", concat(kPort)},
-          {"OMP_NUM_THREADS", "1"}};
-}
-
-using Body = std::function<void(const Place& place, const std::string& address)>;
+using Body = std::function<void(int rank, int host, const std::string& address)>;
 
 RunningSystemPtr start(const std::string& name, const Network& network, int ranks_per_host, const Body& body) {
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < network.hosts() * ranks_per_host; ++rank) {
-    const Place place{.rank = rank, .host = rank / ranks_per_host, .local_rank = rank % ranks_per_host};
+    const int host = rank / ranks_per_host;
     programs.push_back({.command = {},
                         .body =
                             [=, &network](const std::string& address) {
-                              network.host(place.host).enter();
+                              network.host(host).enter();
                               at::set_num_threads(1);
-                              body(place, address);
+                              body(rank, host, address);
                               return 0;
                             },
-                        .variables = variables_of(place, network, ranks_per_host)});
+                        .variables = network.variables(host, rank % ranks_per_host, ranks_per_host)});
   }
   return std::make_unique<RunningSystem>(name, static_cast<int>(programs.size()), programs);
 }
@@ -91,7 +68,7 @@ RunningSystemPtr start(const std::string& name, const Network& network, int rank
 }  // namespace
 
 RunningSystemPtr start_hierarchy(const Network& network, int ranks_per_host) {
-  return start("lockstep", network, ranks_per_host, [](const Place&, const std::string& address) {
+  return start("lockstep", network, ranks_per_host, [](int, int, const std::string& address) {
     WorldRank system(World::from_env());
     serve(system, address);
   });
@@ -99,9 +76,9 @@ RunningSystemPtr start_hierarchy(const Network& network, int ranks_per_host) {
 
 RunningSystemPtr start_flat_gloo(const Network& network, int ranks_per_host) {
   const int size = network.hosts() * ranks_per_host;
-  return start("Gloo", network, ranks_per_host, [size, &network](const Place& place, const std::string& address) {
-    const auto system = make_gloo_rank(
-        {.store = address + ".store", .rank = place.rank, .size = size, .address = network.address(place.host)});
+  return start("Gloo", network, ranks_per_host, [size, &network](int rank, int host, const std::string& address) {
+    const auto system =
+        make_gloo_rank({.store = address + ".store", .rank = rank, .size = size, .address = network.address(host)});
     serve(*system, address);
   });
 }

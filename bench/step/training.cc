@@ -9,8 +9,8 @@
 
 #include <ATen/Parallel.h>
 
-#include "bench/python_peer.h"
-#include "bench/report.h"
+#include "bench/harness.h"
+#include "bench/processes.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
@@ -56,9 +56,9 @@ double copy_speed(const World& world) {
 }
 
 // The steps of one rank, phase by phase.
-class Training {
+class RankTraining {
  public:
-  Training(const World& world, const StepCase& one, const StepRun& run)
+  RankTraining(const World& world, const StepCase& one, const StepRun& run)
       : world_(world), strategy_(make(world, one, run)), batch_(own_part(world, one)) {
     batch_.data = in_layout(batch_.data, one.layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous);
   }
@@ -118,7 +118,7 @@ class Training {
 
 Seconds train(const World& world, const StepCase& one, const StepRun& run) {
   const double idle = reduced(world, pss_mib(), ReduceOp::kSum);
-  Training training(world, one, run);
+  RankTraining training(world, one, run);
   for (int i = 0; i < run.warmup; ++i) training.step();
   training.forget();
   for (int i = 0; i < run.steps; ++i) training.step();

@@ -1,5 +1,5 @@
-// bench/strategies/cases.h: what `lockstep bench strategies` compares: ways to keep replicas on several hosts one
-// model, with what the literature says of each one's bytes.
+// bench/strategies/cases.h: what `lockstep bench strategies` compares: ways to keep the replicas on several hosts equal,
+// each with the bytes that the literature gives for it.
 //
 // Notation: N workers, a host each; S servers, a host each; K bytes of gradient.
 //
@@ -21,6 +21,6 @@ struct StrategyCase {
   double (*busiest)(int workers, int servers) = nullptr;
 };
 
-const std::vector<StrategyCase>& strategy_cases();  // whose strategy is in this build
+const std::vector<StrategyCase>& strategy_cases();
 
 }  // namespace lockstep::bench

@@ -26,9 +26,9 @@ using testing::operator+;
 using testing::steps_in;
 using testing::Words;
 
-const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
+const Words kStoreProgram = {MISBEHAVING_TASK, "--threads", "1"};
 Words kvstore(const std::string& kind) {
-  return kProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"};
+  return kStoreProgram + Words{"--strategy", "kvstore", "--kvstore", kind, "--seed", "3"};
 }
 
 std::string tensors_of(const std::filesystem::path& path) {
@@ -55,7 +55,7 @@ TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_s
   EXPECT_EQ(last["examples_per_update"], 64);
   EXPECT_EQ(last["devices_per_worker"], 2);
   EXPECT_EQ(last["max_delay"], 0);
-  EXPECT_EQ(run(kProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics",
+  EXPECT_EQ(run(kStoreProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics",
                                  folder / "one.jsonl"})
                 .exit_code,
             0);

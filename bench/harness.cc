@@ -1,0 +1,131 @@
+#include "bench/harness.h"
+
+#include <sys/utsname.h>
+
+#include <fstream>
+#include <iomanip>
+#include <iostream>
+#include <string_view>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+
+namespace lockstep::bench {
+namespace {
+
+// The first line of /proc/cpuinfo that begins with `key`, after the colon.
+std::string cpu_info(const std::string& key) {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with(key) && line.find(": ") != std::string::npos) return line.substr(line.find(": ") + 2);
+  return "";
+}
+
+std::string vectors() {
+  const std::string flags = cpu_info("flags") + " ";
+  if (flags.find(" avx512f ") != std::string::npos) return "AVX-512";
+  return flags.find(" avx2 ") != std::string::npos ? "AVX2" : "no AVX2";
+}
+
+}  // namespace
+
+double median(Turns values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+double median_ratio(const Turns& above, const Turns& below) {
+  Turns ratios;
+  for (std::size_t turn = 0; turn < above.size(); ++turn) ratios.push_back(above[turn] / below[turn]);
+  return median(ratios);
+}
+
+Json to_json(const Turns& turns) { return {{"median", median(turns)}, {"turns", turns}}; }
+
+void Figures::add(const std::map<std::string, double>& values) {
+  for (const auto& [name, value] : values) add(name, value);
+}
+
+const Turns* Figures::find(const std::string& name) const {
+  const auto found = turns_.find(name);
+  return found == turns_.end() ? nullptr : &found->second;
+}
+
+double Figures::operator[](const std::string& name) const {
+  const Turns* const found = find(name);
+  return found == nullptr ? 0 : median(*found);
+}
+
+Json Figures::medians() const {
+  Json json;
+  for (const auto& [name, turns] : turns_) json[name] = median(turns);
+  return json;
+}
+
+std::string machine() {
+  utsname system{};
+  ::uname(&system);
+  const std::string_view kernel = system.release;
+  const std::string model = cpu_info("model name");
+  return concat(usable_cores().size(), " cores, ", model.empty() ? system.machine : model, ", ", vectors(), ", Linux ",
+                kernel.substr(0, kernel.find('-')));
+}
+
+std::string milliseconds(double seconds) { return fixed(seconds * 1e3, 2); }
+std::string microseconds(std::optional<double> seconds) { return seconds ? fixed(*seconds * 1e6, 2) : ""; }
+std::string percent(double share, int digits) { return concat(fixed(100 * share, digits), "%"); }
+std::string times(std::optional<double> ratio, int digits) { return ratio ? concat(fixed(*ratio, digits), "x") : ""; }
+
+void Table::print(std::ostream& out) const {
+  std::vector<std::size_t> widths;
+  for (const auto& row : rows_) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  for (const auto& row : rows_) {
+    for (std::size_t i = 0; i < row.size(); ++i)
+      out << (i == 0 ? std::left : std::right) << std::setw(static_cast<int>(widths[i] + (i == 0 ? 0 : 2))) << row[i];
+    out << '\n';
+  }
+  out.flush();
+}
+
+void show_progress(const std::string& text) {
+  constexpr int kWidth = 70;
+  std::cerr << '\r' << std::left << std::setw(kWidth) << text << (text.empty() ? "\r" : "") << std::flush;
+}
+
+Program::Program(const std::string& name, const std::string& description, int turns)
+    : app_(description, "lockstep bench " + name), turns_(turns) {
+  option("--turns", turns_, "how often each system has its turn at each case")->check(CLI::Range(1, 1000));
+  app_.add_option("--json", json_, "file for the figures");
+}
+
+std::optional<int> Program::parse(int argc, const char* const* argv) {
+  try {
+    app_.parse(argc, argv);
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    constexpr int kUsage = 2;
+    return app_.exit(error) == 0 ? 0 : kUsage;
+  }
+}
+
+void Program::take_turns(const std::string& what, const std::function<void(int turn)>& turn) const {
+  for (int i = 0; i < turns_; ++i) {
+    show_progress(concat(what, ", turn ", i + 1, " of ", turns_));
+    turn(i);
+  }
+  show_progress("");
+}
+
+void Program::save(const Json& result) const {
+  if (json_.empty()) return;
+  Json all{{"machine", machine()}};
+  all.update(result);
+  write_file(json_, all.dump(2) + "\n");
+}
+
+}  // namespace lockstep::bench

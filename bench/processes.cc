@@ -1,0 +1,87 @@
+#include "bench/processes.h"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <system_error>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep::bench {
+namespace {
+
+bool has_succeeded(const Process& process, const std::string& name) {
+  const std::optional<ExitStatus> status = process.status();
+  if (!status) return false;
+  if (status->exit_code == 0 && status->signal == 0) return true;
+  throw SystemError({.what = concat(name, " failed"), .likely = "its own message is above"});
+}
+
+}  // namespace
+
+TemporaryFolder::TemporaryFolder(const std::filesystem::path& in) {
+  std::string path = (in / "lockstep-bench-XXXXXX").string();
+  if (::mkdtemp(path.data()) == nullptr) throw system_error("make a folder like", path);
+  path_ = path;
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+std::string beside_this(const std::string& name) {
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
+}
+
+void replace_by(const std::vector<std::string>& command) {
+  std::vector<char*> arguments;
+  for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
+  arguments.push_back(nullptr);
+  ::execv(arguments.front(), arguments.data());
+  throw system_error("start", command.front());
+}
+
+// Each round polls the processes that are left, until one of them ends or the time is up. The first that fails ends the
+// wait; whoever owns the list then ends the others.
+void wait_for_success(std::list<Process>& processes, const std::string& name, std::chrono::milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  while (!processes.empty()) {
+    std::vector<pollfd> ends;
+    for (const Process& process : processes) ends.push_back({.fd = process.pidfd(), .events = POLLIN, .revents = 0});
+    if (::poll(ends.data(), ends.size(), static_cast<int>(deadline.left().count())) == 0)
+      throw SystemError({.what = concat(name, " did not end in time")});
+    std::erase_if(processes, [&](const Process& process) { return has_succeeded(process, name); });
+  }
+}
+
+void run_to_its_end(const ProcessOptions& options, const std::string& name, std::chrono::milliseconds timeout) {
+  std::list<Process> processes;
+  processes.emplace_back(options);
+  wait_for_success(processes, name, timeout);
+}
+
+std::string run_python(const std::string& script, const std::vector<std::string>& arguments) {
+  const UniqueFd output(::memfd_create("output", MFD_CLOEXEC));
+  if (!output) throw system_error("make", "a file for a program's output");
+  ProcessOptions options;
+  options.command = {"python3", beside_this(script)};
+  options.command.insert(options.command.end(), arguments.begin(), arguments.end());
+  options.variables = {{"OMP_NUM_THREADS", "1"}};
+  options.output_fd = output.get();
+  run_to_its_end(options, concat("python3 ", script), std::chrono::minutes(10));
+  return read_file(concat("/proc/self/fd/", output.get()));
+}
+
+std::string why_no_python(const std::string& modules) {
+  const int code = std::system(concat("python3 -c 'import ", modules, "' 2> /dev/null").c_str());
+  return code == 0 ? "" : concat("python3 can't import ", modules, " (tools/setup.sh pytorch, and PYTHONPATH)");
+}
+
+}  // namespace lockstep::bench
