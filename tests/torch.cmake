@@ -80,3 +80,8 @@ if(NOT LOCKSTEP_SANITIZE)
     COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/install_test.sh ${CMAKE_BINARY_DIR})
   set_tests_properties(install.a_users_project_builds_and_trains PROPERTIES TIMEOUT 300)
 endif()
+
+# What README says under "The command".
+add_test(NAME readme.the_commands_work
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/readme_test.py $<TARGET_FILE:lockstep_command>)
+set_tests_properties(readme.the_commands_work PROPERTIES TIMEOUT 300)
