@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 .PHONY: help demo test soak cuda bench bench-hosts format clean
 
 help:  ## lists these commands
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all cores, 5 epochs
 	cmake --preset release -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_BENCH=OFF

@@ -14,11 +14,16 @@ endif()
 # -O3 is for the kernels only (lockstep/CMakeLists.txt); elsewhere it costs compile time and gains nothing.
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
 
-# Compiles `batch` sources of a target as one unit. The headers of torch, and what they instantiate, cost each unit about
-# 10 s, so a few large units are compiled several times as fast as many small ones (docs/design/build.md).
-function(lockstep_unity target batch)
+# Compiles the sources of a target as `units` units of equal size. The headers of torch, and what they instantiate, cost
+# each unit about 10 s, so a few large units are compiled several times as fast as many small ones (docs/design/build.md).
+function(lockstep_unity target units)
   if(LOCKSTEP_UNITY)
+    get_target_property(sources ${target} SOURCES)
+    list(LENGTH sources count)
+    math(EXPR batch "(${count} + ${units} - 1) / ${units}")
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
+    # False alarms about sources that share a unit; the dev preset compiles each by itself.
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage -Wno-shadow)
   endif()
 endfunction()
 

@@ -1,6 +1,6 @@
 # The shared-memory core of collective/: no torch, so the tsan preset runs it too. lockstep_core carries its sources.
 lockstep_tests_in(beside_sources collective/shm)
-lockstep_test(shm_test shm SHARDS 4 TIMEOUT 3600 SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
+lockstep_test(shm_test shm SHARDS 4 TIMEOUT 7200 SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
 target_link_libraries(shm_test PRIVATE lockstep_core)
 
 # The protocol's model, checked exhaustively (Debian's package spin; 15 s).

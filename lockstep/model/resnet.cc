@@ -24,7 +24,7 @@ Depth depth_of(int layers) {
   throw UsageError({.what = concat("no ResNet of ", layers, " layers"), .next = "18, 34 or 50"});
 }
 
-Conv2dOptions conv(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
+Conv2dOptions conv_options(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
   return Conv2dOptions(in, out, window).stride(stride).padding(window / 2).bias(false);
 }
 
@@ -41,16 +41,16 @@ void initialise(torch::nn::Module& model) {
 ResidualBlockImpl::ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
   const std::int64_t out = channels_out(width, bottleneck);
   if (bottleneck) {
-    add_convolution(conv(in, width, 1));
-    add_convolution(conv(width, width, 3, stride));
-    add_convolution(conv(width, out, 1));
+    add_convolution(conv_options(in, width, 1));
+    add_convolution(conv_options(width, width, 3, stride));
+    add_convolution(conv_options(width, out, 1));
   } else {
-    add_convolution(conv(in, width, 3, stride));
-    add_convolution(conv(width, width, 3));
+    add_convolution(conv_options(in, width, 3, stride));
+    add_convolution(conv_options(width, width, 3));
   }
   if (stride != 1 || in != out)
-    downsample_ = register_module("downsample",
-                                  torch::nn::Sequential(Conv2d(conv(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
+    downsample_ = register_module(
+        "downsample", torch::nn::Sequential(Conv2d(conv_options(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
 }
 
 void ResidualBlockImpl::add_convolution(const Conv2dOptions& options) {
@@ -70,7 +70,7 @@ torch::Tensor ResidualBlockImpl::forward(const torch::Tensor& x) {
 
 ResNetImpl::ResNetImpl(const ResNetOptions& options)
     : small_images_(options.small_images),
-      conv1_(register_module("conv1", Conv2d(small_images_ ? conv(3, 64, 3) : conv(3, 64, 7, 2)))),
+      conv1_(register_module("conv1", Conv2d(small_images_ ? conv_options(3, 64, 3) : conv_options(3, 64, 7, 2)))),
       bn1_(register_module("bn1", torch::nn::BatchNorm2d(64))) {
   const Depth depth = depth_of(options.layers);
   std::int64_t channels = 64;
