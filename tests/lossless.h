@@ -1,6 +1,5 @@
-// tests/lossless.h: every way to train that must give what one rank gives on the same global batch, as courses of 20
-// steps in float64. Run with ranks as threads (strategy/lossless_test.cc) and as processes
-// (tests/train/lossless_ranks.cc).
+// tests/lossless.h: every way to train that must give what one rank gives on the same global batch, as runs of 20 steps
+// in float64. Run with ranks as threads (strategy/lossless_test.cc) and as processes (tests/train/lossless_ranks.cc).
 #pragma once
 
 #include <torch/nn/init.h>
@@ -111,14 +110,10 @@ inline std::vector<torch::Tensor> ddp_course(World& world, const DdpCase& one) {
   OddNet net(world, /*normalises=*/one.parts == 1, /*sparse=*/one.ours);
   SGD sgd(net->parameters(), {.lr = 0.05, .momentum = 0.9});
   torch::optim::Adam adam(net->parameters(), 1e-3);
-  std::unique_ptr<DistributedDataParallel> ddp;
-  if (one.ours)
-    ddp = std::make_unique<DistributedDataParallel>(world, *net, sgd, one.options);
-  else
-    ddp = std::make_unique<DistributedDataParallel>(world, *net, adam, one.options);
   torch::optim::Optimizer& optimizer = one.ours ? static_cast<torch::optim::Optimizer&>(sgd) : adam;
+  DistributedDataParallel ddp(world, *net, optimizer, one.options);
   for (int step = 0; step < kSteps; ++step) {
-    backward_in_parts(*ddp, net, part_for(world, batch_of(step, 28)), one.parts, step);
+    backward_in_parts(ddp, net, part_for(world, batch_of(step, 28)), one.parts, step);
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -139,12 +134,13 @@ inline Courses lossless_courses(World& world) {
   for (const auto& [name, options] : strategies) courses[name] = strategy_course(world, options);
   const std::map<std::string, DdpCase> cases = {
       {"shared parameters", {}},
+      {"shared parameters, mean in .grad", {.options = {.mean_in_grad = true}}},
       {"separate parameters", {.options = {.share_parameters = false}}},
       {"small buckets", {.options = {.bucket_bytes = 100, .share_parameters = false}}},
       {"bucket views", {.options = {.share_parameters = false, .gradient_as_bucket_view = true}}},
       {"no_sync", {.parts = 2}},
       {"no_sync on separate parameters", {.options = {.share_parameters = false}, .parts = 2}},
-      {"an optimizer of torch", {.options = {.share_parameters = false}, .ours = false}}};
+      {"an optimizer of torch", {.ours = false}}};
   for (const auto& [name, one] : cases) courses[name] = ddp_course(world, one);
   return courses;
 }

@@ -1,15 +1,15 @@
-// lockstep/communication_hook.h: other ways to sum a bucket of gradients over the ranks than all-reducing it as it
-// is: fewer bytes for a sum that is not exact. Worth it where the network is the limit; ranks of one machine that
-// share parameters send nothing and need none.
+// lockstep/communication_hook.h: lossy ways to sum a bucket of gradients over the ranks: fewer bytes, and a sum that is
+// not exact. Worth it where the network is the limit; ranks of one machine that share parameters send nothing and need
+// none.
 //
 // Flow:    gradient/reducer.h gives a full bucket -> start() -> collective/ -> the function that start() returned
-// Owns:    what it keeps from step to step: what was not sent yet (error feedback), a basis. It is not in checkpoints
-// Threads: as the reducer
+// Owns:    what it keeps from step to step: the part that was not sent (error feedback), a basis. Not in checkpoints
+// Threads: start() on autograd's threads, one at a time; what it returned on the thread that waits
 // Ranks:   every rank has a hook with the same options, and starts the same buckets in the same order
 //
 // K: bytes of a bucket in float32, N ranks. What each rank sends and receives:
 //   16 bits      half of an all-reduce of K                        (exact up to rounding)
-//   PowerSGD     two all-reduces of 4 r (n + m) bytes for each n x m matrix; K for what is no matrix
+//   PowerSGD     two all-reduces of 4 r (n + m) bytes for each n x m matrix; all-reduces of what is no matrix
 //   2 bits       K/16 to every other rank
 //   top-k        8 bytes for each of the k largest elements to every other rank
 #pragma once
@@ -28,41 +28,42 @@ namespace lockstep {
 
 struct GradientBucket {
   std::size_t number = 0;            // the same in every step
-  torch::Tensor flat;                // (n) the gradients of this rank, weighted; afterwards their sum over ranks
-  std::vector<torch::Tensor> parts;  // views of `flat`, shaped as the parameters
-  double unit = 1;                   // what they were divided by, beside the weights: it changes with the global batch
+  torch::Tensor flat;                // (n) the weighted gradients of this rank; afterwards their sum over ranks
+  std::vector<torch::Tensor> parts;  // views of `flat`, one per parameter; a matrix as (rows, columns)
+  double unit = 1;                   // divisor already applied to `flat`; it changes with the global batch
 };
 
 class CommunicationHook {
  public:
   virtual ~CommunicationHook() = default;
 
-  // Begins the exchange. The function that it returns ends it: blocks, and leaves the sum in the bucket. Throws
+  // Starts the exchange. The function that it returns finishes it: blocks until the sum is in the bucket. Throws
   // PeerLost.
   using Finish = std::function<void()>;
   virtual Finish start(const World& world, const GradientBucket& bucket) = 0;
 };
 
-// Sent and summed in float16 or bfloat16.
+// Sends and sums in float16 or bfloat16.
 std::shared_ptr<CommunicationHook> sixteen_bit_hook(torch::ScalarType dtype);  // throws UsageError: another dtype
 
-// PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): matrices as products of rank r, with error feedback and the
-// last step's basis to begin with. A matrix: a gradient of 2 dimensions and more, the first against the others.
+// PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): sends matrices as products of rank r, with error feedback and
+// a warm start from the last step's basis. A gradient of two or more dimensions is a matrix: its first dimension
+// against the others.
 struct PowerSGDOptions {
   std::int64_t rank = 4;
   std::uint64_t seed = 0;
 };
 std::shared_ptr<CommunicationHook> power_sgd_hook(const PowerSGDOptions& options = {});
 
-// Each element as -threshold, 0 or +threshold; what that leaves stays in a residual, which is added to the next step's
-// gradient. S2: MXNet's gradient compression. (Seide et al., Interspeech 2014, did it with one bit.)
+// Sends each element as -threshold, 0 or +threshold; the rest is kept in a residual, which is added to the next step's
+// gradient. This is MXNet's gradient compression (Seide et al., Interspeech 2014, did it with one bit).
 std::shared_ptr<CommunicationHook> two_bit_hook(double threshold = 0.5);  // throws UsageError: not positive
 
-// The share of elements that are largest by absolute value, with error feedback (Lin et al., "Deep gradient
-// compression", ICLR 2018, without its momentum correction).
+// Sends the share of elements that are largest by absolute value, with error feedback (Lin et al., "Deep Gradient
+// Compression", ICLR 2018, without its momentum correction).
 std::shared_ptr<CommunicationHook> top_k_hook(double share = 0.01);  // throws UsageError: not in (0, 1]
 
-// none | fp16 | bf16 | powersgd | 2bit | topk; `amount`: rank, threshold or share, 0: its default. Null for none.
+// none | fp16 | bf16 | powersgd | 2bit | topk; `amount`: rank, threshold or share; 0: its default. Null for none.
 // Throws UsageError.
 std::shared_ptr<CommunicationHook> make_hook(const std::string& name, double amount = 0);
 

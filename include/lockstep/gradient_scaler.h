@@ -1,12 +1,12 @@
-// lockstep/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step()
-// divides the gradients by it again, and a step whose gradients overflowed is passed over, on all ranks alike
-// (Micikevicius et al., "Mixed precision training", ICLR 2018).
+// lockstep/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step() divides
+// the gradients by it again, and a step whose gradients overflowed is skipped on all ranks (Micikevicius et al., "Mixed
+// Precision Training", ICLR 2018).
 //
 //   ddp.backward(scaler.scale(loss), samples);
 //   scaler.step(optimizer);
 //
 // Threads: one thread
-// Ranks:   every rank makes the same calls; the decision to skip is taken from the mean gradient, which all share
+// Ranks:   every rank makes the same calls; all decide alike, from the mean gradient
 #pragma once
 
 #include <torch/types.h>
@@ -30,7 +30,7 @@ class GradientScaler {
 
   torch::Tensor scale(const torch::Tensor& loss) const { return loss * scale_; }
 
-  // optimizer.step() with gradients divided by the scale; then the scale grows or shrinks. Returns false if it was
+  // Calls optimizer.step() with gradients divided by the scale, then adjusts the scale. Returns false if the step was
   // skipped.
   bool step(Optimizer& optimizer);
 

@@ -105,8 +105,7 @@ class LocalKVStore : public KVStore {
   // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
   LocalKVStore(SumOn where, Devices* devices)
       : sum_(where, devices),
-        gradients_(std::make_shared<LocalGradients>(
-            LocalGradientsOptions{.parallel_for = devices ? ParallelFor(on_all(*devices)) : on_own_cores})) {}
+        gradients_(std::make_shared<LocalGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
 
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;

@@ -1,4 +1,4 @@
-// lockstep/schedule.h: the learning rate of a step, as a function of the step alone: resuming needs no state.
+// lockstep/schedule.h: the learning rate as a function of the step alone, so that resuming needs no state.
 //
 // Threads: pure functions
 // Ranks:   no communication
@@ -16,14 +16,14 @@ struct ScheduleOptions {
   double warmup_steps = 0;   // rises linearly from 1/warmup_steps to 1; then the schedule begins
   double total_steps = 1;    // cosine: reaches 0 here (Loshchilov and Hutter, 2017)
   double drop_every = 1;     // step: steps between drops
-  double drop_factor = 0.1;  // step: what each drop multiplies by
+  double drop_factor = 0.1;  // step: factor of each drop
 };
 
-// What the base learning rate is multiplied by at `step` (from 0).
+// The factor of the base learning rate at `step` (from 0).
 double schedule_factor(const ScheduleOptions& options, std::int64_t step);
 
-// The learning rate for `batch_size` when `lr` suits `base_batch_size`: unchanged, times the root of the ratio (S3: 100
-// at 0.001 -> 400 at 0.002), or times the ratio (Goyal et al., 2017).
+// The learning rate for `batch_size` if `lr` suits `base_batch_size`: unchanged; times the square root of the ratio
+// (0.001 for 100 samples gives 0.002 for 400); or times the ratio (Goyal et al., 2017).
 double scaled_learning_rate(double lr, LrScaling scaling, std::int64_t batch_size, std::int64_t base_batch_size);
 
 }  // namespace lockstep

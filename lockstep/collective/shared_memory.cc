@@ -13,12 +13,14 @@
 namespace lockstep {
 namespace {
 
-// Stands before common memory: the rank in whose arena it lies may use the memory again when no rank needs it any more.
+// Stands before common memory, which is in rank 0's arena: the number of ranks that have not released it yet.
 struct CommonHeader {
   std::atomic<int> users;
 };
 
-// Common memory that its own rank has released, and others perhaps not yet.
+// Note [Releasing common memory]
+// Each rank that releases common memory decrements its count of users. Rank 0, which allocated it, may return it to its
+// arena only when the count is 0, so it keeps released blocks here and looks again whenever it adds one.
 class Retired {
  public:
   void add(shm::Memory memory) {

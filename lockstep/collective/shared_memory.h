@@ -1,13 +1,13 @@
-// collective/shared_memory.h: memory that the ranks of one machine read and write directly, for what is more than a
-// collective: parameters that exist once per machine, gradients that peers read where they lie.
+// collective/shared_memory.h: memory that the ranks of one machine read and write directly, beyond collectives:
+// parameters that exist once per machine, gradients that other ranks read.
 //
-// Flow:    World -> of() -> model/parameter_block.h, gradient/published_gradients.h, optimizer/
-// Owns:    what it allocates, until the last user on any rank is done with it
+// Flow:    World -> of() -> model/parameter_block.h, gradient/shared_gradients.h, optimizer/
+// Owns:    what it allocates, until the last user on any rank has released it
 // Threads: one at a time; memory may be released on any thread
-// Ranks:   the ranks of one machine make the calls that are marked collective in the same order
+// Ranks:   the ranks of one machine make the calls marked "collective" in the same order
 //
-// Who reads memory of another rank agrees with it on when, by barrier(). Where ranks can't share memory (CUDA tensors,
-// a world of one), a SharedMemory has one rank and is ordinary memory.
+// A rank may read another rank's memory only between two barrier() that both call. Where ranks can't share memory (CUDA
+// tensors, a world of one), a SharedMemory has one rank and is ordinary memory.
 #pragma once
 
 #include <cstddef>
@@ -25,35 +25,36 @@ class Group;
 
 class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
-  // Of the ranks of `world` on this machine. Collective over the world; blocks until all ranks are there.
+  // Shared by the ranks of `world` on this machine. Collective over the world; blocks until all ranks are there.
   static std::shared_ptr<SharedMemory> of(const World& world);
 
-  // Of this rank alone.
+  // For this rank alone.
   static std::shared_ptr<SharedMemory> alone();
 
   ~SharedMemory();
 
-  int rank() const;  // among those that share
+  int rank() const;  // among the ranks that share
   int size() const;
 
   // Zeroed memory that exists once for all ranks, at a multiple of 64 bytes. Collective, with the same size on every
-  // rank. It stays valid until the last rank has released it. Throws SystemError: no memory left; PeerLost.
+  // rank; blocks. It stays valid until the last rank has released it. Throws SystemError: no memory left; PeerLost.
   std::shared_ptr<std::byte> allocate_common(std::size_t bytes);
 
   // Memory of this rank that the others can read, not zeroed. Throws SystemError.
   struct Own {
     std::shared_ptr<std::byte> data;
-    std::uint64_t place = 0;  // what a peer needs to find it
+    std::uint64_t place = 0;  // for peer()
   };
   Own allocate(std::size_t bytes);
 
-  // Where the memory at `place` of a rank is for this one. Throws SystemError: not mappable.
+  // The address here of the memory that `rank` has allocated at `place`. Throws SystemError: not mappable.
   const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
-  // Returns once every rank has called it: what they wrote before is seen after. Throws PeerLost.
+  // Returns once every rank has called it; every write before it is visible after it. Waits at most for the world's
+  // timeout. Throws PeerLost.
   void barrier();
 
-  // This rank has failed: the others learn why, now and not at their deadline.
+  // This rank has failed: the others get PeerLost with this reason now, not at their deadline.
   void fail(const std::string& reason);
 
  private:

@@ -15,6 +15,8 @@ bool fits(const std::vector<NamedTensor>& bucket, const NamedTensor& next, std::
          first.device() == next.tensor.device();
 }
 
+// Goes through the parameters from the last to the first, since backward() reaches the last ones first, and starts a
+// new bucket whenever the next one does not fit.
 std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
   std::vector<std::vector<NamedTensor>> buckets;
   std::size_t bytes = 0;
@@ -29,6 +31,8 @@ std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTe
   return buckets;
 }
 
+// Layout, in elements: the gradients of the slots one after another without gaps, then a flag for each slot, all of the
+// parameters' dtype. Flags are exchanged with the gradients: their sum says how many ranks have a gradient.
 Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters) {
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) values += tensor.numel();
@@ -49,12 +53,12 @@ Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameter
   return bucket;
 }
 
-// The gradient's values in the parameter's memory order. Autograd keeps to that order by itself, save for gradients
-// that were put there by hand or made with create_graph.
+// The gradient's values in the parameter's memory order. Autograd uses that order itself, except for gradients that were
+// assigned by hand or made with create_graph.
 torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tensor& gradient) {
   if (gradient.layout() != torch::kStrided)
     throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse, which was not expected"),
-                      .likely = "an embedding with sparse(true) inside of a module of your own",
+                      .likely = "an embedding with sparse(true) in a module of your own",
                       .next = "name it in the option sparse_parameters"});
   if (gradient.strides() == parameter.tensor.strides()) return dense_view(gradient);
   return dense_view(torch::empty_like(parameter.tensor).copy_(gradient));
@@ -90,7 +94,8 @@ void Slot::store_mean(double factor, bool as_view) {
   at::mul_out(values, gradient, number(factor));
 }
 
-// Not a view to autograd: Optimizer::zero_grad() detaches gradients in place, which views refuse.
+// Made with set_() because autograd must not see a view: Optimizer::zero_grad() detaches gradients in place, which is an
+// error for views.
 torch::Tensor Slot::view_like_parameter() const {
   return torch::empty({0}, gradient.options())
       .set_(gradient.storage(), gradient.storage_offset(), parameter.tensor.sizes(), parameter.tensor.strides());

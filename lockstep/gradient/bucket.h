@@ -1,4 +1,4 @@
-// gradient/bucket.h: the gradients of several parameters as one flat tensor, which is exchanged as a whole.
+// gradient/bucket.h: the gradients of several parameters as one flat tensor, which is exchanged in one collective.
 //
 // Flow:    .grad -> pack() -> a collective on `flat` -> store_mean() -> .grad
 // Owns:    the flat tensor, in memory that other ranks of the machine can read
@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-// Where a parameter's gradient lies in its bucket.
+// The place of a parameter's gradient in its bucket.
 struct Slot {
   NamedTensor parameter;
   torch::Tensor gradient;  // (numel) view into the bucket
@@ -25,17 +25,17 @@ struct Slot {
   int times_ready = 0;     // in this backward()
   bool packed = false;
 
-  // `weight` times the gradient; zeros if it does not count, whatever it holds: 0 * NaN would be NaN.
+  // Writes `weight` times the gradient into the slot; zeros if it does not count, whatever it holds: 0 * NaN is NaN.
   void pack(bool counts, double weight);
 
-  // `factor` times the slot becomes the gradient: a copy, or, `as_view`, the slot itself.
+  // Makes `factor` times the slot the gradient: a copy; with `as_view`, a view of the slot.
   void store_mean(double factor, bool as_view);
 
  private:
   torch::Tensor view_like_parameter() const;
 };
 
-// One flat tensor: the gradients of its parameters one after another, then a flag for each.
+// One flat tensor: the gradients of its parameters one after another, then one flag per parameter.
 struct Bucket {
   torch::Tensor flat;
   torch::Tensor values;  // its gradients: a view
@@ -44,11 +44,13 @@ struct Bucket {
 
   bool full() const;
 
-  // The gradients in memory order: the first dimension of a parameter stays the first also where channels are last.
+  // The gradients in memory order, as matrices (first dimension, others) where the parameter has two or more
+  // dimensions. The first dimension of a parameter is the outermost also in channels_last.
   std::vector<torch::Tensor> parts() const;
 };
 
-// The last parameters first, of one dtype and device each, at most `limit` bytes unless a single one is larger.
+// Buckets with the last parameters first, each of one dtype and device and of at most `limit` bytes, unless a single
+// parameter is larger.
 std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit);
 
 }  // namespace lockstep

@@ -31,10 +31,11 @@ class SixteenBitHook : public CommunicationHook {
   torch::ScalarType dtype_;
 };
 
-// What was not sent yet, bucket by bucket: added to the next gradient before it is compressed.
+// Error feedback: what was not sent yet, for each bucket; added to the next gradient before that is compressed. It is
+// rescaled when the unit of the bucket changes, so that what is sent late counts as much as if it had been sent at once.
 class Residuals {
  public:
-  // The bucket's gradient with what is left of the last ones.
+  // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.
   const torch::Tensor& add_to(const GradientBucket& bucket) {
     auto& [residual, unit] = of_bucket_[bucket.number];
     if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
@@ -57,6 +58,7 @@ class TwoBitHook : public CommunicationHook {
 
   Finish start(const World& world, const GradientBucket& bucket) override {
     const torch::Tensor all = world.all_gather(take_two_bits(residuals_.add_to(bucket), threshold_));
+    // all: (N, words). The sum is taken in rank order, so every rank gets the same bits.
     return [all, flat = bucket.flat, threshold = threshold_]() mutable {
       flat.zero_();
       for (std::int64_t rank = 0; rank < all.size(0); ++rank)
@@ -98,12 +100,13 @@ class PowerSGDHook : public CommunicationHook {
  public:
   explicit PowerSGDHook(const PowerSGDOptions& options) : options_(options) {}
 
+  // Adds what was not sent before to each matrix; compresses and sums in the returned function.
   Finish start(const World& world, const GradientBucket& bucket) override {
     Memory& memory = memory_for(bucket);
     const double unit = std::exchange(memory.unit, bucket.unit);
     std::vector<torch::Tensor> matrices, others;
     for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
-      if (!is_worth_it(bucket.parts[i])) {
+      if (!is_compressed(bucket.parts[i])) {
         others.push_back(bucket.parts[i]);
         continue;
       }
@@ -118,12 +121,12 @@ class PowerSGDHook : public CommunicationHook {
 
  private:
   struct Memory {
-    std::vector<torch::Tensor> left;   // not sent yet, part by part; undefined for what is sent as it is
-    std::vector<torch::Tensor> bases;  // (m, r) of each matrix
-    double unit = 1;                   // of what is left
+    std::vector<torch::Tensor> left;   // not sent yet, of each part; undefined for one that is sent uncompressed
+    std::vector<torch::Tensor> bases;  // (m, r), of each matrix
+    double unit = 1;                   // of `left`
   };
 
-  bool is_worth_it(const torch::Tensor& part) const {
+  bool is_compressed(const torch::Tensor& part) const {
     if (part.dim() < 2 || part.numel() == 0) return false;
     const std::int64_t n = part.size(0);
     const std::int64_t m = part.numel() / n;
@@ -134,7 +137,7 @@ class PowerSGDHook : public CommunicationHook {
     return std::min({options_.rank, part.size(0), part.numel() / part.size(0)});
   }
 
-  // The same random bases on every rank.
+  // In the first step the bases are random, the same on every rank.
   Memory& memory_for(const GradientBucket& bucket) {
     Memory& memory = of_bucket_[bucket.number];
     if (!memory.left.empty()) return memory;
@@ -142,7 +145,7 @@ class PowerSGDHook : public CommunicationHook {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + bucket.number);
     for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
       const torch::Tensor& part = bucket.parts[i];
-      if (!is_worth_it(part)) continue;
+      if (!is_compressed(part)) continue;
       memory.left[i] = torch::zeros(part.sizes(), part.options());
       const torch::Tensor random = torch::randn({part.numel() / part.size(0), rank_of(part)}, generator);
       memory.bases.push_back(random.to(part.options()));
@@ -167,7 +170,12 @@ class PowerSGDHook : public CommunicationHook {
     }
   }
 
-  // Algorithm 1 of the paper, for all matrices of a bucket at once.
+  // Algorithm 1 of the paper, for all matrices of a bucket at once. For a matrix M_j (n x m) on rank j, with the basis
+  // Q (m x r) of the last step, the same on every rank:
+  //   1. P = sum_j M_j Q, all-reduced: 4 n r bytes;  P is made orthonormal (QR)
+  //   2. Q = sum_j M_j^T P, all-reduced: 4 m r bytes: the basis of the next step
+  //   3. the sum over ranks is P Q^T; each rank keeps M_j - P Q^T / N, which it has not sent
+  // P and Q come out of all-reduces and the same arithmetic, so all ranks have the same bits.
   static void sum_as_products(const World& world, Memory& memory, const std::vector<torch::Tensor>& matrices,
                               const GradientBucket& bucket) {
     if (matrices.empty()) return;

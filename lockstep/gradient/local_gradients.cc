@@ -28,9 +28,9 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 }
 
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters) {
-  if (options_.block) options_.block->require_in_place();
+  if (block_) block_->require_in_place();
   if (lists_.empty()) lists_ = {gradients_in_grad(parameters)};
-  WeightedGradients gradients{.weights = std::vector<double>(lists_.size(), 1), .parallel_for = options_.parallel_for};
+  WeightedGradients gradients{.weights = std::vector<double>(lists_.size(), 1), .parallel_for = parallel_for_};
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
     for (auto& list : lists_) {
@@ -47,9 +47,9 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // step then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
   lists_.clear();
-  options_.memory->barrier();
-  if (options_.block)
-    options_.block->mark_written();
+  memory_->barrier();
+  if (block_)
+    block_->mark_written();
   else
     for (const torch::Tensor& parameter : updated_) torch::autograd::impl::bump_version(parameter);
   updated_.clear();

@@ -18,26 +18,27 @@
 
 namespace lockstep {
 
-struct LocalGradientsOptions {
-  std::shared_ptr<SharedMemory> memory = SharedMemory::alone();
-  std::shared_ptr<ParameterBlock> block = nullptr;  // with shared parameters: checked before, marked after each step
-  ParallelFor parallel_for = on_own_cores;
-};
-
 class LocalGradients : public GradientSource {
  public:
-  explicit LocalGradients(LocalGradientsOptions options = {}) : options_(std::move(options)) {}
+  // With shared parameters: the memory of the ranks that share them, and their block, which is checked before and marked
+  // after each step.
+  explicit LocalGradients(ParallelFor parallel_for = on_own_cores,
+                          std::shared_ptr<SharedMemory> memory = SharedMemory::alone(),
+                          std::shared_ptr<ParameterBlock> block = nullptr)
+      : parallel_for_(std::move(parallel_for)), memory_(std::move(memory)), block_(std::move(block)) {}
 
   // For the next step: lists[source][parameter], in the order of the optimizer's parameters; undefined: none. Without
   // it a step uses each parameter's .grad.
   void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
 
-  const std::shared_ptr<SharedMemory>& memory() const override { return options_.memory; }
+  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) override;
   void end_update() override;
 
  private:
-  LocalGradientsOptions options_;
+  ParallelFor parallel_for_;
+  std::shared_ptr<SharedMemory> memory_;
+  std::shared_ptr<ParameterBlock> block_;
   std::vector<std::vector<torch::Tensor>> lists_;
   std::vector<torch::Tensor> updated_;  // parameters of this step
 };

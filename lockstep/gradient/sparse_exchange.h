@@ -1,4 +1,4 @@
-// gradient/sparse_exchange.h: the mean of gradients that have few rows, as an embedding's: only those rows are sent.
+// gradient/sparse_exchange.h: the sum of gradients that have few rows, as an embedding's: only those rows are sent.
 #pragma once
 
 #include <torch/types.h>
@@ -7,10 +7,10 @@
 
 namespace lockstep {
 
-// The sum over ranks of factor * parameter.grad(), as a coalesced sparse tensor of `parameter`'s shape that has the
-// rows which any rank has, with the same bits everywhere; undefined if none has any. parameter: at least one
-// dimension. .grad: sparse in the first dimension, or dense; undefined, or with factor 0: no rows of this rank. Sends
-// each rank's rows to all others. Blocks. Throws PeerLost.
+// The sum over ranks of factor * parameter.grad(): a coalesced sparse tensor of `parameter`'s shape with every row that
+// some rank has, the same bits on every rank; undefined if no rank has any. parameter: at least one dimension. .grad:
+// sparse in the first dimension, or dense; if it is undefined or factor is 0, this rank has no rows. Sends each rank's
+// rows to all others. Blocks. Throws PeerLost.
 torch::Tensor sum_of_rows(const World& world, const torch::Tensor& parameter, double factor);
 
 }  // namespace lockstep

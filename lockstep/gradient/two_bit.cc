@@ -9,6 +9,8 @@ torch::Tensor values(const torch::Tensor& codes, double threshold, const torch::
 
 torch::Tensor shifts(const torch::Tensor& like) { return torch::arange(0, 32, 2, like.options()); }
 
+// (n) codes, filled up with zeros to (words, 16); each is shifted to its two bits, and the sum of a row is one word,
+// because no two codes of a row share a bit.
 torch::Tensor packed(const torch::Tensor& codes) {
   const std::int64_t words = two_bit_words(codes.numel());
   const torch::Tensor padded = torch::constant_pad_nd(codes, {0, words * 16 - codes.numel()}).view({words, 16});

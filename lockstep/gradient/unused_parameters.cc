@@ -11,6 +11,7 @@ namespace {
 
 using torch::autograd::Node;
 
+// Depth first, without recursion: a graph may be deeper than the stack.
 std::unordered_set<const Node*> nodes_behind(const torch::Tensor& loss) {
   std::unordered_set<const Node*> seen;
   std::vector<const Node*> next;

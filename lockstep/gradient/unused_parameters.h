@@ -1,4 +1,7 @@
-// gradient/unused_parameters.h: which parameters a loss does not depend on.
+// gradient/unused_parameters.h: finds the parameters that a loss does not depend on.
+//
+// Threads: one thread, while no backward() runs
+// Ranks:   no communication
 #pragma once
 
 #include <torch/types.h>
@@ -7,8 +10,8 @@
 
 namespace lockstep {
 
-// Walks the graph behind `loss` once. Returns what tells, as long as `loss` lives, of a parameter (a leaf that
-// requires a gradient) whether loss.backward() will reach it. loss undefined: it reaches none.
+// Walks the graph behind `loss` once. Returns a function that says whether loss.backward() will reach a parameter (a
+// leaf that requires a gradient); valid as long as `loss` exists. loss undefined: it reaches none.
 std::function<bool(const torch::Tensor& parameter)> reached_by(const torch::Tensor& loss);
 
 }  // namespace lockstep

@@ -17,7 +17,7 @@ std::size_t bytes_of(const std::vector<NamedTensor>& parameters) {
   return bytes;
 }
 
-// A tensor like `parameter` at `place`, which keeps the block.
+// A tensor like `parameter` at `place`, which keeps the block's memory.
 torch::Tensor view_of_block(const std::shared_ptr<std::byte>& block, std::byte* place, const torch::Tensor& parameter) {
   return torch::from_blob(
       place, parameter.sizes(), parameter.strides(), [block](void*) {}, parameter.options().requires_grad(false));

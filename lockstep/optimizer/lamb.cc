@@ -2,36 +2,14 @@
 
 #include <cmath>
 
-#include "lockstep/base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/optimizer/adam_kernels.h"
+#include "lockstep/optimizer/adam_numbers.h"
 
 namespace lockstep {
 namespace {
 
-const LAMBOptions& checked(const LAMBOptions& options) {
-  const auto is_fraction = [](double value) { return value >= 0 && value < 1; };
-  if (options.lr < 0 || options.weight_decay < 0 || options.eps < 0 || !is_fraction(options.beta1) ||
-      !is_fraction(options.beta2))
-    throw UsageError({.what = concat("LAMB with lr ", options.lr, ", weight decay ", options.weight_decay, ", eps ",
-                                     options.eps, ", betas ", options.beta1, " and ", options.beta2),
-                      .likely = "a negative value, or a beta outside [0, 1)"});
-  return options;
-}
-
 template <class T>
 void find_direction(const LAMBOptions& options, const Run<T>& run) {
-  const auto step = static_cast<double>(run.step);
-  lamb_direction(AdamNumbers<T>{.beta1 = static_cast<T>(options.beta1),
-                                .rest1 = static_cast<T>(1 - options.beta1),
-                                .beta2 = static_cast<T>(options.beta2),
-                                .rest2 = static_cast<T>(1 - options.beta2),
-                                .root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, step))),
-                                .rate = static_cast<T>(1 / (1 - std::pow(options.beta1, step))),
-                                .eps = static_cast<T>(options.eps),
-                                .coupled = 0,
-                                .keep = 1},
-                 static_cast<T>(options.weight_decay),
+  lamb_direction(adam_numbers<T>(options, run.step, /*lr=*/1), static_cast<T>(options.weight_decay),
                  AdamArrays<T>{run.count, run.parameter, run.gradient, run.state[0], run.state[1]});
 }
 
@@ -46,7 +24,7 @@ void follow_direction(double lr, const Run<T>& run) {
 }  // namespace
 
 LAMB::LAMB(std::vector<torch::Tensor> parameters, const LAMBOptions& options)
-    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<LAMBOptions>>(checked(options)),
+    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<LAMBOptions>>(checked_adam("LAMB", options)),
                 {"exp_avg", "exp_avg_sq"}) {}
 
 void LAMB::direct(const Group& group, const Run<float>& run) const {

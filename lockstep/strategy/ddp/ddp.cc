@@ -178,7 +178,7 @@ class DistributedDataParallel::Impl {
                                  .sparse = options_.sparse_parameters};
     return exchange_through_buckets(
         std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
-        memory_ ? std::make_shared<LocalGradients>(LocalGradientsOptions{.memory = memory_, .block = block_})
+        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_)
                 : nullptr);
   }
 

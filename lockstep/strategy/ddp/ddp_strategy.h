@@ -1,5 +1,5 @@
 // strategy/ddp/ddp_strategy.h: `ddp` and `single`: a replica of the model in every rank, kept equal by
-// DistributedDataParallel. S1.
+// DistributedDataParallel (lockstep/ddp.h).
 #pragma once
 
 #include <memory>

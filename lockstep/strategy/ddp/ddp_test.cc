@@ -16,18 +16,18 @@
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/sync_batch_norm.h"
+#include "tests/strategies.h"
 #include "tests/support.h"
 
 namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::Course;
+using testing::expect_same_course;
+using testing::kBatch;
+using testing::kSteps;
 using testing::message_of;
-
-using Tensors = std::vector<torch::Tensor>;
-
-constexpr std::int64_t kBatch = 10;  // 3, 4 and 7 do not divide it
-constexpr int kSteps = 20;
 
 Task lenet_task(torch::ScalarType dtype) {
   Task task = classification_task<LeNet>("lenet");
@@ -49,11 +49,6 @@ Batch part_of(const Batch& batch, const World& world) {
   const Range mine = even_part(batch.size(), world.rank(), world.size());
   return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
 }
-
-struct Course {
-  Tensors parameters;
-  std::vector<double> losses;
-};
 
 // Trains on `ranks` ranks and returns what rank 0 ended with; all ranks must agree to the bit.
 Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOptions& options) {
@@ -78,32 +73,24 @@ Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOption
   return course;
 }
 
-void expect_close(const Course& many, const Course& one, double tolerance) {
-  ASSERT_EQ(many.parameters.size(), one.parameters.size());
-  for (std::size_t i = 0; i < one.parameters.size(); ++i) {
-    const double difference = (many.parameters[i] - one.parameters[i]).norm().item<double>();
-    EXPECT_LE(difference, tolerance * one.parameters[i].norm().item<double>()) << "parameter " << i;
-  }
-  for (std::size_t i = 0; i < one.losses.size(); ++i)
-    EXPECT_NEAR(many.losses[i], one.losses[i], tolerance * std::abs(one.losses[i])) << "step " << i;
-}
-
 class DdpOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
   const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
-  expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+                     1e-9);
 }
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
   const StrategyOptions options{.optimizer = "adamw", .adamw = {.lr = 1e-3}, .seed = 4};
-  expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+                     1e-9);
 }
 
 TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {
   const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 4};
-  expect_close(train(GetParam(), 1, torch::kFloat32, options), train(1, 1, torch::kFloat32, options), 1e-5);
+  expect_same_course(train(GetParam(), 1, torch::kFloat32, options), train(1, 1, torch::kFloat32, options), 1e-5);
 }
 
 TEST(Ddp, trains_when_a_batch_has_fewer_samples_than_ranks) {
@@ -261,7 +248,7 @@ TEST(Ddp, keeps_one_copy_of_all_parameters_for_the_ranks_of_a_machine) {
     OddNet net;
     SGD sgd(net->parameters(), {.lr = 0.5});
     DistributedDataParallel ddp(world, *net, sgd);
-    places[static_cast<std::size_t>(world.rank())] = net->tied.const_data_ptr();
+    places[world.rank()] = net->tied.const_data_ptr();
     ddp.backward(net->forward(torch::ones({2, 4})).sum(), 2);
     sgd.step();
     EXPECT_EQ(net->tied.const_data_ptr(), net->first->weight.const_data_ptr());
@@ -302,7 +289,7 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
     std::vector<std::vector<torch::Tensor>> steps(4);
     for (int step = 0; step < 4; ++step)
       for (int rank = 0; rank < 3; ++rank)
-        if (step < 2 + rank) steps[static_cast<std::size_t>(step)].push_back(batch_of(rank, step, rank + 1));
+        if (step < 2 + rank) steps[step].push_back(batch_of(rank, step, rank + 1));
     run_ranks(3, [&](World& world) {
       OneWeight net;
       SGD sgd(net->parameters(), {.lr = 0.01});
@@ -317,6 +304,45 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
       world.barrier();
     });
   }
+}
+
+// Two ranks with gradients g and 3g: the mean is 2g.
+void expect_mean_in_grad(const DistributedDataParallelOptions& options, bool mean) {
+  run_ranks(2, [&](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.5});
+    torch::optim::Optimizer& base = sgd;
+    DistributedDataParallel ddp(world, *net, base, options);
+    EXPECT_EQ(ddp.mean_in_grad(), mean);
+    ddp.backward(net->w.sum() * (2 * world.rank() + 1), 1);
+    const double expected = mean ? 2 : 2 * world.rank() + 1;
+    EXPECT_TRUE(torch::equal(net->w.grad(), torch::full({3}, expected, torch::kFloat64)));
+    sgd.step();
+    EXPECT_TRUE(torch::equal(net->w.detach(), torch::zeros({3}, torch::kFloat64)));
+    world.barrier();
+  });
+}
+
+TEST(Ddp, reads_gradients_in_shared_memory_whatever_type_the_optimizer_is_passed_as) {
+  expect_mean_in_grad({}, /*mean=*/false);
+}
+
+TEST(Ddp, leaves_the_mean_in_grad_if_told_or_with_separate_parameters) {
+  expect_mean_in_grad({.mean_in_grad = true}, /*mean=*/true);
+  expect_mean_in_grad({.share_parameters = false}, /*mean=*/true);
+}
+
+TEST(Ddp, lets_gradients_be_clipped_by_hand_on_shared_parameters_if_grad_is_the_mean) {
+  run_ranks(2, [](World& world) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel ddp(world, *net, sgd, {.mean_in_grad = true});
+    ddp.backward(net->w.sum() * (2 * world.rank() + 1), 1);
+    net->w.mutable_grad().clamp_(-0.5, 0.5);
+    sgd.step();
+    EXPECT_TRUE(torch::equal(net->w.detach(), torch::full({3}, 0.5, torch::kFloat64)));
+    world.barrier();
+  });
 }
 
 TEST(Ddp, adds_up_under_no_sync_and_exchanges_once) {

@@ -135,7 +135,7 @@ std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replica
     auto parameters = replicas[r].model->parameters();
     for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
-  auto gradients = std::make_shared<LocalGradients>(LocalGradientsOptions{.parallel_for = on_all(devices)});
+  auto gradients = std::make_shared<LocalGradients>(on_all(devices));
   replicas.front().optimizer->attach(gradients);
   return gradients;
 }
