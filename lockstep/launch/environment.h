@@ -2,7 +2,7 @@
 //
 // Flow:    torchrun, lockstep run, Slurm, Open MPI, MPICH -> here -> collective/World
 // Owns:    nothing; the environment is read when read_job_environment is called and never again
-// Threads: any, as long as nobody calls setenv meanwhile
+// Threads: any, as long as no thread calls setenv
 // Ranks:   no communication
 #pragma once
 

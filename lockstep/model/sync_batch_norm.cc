@@ -86,7 +86,7 @@ std::vector<int> everyone(const World& world) {
 
 }  // namespace
 
-// A group of its own: its collectives keep their order whatever else exchanges during backward.
+// In a group of its own its collectives keep their order, even while gradients are exchanged during backward.
 SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options)
     : weight(register_parameter("weight", torch::ones({options.features}))),
       bias(register_parameter("bias", torch::zeros({options.features}))),

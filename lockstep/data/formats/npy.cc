@@ -124,14 +124,14 @@ DataError bad_zip(const std::string& origin, const std::string& why) {
 }
 
 std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
-  constexpr std::size_t kMegabyte = std::size_t{1} << 20;
+  constexpr std::size_t kReadBytes = std::size_t{1} << 20;
   const std::unique_ptr<zip_file_t, ZipClose> file(zip_fopen_index(archive, index, 0));
   if (!file) throw bad_zip(origin, zip_strerror(archive));
   std::vector<std::uint8_t> bytes;
   for (;;) {
     const std::size_t old_size = bytes.size();
-    bytes.resize(old_size + kMegabyte);
-    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kMegabyte);
+    bytes.resize(old_size + kReadBytes);
+    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kReadBytes);
     if (got < 0) throw bad_zip(origin, zip_file_strerror(file.get()));
     bytes.resize(old_size + to_size(got));
     if (got == 0) return bytes;

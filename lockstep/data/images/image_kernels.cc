@@ -42,7 +42,7 @@ bool whole_plane(const ImageView& image, const Placement& placement) {
          placement.height == image.shape.height;
 }
 
-// Which of the `length` places from `begin` on lie in [0, limit): [first, last), counted from `begin`.
+// Which of the `length` places from `begin` on are in [0, limit): [first, last), counted from `begin`.
 struct Inside {
   std::int64_t first;
   std::int64_t last;

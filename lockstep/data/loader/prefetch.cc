@@ -20,7 +20,7 @@ namespace lockstep {
 // s % depth. Workers claim steps in order, and a step only when its place is free, that is, when step s - depth was
 // taken: claimed_ <= taken_ + depth. So two workers never share a place, batches wait for each other in any order of
 // completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
-// can't wait for a step that nobody works on. All fields below mutex_ are guarded by it.
+// can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
  public:
   Shared(const PrefetchOptions& options, Load load)
