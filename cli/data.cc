@@ -7,6 +7,7 @@
 #include "cli/guarded.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/images/encoded_image.h"
+#include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -68,7 +69,7 @@ std::vector<fs::path> parts_of(const fs::path& folder) {
 int pack_command(const Arguments& arguments) {
   PackOptions options = arguments.options;
   options.shard_bytes = static_cast<std::uint64_t>(arguments.shard_mib * 1024 * 1024);
-  const TrainAndValidation data = open_dataset(arguments.source);
+  const Datasets data = open_dataset(arguments.source);
   const fs::path folder = arguments.folder;
   pack(*data.train, data.validation ? folder / "train" : folder, options);
   if (data.validation) pack(*data.validation, folder / "val", options);

@@ -155,7 +155,7 @@ double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t
   const auto part = [&](std::int64_t begin) {
     const std::int64_t end = std::min(begin + kAhead, records.size());
     std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
-    order->read(begin, batch);
+    order(begin, batch);
     return batch;
   };
   for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {

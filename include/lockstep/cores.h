@@ -1,5 +1,7 @@
 // lockstep/cores.h: the cores that this process may use, and how ranks share them.
 //
+// Flow:    the scheduler's affinity mask -> a share per rank -> its threads
+// Owns:    nothing
 // Threads: pin_this_thread changes the calling thread (and the threads it starts afterwards); the rest only reads
 // Ranks:   no communication: every rank computes the same split
 #pragma once

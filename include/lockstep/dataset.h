@@ -2,8 +2,8 @@
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
 // Owns:    a dataset owns its samples
-// Threads: make_batch() and assemble() are const, and the loader's workers call them at the same time
-// Ranks:   every rank has the same dataset; the sampler decides who takes what
+// Threads: make_batch() and assemble() are const; the loader's workers call them at the same time
+// Ranks:   every rank has the same dataset; the sampler decides which samples each rank takes
 #pragma once
 
 #include <torch/types.h>
@@ -19,48 +19,53 @@ class BatchMemory;
 class SampleOrder;
 
 // A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64
-// where the dataset has classes. B may be 0: such a rank still takes part.
+// where the dataset has classes. B may be 0: a rank without samples still takes part in the step.
 struct Batch {
   torch::Tensor data;
   torch::Tensor target;
   std::int64_t size() const { return target.defined() ? target.size(0) : 0; }
 };
 
-// Seconds of one thread, where a batch's time goes.
-struct StageTimes {
-  double read = 0;      // from the disk or the page cache, with checksums and decoding
-  double assemble = 0;  // transforms, and the writing of the batch
+// Seconds that one thread spent on a batch.
+struct BatchTimes {
+  double read = 0;      // reading from the disk or the page cache, with checksums and decoding
+  double assemble = 0;  // transforms, and writing the batch
 };
 
 // What the loader asks a dataset for.
 struct BatchRequest {
   std::span<const std::int64_t> indices;  // each in [0, size())
-  std::uint64_t seed = 0;  // with the epoch and a sample's index it decides what is random about the sample
+  std::uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index
   std::int64_t epoch = 0;
-  BatchMemory* memory = nullptr;  // where the batch's tensors come from; none: fresh ones
-  StageTimes* times = nullptr;    // added to, where there is one
+  BatchMemory* memory = nullptr;  // where the batch's tensors are allocated; null: by torch
+  BatchTimes* times = nullptr;    // seconds are added here; null: not measured
 };
 
-// A dataset of your own overrides name, size and make_batch; the loader's workers, order, skipping and resuming then
-// work for it as they do for lockstep's.
+// For a dataset of your own override name, size and make_batch; the loader's workers, order, skipping and resuming then
+// work for it as they do for lockstep's datasets.
 class Dataset {
  public:
   virtual ~Dataset() = default;
   virtual std::string name() const = 0;
   virtual std::int64_t size() const = 0;
 
-  // The samples at these places, in this order, on the CPU. Each index is in [0, size()).
-  // Throws DataError naming file and sample: one that can't be read or decoded, or is of another shape than the others.
+  // The samples with these indices, in this order, on the CPU. Each index is in [0, size()).
+  // Throws DataError naming file and sample: it can't be read or decoded, or its shape differs from the others'.
   virtual Batch make_batch(std::span<const std::int64_t> indices) const = 0;
 
   // The same, for a dataset that reuses memory or draws augmentation from (seed, epoch, index).
   virtual Batch assemble(const BatchRequest& request) const { return make_batch(request.indices); }
 
-  // These samples are about to be asked for: a dataset on disk starts reading them now, all at once. Does not block.
+  // Announces samples that will be asked for soon: a dataset on disk starts reading all of them. Does not block.
   virtual void will_read(std::span<const std::int64_t> indices) const { static_cast<void>(indices); }
 
-  // How this dataset is best shuffled (lockstep/sampler.h); null: any order is as good as another.
+  // The order in which this dataset is best shuffled (lockstep/sampler.h); null: any order is as good as another.
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
+};
+
+struct Datasets {
+  std::shared_ptr<const Dataset> train;
+  std::shared_ptr<const Dataset> validation;  // null: no validation
 };
 
 }  // namespace lockstep

@@ -1,6 +1,10 @@
-// lockstep/deadline.h: a point in time by which a wait has to end. No wait in lockstep is without one.
+// lockstep/deadline.h: a point in time by which a wait has to end, and a stopwatch. docs/process.md lists the few waits
+// of lockstep that have no deadline, and what bounds each of them.
 //
-// Threads: a value; never changes after construction
+// Flow:    a timeout option -> Deadline::after() -> every wait of the call -> left()
+// Owns:    nothing
+// Threads: values; they never change after construction
+// Ranks:   no communication
 #pragma once
 
 #include <algorithm>

@@ -39,7 +39,7 @@ class Error : public std::exception {
   std::string message_;
 };
 
-// One class per kind of trouble, so that a program can catch the ones it can do something about.
+// One class per kind of error, so that a program can catch those that it can handle.
 #define LOCKSTEP_ERROR(Kind)                                         \
   class Kind : public Error {                                        \
    public:                                                           \
@@ -51,9 +51,9 @@ LOCKSTEP_ERROR(EnvironmentError);  // the launcher's variables are incomplete or
 LOCKSTEP_ERROR(RendezvousError);   // the ranks did not find each other before the deadline
 LOCKSTEP_ERROR(MismatchError);     // ranks that should agree (on a model, a shape, an operation) do not
 LOCKSTEP_ERROR(PeerLost);          // another rank died, stopped or failed
-LOCKSTEP_ERROR(DeviceError);       // a tensor is not where the call needs it
+LOCKSTEP_ERROR(DeviceError);       // a tensor is on a device that the call does not support
 LOCKSTEP_ERROR(DataError);         // a dataset is missing, damaged or contradicts itself
-LOCKSTEP_ERROR(CheckpointError);   // a checkpoint can't be written, or what was read is not one
+LOCKSTEP_ERROR(CheckpointError);   // a checkpoint can't be written, or is damaged
 LOCKSTEP_ERROR(NonFiniteError);    // the loss or a gradient is NaN or infinite
 LOCKSTEP_ERROR(SystemError);       // a call to the operating system failed
 

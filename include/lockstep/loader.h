@@ -1,4 +1,9 @@
-// lockstep/loader.h: this rank's batches of an epoch, loaded in the background.
+// lockstep/loader.h: this rank's batches of an epoch, one after another, loaded in the background.
+//
+// Flow:    Dataset + DistributedSampler -> worker threads -> a queue of ready batches -> the training loop
+// Owns:    the dataset, the sampler, the workers and the batches that are ready
+// Threads: one thread; the workers are its own
+// Ranks:   no communication; every rank gets the same number of batches per epoch
 #pragma once
 
 #include <chrono>
@@ -12,19 +17,32 @@
 #include "lockstep/sampler.h"
 #include "lockstep/world.h"
 
-// ---- where the time of loading goes, and what to change when the step waits for data.
-//
-// Threads: values
-// Ranks:   each has its own
-
 namespace lockstep {
 
-// Of one rank, added up over batches. Seconds of the workers are seconds of all workers together.
+struct LoaderOptions {
+  std::int64_t batch_size = 1;  // global: over all ranks
+  std::uint64_t seed = 0;
+  bool shuffle = true;
+  int workers = 1;            // threads that load in the background; 0: the calling thread loads
+  int prefetch = 4;           // batches that may be ready; memory is bounded by these and by what you hold
+  std::int64_t skip_bad = 0;  // unreadable samples that may be left out per epoch and rank; one more is an error
+  bool empty = false;         // batches without samples: for a rank that trains on nothing itself
+  std::shared_ptr<const SampleOrder> order{};                   // replaces shuffle, such as weighted_order
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
+};
+
+// Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.
+struct LoaderPosition {
+  std::int64_t epoch = 0;
+  std::int64_t samples = 0;  // of the epoch's order that were handed out
+};
+
+// Where the time of loading goes. Of one rank, summed over batches; the workers' seconds are those of all workers.
 struct LoadingStatistics {
   std::int64_t batches = 0;
   std::int64_t samples = 0;  // of this rank
   std::int64_t skipped = 0;  // bad samples
-  double wait = 0;           // the training thread had no batch
+  double wait = 0;           // the training thread waited for a batch
   double read = 0;           // workers: disk or page cache, checksum, decoding
   double assemble = 0;       // workers: transforms, writing the batch
   double copy = 0;           // workers: starting the copy to the device
@@ -35,51 +53,15 @@ struct LoadingStatistics {
   LoadingStatistics& operator+=(const LoadingStatistics& other);
 };
 
-LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b);  // what lies between two readings
-
-struct LoadingSettings {
-  int workers = 0;
-  int prefetch = 0;
-  int cores = 1;  // of this rank
-};
-
-// One sentence that names the setting to change, or "" while waiting takes less than 5 % of `seconds`, the time of the
-// steps.
-std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds);
-
-}  // namespace lockstep
-
-// ---- this rank's batches of an epoch, one after another, loaded in the background.
-//
-// Flow:    Dataset + DistributedSampler -> workers (data/loader/prefetch.h) -> here -> the training loop
-// Owns:    the dataset, the sampler, the workers and the batches that lie ready
-// Threads: one thread; the workers are its own
-// Ranks:   no communication; every rank gets the same number of batches per epoch
-
-namespace lockstep {
-
-struct LoaderOptions {
-  std::int64_t batch_size = 1;  // global: over all ranks
-  std::uint64_t seed = 0;
-  bool shuffle = true;
-  int workers = 1;            // threads that load, beside the rank's own; 0: the thread that asks
-  int prefetch = 4;           // batches that may lie ready; memory is bounded by these and by what you hold
-  std::int64_t skip_bad = 0;  // samples of an epoch and rank that may be left out as unreadable; one more is an error
-  bool empty = false;         // batches without samples: of a rank that trains on nothing itself
-  std::shared_ptr<const SampleOrder> order{};                   // in place of shuffle, such as weighted_order
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
-};
-
-// Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.
-struct LoaderPosition {
-  std::int64_t epoch = 0;
-  std::int64_t samples = 0;  // of the epoch's order that were handed out
-};
+LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b);  // between two readings
 
 class Loader {
  public:
   // Throws UsageError: a batch smaller than the ranks, no samples, a negative number.
   Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
+
+  // Stops the workers and waits for the batches that they are loading, at most LoaderOptions::timeout: a worker that
+  // the disk does not answer by then is left behind, with a warning.
   ~Loader();
   Loader(Loader&&) noexcept;
   Loader& operator=(Loader&&) noexcept;
@@ -89,9 +71,9 @@ class Loader {
 
   class Iterator;
   class State;
-  // The batches of an epoch from some place on, for a range-for; on the world's device. A batch may be kept: its memory
-  // is used again only when its last tensor is gone. begin() starts the workers; starting another epoch ends this one.
-  // Going on to the next batch blocks until it is there, and throws what the dataset threw for it.
+  // The batches of an epoch, for a range-for; on the world's device. A batch may be kept: its memory is reused only
+  // when its last tensor is gone. begin() starts the workers; starting another epoch ends this one. Going on to the
+  // next batch blocks until it is ready, and throws what the dataset threw for it; DataError after the timeout.
   struct Epoch {
     State* state;
     LoaderPosition from;
@@ -103,10 +85,13 @@ class Loader {
   // The batches that were not handed out yet at `position`, without repeating or losing a sample, whatever the number
   // of ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.
   Epoch resume(const LoaderPosition& position);
-  LoaderPosition position() const;  // the batch that the range-for is at counts as handed out
+  LoaderPosition position() const;  // counts the batch that the range-for is at as handed out
 
-  const LoadingStatistics& statistics() const;                             // since this was made
-  std::string hint(const LoadingStatistics& since, double seconds) const;  // see loading_hint
+  const LoadingStatistics& statistics() const;  // since construction
+
+  // One sentence that names the option to change, or "" while waiting took less than 5 % of `seconds`, the time of the
+  // steps. `since`: statistics() now minus an earlier reading.
+  std::string hint(const LoadingStatistics& since, double seconds) const;
 
  private:
   std::unique_ptr<State> state_;

@@ -1,4 +1,12 @@
 // lockstep/models.h: the models that lockstep brings along.
+//
+// Flow:    model_task("resnet18"), or classification_task<ResNet>(...) -> a Task -> lockstep::run(), a strategy
+// Owns:    a model its parameters and buffers, as any torch::nn::Module
+// Threads: one thread per model
+// Ranks:   no communication
+//
+// Parameters have the names they have in torchvision or Hugging Face, so that their weights fit. Each model's pieces()
+// is the finest cut that it allows, for pipelines.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -14,25 +22,30 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "lockstep/task.h"
 
-// ---- the convolutional network of S0.
-//
-// conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
-// 129,068 parameters. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), in the
-// widths of S0.
-
 namespace lockstep {
 
+// The models that `lockstep train --model` knows: lenet, mlp, mlp-wide, alexnet, inception, resnet18, resnet34,
+// resnet50, the same with -32 for 32x32 images and 10 classes, gpt2, and gpt-mini: 4 layers of width 128 over bytes,
+// for a CPU.
+std::vector<std::string> model_names();
+
+Task model_task(const std::string& name);  // throws UsageError naming the models there are
+
+// conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
+// 129,068 parameters. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), with the
+// widths of Zhang et al., "Dive into Deep Learning", section "Training on Multiple GPUs".
 class LeNetImpl : public torch::nn::Module {
  public:
   LeNetImpl();
   // images: (B, 1, 28, 28) -> logits (B, 10)
   torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Stage> stages();  // one per layer
+  std::vector<Piece> pieces();  // one per layer
 
  private:
   torch::nn::Conv2d conv1_;
@@ -42,28 +55,41 @@ class LeNetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(LeNet);
 
-}  // namespace lockstep
+struct MLPOptions {
+  std::int64_t inputs = 784;
+  std::vector<std::int64_t> hidden = {512, 512};
+  std::int64_t outputs = 10;
+};
 
-// ---- AlexNet, large in its dense layers and small in its arithmetic.
-//
-// conv 64@11x11/4 -> pool -> conv 192@5x5 -> pool -> conv 384, 256, 256@3x3 -> pool -> dense 4096 -> 4096 -> classes,
-// ReLU after each, dropout before the first two dense layers. 61,100,840 parameters with 1000 classes.
-// Source:  Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), in the form and with
-//          the parameter names of torchvision.models.alexnet
+// Dense layers with ReLU between them (Rumelhart, Hinton and Williams, "Learning representations by back-propagating
+// errors", 1986). With its defaults 784 -> 512 -> 512 -> 10: 669,706 parameters.
+class MLPImpl : public torch::nn::Module {
+ public:
+  explicit MLPImpl(const MLPOptions& options = {});
+  // (B, ...) with `inputs` values per sample -> logits (B, outputs)
+  torch::Tensor forward(const torch::Tensor& data);
+  std::vector<Piece> pieces();  // one per dense layer
 
-namespace lockstep {
+ private:
+  torch::nn::Sequential layers_;
+};
+TORCH_MODULE(MLP);
 
 struct AlexNetOptions {
   std::int64_t classes = 1000;
   double dropout = 0.5;
 };
 
+// conv 64@11x11/4 -> pool -> conv 192@5x5 -> pool -> conv 384, 256, 256@3x3 -> pool -> dense 4096 -> 4096 -> classes,
+// ReLU after each, dropout before the first two dense layers. 61,100,840 parameters with 1000 classes, most of them in
+// the dense layers. Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), in the form
+// and with the parameter names of torchvision.models.alexnet.
 class AlexNetImpl : public torch::nn::Module {
  public:
   explicit AlexNetImpl(const AlexNetOptions& options = {});
   // images: (B, 3, H, W), H and W at least 63, 224 as published -> logits (B, classes)
   torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Stage> stages();  // one per convolution or dense layer, with what follows it
+  std::vector<Piece> pieces();  // one per convolution or dense layer, with what follows it
 
  private:
   torch::nn::Sequential features_;
@@ -71,81 +97,34 @@ class AlexNetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(AlexNet);
 
-}  // namespace lockstep
-
-// ---- Inception v1 (GoogLeNet): many small convolutions in parallel branches, few parameters.
-//
-// Source:  Szegedy et al., "Going deeper with convolutions" (CVPR 2015), in the form and with the parameter names of
-//          torchvision.models.googlenet: batch normalisation after each convolution, 3x3 in place of 5x5 in the third
-//          branch, no auxiliary heads. 6,624,904 parameters with 1000 classes.
-
-namespace lockstep {
-
 struct InceptionOptions {
   std::int64_t classes = 1000;
   double dropout = 0.2;
 };
 
-// Convolution without bias, batch normalisation, ReLU.
-class ConvNormImpl : public torch::nn::Module {
- public:
-  explicit ConvNormImpl(const torch::nn::Conv2dOptions& options);
-  torch::Tensor forward(const torch::Tensor& x);
-
- private:
-  torch::nn::Conv2d conv_;
-  torch::nn::BatchNorm2d bn_;
-};
-TORCH_MODULE(ConvNorm);
-
-// Channels of one Inception block: those that come in, and those of its branches.
-struct InceptionChannels {
-  std::int64_t in, one, three_reduced, three, five_reduced, five, pooled;
-};
-
-// Four branches side by side: 1x1; 1x1 then 3x3; 1x1 then 3x3 (published as 5x5); pool then 1x1.
-class InceptionBlockImpl : public torch::nn::Module {
- public:
-  explicit InceptionBlockImpl(const InceptionChannels& channels);
-  // (B, in, H, W) -> (B, one + three + five + pooled, H, W)
-  torch::Tensor forward(const torch::Tensor& x);
-
- private:
-  ConvNorm branch1_;
-  torch::nn::Sequential branch2_;
-  torch::nn::Sequential branch3_;
-  torch::nn::Sequential branch4_;
-};
-TORCH_MODULE(InceptionBlock);
-
+// Inception v1 (GoogLeNet): many small convolutions in parallel branches, few parameters: 6,624,904 with 1000 classes.
+// Szegedy et al., "Going deeper with convolutions" (CVPR 2015), in the form and with the parameter names of
+// torchvision.models.googlenet: batch normalisation after each convolution, 3x3 in place of 5x5 in the third branch, no
+// auxiliary heads.
 class InceptionImpl : public torch::nn::Module {
  public:
   explicit InceptionImpl(const InceptionOptions& options = {});
   // images: (B, 3, H, W), H and W at least 15, 224 as published -> logits (B, classes)
   torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Stage> stages();  // the stem, each block, the head
+  std::vector<Piece> pieces();  // the stem, each block, the head
 
  private:
+  class ConvNorm;
+  class Block;
   torch::Tensor stem(const torch::Tensor& images);
   torch::Tensor head(const torch::Tensor& x);
 
-  ConvNorm conv1_, conv2_, conv3_;
-  std::vector<InceptionBlock> blocks_;
+  std::array<std::shared_ptr<ConvNorm>, 3> stem_;
+  std::vector<std::shared_ptr<Block>> blocks_;
   torch::nn::Dropout dropout_;
-  torch::nn::Linear fc_;
+  torch::nn::Linear fc_{nullptr};
 };
 TORCH_MODULE(Inception);
-
-}  // namespace lockstep
-
-// ---- residual networks of 18, 34 and 50 layers, for ImageNet's images and for small ones.
-//
-// Source:  He et al., "Deep residual learning for image recognition" (CVPR 2016), in the form and with the parameter
-//          names of torchvision.models.resnet18, 34 and 50 (50: the stride in the 3x3 convolution). With 1000 classes
-//          11,689,512, 21,797,672 and 25,557,032 parameters. The form for 32x32 images begins with a 3x3 convolution of
-//          stride 1 and no pooling; with 10 classes 11,173,962, 21,282,122 and 23,520,842.
-
-namespace lockstep {
 
 struct ResNetOptions {
   int layers = 18;  // 18, 34 or 50
@@ -153,27 +132,16 @@ struct ResNetOptions {
   bool small_images = false;  // the form for 32x32
 };
 
-// Two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels at the end ("bottleneck"), plus what came in.
-class ResidualBlockImpl : public torch::nn::Module {
- public:
-  ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck);
-  torch::Tensor forward(const torch::Tensor& x);
-
- private:
-  void add_convolution(const torch::nn::Conv2dOptions& options);
-
-  std::vector<torch::nn::Conv2d> convolutions_;
-  std::vector<torch::nn::BatchNorm2d> norms_;
-  torch::nn::Sequential downsample_{nullptr};  // where the shape changes
-};
-TORCH_MODULE(ResidualBlock);
-
+// Residual networks: He et al., "Deep residual learning for image recognition" (CVPR 2016), in the form and with the
+// parameter names of torchvision.models.resnet18, 34 and 50 (50: the stride in the 3x3 convolution). With 1000 classes
+// 11,689,512, 21,797,672 and 25,557,032 parameters. The form for 32x32 images begins with a 3x3 convolution of stride 1
+// and no pooling; with 10 classes 11,173,962, 21,282,122 and 23,520,842.
 class ResNetImpl : public torch::nn::Module {
  public:
   explicit ResNetImpl(const ResNetOptions& options = {});  // throws UsageError: another number of layers
   // images: (B, 3, H, W), 224 x 224 as published -> logits (B, classes)
   torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Stage> stages();  // the stem, each residual block, the head: 10 for ResNet-18, 18 for ResNet-34 and -50
+  std::vector<Piece> pieces();  // the stem, each residual block, the head: 10 for ResNet-18, 18 for ResNet-34 and -50
 
  private:
   torch::Tensor stem(const torch::Tensor& images);
@@ -187,43 +155,6 @@ class ResNetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(ResNet);
 
-}  // namespace lockstep
-
-// ---- a multi-layer perceptron: dense layers with ReLU between them.
-//
-// With its defaults 784 -> 512 -> 512 -> 10: 669,706 parameters.
-// Source:  Rumelhart, Hinton and Williams, "Learning representations by back-propagating errors" (1986)
-
-namespace lockstep {
-
-struct MLPOptions {
-  std::int64_t inputs = 784;
-  std::vector<std::int64_t> hidden = {512, 512};
-  std::int64_t outputs = 10;
-};
-
-class MLPImpl : public torch::nn::Module {
- public:
-  explicit MLPImpl(const MLPOptions& options = {});
-  // (B, ...) with `inputs` values per sample -> logits (B, outputs)
-  torch::Tensor forward(const torch::Tensor& data);
-  std::vector<Stage> stages();  // one per dense layer
-
- private:
-  torch::nn::Sequential layers_;
-};
-TORCH_MODULE(MLP);
-
-}  // namespace lockstep
-
-// ---- a decoder-only transformer in the form of GPT-2, its output layer tied to its token embedding.
-//
-// tokens -> embedding + position -> blocks of (norm, causal attention, + ; norm, dense 4x, GELU, dense, +) -> norm ->
-// times the embedding. With its defaults (GPT-2 small) 124,439,808 parameters.
-// Source:  Radford et al., "Language models are unsupervised multitask learners" (2019)
-
-namespace lockstep {
-
 struct GPTOptions {
   std::int64_t vocabulary = 50257;
   std::int64_t context = 1024;  // tokens in a sequence at most
@@ -233,32 +164,15 @@ struct GPTOptions {
   double dropout = 0.1;
 };
 
-class GPTBlockImpl : public torch::nn::Module {
- public:
-  explicit GPTBlockImpl(const GPTOptions& options);
-  torch::Tensor forward(const torch::Tensor& x);  // (B, T, width) -> the same
-
- private:
-  torch::Tensor attend(const torch::Tensor& x);
-  torch::Tensor drop(const torch::Tensor& x) const;
-
-  std::int64_t heads_;
-  double dropout_;
-  torch::nn::LayerNorm ln_1_;
-  torch::nn::Linear c_attn_;  // query, key and value in one
-  torch::nn::Linear attn_proj_;
-  torch::nn::LayerNorm ln_2_;
-  torch::nn::Linear c_fc_;
-  torch::nn::Linear mlp_proj_;
-};
-TORCH_MODULE(GPTBlock);
-
+// A decoder-only transformer in the form of GPT-2 (Radford et al., "Language models are unsupervised multitask
+// learners", 2019): tokens -> embedding + position -> blocks of (norm, causal attention, + ; norm, dense 4x, GELU,
+// dense, +) -> norm -> times the embedding. With its defaults (GPT-2 small) 124,439,808 parameters.
 class GPTImpl : public torch::nn::Module {
  public:
   explicit GPTImpl(const GPTOptions& options = {});  // throws UsageError: heads that do not divide the width
   // tokens: (B, T) int64, T up to the context -> logits of the next token (B, T, vocabulary)
   torch::Tensor forward(const torch::Tensor& tokens);
-  std::vector<Stage> stages();  // the embeddings, each block, the head (which uses the token embedding again)
+  std::vector<Piece> pieces();  // the embeddings, each block, the head (which uses the token embedding again)
 
  private:
   torch::Tensor embed(const torch::Tensor& tokens);
@@ -273,24 +187,8 @@ class GPTImpl : public torch::nn::Module {
 };
 TORCH_MODULE(GPT);
 
-}  // namespace lockstep
-
-// ---- the models that `lockstep train --model` knows, each as a Task.
-//
-// Flow:    a name -> here -> train/builtin.h, bench/
-// Threads: pure functions
-
-namespace lockstep {
-
-// lenet, mlp, alexnet, inception, resnet18, resnet34, resnet50, the same with -32 for 32x32 images and 10 classes,
-// gpt2, and gpt-mini: 4 layers of width 128 over bytes, for a CPU.
-std::vector<std::string> model_names();
-
-Task model_task(const std::string& name);  // throws UsageError naming the models there are
-
 // Predicts the next token of each position of (B, T) tokens; the loss is the mean over all B * T of them, and a sample
-// counts as right by the share of its tokens that are.
-struct GPTOptions;
+// counts as correct by the share of its tokens that are.
 Task gpt_task(const std::string& name, const GPTOptions& options);
 
 }  // namespace lockstep

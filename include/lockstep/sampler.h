@@ -1,39 +1,33 @@
 // lockstep/sampler.h: the order of an epoch, and which of its samples each rank sees.
+//
+// Flow:    seed, epoch -> SampleOrder -> DistributedSampler -> lockstep/loader.h
+// Owns:    an order owns its tables (random_order 8 bytes a sample, weighted_order too, window_order a few a shard)
+// Threads: orders are const after construction; part() may be called from several threads between two set_epoch()
+// Ranks:   no communication: every rank draws the same order and takes its part
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
-
-
-// ---- the order in which an epoch visits samples, a function of (seed, epoch) alone.
-//
-// Flow:    seed, epoch -> here -> lockstep/sampler.h, which deals it out to the ranks
-// Threads: const after construction
-// Ranks:   no communication: every rank draws the same order
-
 namespace lockstep {
 
-// One epoch's order; any part of it can be read without what lies before.
-class EpochOrder {
- public:
-  virtual ~EpochOrder() = default;
-  // into[i] = the sample at place begin + i
-  virtual void read(std::int64_t begin, std::span<std::int64_t> into) const = 0;
-};
+// One epoch's order: into[i] = the sample at place begin + i. Any part can be read without what lies before it.
+using EpochOrder = std::function<void(std::int64_t begin, std::span<std::int64_t> into)>;
 
+// The order in which epochs visit samples: a function of (seed, epoch) alone.
 class SampleOrder {
  public:
   virtual ~SampleOrder() = default;
   virtual std::int64_t samples() const = 0;  // of an epoch
-  virtual std::shared_ptr<const EpochOrder> draw(std::uint64_t seed, std::int64_t epoch) const = 0;
+  virtual EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const = 0;
 };
 
 std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples);
 
-// A permutation of all samples. Keeps 8 bytes a sample.
+// A permutation of all samples.
 std::shared_ptr<const SampleOrder> random_order(std::int64_t samples);
 
 // `samples` draws with replacement, sample i with probability weights[i] / sum. Throws UsageError: a weight that is
@@ -41,19 +35,8 @@ std::shared_ptr<const SampleOrder> random_order(std::int64_t samples);
 std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& weights, std::int64_t samples);
 
 // For data on disk in shards: the shards in random order, cut into windows of `window` samples that are shuffled each.
-// Reads stay within a window, so the disk sees long runs. Every sample once. Keeps a few bytes a shard. Throws
-// UsageError: window < 1.
+// Reads stay within a window, so the disk sees long runs. Every sample once. Throws UsageError: window < 1.
 std::shared_ptr<const SampleOrder> window_order(std::vector<std::int64_t> shard_sizes, std::int64_t window);
-
-}  // namespace lockstep
-
-// ---- which samples a rank sees: every sample of an epoch's order once over all ranks.
-//
-// Flow:    lockstep/sampler.h -> here -> lockstep/loader.h
-// Threads: part() may be called from several threads between two calls of set_epoch()
-// Ranks:   no communication: every rank computes the same order and takes its part
-
-namespace lockstep {
 
 struct SamplerOptions {
   std::int64_t samples = 0;     // in the dataset
@@ -62,12 +45,12 @@ struct SamplerOptions {
   int ranks = 1;
   std::uint64_t seed = 0;
   bool shuffle = true;                         // random_order, else sequential_order
-  std::shared_ptr<const SampleOrder> order{};  // in place of these; `samples` is then its own
+  std::shared_ptr<const SampleOrder> order{};  // replaces `samples` and `shuffle`
 };
 
 // An epoch's order is cut into global batches of batch_size; the last one takes what is left. A global batch is cut
-// into one contiguous part per rank, whose sizes differ by at most one: the same global batches whatever the number of
-// ranks. S1.
+// into one contiguous part per rank, whose sizes differ by at most one: the global batches are the same for any number
+// of ranks.
 class DistributedSampler {
  public:
   explicit DistributedSampler(const SamplerOptions& options);  // throws UsageError: batch_size < ranks, no samples
@@ -75,8 +58,8 @@ class DistributedSampler {
   std::int64_t samples() const { return order_->samples(); }
   std::int64_t steps_per_epoch() const;
 
-  // The order of `epoch`, without its first `first_sample` samples: those that all ranks together have had already, in
-  // any number of ranks and batches. Steps count from there.
+  // The order of `epoch` without its first `first_sample` samples: those that all ranks together have had already, with
+  // any number of ranks and any batch size. Steps count from there. Throws UsageError: a position outside of the epoch.
   void set_epoch(std::int64_t epoch, std::int64_t first_sample = 0);
   std::int64_t steps() const;                            // from first_sample on
   std::int64_t samples_before(std::int64_t step) const;  // of the epoch, over all ranks, with first_sample
@@ -88,7 +71,7 @@ class DistributedSampler {
  private:
   SamplerOptions options_;
   std::shared_ptr<const SampleOrder> order_;
-  std::shared_ptr<const EpochOrder> epoch_;
+  EpochOrder epoch_;
   std::int64_t first_sample_ = 0;
 };
 

@@ -1,13 +1,13 @@
-// lockstep/sync_batch_norm.h: batch normalisation over the global batch: mean and variance are those of the samples of all
-// ranks, so N ranks compute what one would (Ioffe and Szegedy, 2015; PyTorch's SyncBatchNorm).
+// lockstep/sync_batch_norm.h: batch normalisation over the global batch: mean and variance are taken over the samples of
+// all ranks, so N ranks compute what one would (Ioffe and Szegedy, 2015; PyTorch's SyncBatchNorm).
 //
 // Flow:    in a model's forward(), in place of torch::nn::BatchNorm1d/2d/3d
 // Owns:    weight, bias, running statistics; a group of ranks of its own
 // Threads: one thread, as the model
 // Ranks:   all ranks of the world call forward() and backward() in the same order, each with one sample at least
 //
-// The loss of a rank is the mean over its samples, and ranks count by their samples, as DistributedDataParallel has
-// it: uneven parts are then exact too, with one forward() per step.
+// The loss of a rank is the mean over its samples, and ranks are weighted by their number of samples, as in
+// DistributedDataParallel: uneven parts are then exact too, with one forward() per step.
 //
 // Each forward in training sends 2 C + 1 values, each backward 2 C, for C channels.
 #pragma once

@@ -1,4 +1,10 @@
-// lockstep/task.h: what lockstep has to know about a program to train it.
+// lockstep/task.h: what lockstep has to know about a program to train it: how to make its model, run it and judge it.
+//
+// Flow:    the user's program -> lockstep::run(), lockstep train -> a strategy
+// Owns:    nothing: a Task holds functions; a Piece is valid as long as the model that it was made from
+// Threads: a strategy may call a Task's functions from several threads, each with a model of its own; a Piece is used
+//          by one thread at a time, different pieces at the same time
+// Ranks:   every rank gets the same Task; no communication
 #pragma once
 
 #include <torch/nn/module.h>
@@ -14,57 +20,32 @@
 
 #include "lockstep/dataset.h"
 
-// ---- a model as consecutive pieces, for strategies that put them on different devices.
-//
-// Flow:    Task::stages, or stages_of a torch::nn::Sequential -> strategy/pipeline/pipeline.h
-// Owns:    nothing: a Stage is of use as long as the model that it was made from
-// Threads: each Stage from one thread at a time; different ones at the same time
-// Ranks:   no communication
-//
-// Running the stages one after another gives what the model's own forward gives. What one stage returns is what the
-// next one takes: usually one tensor; several where a skip connection or a mask crosses the cut (S1's model
-// parallelism).
-
-namespace lockstep {
-
-using Tensors = std::vector<torch::Tensor>;
-
-struct Stage {
-  std::string name;
-  std::vector<torch::nn::Module*> modules;  // those whose parameters and buffers it uses; a tied one stands in several
-  std::function<Tensors(const Tensors&)> forward;
-};
-
-// A stage of one tensor in and one tensor out.
-Stage make_stage(std::string name, std::vector<torch::nn::Module*> modules,
-                 std::function<torch::Tensor(const torch::Tensor&)> forward);
-
-// A stage for each module that the Sequential holds; each has to take one tensor and give one.
-std::vector<Stage> stages_of(torch::nn::SequentialImpl& model);
-
-// data through all stages: what the last one returns first.
-torch::Tensor run_stages(const std::vector<Stage>& stages, const torch::Tensor& data);
-
-// The trained parameters of the stages' modules, each once.
-std::vector<torch::Tensor> parameters_of(const std::vector<Stage>& stages);
-
-}  // namespace lockstep
-
-// ---- what lockstep has to know about a program to train it: how to make its model, run it and judge it.
-//
-// Flow:    the user's program -> lockstep::run(), lockstep train -> strategy/
-// Owns:    nothing but the functions
-// Threads: a strategy may call the functions from several threads, each with a model of its own
-// Ranks:   every rank gets the same Task
-
 namespace lockstep {
 
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
+using Tensors = std::vector<torch::Tensor>;
 
-struct Datasets {
-  std::shared_ptr<const Dataset> train;
-  std::shared_ptr<const Dataset> validation;  // may be null: no validation
+// A part of a model that a pipeline never cuts: a layer or a block. A model is a list of pieces, and a stage of a
+// pipeline is a range of them. Running all pieces one after another gives what the model's own forward gives; what one
+// returns is what the next one takes: usually one tensor, several where a skip connection or a mask crosses the cut.
+struct Piece {
+  std::string name;
+  std::vector<torch::nn::Module*> modules;  // whose parameters and buffers it uses; a tied one is in several pieces
+  std::function<Tensors(const Tensors&)> forward;
 };
+
+// A piece of one tensor in and one tensor out.
+Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
+                 std::function<torch::Tensor(const torch::Tensor&)> forward);
+
+// A piece for each module that the Sequential holds; each has to take one tensor and return one.
+std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
+
+// Runs `data` through all pieces; returns the first tensor of the last one's output.
+torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& data);
+
+// The trained parameters of the pieces' modules, each once.
+std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
 
 // What the model takes, for data that is made to fit it.
 struct SampleShape {
@@ -86,13 +67,13 @@ struct Task {
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;
   std::string name = "task";  // for tables and metrics
   SampleShape sample = {};
-  // The model as consecutive pieces in the finest cut that it allows, for pipelines; empty: a model that is a
-  // torch::nn::Sequential is cut between its modules, another one can't be cut.
-  std::function<std::vector<Stage>(torch::nn::Module& model)> stages = nullptr;
+  // The model as pieces, as small as it allows, from which a pipeline's stages are made. Empty: a model that is a
+  // torch::nn::Sequential is cut between its modules; another one can't be cut.
+  std::function<std::vector<Piece>(torch::nn::Module& model)> stages = nullptr;
 };
 
 // A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross
-// entropy; `options`: what M is made from. If M has stages(), the task has them too.
+// entropy; `options`: what M is constructed from. If M has pieces(), so has the task.
 template <class M, class... Options>
 Task classification_task(std::string name, Options... options) {
   Task task{.make_model = [options...] { return M(options...).ptr(); },
@@ -103,8 +84,8 @@ Task classification_task(std::string name, Options... options) {
             .correct = [](const torch::Tensor& output,
                           const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
             .name = std::move(name)};
-  if constexpr (requires(typename M::Impl & model) { model.stages(); })
-    task.stages = [](torch::nn::Module& model) { return dynamic_cast<typename M::Impl&>(model).stages(); };
+  if constexpr (requires(typename M::Impl & model) { model.pieces(); })
+    task.stages = [](torch::nn::Module& model) { return dynamic_cast<typename M::Impl&>(model).pieces(); };
   return task;
 }
 

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -17,7 +18,7 @@ CoreSet usable_cores() {
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
   const int cores = static_cast<int>(all.size());
-  if (ranks >= cores) return {all[static_cast<std::size_t>(rank % cores)]};
+  if (ranks >= cores) return {all[to_size(rank % cores)]};
   const auto begin = all.begin() + static_cast<std::ptrdiff_t>(rank) * cores / ranks;
   const auto end = all.begin() + static_cast<std::ptrdiff_t>(rank + 1) * cores / ranks;
   return {begin, end};

@@ -5,26 +5,27 @@
 #include <algorithm>
 #include <thread>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-TEST(Cores, of_all_ranks_are_disjoint_even_and_complete) {
+TEST(Cores, are_divided_among_ranks_evenly_and_completely) {
   const CoreSet all = {0, 1, 2, 5, 6, 9, 12};
   for (const int ranks : {1, 2, 3, 4, 7}) {
     CoreSet together;
     for (int rank = 0; rank < ranks; ++rank) {
       const CoreSet mine = cores_of_rank(all, rank, ranks);
-      EXPECT_GE(mine.size(), all.size() / static_cast<std::size_t>(ranks));
-      EXPECT_LE(mine.size(), all.size() / static_cast<std::size_t>(ranks) + 1);
+      EXPECT_GE(mine.size(), all.size() / to_size(ranks));
+      EXPECT_LE(mine.size(), all.size() / to_size(ranks) + 1);
       together.insert(together.end(), mine.begin(), mine.end());
     }
     EXPECT_EQ(together, all) << ranks;
   }
 }
 
-TEST(Cores, are_shared_round_robin_by_more_ranks) {
+TEST(Cores, are_shared_round_robin_by_more_ranks_than_cores) {
   EXPECT_EQ(cores_of_rank({3, 4}, 0, 7), CoreSet{3});
   EXPECT_EQ(cores_of_rank({3, 4}, 5, 7), CoreSet{4});
 }

@@ -6,6 +6,7 @@
 #include <array>
 #include <cerrno>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -15,7 +16,7 @@ void flush_to_disk(int fd, const std::filesystem::path& path) {
   if (::fsync(fd) != 0) throw system_error("flush to disk", path);
 }
 
-// A rename is only durable once the folder that holds the name is.
+// A rename is on the disk only when the folder that holds the name is.
 void flush_folder(const std::filesystem::path& file) {
   const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -42,7 +43,7 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) throw system_error("write", path_);
     next += written;
-    bytes -= static_cast<std::size_t>(written);
+    bytes -= to_size(written);
   }
 }
 
@@ -68,7 +69,7 @@ std::string read_file(const std::filesystem::path& path) {
     const ssize_t bytes = ::read(fd.get(), buffer.data(), buffer.size());
     if (bytes == 0) return content;
     if (bytes < 0 && errno != EINTR) throw system_error("read", path);
-    if (bytes > 0) content.append(buffer.data(), static_cast<std::size_t>(bytes));
+    if (bytes > 0) content.append(buffer.data(), to_size(bytes));
   }
 }
 

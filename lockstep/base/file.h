@@ -1,4 +1,4 @@
-// base/file.h: writes a file so that a reader sees the old one or the whole new one, whatever happens meanwhile.
+// base/file.h: writes files atomically: a reader sees the old file or the whole new one, even after a crash.
 //
 // Threads: any, on different paths
 // Ranks:   no communication; one rank writes a path

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
+
 namespace lockstep {
 
 template <class T>
@@ -17,7 +19,7 @@ class IntVector {
   using value_type = T;
 
   IntVector() = default;
-  explicit IntVector(int size, const T& value = T()) : elements_(static_cast<std::size_t>(size), value) {}
+  explicit IntVector(int size, const T& value = T()) : elements_(to_size(size), value) {}
   IntVector(std::initializer_list<T> elements) : elements_(elements) {}
   IntVector(std::vector<T> elements) : elements_(std::move(elements)) {}
 
@@ -37,9 +39,9 @@ class IntVector {
   decltype(auto) back() { return elements_.back(); }
   decltype(auto) back() const { return elements_.back(); }
 
-  void assign(int size, const T& value) { elements_.assign(static_cast<std::size_t>(size), value); }
-  void resize(int size) { elements_.resize(static_cast<std::size_t>(size)); }
-  void reserve(int size) { elements_.reserve(static_cast<std::size_t>(size)); }
+  void assign(int size, const T& value) { elements_.assign(to_size(size), value); }
+  void resize(int size) { elements_.resize(to_size(size)); }
+  void reserve(int size) { elements_.reserve(to_size(size)); }
   void clear() { elements_.clear(); }
   void push_back(T element) { elements_.push_back(std::move(element)); }
   template <class... Arguments>
@@ -53,7 +55,7 @@ class IntVector {
  private:
   std::size_t checked([[maybe_unused]] int index) const {
     assert(index >= 0 && index < size());
-    return static_cast<std::size_t>(index);
+    return to_size(index);
   }
 
   std::vector<T> elements_;

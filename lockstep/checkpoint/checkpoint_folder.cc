@@ -1,4 +1,4 @@
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 
 #include <algorithm>
 #include <iomanip>
@@ -7,6 +7,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

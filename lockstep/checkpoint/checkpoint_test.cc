@@ -2,7 +2,8 @@
 #include <random>
 
 #include "lockstep/base/file.h"
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -95,7 +96,7 @@ TEST(Safetensors, refuses_offsets_outside_of_the_file) {
   refuse(R"([1,2])");
 }
 
-TEST(CheckpointFolder, keeps_the_newest_and_nothing_half_written) {
+TEST(CheckpointFolder, keeps_the_newest) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path(), /*keep=*/2);
   for (const int step : {9, 99999999, 100000000}) checkpoints.save(step, sample());
@@ -104,7 +105,7 @@ TEST(CheckpointFolder, keeps_the_newest_and_nothing_half_written) {
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-100000000.safetensors");
 }
 
-TEST(CheckpointFolder, forgets_later_checkpoints_of_a_run_that_was_resumed_below_them) {
+TEST(CheckpointFolder, removes_later_checkpoints_when_a_run_went_on_from_an_earlier_one) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path());
   for (const int step : {1, 2, 3}) checkpoints.save(step, sample());
@@ -112,14 +113,14 @@ TEST(CheckpointFolder, forgets_later_checkpoints_of_a_run_that_was_resumed_below
   EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"step-00000001.safetensors"});
 }
 
-TEST(CheckpointFolder, removes_what_a_killed_writer_left) {
+TEST(CheckpointFolder, removes_half_written_files_of_a_killed_run) {
   const TempFolder folder;
   write_file(folder / "step-00000002.safetensors.tmp-4711", "half");
   EXPECT_TRUE(CheckpointFolder(folder.path()).empty());
   EXPECT_TRUE(names_in(folder.path()).empty());
 }
 
-TEST(CheckpointFolder, passes_over_a_damaged_file) {
+TEST(CheckpointFolder, loads_the_newest_undamaged_file) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path());
   checkpoints.save(1, sample());
@@ -128,26 +129,26 @@ TEST(CheckpointFolder, passes_over_a_damaged_file) {
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors");
 }
 
-TEST(CheckpointFolder, has_nothing_to_load_when_it_is_empty) {
+TEST(CheckpointFolder, loads_nothing_from_an_empty_folder) {
   const TempFolder folder;
   EXPECT_FALSE(CheckpointFolder(folder / "new").load_newest().has_value());
 }
 
-TEST(CheckpointFolder, refuses_when_every_file_is_damaged) {
+TEST(CheckpointFolder, throws_when_every_file_is_damaged) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path());
   write_file(folder / "step-00000002.safetensors", "rubbish");
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 1 checkpoints"));
 }
 
-TEST(CheckpointFolder, refuses_a_folder_that_cannot_be_written_before_training_starts) {
+TEST(CheckpointFolder, throws_at_once_for_a_folder_that_is_not_writable) {
   const TempFolder folder;
   write_file(folder / "file", "");
   const std::string message = message_of<CheckpointError>([&] { CheckpointFolder(folder / "file" / "below"); });
   EXPECT_TRUE(contains(message, "can't write checkpoints into"));
 }
 
-TEST(AtomicFile, leaves_the_old_file_and_no_rubbish_when_it_is_not_committed) {
+TEST(AtomicFile, keeps_the_old_file_and_removes_the_new_one_without_commit) {
   const TempFolder folder;
   write_file(folder / "file", "old");
   {

@@ -1,4 +1,4 @@
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/safetensors.h"
 
 #include <xxhash.h>
 
@@ -60,7 +60,7 @@ std::string hash_of(const std::string& bytes) {
   return text.data();
 }
 
-// Where the 16 digits of the checksum stand in the header; npos in a file of another tool.
+// Position of the checksum's 16 digits in the header; npos in a file of another tool.
 std::size_t checksum_position(const std::string& bytes, std::size_t header_end) {
   const std::string key = concat('"', kChecksum, "\":\"");
   const std::size_t found = bytes.find(key);
@@ -97,7 +97,7 @@ std::size_t read_header_length(const std::string& bytes, const std::string& orig
   std::memcpy(&length, bytes.data(), kLengthBytes);
   if (length > bytes.size() - kLengthBytes)
     throw damaged(origin, concat("its header should have ", length, " bytes, the file has ", bytes.size()));
-  return static_cast<std::size_t>(length);
+  return length;
 }
 
 torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
@@ -118,7 +118,7 @@ torch::Tensor read_tensor(const Json& entry, const std::string& name, std::strin
       offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
     throw damaged(origin, concat(name, " lies outside of the file"));
   torch::Tensor tensor = torch::empty(shape, dtype);
-  if (bytes > 0) std::memcpy(tensor.data_ptr(), data.data() + offsets[0], static_cast<std::size_t>(bytes));
+  if (bytes > 0) std::memcpy(tensor.data_ptr(), data.data() + offsets[0], tensor.nbytes());
   return tensor;
 }
 
@@ -166,8 +166,6 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file)
   write_file(path, to_safetensors(file));
 }
 
-TensorFile load_safetensors(const std::filesystem::path& path, Checksum checksum) {
-  return from_safetensors(read_file(path), path, checksum);
-}
+TensorFile load_safetensors(const std::filesystem::path& path) { return from_safetensors(read_file(path), path); }
 
 }  // namespace lockstep

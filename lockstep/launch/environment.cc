@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <iterator>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -343,9 +344,9 @@ JobEnvironment read_job_environment(const VariableLookup& lookup) { return Reade
 JobEnvironment read_job_environment() { return read_job_environment(variable_of_this_process); }
 
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
-  const auto online = static_cast<std::size_t>(::sysconf(_SC_NPROCESSORS_ONLN));
+  const std::ptrdiff_t online = ::sysconf(_SC_NPROCESSORS_ONLN);
   const int workers = job.local_size - job.local_servers;
-  const bool bound = usable.size() * static_cast<std::size_t>(workers) <= online;
+  const bool bound = std::ssize(usable) * workers <= online;
   if (bound || job.local_rank < job.local_servers) return usable;
   return cores_of_rank(usable, job.local_rank - job.local_servers, workers);
 }

@@ -2,7 +2,7 @@
 //
 // Flow:    torchrun, lockstep run, Slurm, Open MPI, MPICH -> here -> collective/World
 // Owns:    nothing; the environment is read when read_job_environment is called and never again
-// Threads: any, as long as nobody calls setenv meanwhile
+// Threads: any, as long as no thread calls setenv
 // Ranks:   no communication
 #pragma once
 
@@ -41,8 +41,8 @@ using VariableLookup = std::function<std::optional<std::string>(const std::strin
 // Tries torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `lockstep run` sets the same),
 // Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank. Slurm's count only in what srun
 // starts: an mpirun inside a Slurm job comes before them.
-// Throws EnvironmentError: a partial set (names what is missing), values that are no numbers or contradict each other
-// (rank >= size), several machines without MASTER_ADDR. S1.
+// Throws EnvironmentError: a partial set (names what is missing), values that are not numbers or contradict each other
+// (rank >= size), several machines without MASTER_ADDR.
 JobEnvironment read_job_environment(const VariableLookup& lookup);
 JobEnvironment read_job_environment();  // of this process
 

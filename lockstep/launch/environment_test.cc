@@ -83,7 +83,7 @@ const Variables kMpich = {{"PMI_RANK", "1"},
                           {"MASTER_ADDR", "127.0.0.1"},
                           {"MASTER_PORT", "29500"}};
 
-TEST(Environment, without_a_launcher_is_one_rank) {
+TEST(Environment, is_one_rank_without_a_launcher) {
   const JobEnvironment job = read({});
   EXPECT_EQ(job.launcher, "none");
   EXPECT_EQ(job.world_size, 1);
@@ -240,7 +240,7 @@ TEST(Environment, an_address_is_honoured_with_every_launcher) {
   expect_error(with(kOpenMpi, {{"MASTER_ADDR", "gpu-a"}}), {"missing: MASTER_PORT"});
 }
 
-TEST(Environment, names_the_variable_and_the_value_that_make_no_sense) {
+TEST(Environment, names_the_variable_with_a_bad_value) {
   expect_error(with(kTorchrun, {{"RANK", "one"}}), {"RANK", "\"one\""});
   expect_error(with(kTorchrun, {{"RANK", ""}}), {"RANK", "\"\""});
   expect_error(with(kTorchrun, {{"RANK", "99999999999"}}), {"RANK", "99999999999"});

@@ -13,8 +13,8 @@
 
 namespace lockstep {
 
-// While it lives SIGINT and SIGTERM, unless they are ignored, can be read from fd() and do nothing else; and children
-// that end stay to be waited for, even if this process was started with SIGCHLD ignored.
+// During its lifetime SIGINT and SIGTERM, unless they are ignored, do nothing but become readable from fd(); and children
+// that have ended can be waited for, even if this process was started with SIGCHLD ignored.
 class SignalReader {
  public:
   SignalReader();   // throws SystemError
@@ -37,7 +37,7 @@ class SignalReader {
 class Poller {
  public:
   void add(int fd, short events, std::function<void()> on_ready);
-  void wait(int timeout_ms);  // blocks until one is ready, -1: without limit; throws SystemError
+  void wait(int timeout_ms);  // blocks until a descriptor is ready; -1: without a deadline; throws SystemError
 
  private:
   std::vector<pollfd> fds_;

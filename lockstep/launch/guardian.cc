@@ -42,6 +42,7 @@ void detach(int launcher) {
 [[noreturn]] void guard(int launcher, Groups groups) {
   detach(launcher);
   pollfd end{.fd = 0, .events = POLLIN, .revents = 0};
+  // Without a deadline: this process exists to wait for the launcher's end, and the launcher's destructor kills it.
   while (::poll(&end, 1, -1) < 0 && errno == EINTR) {
   }
   for (const auto& group : groups)
@@ -53,7 +54,7 @@ void detach(int launcher) {
 
 Guardian::Guardian(int ranks) {
   const UniqueFd launcher = open_pidfd(::getpid());
-  groups_ = share_groups(static_cast<std::size_t>(ranks));
+  groups_ = share_groups(to_size(ranks));
   pid_ = ::fork();
   if (pid_ == 0) guard(launcher.get(), groups_);
   if (pid_ > 0) return;
@@ -63,7 +64,7 @@ Guardian::Guardian(int ranks) {
 
 Guardian::~Guardian() {
   ::kill(pid_, SIGKILL);
-  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {  // bounded: it was killed
   }
   ::munmap(groups_.data(), groups_.size_bytes());
 }

@@ -12,6 +12,8 @@
 #include <atomic>
 #include <span>
 
+#include "lockstep/base/to_size.h"
+
 namespace lockstep {
 
 class Guardian {
@@ -22,7 +24,7 @@ class Guardian {
   Guardian& operator=(const Guardian&) = delete;
 
   // Where rank `index` writes its process group; 0 until then.
-  std::atomic<pid_t>* group(int index) { return &groups_[static_cast<std::size_t>(index)]; }
+  std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }
 
  private:
   std::span<std::atomic<pid_t>> groups_;  // shared with the guardian and the ranks

@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
@@ -56,8 +57,8 @@ void make_folder(const std::string& path) {
   if (error) throw SystemError({.what = concat("can't make the folder ", path, ": ", error.message()), .here = path});
 }
 
-// A port that is bound but not listened on is given to nobody else who asks for any port; rank 0 can bind it all the
-// same, because it sets SO_REUSEADDR too.
+// Reserves a port by binding it without listening: the kernel then gives it to no program that asks for any port, and
+// rank 0 can still bind it, because it sets SO_REUSEADDR too.
 UniqueFd reserve_port(int& port) {
   UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const int on = 1;
@@ -127,7 +128,7 @@ class Job {
 
  private:
   void start_rank(int local, ProcessOptions what) {
-    Rank& rank = *ranks_[static_cast<std::size_t>(local)];
+    Rank& rank = *ranks_[local];
     what.variables = variables(local);
     if (options_.pin && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
@@ -165,7 +166,7 @@ class Job {
   bool is_server(int local) const { return local < options_.servers; }
   int workers() const { return options_.ranks - options_.servers; }
 
-  // Goes on without `rank`: others of its kind are at work, or have ended well.
+  // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
     if (!options_.workers_may_fail || is_server(rank.rank % options_.ranks)) return false;
     return std::any_of(ranks_.begin() + options_.servers, ranks_.end(), [](const auto& other) {
@@ -190,7 +191,7 @@ class Job {
     return fd;
   }
 
-  // What a forked child has no business with.
+  // Descriptors that a forked child must close.
   std::vector<int> descriptors() const {
     std::vector<int> fds = {signals_.fd(), port_.get()};
     for (const auto& rank : ranks_) {
@@ -214,12 +215,14 @@ class Job {
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) poller.add(sink->fd(), POLLOUT, [sink] { sink->write_some(); });
+    // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
+    // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
     poller.wait(kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
     on_ended(ended);
     if (kill_at_ && kill_at_->passed()) kill_all();
   }
 
-  // Reads no more while what was read has not been passed on: the ranks wait for a slow reader, memory does not grow.
+  // Reads only when everything read before is written: a slow reader makes the ranks wait, and memory does not grow.
   static void add_stream(Poller& poller, RankStream& stream) {
     if (stream.fd() >= 0 && stream.sink().empty()) poller.add(stream.fd(), POLLIN, [&stream] { stream.read_some(); });
   }
@@ -252,7 +255,7 @@ class Job {
                                                [](const auto& rank) { return rank->end.has_value(); });
   }
 
-  // What they still have to do is little; one that stands still is not waited for.
+  // The workers have little left to do; one that hangs is killed.
   void give_workers_the_grace_period() {
     kill_at_ = Deadline::after(options_.grace);
     stopping_ = true;
@@ -267,7 +270,7 @@ class Job {
     stop_all(SIGTERM);
   }
 
-  // One that stands still has to go on to hear of it.
+  // SIGCONT: a stopped process receives the other signal only when it continues.
   void stop_all(int signal) {
     for (const auto& rank : ranks_) rank->process->signal_group(signal);
     for (const auto& rank : ranks_) rank->process->signal_group(SIGCONT);
@@ -291,7 +294,7 @@ class Job {
 
   std::vector<std::string> last_lines() const {
     if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(failure_->rank, ".err"));
-    const auto& lines = ranks_[static_cast<std::size_t>(failure_->rank % options_.ranks)]->error.last_lines();
+    const auto& lines = ranks_[failure_->rank % options_.ranks]->error.last_lines();
     return {lines.begin(), lines.end()};
   }
 
@@ -301,7 +304,7 @@ class Job {
   UniqueFd port_;
   CoreSet cores_ = usable_cores();
   Sinks& sinks_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
+  IntVector<std::unique_ptr<Rank>> ranks_;
   std::optional<RankFailure> failure_;
   int caught_signal_ = 0;            // the first
   bool stopping_ = false;            // since the first failure or signal

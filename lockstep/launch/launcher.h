@@ -27,8 +27,8 @@ enum class RankOutput {
 
 struct LaunchOptions {
   int ranks = 1;                  // on this machine
-  int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS. S3
-  bool workers_may_fail = false;  // a rank that is no server, while others of its kind are left: the job goes on
+  int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
+  bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;
   std::string master_addr = "127.0.0.1";
@@ -53,10 +53,12 @@ struct LaunchResult {
   std::optional<RankFailure> failure;
 };
 
-// Runs PROGRAM ARGS in every rank. Blocks until all ranks have ended. When one fails (workers_may_fail: and can't be
-// done without) the others get SIGTERM (and SIGCONT, should they stand still) and, after the grace period, SIGKILL.
+// Runs PROGRAM ARGS in every rank. Blocks as long as a rank runs: a job has no time limit, and a rank ends by itself, by
+// its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
+// others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.
 // SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what
-// they started are killed too.
+// they started are killed too. At the end the ranks' last output is written to stdout and stderr; like any program that
+// writes to a pipe this blocks if the reader has stopped, but signals have their usual effect by then.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);

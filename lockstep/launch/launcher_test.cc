@@ -88,7 +88,7 @@ TEST(Launch, all_ranks_can_meet_at_the_reserved_port) {
   EXPECT_EQ(launch_probe({.ranks = 3}, {"meet"}).result.exit_code, 0);
 }
 
-TEST(Launch, sets_the_number_of_threads_that_it_was_told_or_else_the_users) {
+TEST(Launch, sets_the_given_number_of_threads_or_keeps_the_users) {
   const std::vector<std::string> show = {"variables", "OMP_NUM_THREADS"};
   ::unsetenv("OMP_NUM_THREADS");
   EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=3"),
@@ -150,7 +150,7 @@ TEST(Launch, kills_a_rank_that_ignores_sigterm_after_the_grace_period) {
   EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
 }
 
-TEST(Launch, ends_a_rank_that_stands_still_at_once) {
+TEST(Launch, ends_a_stopped_rank_at_once) {
   const TempFolder folder;
   const std::string file = folder.file("rank0");
   const std::string stand_still = concat("echo $$ > ", file, ".new; mv ", file, ".new ", file, "; kill -STOP $$");
@@ -224,13 +224,13 @@ TEST(Launch, binary_output_arrives) {
   EXPECT_EQ(launch_probe({.ranks = 1}, {"bytes"}).output, "[rank 0] " + bytes + "\n");
 }
 
-TEST(Launch, rank_0_can_keep_this_process_output) {
+TEST(Launch, rank_0_can_write_to_this_process_output) {
   const Launched launched = launch_probe({.ranks = 2, .output = RankOutput::kFirst}, {"lines", "1"});
   EXPECT_EQ(launched.output, "line 0 of rank 0;\n");
   EXPECT_EQ(launched.error, "[rank 1] line 0 of rank 1;\n");
 }
 
-TEST(Launch, does_not_wait_for_a_process_that_keeps_the_output_of_a_dead_rank) {
+TEST(Launch, does_not_wait_for_a_process_that_holds_a_dead_ranks_output) {
   const TempFolder folder;
   const Launched launched = launch_probe({.ranks = 1}, {"leave-grandchild", folder.path()});
   EXPECT_EQ(launched.output, "[rank 0] last words\n");
@@ -263,7 +263,7 @@ TEST(Launch, an_exception_of_the_function_fails_its_rank) {
   EXPECT_EQ(result.failure->last_lines.front(), "lockstep: UsageError: expected in this test");
 }
 
-TEST(Launch, leaves_the_signals_as_they_were) {
+TEST(Launch, restores_the_signals) {
   sigset_t before;
   sigset_t after;
   ::sigprocmask(SIG_SETMASK, nullptr, &before);

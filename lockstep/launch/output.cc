@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <fstream>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -24,6 +25,9 @@ void keep_last(std::deque<std::string>& lines, std::string_view line) {
 
 }  // namespace
 
+// Each turn takes what is left of one line: up to its newline, the end of `bytes`, or the longest line. rest_ never
+// holds more than kLongestLine bytes, so a stream without newlines takes bounded memory; a line of exactly that length
+// is passed on whole when its newline follows at once (end == 0).
 void LineSplitter::feed(std::string_view bytes, const OnLine& on_line) {
   while (!bytes.empty()) {
     const std::size_t end = bytes.find('\n');
@@ -54,7 +58,7 @@ void Sink::write_some() {
       ::write(fd_, left.data(), newline < kAtomicBytes ? newline + 1 : std::min(left.size(), kAtomicBytes));
   if (written < 0 && errno != EINTR && errno != EAGAIN)
     throw system_error("pass on the ranks' output to", fd_ == STDOUT_FILENO ? "stdout" : "stderr");
-  if (written > 0) written_ += static_cast<std::size_t>(written);
+  if (written > 0) written_ += to_size(written);
   if (!empty()) return;
   pending_.clear();
   written_ = 0;
@@ -82,7 +86,7 @@ long RankStream::read_once() {
   const ssize_t bytes = ::read(pipe_.get(), buffer.data(), buffer.size());
   if (bytes < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
   if (bytes == 0) return -1;
-  lines_.feed({buffer.data(), static_cast<std::size_t>(bytes)}, [this](std::string_view line) { pass_on(line); });
+  lines_.feed({buffer.data(), to_size(bytes)}, [this](std::string_view line) { pass_on(line); });
   return bytes;
 }
 
@@ -90,7 +94,7 @@ void RankStream::read_some() {
   if (read_once() < 0) close();
 }
 
-// What the dead rank wrote is in the pipe already: the pipe's size bounds it, so no time limit is needed.
+// What the dead rank wrote is in the pipe already, and reads do not block, so at most a pipe's capacity is read.
 void RankStream::drain() {
   if (!pipe_) return;
   const long capacity = std::max(::fcntl(pipe_.get(), F_GETPIPE_SZ), static_cast<int>(kPipeBytes));

@@ -29,8 +29,8 @@ class LineSplitter {
   std::string rest_;
 };
 
-// Writes to a descriptor it does not own, without ever waiting in a write: a reader that has stopped must not keep the
-// launcher from its signals. Lines stay whole, also between programs that share the descriptor (up to 4096 bytes).
+// Writes to a descriptor that it does not own. write_some() never blocks, so that the launcher handles signals even if
+// the reader of its output has stopped. Lines of up to 4096 bytes stay whole when programs share the descriptor.
 class Sink {
  public:
   explicit Sink(int fd) : fd_(fd) {}
@@ -38,7 +38,7 @@ class Sink {
   bool empty() const { return written_ == pending_.size(); }
   void add_line(std::string_view prefix, std::string_view line);
   void write_some();  // call when poll says that fd() can be written to; throws SystemError
-  void flush();       // blocks until everything is written
+  void flush();       // blocks until the reader has taken everything: without a deadline, as in any program
 
  private:
   int fd_;
@@ -55,7 +55,7 @@ class RankStream {
   int fd() const { return pipe_.get(); }
   const Sink& sink() const { return *sink_; }
   void read_some();  // what is there now, up to 64 KiB; closes at the end
-  void drain();      // what is left when the rank is dead, even if another process keeps the pipe open; then closes
+  void drain();      // reads what a dead rank left, even if another process keeps the pipe open; then closes
   const std::deque<std::string>& last_lines() const { return last_lines_; }
 
  private:

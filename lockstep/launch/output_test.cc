@@ -23,7 +23,7 @@ Lines lines_of(const Lines& pieces) {
   return lines;
 }
 
-TEST(LineSplitter, finds_lines_wherever_the_stream_is_cut) {
+TEST(LineSplitter, finds_lines_however_the_stream_is_cut) {
   EXPECT_EQ(lines_of({"a\nb", "c", "\n", "\n", "d"}), (Lines{"a", "bc", "", "d"}));
   EXPECT_EQ(lines_of({"a\n"}), Lines{"a"});
   EXPECT_EQ(lines_of({"", ""}), Lines{});

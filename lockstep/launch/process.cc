@@ -14,6 +14,7 @@
 #include <iostream>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -22,7 +23,7 @@ namespace {
 constexpr int kFailed = 1;
 constexpr int kUsage = 2;
 
-// A child whose parent died before the prctl would wait for a signal that never comes: hence the second look.
+// If the parent died before the prctl, its signal never comes: so look again whether the parent is still there.
 void die_with(pid_t parent) {
   if (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) throw system_error("tie to its parent", "a child process");
   if (::getppid() != parent) ::_exit(kFailed);
@@ -72,7 +73,7 @@ int run_body(const std::function<int()>& body) {
   }
 }
 
-// Ends without the parent's destructors and atexit handlers: what they clean up still belongs to the parent.
+// Exits without running the destructors and atexit handlers copied from the parent: they would clean up its things.
 [[noreturn]] void exit_after(const std::function<int()>& body) {
   const int code = run_body(body);
   std::cout.flush();
@@ -99,6 +100,7 @@ void write_report(int report, const std::string& text) {
   exit_after(options.body);
 }
 
+// Until the child execs, reports an error or dies, each of which closes its end: a few system calls, so no deadline.
 std::string read_to_end(int fd) {
   std::string text;
   std::array<char, 512> buffer;
@@ -106,10 +108,11 @@ std::string read_to_end(int fd) {
     const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes <= 0) return text;
-    text.append(buffer.data(), static_cast<std::size_t>(bytes));
+    text.append(buffer.data(), to_size(bytes));
   }
 }
 
+// Of a child that was killed or has reported its error: only the kernel is waited for, so no deadline.
 void wait_for(pid_t pid) {
   while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
   }

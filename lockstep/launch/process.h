@@ -1,4 +1,4 @@
-// launch/process.h: one child process, in a process group of its own, that never outlives the one who started it.
+// launch/process.h: one child process, in a process group of its own, that never outlives the process that started it.
 //
 // Flow:    launcher -> here -> fork, and exec or a function of this program
 // Owns:    the child: the destructor kills its whole group and waits for it

@@ -21,7 +21,7 @@ ExitStatus end_of_body(const std::function<int()>& body) {
   return end_of(Process(options));
 }
 
-TEST(Process, tells_how_its_child_ended) {
+TEST(Process, reports_how_its_child_ended) {
   ProcessOptions options;
   options.command = {"sh", "-c", "exit 7"};
   EXPECT_EQ(end_of(Process(options)).exit_code, 7);
@@ -66,7 +66,7 @@ TEST(Process, names_cores_that_do_not_exist) {
   EXPECT_THROW(Process{options}, SystemError);
 }
 
-TEST(Process, kills_its_child_when_it_goes_away) {
+TEST(Process, kills_its_child_when_destroyed) {
   int pid = 0;
   {
     ProcessOptions options;

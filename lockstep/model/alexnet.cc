@@ -30,11 +30,11 @@ torch::nn::Sequential make_classifier(const AlexNetOptions& options) {
                                Linear(4096, 4096), relu(), Linear(4096, options.classes));
 }
 
-// Modules [begin, end) of a Sequential as one stage.
-Stage stage_of_range(const std::string& name, torch::nn::SequentialImpl& all, std::size_t begin, std::size_t end) {
+// Modules [begin, end) of a Sequential as one piece.
+Piece piece_of_range(const std::string& name, torch::nn::SequentialImpl& all, std::size_t begin, std::size_t end) {
   std::vector<torch::nn::Module*> modules;
   for (std::size_t i = begin; i < end; ++i) modules.push_back(all[i].get());
-  return make_stage(name + "." + std::to_string(begin), modules, [&all, begin, end](torch::Tensor x) {
+  return make_piece(name + "." + std::to_string(begin), modules, [&all, begin, end](torch::Tensor x) {
     for (auto module = all.begin() + static_cast<std::ptrdiff_t>(begin);
          module != all.begin() + static_cast<std::ptrdiff_t>(end); ++module)
       x = module->forward<torch::Tensor>(x);
@@ -54,16 +54,16 @@ torch::Tensor AlexNetImpl::forward(const torch::Tensor& images) {
   return classifier_->forward(pooled_and_flat(features_->forward(images)));
 }
 
-std::vector<Stage> AlexNetImpl::stages() {
-  std::vector<Stage> stages;
+std::vector<Piece> AlexNetImpl::pieces() {
+  std::vector<Piece> pieces;
   const std::vector<std::size_t> convolutions = {0, 3, 6, 8, 10, features_->size()};
   for (std::size_t i = 0; i + 1 < convolutions.size(); ++i)
-    stages.push_back(stage_of_range("features", *features_, convolutions[i], convolutions[i + 1]));
-  stages.push_back(make_stage("pool", {}, pooled_and_flat));
+    pieces.push_back(piece_of_range("features", *features_, convolutions[i], convolutions[i + 1]));
+  pieces.push_back(make_piece("pool", {}, pooled_and_flat));
   const std::vector<std::size_t> dense = {0, 3, 6, classifier_->size()};
   for (std::size_t i = 0; i + 1 < dense.size(); ++i)
-    stages.push_back(stage_of_range("classifier", *classifier_, dense[i], dense[i + 1]));
-  return stages;
+    pieces.push_back(piece_of_range("classifier", *classifier_, dense[i], dense[i + 1]));
+  return pieces;
 }
 
 }  // namespace lockstep

@@ -10,35 +10,49 @@ namespace {
 
 torch::nn::LayerNorm norm(std::int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
 
+class GPTBlockImpl : public torch::nn::Module {
+ public:
+  explicit GPTBlockImpl(const GPTOptions& o)
+      : heads_(o.heads),
+        dropout_(o.dropout),
+        ln_1_(register_module("ln_1", norm(o.width))),
+        c_attn_(register_module("c_attn", torch::nn::Linear(o.width, 3 * o.width))),
+        attn_proj_(register_module("attn_proj", torch::nn::Linear(o.width, o.width))),
+        ln_2_(register_module("ln_2", norm(o.width))),
+        c_fc_(register_module("c_fc", torch::nn::Linear(o.width, 4 * o.width))),
+        mlp_proj_(register_module("mlp_proj", torch::nn::Linear(4 * o.width, o.width))) {}
+
+  torch::Tensor forward(const torch::Tensor& x) {  // (B, T, width) -> the same
+    const torch::Tensor y = x + attend(ln_1_(x));
+    return y + drop(mlp_proj_(torch::gelu(c_fc_(ln_2_(y)), "tanh")));
+  }
+
+ private:
+  torch::Tensor attend(const torch::Tensor& x) {
+    const auto per_head = [&](const torch::Tensor& part) {  // (B, T, width) -> (B, heads, T, width / heads)
+      return part.unflatten(2, {heads_, -1}).transpose(1, 2);
+    };
+    const auto parts = c_attn_(x).chunk(3, 2);
+    const torch::Tensor mixed =
+        at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]), per_head(parts[2]), /*attn_mask=*/{},
+                                         is_training() ? dropout_ : 0.0, /*is_causal=*/true);
+    return drop(attn_proj_(mixed.transpose(1, 2).flatten(2)));
+  }
+
+  torch::Tensor drop(const torch::Tensor& x) const { return torch::dropout(x, dropout_, is_training()); }
+
+  std::int64_t heads_;
+  double dropout_;
+  torch::nn::LayerNorm ln_1_;
+  torch::nn::Linear c_attn_;  // query, key and value in one
+  torch::nn::Linear attn_proj_;
+  torch::nn::LayerNorm ln_2_;
+  torch::nn::Linear c_fc_;
+  torch::nn::Linear mlp_proj_;
+};
+TORCH_MODULE(GPTBlock);
+
 }  // namespace
-
-GPTBlockImpl::GPTBlockImpl(const GPTOptions& o)
-    : heads_(o.heads),
-      dropout_(o.dropout),
-      ln_1_(register_module("ln_1", norm(o.width))),
-      c_attn_(register_module("c_attn", torch::nn::Linear(o.width, 3 * o.width))),
-      attn_proj_(register_module("attn_proj", torch::nn::Linear(o.width, o.width))),
-      ln_2_(register_module("ln_2", norm(o.width))),
-      c_fc_(register_module("c_fc", torch::nn::Linear(o.width, 4 * o.width))),
-      mlp_proj_(register_module("mlp_proj", torch::nn::Linear(4 * o.width, o.width))) {}
-
-torch::Tensor GPTBlockImpl::drop(const torch::Tensor& x) const { return torch::dropout(x, dropout_, is_training()); }
-
-torch::Tensor GPTBlockImpl::attend(const torch::Tensor& x) {
-  const auto per_head = [&](const torch::Tensor& part) {  // (B, T, width) -> (B, heads, T, width / heads)
-    return part.unflatten(2, {heads_, -1}).transpose(1, 2);
-  };
-  const auto parts = c_attn_(x).chunk(3, 2);
-  const torch::Tensor mixed =
-      at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]), per_head(parts[2]), /*attn_mask=*/{},
-                                       is_training() ? dropout_ : 0.0, /*is_causal=*/true);
-  return drop(attn_proj_(mixed.transpose(1, 2).flatten(2)));
-}
-
-torch::Tensor GPTBlockImpl::forward(const torch::Tensor& x) {
-  const torch::Tensor y = x + attend(ln_1_(x));
-  return y + drop(mlp_proj_(torch::gelu(c_fc_(ln_2_(y)), "tanh")));
-}
 
 GPTImpl::GPTImpl(const GPTOptions& options)
     : options_(options),
@@ -72,19 +86,19 @@ torch::Tensor GPTImpl::embed(const torch::Tensor& tokens) {
 
 torch::Tensor GPTImpl::head(const torch::Tensor& x) { return torch::linear(ln_f_(x), wte_->weight); }
 
-torch::Tensor GPTImpl::forward(const torch::Tensor& tokens) { return run_stages(stages(), tokens); }
+torch::Tensor GPTImpl::forward(const torch::Tensor& tokens) { return run_pieces(pieces(), tokens); }
 
-std::vector<Stage> GPTImpl::stages() {
-  std::vector<Stage> stages;
-  stages.push_back(
-      make_stage("embed", {wte_.get(), wpe_.get()}, [this](const torch::Tensor& tokens) { return embed(tokens); }));
+std::vector<Piece> GPTImpl::pieces() {
+  std::vector<Piece> pieces;
+  pieces.push_back(
+      make_piece("embed", {wte_.get(), wpe_.get()}, [this](const torch::Tensor& tokens) { return embed(tokens); }));
   for (std::size_t i = 0; i < h_->size(); ++i) {
     auto* block = h_[i]->as<GPTBlock>();
-    stages.push_back(
-        make_stage(concat("h.", i), {block}, [block](const torch::Tensor& x) { return block->forward(x); }));
+    pieces.push_back(
+        make_piece(concat("h.", i), {block}, [block](const torch::Tensor& x) { return block->forward(x); }));
   }
-  stages.push_back(make_stage("head", {ln_f_.get(), wte_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return stages;
+  pieces.push_back(make_piece("head", {ln_f_.get(), wte_.get()}, [this](const torch::Tensor& x) { return head(x); }));
+  return pieces;
 }
 
 }  // namespace lockstep

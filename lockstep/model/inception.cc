@@ -1,16 +1,21 @@
-#include "lockstep/models.h"
-
 #include <torch/nn/init.h>
 #include <torch/nn/modules/pooling.h>
+
+#include "lockstep/models.h"
 
 namespace lockstep {
 namespace {
 
 using torch::nn::Conv2dOptions;
 
+// Channels of a block: those that come in, and those of its branches.
+struct BlockChannels {
+  std::int64_t in, one, three_reduced, three, five_reduced, five, pooled;
+};
+
 struct BlockRow {
   const char* name;
-  InceptionChannels channels;
+  BlockChannels channels;
   std::int64_t pool_before;  // window of a max-pool of stride 2 before the block; 0: none
 };
 
@@ -27,12 +32,12 @@ torch::Tensor max_pool(const torch::Tensor& x, std::int64_t window) {
   return torch::max_pool2d(x, window, /*stride=*/2, /*padding=*/0, /*dilation=*/1, /*ceil_mode=*/true);
 }
 
-ConvNorm conv(std::int64_t in, std::int64_t out, std::int64_t window) {
-  return ConvNorm(Conv2dOptions(in, out, window).padding(window / 2));
+Conv2dOptions window(std::int64_t in, std::int64_t out, std::int64_t size) {
+  return Conv2dOptions(in, out, size).padding(size / 2);
 }
 
-// As torchvision starts them: normal with deviation 0.01, cut at two deviations.
-void initialise(torch::nn::Module& model) {
+// As torchvision initialises them: normal with deviation 0.01, cut at two deviations.
+void cut_normal(torch::nn::Module& model) {
   const torch::NoGradGuard no_grad;
   for (torch::Tensor& weight : model.parameters())
     if (weight.dim() > 1) weight.normal_(0, 0.01).clamp_(-0.02, 0.02);
@@ -40,64 +45,82 @@ void initialise(torch::nn::Module& model) {
 
 }  // namespace
 
-ConvNormImpl::ConvNormImpl(const Conv2dOptions& options)
-    : conv_(register_module("conv", torch::nn::Conv2d(Conv2dOptions(options).bias(false)))),
-      bn_(register_module("bn",
-                          torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
+// Convolution without bias, batch normalisation, ReLU.
+class InceptionImpl::ConvNorm : public torch::nn::Module {
+ public:
+  explicit ConvNorm(const Conv2dOptions& options)
+      : conv_(register_module("conv", torch::nn::Conv2d(Conv2dOptions(options).bias(false)))),
+        bn_(register_module(
+            "bn", torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
 
-torch::Tensor ConvNormImpl::forward(const torch::Tensor& x) { return bn_->forward(conv_->forward(x)).relu_(); }
+  torch::Tensor forward(const torch::Tensor& x) { return bn_->forward(conv_->forward(x)).relu_(); }
 
-InceptionBlockImpl::InceptionBlockImpl(const InceptionChannels& c)
-    : branch1_(register_module("branch1", conv(c.in, c.one, 1))),
-      branch2_(register_module(
-          "branch2", torch::nn::Sequential(conv(c.in, c.three_reduced, 1), conv(c.three_reduced, c.three, 3)))),
-      branch3_(register_module("branch3",
-                               torch::nn::Sequential(conv(c.in, c.five_reduced, 1), conv(c.five_reduced, c.five, 3)))),
-      branch4_(register_module(
-          "branch4", torch::nn::Sequential(
-                         torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
-                         conv(c.in, c.pooled, 1)))) {}
+ private:
+  torch::nn::Conv2d conv_;
+  torch::nn::BatchNorm2d bn_;
+};
 
-torch::Tensor InceptionBlockImpl::forward(const torch::Tensor& x) {
-  return torch::cat({branch1_->forward(x), branch2_->forward(x), branch3_->forward(x), branch4_->forward(x)}, 1);
-}
+// Four branches beside each other: 1x1; 1x1 then 3x3; 1x1 then 3x3 (published as 5x5); pool then 1x1.
+class InceptionImpl::Block : public torch::nn::Module {
+ public:
+  explicit Block(const BlockChannels& c)
+      : branch1_(register_module("branch1", std::make_shared<ConvNorm>(window(c.in, c.one, 1)))),
+        branch2_(register_module("branch2", torch::nn::Sequential(ConvNorm(window(c.in, c.three_reduced, 1)),
+                                                                  ConvNorm(window(c.three_reduced, c.three, 3))))),
+        branch3_(register_module("branch3", torch::nn::Sequential(ConvNorm(window(c.in, c.five_reduced, 1)),
+                                                                  ConvNorm(window(c.five_reduced, c.five, 3))))),
+        branch4_(register_module(
+            "branch4", torch::nn::Sequential(
+                           torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
+                           ConvNorm(window(c.in, c.pooled, 1))))) {}
+
+  // (B, in, H, W) -> (B, one + three + five + pooled, H, W)
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::cat({branch1_->forward(x), branch2_->forward(x), branch3_->forward(x), branch4_->forward(x)}, 1);
+  }
+
+ private:
+  std::shared_ptr<ConvNorm> branch1_;
+  torch::nn::Sequential branch2_;
+  torch::nn::Sequential branch3_;
+  torch::nn::Sequential branch4_;
+};
 
 InceptionImpl::InceptionImpl(const InceptionOptions& options)
-    : conv1_(register_module("conv1", ConvNorm(Conv2dOptions(3, 64, 7).stride(2).padding(3)))),
-      conv2_(register_module("conv2", conv(64, 64, 1))),
-      conv3_(register_module("conv3", conv(64, 192, 3))),
-      dropout_(options.dropout),
-      fc_(nullptr) {
-  for (const BlockRow& row : kBlocks) blocks_.push_back(register_module(row.name, InceptionBlock(row.channels)));
+    : stem_{register_module("conv1", std::make_shared<ConvNorm>(Conv2dOptions(3, 64, 7).stride(2).padding(3))),
+            register_module("conv2", std::make_shared<ConvNorm>(window(64, 64, 1))),
+            register_module("conv3", std::make_shared<ConvNorm>(window(64, 192, 3)))},
+      dropout_(options.dropout) {
+  for (const BlockRow& row : kBlocks)
+    blocks_.push_back(register_module(row.name, std::make_shared<Block>(row.channels)));
   register_module("dropout", dropout_);
   fc_ = register_module("fc", torch::nn::Linear(1024, options.classes));
-  initialise(*this);
+  cut_normal(*this);
 }
 
 torch::Tensor InceptionImpl::stem(const torch::Tensor& images) {
-  const torch::Tensor x = max_pool(conv1_(images), 3);
-  return max_pool(conv3_(conv2_(x)), 3);
+  const torch::Tensor x = max_pool(stem_[0]->forward(images), 3);
+  return max_pool(stem_[2]->forward(stem_[1]->forward(x)), 3);
 }
 
 torch::Tensor InceptionImpl::head(const torch::Tensor& x) {
   return fc_(dropout_(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)));
 }
 
-torch::Tensor InceptionImpl::forward(const torch::Tensor& images) { return run_stages(stages(), images); }
+torch::Tensor InceptionImpl::forward(const torch::Tensor& images) { return run_pieces(pieces(), images); }
 
-std::vector<Stage> InceptionImpl::stages() {
-  std::vector<Stage> stages;
-  stages.push_back(make_stage("stem", {conv1_.get(), conv2_.get(), conv3_.get()},
+std::vector<Piece> InceptionImpl::pieces() {
+  std::vector<Piece> pieces;
+  pieces.push_back(make_piece("stem", {stem_[0].get(), stem_[1].get(), stem_[2].get()},
                               [this](const torch::Tensor& images) { return stem(images); }));
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     const BlockRow& row = kBlocks[i];
-    stages.push_back(
-        make_stage(row.name, {blocks_[i].get()}, [block = blocks_[i], &row](const torch::Tensor& x) mutable {
-          return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
-        }));
+    pieces.push_back(make_piece(row.name, {blocks_[i].get()}, [block = blocks_[i], &row](const torch::Tensor& x) {
+      return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
+    }));
   }
-  stages.push_back(make_stage("head", {dropout_.get(), fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return stages;
+  pieces.push_back(make_piece("head", {dropout_.get(), fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
+  return pieces;
 }
 
 }  // namespace lockstep

@@ -15,13 +15,13 @@ torch::Tensor LeNetImpl::forward(const torch::Tensor& images) {
   return fc2_(x);
 }
 
-std::vector<Stage> LeNetImpl::stages() {
+std::vector<Piece> LeNetImpl::pieces() {
   const auto conv = [](torch::nn::Conv2d layer) {
     return [layer](const torch::Tensor& x) mutable { return torch::avg_pool2d(layer(x).relu_(), 2); };
   };
-  return {make_stage("conv1", {conv1_.get()}, conv(conv1_)), make_stage("conv2", {conv2_.get()}, conv(conv2_)),
-          make_stage("fc1", {fc1_.get()}, [this](const torch::Tensor& x) { return fc1_(x.flatten(1)).relu_(); }),
-          make_stage("fc2", {fc2_.get()}, [this](const torch::Tensor& x) { return fc2_(x); })};
+  return {make_piece("conv1", {conv1_.get()}, conv(conv1_)), make_piece("conv2", {conv2_.get()}, conv(conv2_)),
+          make_piece("fc1", {fc1_.get()}, [this](const torch::Tensor& x) { return fc1_(x.flatten(1)).relu_(); }),
+          make_piece("fc2", {fc2_.get()}, [this](const torch::Tensor& x) { return fc2_(x); })};
 }
 
 }  // namespace lockstep

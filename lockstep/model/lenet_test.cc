@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-TEST(LeNet, has_the_layers_of_s0) {
+TEST(LeNet, has_the_published_layers) {
   const LeNet net;
   std::vector<std::vector<std::int64_t>> shapes;
   std::int64_t parameters = 0;
@@ -21,7 +21,7 @@ TEST(LeNet, has_the_layers_of_s0) {
   EXPECT_EQ(parameters, 129068);
 }
 
-TEST(LeNet, gives_ten_logits_per_image_also_for_no_image) {
+TEST(LeNet, gives_ten_logits_per_image_even_for_an_empty_batch) {
   LeNet net;
   EXPECT_EQ(net(torch::rand({3, 1, 28, 28})).sizes(), (std::vector<std::int64_t>{3, 10}));
   EXPECT_EQ(net(torch::rand({0, 1, 28, 28})).sizes(), (std::vector<std::int64_t>{0, 10}));

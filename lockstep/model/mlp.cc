@@ -13,19 +13,19 @@ MLPImpl::MLPImpl(const MLPOptions& options) : layers_(register_module("layers", 
   layers_->push_back(torch::nn::Linear(width, options.outputs));
 }
 
-torch::Tensor MLPImpl::forward(const torch::Tensor& data) { return run_stages(stages(), data); }
+torch::Tensor MLPImpl::forward(const torch::Tensor& data) { return run_pieces(pieces(), data); }
 
-std::vector<Stage> MLPImpl::stages() {
-  std::vector<Stage> stages;
+std::vector<Piece> MLPImpl::pieces() {
+  std::vector<Piece> pieces;
   for (std::size_t i = 0; i < layers_->size(); ++i) {
     auto* linear = layers_[i]->as<torch::nn::Linear>();
     const bool last = i + 1 == layers_->size();
-    stages.push_back(make_stage("layers." + std::to_string(i), {linear}, [linear, last](const torch::Tensor& x) {
+    pieces.push_back(make_piece("layers." + std::to_string(i), {linear}, [linear, last](const torch::Tensor& x) {
       const torch::Tensor y = linear->forward(x.flatten(1));
       return last ? y : y.relu();
     }));
   }
-  return stages;
+  return pieces;
 }
 
 }  // namespace lockstep

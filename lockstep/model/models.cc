@@ -46,6 +46,8 @@ Task gpt_mini(const std::string& name) {
   return gpt_task(name, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
 }
 
+// Every model that --model knows. To add one, declare it in lockstep/models.h, write its source beside this one, and add a
+// row; the help and the error for an unknown name list the names from here.
 struct Entry {
   const char* name;
   Task (*make)(const std::string& name);

@@ -68,16 +68,16 @@ TEST_P(SmallModel, gives_a_loss_and_a_gradient_for_every_parameter) {
   for (const auto& item : model->named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
 }
 
-TEST_P(SmallModel, computes_the_same_stage_by_stage) {
+TEST_P(SmallModel, computes_the_same_piece_by_piece) {
   const Task task = model_task(GetParam());
   const auto model = task.make_model();
   model->eval();
   const torch::NoGradGuard no_grad;
   const torch::Tensor data = random_batch(task.sample, 2);
-  const auto stages = task.stages(*model);
-  EXPECT_GE(stages.size(), 3U);
-  EXPECT_TRUE(torch::equal(run_stages(stages, data), task.forward(*model, data)));
-  EXPECT_EQ(parameters_of(stages).size(), model->parameters().size());
+  const auto pieces = task.stages(*model);
+  EXPECT_GE(pieces.size(), 3U);
+  EXPECT_TRUE(torch::equal(run_pieces(pieces, data), task.forward(*model, data)));
+  EXPECT_EQ(parameters_of(pieces).size(), model->parameters().size());
 }
 
 TEST(ResNet, gives_a_logit_per_class_in_both_forms) {
@@ -87,12 +87,12 @@ TEST(ResNet, gives_a_logit_per_class_in_both_forms) {
   EXPECT_EQ(small->forward(torch::rand({2, 3, 32, 32})).sizes(), (Sizes{2, 7}));
 }
 
-TEST(ResNet, has_a_stage_per_residual_block) {
-  EXPECT_EQ(ResNet(ResNetOptions{.layers = 18})->stages().size(), 10U);
-  EXPECT_EQ(ResNet(ResNetOptions{.layers = 50})->stages().size(), 18U);
+TEST(ResNet, has_a_piece_per_residual_block) {
+  EXPECT_EQ(ResNet(ResNetOptions{.layers = 18})->pieces().size(), 10U);
+  EXPECT_EQ(ResNet(ResNetOptions{.layers = 50})->pieces().size(), 18U);
 }
 
-TEST(ResNet, refuses_a_depth_that_was_not_published) {
+TEST(ResNet, refuses_an_unpublished_depth) {
   EXPECT_TRUE(contains(message_of<UsageError>([] { ResNet(ResNetOptions{.layers = 20}); }), "no ResNet of 20 layers"));
 }
 
@@ -119,7 +119,7 @@ TEST(GPT, refuses_heads_that_do_not_divide_the_width) {
   EXPECT_TRUE(contains(message_of<UsageError>(make), "width 8 with 5 heads"));
 }
 
-TEST(Models, names_those_there_are_when_asked_for_another) {
+TEST(Models, lists_the_known_names_for_an_unknown_one) {
   EXPECT_TRUE(contains(message_of<UsageError>([] { model_task("lennet"); }), "lenet, mlp, mlp-wide, alexnet"));
 }
 

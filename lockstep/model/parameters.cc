@@ -5,6 +5,7 @@
 #include <map>
 #include <unordered_set>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -79,11 +80,9 @@ torch::Tensor dense_view(const torch::Tensor& tensor) {
 }
 
 void require_same_model(const World& world, const std::vector<NamedTensor>& tensors) {
-  const auto signatures = world.exchange_texts("the model's tensors", signature(tensors));
-  for (int rank = 1; rank < world.size(); ++rank) {
-    const auto& theirs = signatures[static_cast<std::size_t>(rank)];
-    if (theirs != signatures[0]) throw models_differ(rank, signatures[0], theirs, world);
-  }
+  const IntVector<std::string> signatures = world.exchange_texts("the model's tensors", signature(tensors));
+  for (int rank = 1; rank < world.size(); ++rank)
+    if (signatures[rank] != signatures[0]) throw models_differ(rank, signatures[0], signatures[rank], world);
 }
 
 void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tensors, int root) {

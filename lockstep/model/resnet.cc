@@ -36,37 +36,47 @@ void initialise(torch::nn::Module& model) {
     if (weight.dim() == 4) torch::nn::init::kaiming_normal_(weight, 0, torch::kFanOut, torch::kReLU);
 }
 
+// Two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels at the end ("bottleneck"), plus the input.
+class ResidualBlockImpl : public torch::nn::Module {
+ public:
+  ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
+    const std::int64_t out = channels_out(width, bottleneck);
+    if (bottleneck) {
+      add_convolution(conv_options(in, width, 1));
+      add_convolution(conv_options(width, width, 3, stride));
+      add_convolution(conv_options(width, out, 1));
+    } else {
+      add_convolution(conv_options(in, width, 3, stride));
+      add_convolution(conv_options(width, width, 3));
+    }
+    if (stride != 1 || in != out)
+      downsample_ = register_module(
+          "downsample", torch::nn::Sequential(Conv2d(conv_options(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    torch::Tensor y = x;
+    for (std::size_t i = 0; i < convolutions_.size(); ++i) {
+      y = norms_[i]->forward(convolutions_[i]->forward(y));
+      if (i + 1 < convolutions_.size()) y.relu_();
+    }
+    return (y + (downsample_.is_empty() ? x : downsample_->forward(x))).relu_();
+  }
+
+ private:
+  void add_convolution(const Conv2dOptions& options) {
+    const std::string number = std::to_string(convolutions_.size() + 1);
+    convolutions_.push_back(register_module("conv" + number, Conv2d(options)));
+    norms_.push_back(register_module("bn" + number, torch::nn::BatchNorm2d(options.out_channels())));
+  }
+
+  std::vector<Conv2d> convolutions_;
+  std::vector<torch::nn::BatchNorm2d> norms_;
+  torch::nn::Sequential downsample_{nullptr};  // where the shape changes
+};
+TORCH_MODULE(ResidualBlock);
+
 }  // namespace
-
-ResidualBlockImpl::ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
-  const std::int64_t out = channels_out(width, bottleneck);
-  if (bottleneck) {
-    add_convolution(conv_options(in, width, 1));
-    add_convolution(conv_options(width, width, 3, stride));
-    add_convolution(conv_options(width, out, 1));
-  } else {
-    add_convolution(conv_options(in, width, 3, stride));
-    add_convolution(conv_options(width, width, 3));
-  }
-  if (stride != 1 || in != out)
-    downsample_ = register_module(
-        "downsample", torch::nn::Sequential(Conv2d(conv_options(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
-}
-
-void ResidualBlockImpl::add_convolution(const Conv2dOptions& options) {
-  const std::string number = std::to_string(convolutions_.size() + 1);
-  convolutions_.push_back(register_module("conv" + number, Conv2d(options)));
-  norms_.push_back(register_module("bn" + number, torch::nn::BatchNorm2d(options.out_channels())));
-}
-
-torch::Tensor ResidualBlockImpl::forward(const torch::Tensor& x) {
-  torch::Tensor y = x;
-  for (std::size_t i = 0; i < convolutions_.size(); ++i) {
-    y = norms_[i]->forward(convolutions_[i]->forward(y));
-    if (i + 1 < convolutions_.size()) y.relu_();
-  }
-  return (y + (downsample_.is_empty() ? x : downsample_->forward(x))).relu_();
-}
 
 ResNetImpl::ResNetImpl(const ResNetOptions& options)
     : small_images_(options.small_images),
@@ -93,19 +103,19 @@ torch::Tensor ResNetImpl::stem(const torch::Tensor& images) {
 
 torch::Tensor ResNetImpl::head(const torch::Tensor& x) { return fc_(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)); }
 
-torch::Tensor ResNetImpl::forward(const torch::Tensor& images) { return run_stages(stages(), images); }
+torch::Tensor ResNetImpl::forward(const torch::Tensor& images) { return run_pieces(pieces(), images); }
 
-std::vector<Stage> ResNetImpl::stages() {
-  std::vector<Stage> stages;
-  stages.push_back(
-      make_stage("stem", {conv1_.get(), bn1_.get()}, [this](const torch::Tensor& images) { return stem(images); }));
+std::vector<Piece> ResNetImpl::pieces() {
+  std::vector<Piece> pieces;
+  pieces.push_back(
+      make_piece("stem", {conv1_.get(), bn1_.get()}, [this](const torch::Tensor& images) { return stem(images); }));
   for (std::size_t group = 0; group < groups_.size(); ++group)
-    for (const Stage& block : stages_of(*groups_[group])) {
-      stages.push_back(block);
-      stages.back().name = concat("layer", group + 1, ".", block.name);
+    for (const Piece& block : pieces_of(*groups_[group])) {
+      pieces.push_back(block);
+      pieces.back().name = concat("layer", group + 1, ".", block.name);
     }
-  stages.push_back(make_stage("head", {fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return stages;
+  pieces.push_back(make_piece("head", {fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
+  return pieces;
 }
 
 }  // namespace lockstep

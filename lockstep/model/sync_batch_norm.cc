@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -16,7 +17,7 @@ using torch::autograd::variable_list;
 
 // (C) -> (1, C, 1, ...)
 torch::Tensor per_channel(const torch::Tensor& values, const torch::Tensor& input) {
-  std::vector<std::int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
+  std::vector<std::int64_t> shape(to_size(input.dim()), 1);
   shape[1] = values.numel();
   return values.view(shape);
 }
@@ -78,14 +79,14 @@ class Normalise : public torch::autograd::Function<Normalise> {
 };
 
 std::vector<int> everyone(const World& world) {
-  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::vector<int> ranks(to_size(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
 }
 
 }  // namespace
 
-// A group of its own: its collectives keep their order whatever else exchanges during backward.
+// In a group of its own its collectives keep their order, even while gradients are exchanged during backward.
 SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options)
     : weight(register_parameter("weight", torch::ones({options.features}))),
       bias(register_parameter("bias", torch::zeros({options.features}))),

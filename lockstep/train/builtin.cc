@@ -28,8 +28,7 @@ Datasets synthetic_tokens(const SampleShape& sample) {
 }
 
 Datasets opened(const TrainOptions& options, const std::string& data) {
-  TrainAndValidation both = open_dataset({.data = data, .folder = options.data_dir, .augment = options.augment});
-  return {.train = std::move(both.train), .validation = std::move(both.validation)};
+  return open_dataset({.data = data, .folder = options.data_dir, .augment = options.augment});
 }
 
 // Samples that fit the task.

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 #include "lockstep/schedule.h"
 #include "lockstep/train/evaluate.h"

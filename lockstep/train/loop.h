@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"

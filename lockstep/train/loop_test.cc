@@ -11,6 +11,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/train/evaluate.h"
 #include "tests/support.h"
 
@@ -58,7 +59,7 @@ Task dropout_task() {
       .name = "points",
       .stages =
           [](torch::nn::Module& model) {
-            return std::vector<Stage>{make_stage(
+            return std::vector<Piece>{make_piece(
                 "all", {&model}, [&model](const torch::Tensor& data) { return dropout_task().forward(model, data); })};
           }};
 }

@@ -69,7 +69,7 @@ TEST(LockstepRun, a_second_sigint_kills_at_once) {
   expect_all_gone(ranks);
 }
 
-TEST(LockstepRun, killed_it_takes_ranks_and_what_they_started_with_it) {
+TEST(LockstepRun, kills_ranks_and_what_they_started_when_it_is_killed) {
   const TempFolder folder;
   Child launcher(lockstep_run({"--nproc-per-node", "3"}, {"hang-with-grandchild", folder.path()}));
   auto pids = pids_of_ranks(folder, 3);
@@ -108,7 +108,7 @@ std::string run_into(const Pipe& pipe, const Words& probe) {
                 pipe.writer.get(), " 2>&1 ", pipe.writer.get(), ">&-");
 }
 
-TEST(LockstepRun, whoever_reads_its_output_sees_the_end_of_it_when_it_is_killed) {
+TEST(LockstepRun, closes_its_output_when_it_is_killed) {
   const TempFolder folder;
   Pipe pipe;
   Child launcher({"sh", "-c", run_into(pipe, {"hang", folder.path()})});
@@ -122,7 +122,7 @@ TEST(LockstepRun, whoever_reads_its_output_sees_the_end_of_it_when_it_is_killed)
   expect_all_gone(ranks);
 }
 
-TEST(LockstepRun, a_reader_that_has_stopped_does_not_keep_it_from_its_signals) {
+TEST(LockstepRun, handles_signals_while_the_reader_of_its_output_is_stopped) {
   Pipe pipe;
   Child launcher({"sh", "-c", run_into(pipe, {"lines", "1000000"})});
   const auto is_full = [&pipe] {
@@ -150,7 +150,7 @@ TEST(LockstepRun, two_at_the_same_time_have_different_ports) {
   EXPECT_EQ(other.wait(), 128 + SIGTERM);
 }
 
-TEST(LockstepRun, takes_the_spellings_of_torchrun) {
+TEST(LockstepRun, accepts_torchruns_spellings) {
   Child with_dashes({LOCKSTEP_COMMAND, "run", "--nproc-per-node=2", "--", RANK_PROBE, "variables", "WORLD_SIZE"});
   Child with_underscores({LOCKSTEP_COMMAND, "run", "--nproc_per_node", "2", RANK_PROBE, "variables", "WORLD_SIZE"});
   EXPECT_EQ(with_dashes.wait(), 0);
@@ -159,7 +159,7 @@ TEST(LockstepRun, takes_the_spellings_of_torchrun) {
   EXPECT_TRUE(contains(with_underscores.output(), "[rank 1] WORLD_SIZE=2 ")) << with_underscores.output();
 }
 
-TEST(LockstepRun, leaves_the_program_its_own_options) {
+TEST(LockstepRun, passes_the_programs_own_options_on) {
   for (const Words& dashes : {Words{}, Words{"--"}}) {
     Words command = {LOCKSTEP_COMMAND, "run", "--no-pin"};
     command.insert(command.end(), dashes.begin(), dashes.end());

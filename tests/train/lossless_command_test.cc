@@ -1,6 +1,7 @@
 // lockstep/strategy/lossless_test.cc with ranks as processes.
 #include "lockstep/base/text.h"
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "tests/launch/child.h"
 #include "tests/lossless.h"
 #include "tests/support.h"

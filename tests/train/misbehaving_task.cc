@@ -53,8 +53,8 @@ torch::nn::SequentialImpl& layers_of(torch::nn::Module& model) {
   return dynamic_cast<torch::nn::SequentialImpl&>(model);
 }
 
-std::vector<lockstep::Stage> stages(torch::nn::Module& model) {
-  auto pieces = lockstep::stages_of(layers_of(model));
+std::vector<lockstep::Piece> stages(torch::nn::Module& model) {
+  auto pieces = lockstep::pieces_of(layers_of(model));
   pieces[0].forward = [first = pieces[0].forward](const lockstep::Tensors& images) {
     return first({images[0].flatten(1)});
   };

@@ -1,4 +1,4 @@
-#include "lockstep/datasets.h"
+#include "lockstep/data/formats/readers.h"
 
 #include <csv.h>
 
@@ -47,7 +47,7 @@ class Table {
         {.what = concat("line ", line_ + (column.empty() ? 0 : 1), " of ", path_.filename().string(), ": ", what),
          .here = column.empty() ? path_.string() : concat(path_.string(), ", column ", column),
          .likely = "a missing value, text in a column of numbers, or another delimiter",
-         .next = "mend the file; every field must be a number"});
+         .next = "correct the file; every field must be a number"});
   }
 
   CsvTable finish() {

@@ -1,8 +1,7 @@
-#include "lockstep/datasets.h"
+#include "lockstep/data/formats/readers.h"
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/images.h"
 
 namespace lockstep {
 namespace {

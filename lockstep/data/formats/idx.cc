@@ -1,5 +1,6 @@
 #include "lockstep/datasets.h"
 
+#include <fcntl.h>
 #include <zlib.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -23,10 +25,12 @@ struct GzClose {
   void operator()(gzFile file) const { gzclose(file); }
 };
 
-// zlib reads a file that is not compressed as it is, so one reader serves both.
-class Reader {
+// zlib passes a file that is not compressed through, so one reader serves both.
+class IdxReader {
  public:
-  explicit Reader(const std::filesystem::path& path) : path_(path), file_(gzopen(path.c_str(), "rb")) {
+  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+  explicit IdxReader(const std::filesystem::path& path)
+      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb")) {
     if (!file_)
       throw DataError({.what = concat("can't open ", path.string(), ": ", std::strerror(errno)),
                        .here = path.string(),
@@ -41,11 +45,11 @@ class Reader {
     const char* message = gzerror(file_.get(), &code);
     if (got < 0 || (code != Z_OK && code != Z_STREAM_END && code != Z_BUF_ERROR)) throw bad(message, "a damaged file");
     ended_early_ = code == Z_BUF_ERROR;
-    offset_ += static_cast<std::size_t>(got);
-    return static_cast<std::size_t>(got);
+    offset_ += to_size(got);
+    return to_size(got);
   }
 
-  // The last read met the end of the file inside of compressed data or of the checksum behind it.
+  // The last read reached the end of the file inside compressed data, or inside the checksum after it.
   bool ended_early() const { return ended_early_; }
 
   DataError bad(const std::string& what, const std::string& likely) const {
@@ -62,12 +66,12 @@ class Reader {
   bool ended_early_ = false;
 };
 
-void read_exactly(Reader& reader, std::uint8_t* into, std::size_t bytes, const char* part) {
+void read_exactly(IdxReader& reader, std::uint8_t* into, std::size_t bytes, const char* part) {
   const std::size_t got = reader.read(into, bytes);
   if (got < bytes) throw reader.bad(concat("truncated in its ", part), "an interrupted download");
 }
 
-int read_dimension_count(Reader& reader) {
+int read_dimension_count(IdxReader& reader) {
   std::array<std::uint8_t, 4> magic{};
   read_exactly(reader, magic.data(), magic.size(), "magic number");
   if (magic[0] != 0 || magic[1] != 0) throw reader.bad("wrong magic number, not an IDX file", "another kind of file");
@@ -79,7 +83,7 @@ int read_dimension_count(Reader& reader) {
   return magic[3];
 }
 
-std::vector<std::int64_t> read_shape(Reader& reader) {
+std::vector<std::int64_t> read_shape(IdxReader& reader) {
   std::vector<std::int64_t> shape;
   for (int remaining = read_dimension_count(reader); remaining > 0; --remaining) {
     std::array<std::uint8_t, 4> size{};
@@ -89,15 +93,17 @@ std::vector<std::int64_t> read_shape(Reader& reader) {
   return shape;
 }
 
-std::int64_t count_values(const Reader& reader, const std::vector<std::int64_t>& shape) {
+std::int64_t count_values(const IdxReader& reader, const std::vector<std::int64_t>& shape) {
   std::int64_t count = 1;
   for (const std::int64_t size : shape)
     if (__builtin_mul_overflow(count, size, &count))
-      throw reader.bad("a header that no file can keep", "a damaged file");
+      throw reader.bad("its header promises more values than 64 bits can count", "a damaged file");
   return count;
 }
 
-std::vector<std::uint8_t> read_values(Reader& reader, std::size_t count) {
+// A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
+// end: it also makes zlib verify the checksum of a gzipped file.
+std::vector<std::uint8_t> read_values(IdxReader& reader, std::size_t count) {
   std::vector<std::uint8_t> values;
   while (values.size() < count) {
     const std::size_t old_size = values.size();
@@ -117,9 +123,9 @@ std::vector<std::uint8_t> read_values(Reader& reader, std::size_t count) {
 }  // namespace
 
 torch::Tensor read_idx(const std::filesystem::path& path) {
-  Reader reader(path);
+  IdxReader reader(path);
   const std::vector<std::int64_t> shape = read_shape(reader);
-  const auto values = read_values(reader, static_cast<std::size_t>(count_values(reader, shape)));
+  const auto values = read_values(reader, to_size(count_values(reader, shape)));
   torch::Tensor tensor = torch::empty(shape, torch::kUInt8);
   std::copy(values.begin(), values.end(), tensor.data_ptr<std::uint8_t>());
   return tensor;

@@ -53,7 +53,7 @@ TEST(Idx, refuses_a_gzipped_file_cut_at_any_byte) {
   }
 }
 
-TEST(Idx, names_what_is_wrong_with_a_header) {
+TEST(Idx, names_the_error_in_a_header) {
   const TempFolder folder;
   const auto message_for = [&](std::size_t at, char value) {
     std::string bytes = kGood;
@@ -70,7 +70,7 @@ TEST(Idx, names_what_is_wrong_with_a_header) {
   EXPECT_TRUE(contains(message_for(4, 127), "values promised, 6 found"));  // 6 GB promised: none is allocated
 }
 
-TEST(Idx, names_a_file_that_is_not_there) {
+TEST(Idx, names_a_missing_file) {
   EXPECT_TRUE(contains(message_of<DataError>([] { read_idx("/no/such/file"); }), "can't open /no/such/file"));
 }
 
@@ -130,7 +130,7 @@ TEST_F(FashionMNISTFiles, refuses_labels_where_images_belong) {
   EXPECT_TRUE(contains(refusal(), "not (N, 28, 28)"));
 }
 
-TEST_F(FashionMNISTFiles, gives_the_samples_asked_for_in_their_order) {
+TEST_F(FashionMNISTFiles, gives_the_requested_samples_in_order) {
   write_images(4);
   write_labels({4, 5, 6, 7});
   const FashionMNIST data(folder.path());

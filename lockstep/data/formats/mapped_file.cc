@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -27,11 +28,12 @@ DataError unreadable(const std::filesystem::path& path, const std::string& why) 
 }  // namespace
 
 MappedFile::MappedFile(const std::filesystem::path& path)
-    : path_(path), fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+    : path_(path), fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
   struct stat status {};
   if (!fd_ || ::fstat(fd_.get(), &status) != 0) throw unreadable(path, std::strerror(errno));
   if (!S_ISREG(status.st_mode)) throw unreadable(path, "not a regular file");
-  size_ = static_cast<std::size_t>(status.st_size);
+  size_ = to_size(status.st_size);
   if (size_ == 0) return;
   void* data = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
   if (data == MAP_FAILED) throw unreadable(path, std::strerror(errno));
@@ -54,6 +56,9 @@ bool MappedFile::last_byte_is_cached(std::size_t end) const {
   return ::preadv2(fd_.get(), &into, 1, static_cast<off_t>(end - 1), RWF_NOWAIT) == 1;
 }
 
+// A read of the last byte that fails instead of waiting for the disk (RWF_NOWAIT) says whether that page is cached. If
+// so, all of the part is taken as cached: parts are read front to back. Else the kernel is asked for every page of the
+// part, from the page boundary before `offset` on, and reads them while this thread goes on.
 void MappedFile::will_need(std::size_t offset, std::size_t bytes) const {
   if (bytes == 0 || last_byte_is_cached(offset + bytes)) return;
   const std::size_t begin = offset / kPage * kPage;

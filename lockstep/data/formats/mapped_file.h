@@ -1,4 +1,4 @@
-// data/formats/mapped_file.h: a whole file as memory, read when it is touched; for data larger than memory.
+// data/formats/mapped_file.h: a whole file as memory; the kernel reads a page when it is used. For data larger than memory.
 //
 // Owns:    the mapping and a descriptor. A file that shrinks while it is mapped ends the process (SIGBUS), as for every
 //          program that maps it
@@ -23,8 +23,8 @@ class MappedFile {
   const std::filesystem::path& path() const { return path_; }
   std::span<const std::uint8_t> bytes() const { return {data_, size_}; }
 
-  // Starts reading this part from the disk, without waiting for it. A part whose last byte is in the page cache
-  // counts as there: asking the kernel for all of its pages would cost a fifth of reading them.
+  // Starts reading this part from the disk without waiting for it. A part whose last byte is in the page cache is taken
+  // as cached: asking the kernel for all of its pages would cost a fifth of reading them.
   void will_need(std::size_t offset, std::size_t bytes) const;
 
  private:

@@ -1,4 +1,4 @@
-#include "lockstep/datasets.h"
+#include "lockstep/data/formats/readers.h"
 
 #include <zip.h>
 
@@ -10,12 +10,15 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/mapped_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
+// The format (NEP 1): "\x93NUMPY", version 1.0 to 3.0, the length of a header, the header as a Python dictionary
+// (descr, fortran_order, shape), then the values.
 constexpr std::string_view kMagic("\x93NUMPY", 6);
 
 DataError bad(const std::string& origin, const std::string& what) {
@@ -72,8 +75,9 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
 std::size_t bytes_of(const Header& header, const std::string& origin) {
   auto bytes = static_cast<std::int64_t>(c10::elementSize(header.dtype));
   for (const std::int64_t size : header.shape)
-    if (__builtin_mul_overflow(bytes, size, &bytes)) throw bad(origin, "a shape that no file can keep");
-  return static_cast<std::size_t>(bytes);
+    if (__builtin_mul_overflow(bytes, size, &bytes))
+      throw bad(origin, "its shape promises more bytes than 64 bits can count");
+  return to_size(bytes);
 }
 
 // The header's text; `bytes` becomes what follows it.
@@ -90,11 +94,12 @@ std::string_view split_header(std::span<const std::uint8_t>& bytes, const std::s
   return text.substr(begin, length);
 }
 
+// In Fortran order the first dimension varies fastest: the values are those of the transposed array in C order.
 torch::Tensor to_tensor(const Header& header, std::span<const std::uint8_t> values) {
   std::vector<std::int64_t> stored = header.shape;
   if (header.fortran) std::reverse(stored.begin(), stored.end());
   torch::Tensor tensor = torch::empty(stored, header.dtype);
-  if (header.dtype == torch::kBool) {  // a bool that is neither 0 nor 1 must not exist
+  if (header.dtype == torch::kBool) {  // a bool that is neither 0 nor 1 is undefined behaviour
     auto* into = tensor.data_ptr<bool>();
     for (const std::uint8_t value : values) *into++ = value != 0;
   } else if (!values.empty()) {
@@ -119,16 +124,16 @@ DataError bad_zip(const std::string& origin, const std::string& why) {
 }
 
 std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
-  constexpr std::size_t kChunk = std::size_t{1} << 20;
+  constexpr std::size_t kReadBytes = std::size_t{1} << 20;
   const std::unique_ptr<zip_file_t, ZipClose> file(zip_fopen_index(archive, index, 0));
   if (!file) throw bad_zip(origin, zip_strerror(archive));
   std::vector<std::uint8_t> bytes;
   for (;;) {
     const std::size_t old_size = bytes.size();
-    bytes.resize(old_size + kChunk);
-    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kChunk);
+    bytes.resize(old_size + kReadBytes);
+    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kReadBytes);
     if (got < 0) throw bad_zip(origin, zip_file_strerror(file.get()));
-    bytes.resize(old_size + static_cast<std::size_t>(got));
+    bytes.resize(old_size + to_size(got));
     if (got == 0) return bytes;
   }
 }

@@ -5,9 +5,9 @@
 #include <numeric>
 #include <random>
 
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/data/images/encoded_image.h"
-#include "lockstep/datasets.h"
-#include "lockstep/images.h"
 #include "lockstep/loader.h"
 #include "tests/data/files.h"
 #include "tests/support.h"
@@ -54,7 +54,7 @@ std::uint64_t sum_of(const torch::Tensor& tensor) {
 }
 
 std::uint64_t sum_of(const Dataset& dataset) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(std::min<std::int64_t>(dataset.size(), 8)));
+  std::vector<std::int64_t> indices(to_size(std::min<std::int64_t>(dataset.size(), 8)));
   std::iota(indices.begin(), indices.end(), 0);
   const Batch batch = dataset.make_batch(indices);
   return sum_of(batch.data) + sum_of(batch.target);

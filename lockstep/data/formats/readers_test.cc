@@ -1,7 +1,8 @@
 // The readers of whole files: CIFAR, NumPy, CSV, tokens, and the names by which --data opens them.
 #include <numeric>
 
-#include "lockstep/datasets.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/readers.h"
 #include "tests/data/files.h"
 #include "tests/support.h"
 
@@ -15,7 +16,7 @@ using testing::TempFolder;
 using testing::write_zip;
 
 std::vector<std::int64_t> first(std::int64_t count) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(count));
+  std::vector<std::int64_t> indices(to_size(count));
   std::iota(indices.begin(), indices.end(), 0);
   return indices;
 }
@@ -109,7 +110,7 @@ TEST(Csv, reads_numbers_with_and_without_names) {
   EXPECT_TRUE(torch::equal(plain->make_batch(first(2)).target, torch::tensor({2.F, 4.5F})));
 }
 
-TEST(Csv, names_line_and_column_of_what_is_wrong) {
+TEST(Csv, names_line_and_column_of_an_error) {
   const TempFolder folder;
   const auto refusal = [&](const std::string& text, const CsvOptions& options = {}) {
     write_file(folder / "t.csv", text);
@@ -141,7 +142,7 @@ TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
   EXPECT_TRUE(torch::equal(words.make_batch(first(1)).target, torch::tensor({{3, 65535}}, torch::kInt64)));
 }
 
-TEST(TokenDataset, refuses_what_is_no_text_of_its_tokens) {
+TEST(TokenDataset, refuses_files_that_do_not_hold_such_tokens) {
   const TempFolder folder;
   write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
   const auto refusal = [&](const TokenOptions& options) {
@@ -152,7 +153,7 @@ TEST(TokenDataset, refuses_what_is_no_text_of_its_tokens) {
   EXPECT_TRUE(contains(refusal({.block = 2, .token_bytes = 2, .vocabulary = 600}), "token 65535 is not below"));
 }
 
-TEST(OpenDataset, finds_every_kind_and_holds_a_part_out) {
+TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   const TempFolder folder;
   write_file(folder / "x.npy", npy_text("|u1", "(4, 2, 2)", "0123456789abcdef"));
   write_file(folder / "y.npy", npy_text("|u1", "(4,)", std::string("\0\1\2\1", 4)));
@@ -170,7 +171,7 @@ TEST(OpenDataset, finds_every_kind_and_holds_a_part_out) {
   EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
 }
 
-TEST(OpenDataset, says_what_it_does_not_understand) {
+TEST(OpenDataset, names_the_part_it_does_not_understand) {
   const auto refusal = [](const std::string& data, const std::string& augment = "") {
     return message_of<UsageError>([&] { open_dataset({.data = data, .augment = augment}); });
   };

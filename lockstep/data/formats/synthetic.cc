@@ -1,16 +1,15 @@
-#include "lockstep/datasets.h"
+#include "lockstep/data/formats/readers.h"
 
 #include "lockstep/base/text.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
-#include "lockstep/images.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::uint64_t kPatterns = 0x7061747465726E73ULL;
 
-void write_sample(const SyntheticOptions& options, std::int64_t index, std::uint8_t* into) {
+void write_synthetic(const SyntheticOptions& options, std::int64_t index, std::uint8_t* into) {
   SampleRandom pattern(kPatterns, index % options.classes);
   SampleRandom noise(mix_seed(options.seed, 0), index);
   for (std::int64_t i = 0; i < options.shape.values(); ++i)
@@ -27,7 +26,7 @@ std::shared_ptr<const ImageSource> synthetic_images(const SyntheticOptions& o) {
   const torch::Tensor images =
       torch::empty({o.samples, o.shape.channels, o.shape.height, o.shape.width}, torch::kUInt8);
   auto* into = images.data_ptr<std::uint8_t>();
-  for (std::int64_t i = 0; i < o.samples; ++i) write_sample(o, i, into + i * o.shape.values());
+  for (std::int64_t i = 0; i < o.samples; ++i) write_synthetic(o, i, into + i * o.shape.values());
   return std::make_shared<MemoryImages>("synthetic", images, torch::arange(o.samples).remainder(o.classes), o.classes,
                                         "synthetic");
 }

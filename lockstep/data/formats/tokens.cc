@@ -4,13 +4,15 @@
 #include <limits>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/mapped_file.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-void check(const TokenOptions& o) {
+void check_tokens(const TokenOptions& o) {
   const bool bytes_known = o.token_bytes == 1 || o.token_bytes == 2 || o.token_bytes == 4;
   if (o.block < 1 || !bytes_known || o.vocabulary < 0 || o.skip < 0 || o.leave < 0 || o.skip + o.leave >= 1)
     throw UsageError({.what = concat("blocks of ", o.block, " tokens of ", o.token_bytes, " bytes"),
@@ -21,7 +23,7 @@ void check(const TokenOptions& o) {
 
 TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions& options)
     : file_(std::make_shared<MappedFile>(path)), options_(options) {
-  check(options);
+  check_tokens(options);
   if (options_.vocabulary == 0)
     options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
   const auto bytes = static_cast<std::int64_t>(file_->bytes().size());
@@ -40,11 +42,12 @@ TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions
                      .next = "choose a smaller block"});
 }
 
+std::string TokenDataset::name() const { return file_->path().filename().string(); }
+
 std::int64_t TokenDataset::token(std::int64_t place) const {
   std::uint32_t value = 0;
-  // Little-endian, as every machine that libtorch runs on.
-  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes,
-              static_cast<std::size_t>(options_.token_bytes));
+  // Little-endian, like every machine that libtorch runs on.
+  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes, to_size(options_.token_bytes));
   if (value >= options_.vocabulary)
     throw DataError({.what = concat("token ", value, " is not below the vocabulary's ", options_.vocabulary),
                      .here = concat(file_->path().string(), ", token ", place),

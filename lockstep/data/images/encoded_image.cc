@@ -22,6 +22,12 @@ ImageShape shape_of(std::span<const std::uint8_t> file) {
 
 }  // namespace
 
+DataError damaged_image(const char* format, const std::string& why) {
+  return DataError({.what = concat("damaged ", format, ": ", why),
+                    .likely = "a file that was cut off or overwritten",
+                    .next = "fetch it again, or leave such samples out with --skip-bad N"});
+}
+
 bool is_jpeg(std::span<const std::uint8_t> file) {
   static constexpr std::uint8_t kMagic[] = {0xFF, 0xD8, 0xFF};
   return begins_with(file, kMagic);

@@ -1,5 +1,5 @@
-// data/images/encoded_image.h: decodes JPEG (libjpeg-turbo) and PNG (libpng): of a JPEG only the part that is needed, and as
-// small as the result allows.
+// data/images/encoded_image.h: decodes JPEG (libjpeg-turbo) and PNG (libpng); of a JPEG only the part that is needed, at
+// the smallest scale that the result allows.
 //
 // Threads: a DecodeScratch belongs to one thread
 #pragma once
@@ -9,13 +9,17 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/images.h"
+#include "lockstep/data/images/image_view.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
 constexpr std::int64_t kMostPixels = std::int64_t{1} << 26;  // of an encoded image; a larger one is refused
 
-using DecodeScratch = std::vector<std::uint8_t>;  // pixels of the image decoded last
+using DecodeScratch = std::vector<std::uint8_t>;  // holds the pixels of the last decoded image
+
+// For the decoders: a damaged `format` file, and why.
+DataError damaged_image(const char* format, const std::string& why);
 
 bool is_jpeg(std::span<const std::uint8_t> file);
 bool is_png(std::span<const std::uint8_t> file);
@@ -24,9 +28,9 @@ bool is_png(std::span<const std::uint8_t> file);
 // damaged header, more than kMostPixels.
 ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& origin);
 
-// The part of the image that placement.box covers, interleaved RGB in `scratch`. Counts the box anew in what is
-// returned: a JPEG may come out at 1/2, 1/4 or 1/8, never smaller than the result. Throws DataError (without a place):
-// damaged or cut in the part that was read.
+// Decodes the part of the image that placement.box covers to interleaved RGB in `scratch`. A JPEG may be decoded at
+// 1/2, 1/4 or 1/8 of its size, never smaller than the result; placement.box is rewritten to pixels of the returned
+// view. Throws DataError (without `here`): damaged or cut in the part that was read.
 ImageView decode_image(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch);
 
 }  // namespace lockstep

@@ -1,20 +1,19 @@
 #include "lockstep/images.h"
 
+#include <iterator>
 #include <optional>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/images/image_kernels.h"
+#include "lockstep/data/images/image_transforms.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
-
-std::vector<std::int64_t> batch_sizes(std::size_t samples, const ImageShape& shape) {
-  return {static_cast<std::int64_t>(samples), shape.channels, shape.height, shape.width};
-}
 
 [[noreturn]] void refuse_shape(const ImageSource& source, std::int64_t index, const ImageShape& shape,
                                const ImageShape& wanted) {
@@ -26,7 +25,7 @@ std::vector<std::int64_t> batch_sizes(std::size_t samples, const ImageShape& sha
        .next = "bring them to one size with --augment resize:N or a crop of a size"});
 }
 
-// Adds the name of the sample to what a decoder or source says.
+// Adds the name of the sample to the error of a decoder or source.
 [[noreturn]] void rethrow_with_sample(const DataError& error, const ImageSource& source, std::int64_t index) {
   ErrorText text = error.text();
   text.what = concat("sample ", index, " of ", source.name(), ": ", text.what);
@@ -36,12 +35,64 @@ std::vector<std::int64_t> batch_sizes(std::size_t samples, const ImageShape& sha
 
 }  // namespace
 
-// What a worker needs while it makes a batch; reused by all batches of its thread.
-struct ImageDataset::Worker {
-  std::vector<std::uint8_t> file;
-  DecodeScratch decoding;
-  std::vector<float> other;  // of a mix
-  StageTimes* times = nullptr;
+// Makes the samples of a batch on one thread. Its memory is reused by all batches of the thread.
+class ImageDataset::Worker {
+ public:
+  void begin(const ImageDataset& dataset, BatchTimes* times) {
+    dataset_ = &dataset;
+    times_ = times;
+  }
+
+  // Reads, decodes and transforms a sample; returns its label.
+  std::int64_t write_image(std::int64_t index, SampleRandom& random, float* into) {
+    try {
+      return read_and_transform(index, random, into);
+    } catch (const DataError& error) {
+      if (!error.text().here.empty()) throw;
+      rethrow_with_sample(error, *dataset_->source_, index);
+    }
+  }
+
+  // A mix with another sample, drawn from the whole dataset so that it depends neither on the batch nor on the ranks.
+  // target: (classes) floats.
+  void write_mixed(std::int64_t index, SampleRandom& random, float* into, float* target) {
+    std::fill_n(target, dataset_->classes(), 0.F);
+    const std::int64_t label = write_image(index, random, into);
+    const double mixup = dataset_->transforms_.mixup;
+    if (mixup == 0) {
+      target[label] = 1;
+      return;
+    }
+    const auto share = static_cast<float>(draw_share(mixup, random));
+    other_.resize(to_size(dataset_->shape_.values()));
+    const std::int64_t other = write_image(random.below(dataset_->size()), random, other_.data());
+    mix_into(into, other_.data(), share, dataset_->shape_.values());
+    target[label] += share;
+    target[other] += 1 - share;
+  }
+
+ private:
+  std::int64_t read_and_transform(std::int64_t index, SampleRandom& random, float* into) {
+    const std::optional<Stopwatch> watch = times_ != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
+    const ImageSource& source = *dataset_->source_;
+    const ImageShape& wanted = dataset_->shape_;
+    const StoredImage stored = source.read(index, file_);
+    const ImageShape shape = stored.encoded ? encoded_shape(stored.bytes, "") : stored.shape;
+    Placement placement = draw_placement(dataset_->transforms_, shape, random);
+    if (shape.channels != wanted.channels || placement.height != wanted.height || placement.width != wanted.width)
+      refuse_shape(source, index, shape, wanted);
+    const ImageView image =
+        stored.encoded ? decode_image(stored.bytes, placement, decoding_) : planar(stored.bytes.data(), shape);
+    if (watch) times_->read += watch->seconds();
+    apply_transforms(dataset_->transforms_, image, placement, random, into);
+    return stored.label;
+  }
+
+  const ImageDataset* dataset_ = nullptr;
+  BatchTimes* times_ = nullptr;
+  std::vector<std::uint8_t> file_;
+  DecodeScratch decoding_;
+  std::vector<float> other_;  // the other image of a mix
 };
 
 ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTransforms transforms)
@@ -52,7 +103,7 @@ ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTrans
   const ImageShape stored =
       sized ? ImageShape{source_->channels(), transforms_.height, transforms_.width} : first_shape();
   shape_ = output_shape(transforms_, stored);
-  // A crop without a size gives back what it was given.
+  // Every crop has a size from here on: its own, or that of the stored images.
   transforms_.height = transforms_.crop == Crop::kNone ? transforms_.height : shape_.height;
   transforms_.width = transforms_.crop == Crop::kNone ? transforms_.width : shape_.width;
   check_transforms(transforms_, shape_.channels);
@@ -68,60 +119,27 @@ ImageShape ImageDataset::first_shape() const {
   return shape;
 }
 
-// Reads, decodes and transforms a sample; returns its label.
-std::int64_t ImageDataset::write_image(std::int64_t index, SampleRandom& random, Worker& worker, float* into) const
-    try {
-  const std::optional<Stopwatch> watch = worker.times != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
-  const StoredImage stored = source_->read(index, worker.file);
-  const ImageShape shape = stored.encoded ? encoded_shape(stored.bytes, "") : stored.shape;
-  Placement placement = draw_placement(transforms_, shape, random);
-  if (shape.channels != shape_.channels || placement.height != shape_.height || placement.width != shape_.width)
-    refuse_shape(*source_, index, shape, shape_);
-  const ImageView image =
-      stored.encoded ? decode_image(stored.bytes, placement, worker.decoding) : planar(stored.bytes.data(), shape);
-  if (watch) worker.times->read += watch->seconds();
-  apply_transforms(transforms_, image, placement, random, into);
-  return stored.label;
-} catch (const DataError& error) {
-  if (!error.text().here.empty()) throw;
-  rethrow_with_sample(error, *source_, index);
-}
-
-// A mix with a sample that is drawn from all, so that it depends neither on the batch nor on the ranks.
-void ImageDataset::write_mixed(std::int64_t index, SampleRandom& random, Worker& worker, float* into,
-                               float* target) const {
-  std::fill_n(target, classes(), 0.F);
-  const std::int64_t label = write_image(index, random, worker, into);
-  if (transforms_.mixup == 0) {
-    target[label] = 1;
-    return;
-  }
-  const auto share = static_cast<float>(draw_share(transforms_.mixup, random));
-  worker.other.resize(static_cast<std::size_t>(shape_.values()));
-  const std::int64_t other = write_image(random.below(size()), random, worker, worker.other.data());
-  mix_into(into, worker.other.data(), share, shape_.values());
-  target[label] += share;
-  target[other] += 1 - share;
-}
-
 Batch ImageDataset::assemble(const BatchRequest& request) const {
   static thread_local Worker worker;
-  worker.times = source_->in_memory() ? nullptr : request.times;
-  const auto samples = static_cast<std::int64_t>(request.indices.size());
+  worker.begin(*this, source_->in_memory() ? nullptr : request.times);
+  const auto samples = std::ssize(request.indices);
   const bool soft = transforms_.soft_target();
-  Batch batch{allocate_for_batch(request.memory, batch_sizes(request.indices.size(), shape_), torch::kFloat32),
-              soft ? allocate_for_batch(request.memory, {samples, classes()}, torch::kFloat32)
-                   : torch::empty({samples}, torch::kInt64)};
+  Batch batch{
+      allocate_for_batch(request.memory, {samples, shape_.channels, shape_.height, shape_.width}, torch::kFloat32),
+      soft ? allocate_for_batch(request.memory, {samples, classes()}, torch::kFloat32)
+           : torch::empty({samples}, torch::kInt64)};
   const std::uint64_t epoch_seed = mix_seed(request.seed, static_cast<std::uint64_t>(request.epoch));
   auto* data = batch.data.data_ptr<float>();
-  for (std::size_t i = 0; i < request.indices.size(); ++i, data += shape_.values()) {
-    const std::int64_t index = request.indices[i];
+  auto* mixed = soft ? batch.target.data_ptr<float>() : nullptr;
+  auto* label = soft ? nullptr : batch.target.data_ptr<std::int64_t>();
+  for (const std::int64_t index : request.indices) {
     SampleRandom random(epoch_seed, index);
     if (soft)
-      write_mixed(index, random, worker, data,
-                  batch.target.data_ptr<float>() + static_cast<std::int64_t>(i) * classes());
+      worker.write_mixed(index, random, data, mixed);
     else
-      batch.target.data_ptr<std::int64_t>()[i] = write_image(index, random, worker, data);
+      *label++ = worker.write_image(index, random, data);
+    data += shape_.values();
+    mixed += soft ? classes() : 0;
   }
   return batch;
 }

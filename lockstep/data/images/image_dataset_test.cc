@@ -5,7 +5,9 @@
 #include <cmath>
 #include <random>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/image_kernels.h"
+#include "lockstep/data/images/image_transforms.h"
 #include "lockstep/loader.h"
 #include "tests/support.h"
 
@@ -22,7 +24,7 @@ std::shared_ptr<const ImageSource> random_images(std::int64_t count, const Image
 }
 
 std::vector<std::int64_t> first(std::int64_t count) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(count));
+  std::vector<std::int64_t> indices(to_size(count));
   std::iota(indices.begin(), indices.end(), 0);
   return indices;
 }
@@ -73,7 +75,7 @@ TEST(ImageDataset, resizes_as_torch_does_with_antialiasing) {
   }
 }
 
-TEST(ImageKernels, resize_interleaved_pixels_and_boxes_as_they_do_planar_ones) {
+TEST(ImageKernels, resize_interleaved_pixels_like_planar_ones) {
   const auto planar_pixels = torch::randint(256, {3, 20, 30}, torch::kUInt8);
   const auto rgb = planar_pixels.permute({1, 2, 0}).contiguous();
   const Placement placement{.box = {3.5, 2.25, 20.5, 11.75}, .height = 9, .width = 13, .flip = true};
@@ -85,7 +87,7 @@ TEST(ImageKernels, resize_interleaved_pixels_and_boxes_as_they_do_planar_ones) {
   for (std::size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], 1e-3);
 }
 
-TEST(ImageDataset, draws_crops_of_the_areas_and_aspects_asked_for) {
+TEST(ImageDataset, draws_crops_with_the_requested_areas_and_aspect_ratios) {
   const ImageTransforms t{.height = 8, .width = 8, .crop = Crop::kRandomResized, .least_area = 0.2, .most_area = 0.6};
   double area = 0;
   for (std::int64_t i = 0; i < 2000; ++i) {
@@ -102,7 +104,7 @@ TEST(ImageDataset, draws_crops_of_the_areas_and_aspects_asked_for) {
   EXPECT_NEAR(area, 0.4, 0.02);
 }
 
-TEST(ImageKernels, change_colours_as_their_definitions_say) {
+TEST(ImageKernels, change_colours_as_defined) {
   const auto image = torch::rand({3, 5, 6});
   const auto changed = [&](const ColourChange& change) {
     torch::Tensor copy = image.clone();
@@ -138,7 +140,7 @@ ImageTransforms every_augmentation() {
   return parse_transforms("random-resized-crop:12,flip,jitter:0.4:0.4:0.4:0.1,mixup:0.3", {});
 }
 
-TEST(ImageDataset, augments_a_sample_the_same_whatever_the_ranks_and_workers) {
+TEST(ImageDataset, augments_a_sample_the_same_for_any_ranks_and_workers) {
   const auto source = random_images(40, {3, 20, 24});
   std::vector<torch::Tensor> alone(40);
   const auto collect = [&](int ranks, int workers, bool record) {
@@ -152,7 +154,7 @@ TEST(ImageDataset, augments_a_sample_the_same_whatever_the_ranks_and_workers) {
         const auto indices = sampler.part(step++);
         for (std::size_t i = 0; i < indices.size(); ++i) {
           const torch::Tensor sample = batch.data[static_cast<std::int64_t>(i)];
-          torch::Tensor& expected = alone[static_cast<std::size_t>(indices[i])];
+          torch::Tensor& expected = alone[to_size(indices[i])];
           if (record)
             expected = sample.clone();
           else
@@ -165,7 +167,7 @@ TEST(ImageDataset, augments_a_sample_the_same_whatever_the_ranks_and_workers) {
   for (const int ranks : {1, 2, 3, 4, 7}) collect(ranks, ranks % 3, false);
 }
 
-TEST(ImageDataset, draws_anew_each_epoch_and_for_each_seed) {
+TEST(ImageDataset, augments_differently_for_each_epoch_and_seed) {
   const ImageDataset data(random_images(8, {3, 20, 24}), every_augmentation());
   const auto batch = [&](std::uint64_t seed, std::int64_t epoch) {
     return data.assemble({.indices = first(8), .seed = seed, .epoch = epoch}).data;
@@ -175,7 +177,7 @@ TEST(ImageDataset, draws_anew_each_epoch_and_for_each_seed) {
   EXPECT_FALSE(torch::equal(batch(1, 2), batch(2, 2)));
 }
 
-TEST(ImageTransforms, validate_without_chance) {
+TEST(ImageTransforms, have_no_randomness_in_validation) {
   const ImageTransforms t = without_augmentation(parse_transforms("random-resized-crop:224,flip,jitter,mixup", {}));
   EXPECT_EQ(t.crop, Crop::kCentre);
   EXPECT_EQ(t.shorter_edge, 256);
@@ -187,7 +189,7 @@ TEST(ImageTransforms, validate_without_chance) {
   EXPECT_FALSE(t.soft_target());
 }
 
-TEST(ImageTransforms, refuse_what_makes_no_sense) {
+TEST(ImageTransforms, refuse_contradictions) {
   const auto refusal = [](const std::string& text) {
     return message_of<UsageError>([&] { ImageDataset(random_images(2, {3, 8, 8}), parse_transforms(text, {})); });
   };
@@ -198,7 +200,7 @@ TEST(ImageTransforms, refuse_what_makes_no_sense) {
   EXPECT_TRUE(contains(refusal("mixup:-1"), "mixup is at least 0"));
 }
 
-TEST(MemoryImages, refuses_what_does_not_fit) {
+TEST(MemoryImages, refuses_labels_that_do_not_fit_the_images) {
   const auto images = torch::zeros({3, 4, 4}, torch::kUInt8);
   const auto refusal = [&](const torch::Tensor& labels) {
     return message_of<DataError>([&] { MemoryImages("x", images, labels, 5, "x.bin"); });

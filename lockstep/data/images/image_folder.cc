@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
 
@@ -17,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;  // of a file; a larger one is refused
 
 bool is_image(const fs::path& file) {
   std::string extension = file.extension().string();
@@ -35,7 +36,7 @@ std::vector<std::string> folders_in(const fs::path& folder) {
     throw DataError(
         {.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
          .here = folder.string(),
-         .likely = "a wrong path; images belong into FOLDER/CLASS/",
+         .likely = "a wrong path; images belong in FOLDER/CLASS/",
          .next = "name the folder that holds a folder per class"});
   std::sort(names.begin(), names.end());
   return names;
@@ -43,8 +44,8 @@ std::vector<std::string> folders_in(const fs::path& folder) {
 
 DataError unreadable(const std::string& why) {
   return DataError({.what = concat("can't be read: ", why),
-                    .likely = "a file that went away, or no permission",
-                    .next = "mend it, or leave such samples out with --skip-bad N"});
+                    .likely = "a file that was removed, or no permission",
+                    .next = "restore it, or leave such samples out with --skip-bad N"});
 }
 
 void read_whole(const UniqueFd& fd, std::vector<std::uint8_t>& into) {
@@ -53,8 +54,8 @@ void read_whole(const UniqueFd& fd, std::vector<std::uint8_t>& into) {
     const ssize_t got = ::read(fd.get(), into.data() + filled, into.size() - filled);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) throw unreadable(std::strerror(errno));
-    if (got == 0) throw unreadable("it became shorter meanwhile");
-    filled += static_cast<std::size_t>(got);
+    if (got == 0) throw unreadable("it became shorter while it was read");
+    filled += to_size(got);
   }
 }
 
@@ -82,18 +83,17 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
 }
 
 StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
-  const File& file = files_[static_cast<std::size_t>(index)];
-  const UniqueFd fd(::open((folder_ / file.path).c_str(), O_RDONLY | O_CLOEXEC));
+  const File& file = files_[to_size(index)];
+  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+  const UniqueFd fd(::open((folder_ / file.path).c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) throw unreadable(std::strerror(errno));
   if (!S_ISREG(status.st_mode) || status.st_size > kMostBytes) throw unreadable("not a file of an image's size");
-  scratch.resize(static_cast<std::size_t>(status.st_size));
+  scratch.resize(to_size(status.st_size));
   read_whole(fd, scratch);
   return {.bytes = scratch, .encoded = true, .label = file.label};
 }
 
-std::string ImageFolder::origin(std::int64_t index) const {
-  return (folder_ / files_[static_cast<std::size_t>(index)].path).string();
-}
+std::string ImageFolder::origin(std::int64_t index) const { return (folder_ / files_[to_size(index)].path).string(); }
 
 }  // namespace lockstep

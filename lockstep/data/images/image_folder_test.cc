@@ -1,10 +1,10 @@
-#include "lockstep/images.h"
-
 #include <numeric>
 #include <random>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/png_image.h"
 #include "lockstep/datasets.h"
+#include "lockstep/images.h"
 #include "lockstep/loader.h"
 #include "tests/data/files.h"
 #include "tests/support.h"
@@ -32,7 +32,7 @@ torch::Tensor pixels_of(const ImageView& view) {
 
 double mean_difference(const torch::Tensor& a, const torch::Tensor& b) { return (a - b).abs().mean().item<double>(); }
 
-TEST(Jpeg, decodes_what_was_encoded) {
+TEST(Jpeg, decodes_what_it_encoded) {
   const auto pixels = smooth_pixels(61, 83, 1);
   const auto file = encode_jpeg(pixels.data(), 61, 83, 95);
   EXPECT_EQ(encoded_shape(file, ""), (ImageShape{3, 61, 83}));
@@ -43,7 +43,7 @@ TEST(Jpeg, decodes_what_was_encoded) {
   EXPECT_LT(mean_difference(pixels_of(view), original.to(torch::kFloat32)), 4);
 }
 
-TEST(Jpeg, decodes_a_part_as_it_is_in_the_whole) {
+TEST(Jpeg, decodes_a_part_like_the_whole) {
   const auto pixels = smooth_pixels(200, 300, 2);
   const auto file = encode_jpeg(pixels.data(), 200, 300, 90);
   DecodeScratch whole_scratch;
@@ -70,7 +70,7 @@ TEST(Jpeg, decodes_a_part_as_it_is_in_the_whole) {
   }
 }
 
-TEST(Jpeg, decodes_small_when_the_result_is_small) {
+TEST(Jpeg, decodes_at_a_smaller_scale_for_a_small_result) {
   const auto pixels = smooth_pixels(512, 512, 4);
   const auto file = encode_jpeg(pixels.data(), 512, 512, 95);
   Placement placement = whole(512, 512);
@@ -81,7 +81,7 @@ TEST(Jpeg, decodes_small_when_the_result_is_small) {
   EXPECT_DOUBLE_EQ(placement.box.width, 64);
 }
 
-TEST(Png, becomes_rgb_whatever_it_was) {
+TEST(Png, decodes_every_colour_type_to_rgb) {
   const auto rgb = smooth_pixels(9, 11, 5);
   DecodeScratch scratch;
   const auto file = encode_png(rgb, 9, 11);
@@ -113,7 +113,7 @@ TEST(ImageFolder, numbers_classes_by_name_and_reads_both_formats) {
       [&] {
         double sum = 0;
         for (int y = 5; y < 35; ++y)
-          for (int x = 5; x < 35; ++x) sum += pixels[static_cast<std::size_t>((y * 40 + x) * 3)];
+          for (int x = 5; x < 35; ++x) sum += pixels[to_size((y * 40 + x) * 3)];
         return sum / 900;
       }(),
       3);
@@ -131,7 +131,7 @@ TEST(ImageFolder, refuses_missing_and_empty_classes) {
                        "class z has no images"));
 }
 
-TEST(ImageFolder, leaves_bad_images_out_or_names_file_and_sample) {
+TEST(ImageFolder, skips_bad_images_or_names_file_and_sample) {
   const TempFolder folder;
   write_image_folder(folder.path(), 4);
   const std::string cut = read_file(folder / "a/2.jpg");
@@ -156,7 +156,7 @@ TEST(ImageFolder, leaves_bad_images_out_or_names_file_and_sample) {
   EXPECT_EQ(load(3).samples, 5);
 }
 
-TEST(ImageFolder, refuses_images_of_different_sizes_without_a_size_for_all) {
+TEST(ImageFolder, refuses_images_of_different_sizes_unless_given_a_size) {
   const TempFolder folder;
   write_image_folder(folder.path(), 2);
   const auto both = open_dataset({.data = "imagefolder:" + folder.path() + "/"});

@@ -1,14 +1,16 @@
 #include "lockstep/data/images/image_kernels.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <iterator>
 #include <vector>
+
+#include "lockstep/base/to_size.h"
 
 namespace lockstep {
 namespace {
 
-// The loops of this file are written so that the compiler turns them into vectors.
+// The innermost loops run over consecutive values without branches, so that the compiler vectorises them.
 
 void convert(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
              float* __restrict into) {
@@ -25,7 +27,7 @@ void convert_strided(const std::uint8_t* __restrict from, std::ptrdiff_t stride,
   for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i * stride]), scale, shift);
 }
 
-// `count` pixels of a row; `from` is the leftmost.
+// `count` pixels of a row; `from` is the leftmost one.
 void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale,
                  float shift, float* into) {
   if (stride == 1 && !flip) return convert(from, count, scale, shift, into);
@@ -40,7 +42,7 @@ bool whole_plane(const ImageView& image, const Placement& placement) {
          placement.height == image.shape.height;
 }
 
-// How much of `length` places from `begin` on lies in [0, limit): [first, last) counted from `begin`.
+// Which of the `length` places from `begin` on are in [0, limit): [first, last), counted from `begin`.
 struct Inside {
   std::int64_t first;
   std::int64_t last;
@@ -50,6 +52,8 @@ Inside inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
   return {first, std::clamp<std::int64_t>(limit - begin, first, length)};
 }
 
+// Row by row: zeros (which become `shift`) left of the image, its pixels, zeros right of it; whole rows of zeros above
+// and below. With `flip` the pixels and both borders are mirrored.
 void copy_plane(const ImageView& image, const Placement& placement, const std::uint8_t* plane, float scale, float shift,
                 float* into) {
   const auto left = static_cast<std::int64_t>(placement.box.left);
@@ -71,22 +75,29 @@ void copy_plane(const ImageView& image, const Placement& placement, const std::u
   }
 }
 
-// The source pixels that one pixel of the result is made of, along one axis.
+// Along one axis: the source pixels that each pixel of the result is a weighted mean of.
 struct Taps {
-  std::vector<std::int32_t> begin;  // of each result pixel
-  std::vector<std::int32_t> count;
-  std::vector<float> weights;  // `stride` of them each
+  struct Pixel {
+    std::int32_t begin;  // first source pixel
+    std::int32_t count;
+  };
+  std::vector<Pixel> pixels;   // one for each result pixel
+  std::vector<float> weights;  // `stride` of them for each result pixel
   std::int64_t stride = 0;
+
+  const float* weights_of(std::int64_t result) const { return weights.data() + result * stride; }
 };
 
-// As Pillow's precompute_coeffs for its BILINEAR filter.
+// The weights of result pixel i form a triangle: its tip is at `centre`, its half width `support` is a result pixel in
+// source pixels, but at least one (enlarging then interpolates between neighbours). The source pixels whose centres lie
+// under it are [begin, end), cut at the image's edges; their weights are divided by their sum, so an edge does not
+// darken the image. The same numbers as Pillow's precompute_coeffs for its BILINEAR filter.
 void compute_taps(double from, double length, std::int64_t limit, std::int64_t results, Taps& taps) {
   const double scale = length / static_cast<double>(results);
   const double support = std::max(scale, 1.0);
   taps.stride = static_cast<std::int64_t>(std::ceil(support)) * 2 + 1;
-  taps.begin.resize(static_cast<std::size_t>(results));
-  taps.count.resize(static_cast<std::size_t>(results));
-  taps.weights.assign(static_cast<std::size_t>(results * taps.stride), 0.F);
+  taps.pixels.clear();
+  taps.weights.assign(to_size(results * taps.stride), 0.F);
   for (std::int64_t i = 0; i < results; ++i) {
     const double centre = std::clamp(from + (static_cast<double>(i) + 0.5) * scale, 0.0, static_cast<double>(limit));
     const auto begin = std::clamp<std::int64_t>(std::lround(std::floor(centre - support + 0.5)), 0, limit - 1);
@@ -100,8 +111,7 @@ void compute_taps(double from, double length, std::int64_t limit, std::int64_t r
     }
     if (sum <= 0) sum = weights[0] = 1;
     for (std::int64_t k = 0; k < end - begin; ++k) weights[k] = static_cast<float>(weights[k] / sum);
-    taps.begin[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(begin);
-    taps.count[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(end - begin);
+    taps.pixels.push_back({static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end - begin)});
   }
 }
 
@@ -113,21 +123,21 @@ void weigh_next(const std::uint8_t* __restrict bytes, std::int64_t count, float 
   for (std::int64_t i = 0; i < count; ++i) row[i] = std::fma(weight, static_cast<float>(bytes[i]), row[i]);
 }
 
-// One row of the result from one row of weighted source pixels, `Channels` values to a pixel.
+// The horizontal half of a resize: one row of the result from `row`, a row of floats whose first pixel is source column
+// `first`, `Channels` values to a pixel. Writes channel c of result column x to into[c * plane + x], mirrored if `flip`.
 template <int Channels>
 void resize_row(const float* row, std::int64_t first, const Taps& taps, bool flip, const float* scale,
                 const float* shift, std::int64_t plane, float* into) {
-  const auto results = static_cast<std::int64_t>(taps.begin.size());
-  for (std::int64_t x = 0; x < results; ++x) {
-    const auto at = static_cast<std::size_t>(x);
-    const float* weights = taps.weights.data() + x * taps.stride;
-    const float* pixel = row + (taps.begin[at] - first) * Channels;
-    std::array<float, Channels> sum{};
-    for (std::int32_t k = 0; k < taps.count[at]; ++k, pixel += Channels)
-      for (int c = 0; c < Channels; ++c) sum[static_cast<std::size_t>(c)] += weights[k] * pixel[c];
+  const auto results = std::ssize(taps.pixels);
+  const Taps::Pixel* tap = taps.pixels.data();
+  for (std::int64_t x = 0; x < results; ++x, ++tap) {
+    const float* weights = taps.weights_of(x);
+    const float* pixel = row + (tap->begin - first) * Channels;
+    float sum[Channels] = {};
+    for (std::int32_t k = 0; k < tap->count; ++k, pixel += Channels)
+      for (int c = 0; c < Channels; ++c) sum[c] += weights[k] * pixel[c];
     const std::int64_t place = flip ? results - 1 - x : x;
-    for (int c = 0; c < Channels; ++c)
-      into[c * plane + place] = std::fma(sum[static_cast<std::size_t>(c)], scale[c], shift[c]);
+    for (int c = 0; c < Channels; ++c) into[c * plane + place] = std::fma(sum[c], scale[c], shift[c]);
   }
 }
 
@@ -137,20 +147,23 @@ struct ResizeScratch {
   std::vector<float> row;
 };
 
-// `Channels` channels that lie beside each other in the source, from `pixels` on.
+// Resizes `Channels` channels that are interleaved in the source, from `pixels` on. The filter is separable, so each
+// row of the result takes two passes: the source rows under its vertical triangle are weighed and summed into one row
+// of floats (only the columns that any result pixel needs; 4 bytes each, so the row stays in the L1 cache), then
+// resize_row does the same horizontally. Weighing whole rows first is what the compiler can vectorise.
 template <int Channels>
 void resize_channels(const ImageView& image, const std::uint8_t* pixels, const Placement& placement, const float* scale,
                      const float* shift, ResizeScratch& scratch, float* into) {
   const Taps& columns = scratch.columns;
-  const std::int64_t first = columns.begin.front();
-  const std::int64_t count = (columns.begin.back() + columns.count.back() - first) * Channels;
-  scratch.row.resize(static_cast<std::size_t>(count));
-  for (std::int64_t y = 0; y < placement.height; ++y) {
-    const auto at = static_cast<std::size_t>(y);
-    const float* weights = scratch.rows.weights.data() + y * scratch.rows.stride;
-    const std::uint8_t* source = pixels + scratch.rows.begin[at] * image.row_stride + first * Channels;
+  const std::int64_t first = columns.pixels.front().begin;
+  const std::int64_t count = (columns.pixels.back().begin + columns.pixels.back().count - first) * Channels;
+  scratch.row.resize(to_size(count));
+  const Taps::Pixel* tap = scratch.rows.pixels.data();
+  for (std::int64_t y = 0; y < placement.height; ++y, ++tap) {
+    const float* weights = scratch.rows.weights_of(y);
+    const std::uint8_t* source = pixels + tap->begin * image.row_stride + first * Channels;
     weigh_first(source, count, weights[0], scratch.row.data());
-    for (std::int32_t k = 1; k < scratch.rows.count[at]; ++k)
+    for (std::int32_t k = 1; k < tap->count; ++k)
       weigh_next(source + k * image.row_stride, count, weights[k], scratch.row.data());
     resize_row<Channels>(scratch.row.data(), first, columns, placement.flip, scale, shift,
                          placement.height * placement.width, into + y * placement.width);
@@ -169,13 +182,14 @@ constexpr float kRed = 0.2989F;  // ITU-R BT.601, as torchvision rounds it
 constexpr float kGreen = 0.587F;
 constexpr float kBlue = 0.114F;
 
+// Summed plane by plane in float, as torchvision does it.
 float mean_grey(const float* pixels, const ImageShape& shape) {
   const std::int64_t plane = shape.height * shape.width;
-  std::array<double, 3> sums{};
+  double sums[3] = {};
   for (std::int64_t c = 0; c < std::min<std::int64_t>(shape.channels, 3); ++c) {
     float sum = 0;
     for (std::int64_t i = 0; i < plane; ++i) sum += pixels[c * plane + i];
-    sums[static_cast<std::size_t>(c)] = sum / static_cast<double>(plane);
+    sums[c] = sum / static_cast<double>(plane);
   }
   return static_cast<float>(shape.channels < 3 ? sums[0] : kRed * sums[0] + kGreen * sums[1] + kBlue * sums[2]);
 }
@@ -189,8 +203,9 @@ void change_saturation(float* red, float* green, float* blue, std::int64_t count
   }
 }
 
-// Through HSV (Smith, "Color gamut transform pairs", 1978): each channel is value - chroma * (distance of the hue from
-// it).
+// Through HSV (Smith, "Color gamut transform pairs", 1978). Hue is measured in sixths of a turn. After the turn each
+// channel is value - chroma * d, where d in [0, 1] is how far the hue is from that channel's third of the circle. 12 is
+// added so that fmod gets a positive number; grey pixels (chroma 0) have no hue and stay.
 void change_hue(float* red, float* green, float* blue, std::int64_t count, float turn) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float value = std::max({red[i], green[i], blue[i]});

@@ -3,15 +3,15 @@
 // Threads: no state but scratch memory of the calling thread
 #pragma once
 
-#include "lockstep/images.h"
+#include "lockstep/data/images/image_view.h"
 
 namespace lockstep {
 
-// Requires placement.is_copy(). What lies outside of the image has byte value 0.
+// Requires placement.is_copy(). Pixels outside of the image have byte value 0.
 void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
 
-// Bilinear with antialiasing: a triangle filter as wide as a result's pixel in the source, at least as a source's
-// pixel; torchvision's and Pillow's. The box is clipped to the image.
+// Bilinear with antialiasing, as in torchvision and Pillow: a triangle filter whose half width is a result pixel,
+// measured in source pixels, and at least one source pixel. The box is clipped to the image.
 void resize_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
 
 struct ColourChange {
@@ -22,7 +22,7 @@ struct ColourChange {
 };
 
 // pixels: (C, H, W) in [0, 1]; stays in [0, 1]. Brightness, contrast, saturation, hue, in this order; the last two need
-// three channels. What each does is what torchvision's adjust_* do.
+// three channels. Each is computed as in torchvision's adjust_*.
 void change_colours(float* pixels, const ImageShape& shape, const ColourChange& change);
 
 // values = values * scale + shift, channel by channel

@@ -1,10 +1,11 @@
-#include "lockstep/images.h"
+#include "lockstep/data/images/image_transforms.h"
 
 #include <algorithm>
 #include <cmath>
 #include <random>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/image_kernels.h"
 #include "lockstep/error.h"
 
@@ -12,10 +13,10 @@ namespace lockstep {
 namespace {
 
 float of_channel(const std::vector<float>& values, std::int64_t channel) {
-  return values.size() == 1 ? values[0] : values[static_cast<std::size_t>(channel)];
+  return values.size() == 1 ? values[0] : values[to_size(channel)];
 }
 
-// From values in [0, most] to normalised ones.
+// Maps values in [0, most] to normalised ones.
 Normalisation normalisation_from(const ImageTransforms& transforms, std::int64_t channels, float most) {
   Normalisation result;
   for (std::int64_t c = 0; c < channels; ++c) {
@@ -69,7 +70,7 @@ Box random_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom&
   const auto draw = [&](std::int64_t size, std::int64_t wanted) {
     const auto whole = static_cast<std::int64_t>(std::lround(static_cast<double>(size) / scale));
     const std::int64_t room = whole + 2 * t.padding - wanted;
-    if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: in its middle
+    if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: centred in it
     return static_cast<double>(random.below(room + 1) - t.padding) * scale;
   };
   const double top = draw(stored.height, t.height);
@@ -77,6 +78,7 @@ Box random_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom&
   return {left, top, static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale};
 }
 
+// As torchvision's RandomResizedCrop: draws area and aspect ratio until the box fits, ten times at most.
 Box random_resized_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
   constexpr int kTries = 10;
   const double area = static_cast<double>(stored.height * stored.width);
@@ -91,7 +93,7 @@ Box random_resized_box(const ImageTransforms& t, const ImageShape& stored, Sampl
     return {static_cast<double>(left), static_cast<double>(top), static_cast<double>(width),
             static_cast<double>(height)};
   }
-  // A very long image: its middle, with the nearest aspect that is allowed.
+  // No box fits a very long image: take its middle, with the nearest aspect ratio that is allowed.
   const double width = std::min<double>(stored.width, static_cast<double>(stored.height) * t.most_stretch);
   const double height = std::min<double>(stored.height, static_cast<double>(stored.width) * t.most_stretch);
   return middle(width, height, stored);

@@ -12,22 +12,17 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-// A file that asks for more passes than any camera makes only costs time.
+// Progressive files have a few scans; one with more than this is made to cost time.
 constexpr int kMostScans = 200;
 
-DataError damaged(const std::string& why) {
-  return DataError({.what = concat("damaged JPEG: ", why),
-                    .likely = "a file that was cut off or overwritten",
-                    .next = "fetch it again, or leave such samples out with --skip-bad N"});
-}
-
-// libjpeg reports an error by a call that must not return: it jumps back into the function that called libjpeg, where
-// only plain values live. Text is kept here meanwhile.
+// libjpeg reports an error by a call that must not return. It jumps back into the function that called libjpeg, which
+// throws; between setjmp and the jump that function has no variables with destructors. The message is kept here.
 struct ErrorManager {
   jpeg_error_mgr base;
   std::jmp_buf back;
@@ -40,7 +35,7 @@ struct ErrorManager {
   std::longjmp(manager->back, 1);
 }
 
-// Warnings: bytes between markers do no harm, anything else means that pixels are not what they were.
+// Warnings: extra bytes between markers do no harm; any other warning means that pixels are damaged.
 void warn(j_common_ptr info, int level) {
   if (level < 0 && info->err->msg_code != JWRN_EXTRANEOUS_DATA) fail(info);
 }
@@ -59,7 +54,7 @@ class Decoder {
     info_.err = jpeg_std_error(&errors_.base);
     errors_.base.error_exit = fail;
     errors_.base.emit_message = warn;
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     jpeg_create_decompress(&info_);
     progress_.progress_monitor = limit_scans;
     info_.progress = &progress_;
@@ -70,7 +65,7 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   ImageShape read_header() {
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     jpeg_mem_src(&info_, file_.data(), file_.size());
     jpeg_read_header(&info_, TRUE);
     return {3, info_.image_height, info_.image_width};
@@ -78,7 +73,7 @@ class Decoder {
 
   // Starts at `eighths`/8 of the size. Returns the size that comes out.
   ImageShape start(unsigned eighths) {
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     info_.scale_num = eighths;
     info_.scale_denom = 8;
     const bool four_inks = info_.jpeg_color_space == JCS_CMYK || info_.jpeg_color_space == JCS_YCCK;
@@ -88,21 +83,21 @@ class Decoder {
     return {info_.output_components, info_.output_height, info_.output_width};
   }
 
-  // Asks for `width` columns from `left` on; both become what libjpeg gives instead, which contains them.
+  // Decodes only `width` columns from `left` on. libjpeg widens the range to whole blocks and writes it to both.
   void crop_columns(JDIMENSION& left, JDIMENSION& width) {
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     jpeg_crop_scanline(&info_, &left, &width);
   }
 
   void skip_rows(JDIMENSION rows) {
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     if (rows > 0) jpeg_skip_scanlines(&info_, rows);
   }
 
-  void read_rows(std::int64_t rows, std::size_t row_bytes, std::uint8_t* into) {
-    if (setjmp(errors_.back) != 0) throw damaged(errors_.message);
+  void read_rows(std::int64_t rows, std::int64_t row_bytes, std::uint8_t* into) {
+    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     for (std::int64_t i = 0; i < rows; ++i) {
-      JSAMPROW row = into + static_cast<std::size_t>(i) * row_bytes;
+      JSAMPROW row = into + i * row_bytes;
       if (jpeg_read_scanlines(&info_, &row, 1) != 1) fail(reinterpret_cast<j_common_ptr>(&info_));
     }
   }
@@ -129,7 +124,7 @@ unsigned eighths_for(const Placement& placement) {
   return 8;
 }
 
-// Pixels [begin, end) that an interval in pixels touches, with one more on each side for the resize's filter.
+// The pixels [begin, end) that the interval touches, and one more on each side for the filter of the resize.
 struct Span {
   std::int64_t begin;
   std::int64_t end;
@@ -153,6 +148,9 @@ void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
 
 ImageShape jpeg_shape(std::span<const std::uint8_t> file) { return Decoder(file).read_header(); }
 
+// Scale first (the decoder's inverse DCT makes fewer pixels), then only the rows and columns that the box touches: rows
+// above are entropy-decoded but not transformed, rows below are never read. `box` follows in two steps: into pixels of
+// the scaled image, then relative to the decoded part.
 ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
   Decoder decoder(file);
   const ImageShape full = decoder.read_header();
@@ -167,9 +165,9 @@ ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, 
   auto left = static_cast<JDIMENSION>(columns.begin);
   auto width = static_cast<JDIMENSION>(columns.end - columns.begin);
   decoder.crop_columns(left, width);
-  const std::size_t row_bytes = std::size_t{width} * static_cast<std::size_t>(scaled.channels);
+  const std::int64_t row_bytes = width * scaled.channels;
   const std::int64_t height = rows.end - rows.begin;
-  scratch.resize(row_bytes * static_cast<std::size_t>(height));
+  scratch.resize(to_size(row_bytes * height));
   decoder.skip_rows(static_cast<JDIMENSION>(rows.begin));
   decoder.read_rows(height, row_bytes, scratch.data());
   if (scaled.channels == 4) inks_to_rgb(scratch.data(), height * width, decoder.inverted_inks());
@@ -189,7 +187,7 @@ std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t h
   if (setjmp(errors.back) != 0) {
     jpeg_destroy_compress(&info);
     std::free(buffer);
-    throw damaged(errors.message);
+    throw damaged_image("JPEG", errors.message);
   }
   jpeg_create_compress(&info);
   jpeg_mem_dest(&info, &buffer, &size);

@@ -1,6 +1,7 @@
 #include "lockstep/images.h"
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -53,7 +54,7 @@ MemoryImages::MemoryImages(std::string name, const torch::Tensor& images, const 
 
 StoredImage MemoryImages::read(std::int64_t index, std::vector<std::uint8_t>&) const {
   const std::int64_t bytes = shape_.values();
-  return {.bytes = {pixels_ + index * bytes, static_cast<std::size_t>(bytes)}, .shape = shape_, .label = label_[index]};
+  return {.bytes = {pixels_ + index * bytes, to_size(bytes)}, .shape = shape_, .label = label_[index]};
 }
 
 std::string MemoryImages::origin(std::int64_t index) const { return concat(origin_, ", sample ", index); }

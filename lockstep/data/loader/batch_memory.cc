@@ -15,7 +15,7 @@ class BatchMemory::Pool {
  public:
   explicit Pool(std::size_t spare_blocks) : spare_blocks_(spare_blocks) {}
 
-  // A block of at least `bytes`, and not of much more: the one that came back last, which the caches may still hold.
+  // A block of `bytes` to twice as many: the one that came back last, which the caches may still hold.
   torch::Tensor take(std::int64_t bytes) {
     {
       const std::lock_guard lock(mutex_);
@@ -34,7 +34,7 @@ class BatchMemory::Pool {
 
   void put_back(torch::Tensor block) {
     const std::lock_guard lock(mutex_);
-    if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the one that was not wanted for the longest
+    if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the least recently used one
     free_.push_back(std::move(block));
   }
 
@@ -55,7 +55,7 @@ torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType 
   if (bytes == 0) return torch::empty(sizes, options);
   torch::Tensor block = pool_->take(bytes);
   void* data = block.data_ptr();
-  // The tensor's end brings the block back, on whatever thread it takes place.
+  // Runs on whichever thread drops the last reference to the tensor.
   const auto give_back = [pool = pool_, block](void*) mutable { pool->put_back(std::move(block)); };
   return torch::from_blob(data, sizes, give_back, options);
 }

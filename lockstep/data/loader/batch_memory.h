@@ -1,10 +1,10 @@
-// data/loader/batch_memory.h: memory for batches that is used again once nobody holds the batch any more.
+// data/loader/batch_memory.h: memory for batches, reused once the last tensor of a batch is gone.
 //
 // Fresh memory costs a page fault for every 4 KiB, which takes longer than filling it.
 //
 // Flow:    lockstep/loader.h -> a dataset's assemble() -> a Batch -> back here when its last tensor is gone
 // Owns:    the free blocks; a block in use belongs to its tensor, and outlives this
-// Threads: any
+// Threads: any; copies share their blocks
 #pragma once
 
 #include <torch/types.h>

@@ -1,5 +1,4 @@
-// data/loader/device_copy.h: host -> device, on a stream of its own, so that the copy of one batch runs behind the step of
-// another.
+// data/loader/device_copy.h: copies batches from CPU memory to a device on a stream of its own, during another step.
 //
 // Flow:    a batch in pinned memory -> DeviceCopy::start (a worker) -> receive (the training thread) -> the step
 // Threads: a DeviceCopy belongs to one thread; its CopiedBatch may be received by another

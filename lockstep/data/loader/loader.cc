@@ -6,7 +6,10 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/data/loader/device_copy.h"
+#include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -29,7 +32,7 @@ SamplerOptions sampler_options(const World& world, const Dataset& dataset, const
           .order = order_for(dataset, options)};
 }
 
-void check(const LoaderOptions& options) {
+void check_loader(const LoaderOptions& options) {
   const auto require = [](std::int64_t value, std::int64_t least, const char* name) {
     if (value < least)
       throw UsageError({.what = concat(name, " ", value, " is too small"), .next = concat("give at least ", least)});
@@ -51,6 +54,83 @@ Batch joined(const std::vector<Batch>& parts) {
 
 }  // namespace
 
+// Makes this rank's batches of one epoch. The workers share it with the loader: one that hangs in a read outlives both,
+// and must find neither the dataset gone nor the sampler at another epoch.
+class EpochBatches {
+ public:
+  EpochBatches(const LoaderOptions& options, std::shared_ptr<const Dataset> dataset, const DistributedSampler& sampler,
+               const BatchMemory& memory, std::int64_t epoch)
+      : options_(options), dataset_(std::move(dataset)), sampler_(sampler), memory_(memory), epoch_(epoch) {}
+
+  Batch load(std::int64_t step, LoadingStatistics& took) {
+    const Stopwatch watch;
+    const std::vector<std::int64_t> indices = part(step);
+    read_ahead(step);
+    BatchTimes times;
+    Batch batch = assemble(indices, times, took);
+    took.read += times.read;
+    took.assemble += watch.seconds() - times.read;
+    return batch;
+  }
+
+ private:
+  std::vector<std::int64_t> part(std::int64_t step) const {
+    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
+  }
+
+  // Announces the batch that this worker comes to next (each of W workers takes every W-th, more or less), so that the
+  // disk reads it while this one is decoded.
+  void read_ahead(std::int64_t step) const {
+    const std::int64_t next = step + std::max(1, options_.workers);
+    if (next < sampler_.steps()) dataset_->will_read(part(next));
+  }
+
+  Batch assemble(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+    try {
+      return dataset_->assemble(request(indices, times));
+    } catch (const DataError&) {
+      if (options_.skip_bad == 0) throw;
+    }
+    return assemble_good_ones(indices, times, took);
+  }
+
+  // One by one, to find out which samples are bad.
+  Batch assemble_good_ones(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+    std::vector<Batch> good;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      try {
+        good.push_back(dataset_->assemble(request(indices.subspan(i, 1), times)));
+      } catch (const DataError& error) {
+        skip(error);
+        ++took.skipped;
+      }
+    }
+    return good.empty() ? dataset_->assemble(request({}, times)) : joined(good);
+  }
+
+  void skip(const DataError& error) {
+    const std::int64_t count = ++skipped_;
+    if (count > options_.skip_bad)
+      throw DataError({.what = concat(count, " bad samples in this epoch, ", options_.skip_bad,
+                                      " may be skipped; the last one: ", error.text().what),
+                       .here = error.text().here,
+                       .likely = error.text().likely,
+                       .next = "repair the data, or raise --skip-bad"});
+    if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
+  }
+
+  BatchRequest request(std::span<const std::int64_t> indices, BatchTimes& times) {
+    return {.indices = indices, .seed = options_.seed, .epoch = epoch_, .memory = &memory_, .times = &times};
+  }
+
+  const LoaderOptions options_;
+  const std::shared_ptr<const Dataset> dataset_;
+  const DistributedSampler sampler_;
+  BatchMemory memory_;  // shares its blocks with the loader's
+  const std::int64_t epoch_;
+  std::atomic<std::int64_t> skipped_ = 0;
+};
+
 class Loader::State {
  public:
   State(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
@@ -59,8 +139,8 @@ class Loader::State {
         cores_(world.cores()),
         dataset_(std::move(dataset)),
         sampler_(sampler_options(world, *dataset_, options)),
-        memory_(static_cast<std::size_t>(2 * (options.prefetch + options.workers + 1)), device_) {
-    check(options);
+        memory_(to_size(2 * (options.prefetch + options.workers + 1)), device_) {
+    check_loader(options);
   }
 
   void start(const LoaderPosition& from) {
@@ -68,15 +148,16 @@ class Loader::State {
     sampler_.set_epoch(from.epoch, from.samples);
     epoch_ = from.epoch;
     step_ = 0;
-    skipped_ = 0;
+    batches_ = std::make_shared<EpochBatches>(options_, dataset_, sampler_, memory_, epoch_);
     if (options_.workers == 0) return;
-    workers_.emplace(PrefetchOptions{.steps = sampler_.steps(),
-                                     .workers = options_.workers,
-                                     .depth = options_.prefetch,
-                                     .cores = cores_,
-                                     .device = device_,
-                                     .timeout = options_.timeout},
-                     [this](std::int64_t step, LoadingStatistics& took) { return load(step, took); });
+    workers_.emplace(
+        PrefetchOptions{.steps = sampler_.steps(),
+                        .workers = options_.workers,
+                        .depth = options_.prefetch,
+                        .cores = cores_,
+                        .device = device_,
+                        .timeout = options_.timeout},
+        [batches = batches_](std::int64_t step, LoadingStatistics& took) { return batches->load(step, took); });
   }
 
   std::optional<Batch> next() {
@@ -105,68 +186,9 @@ class Loader::State {
  private:
   Batch load_here() {
     const Stopwatch watch;
-    Batch batch = receive(DeviceCopy(device_).start(load(step_, statistics_)));
+    Batch batch = receive(DeviceCopy(device_).start(batches_->load(step_, statistics_)));
     statistics_.wait += watch.seconds();
     return batch;
-  }
-
-  Batch load(std::int64_t step, LoadingStatistics& took) {
-    const Stopwatch watch;
-    const std::vector<std::int64_t> indices = part(step);
-    read_ahead(step);
-    StageTimes times;
-    Batch batch = assemble(indices, times, took);
-    took.read += times.read;
-    took.assemble += watch.seconds() - times.read;
-    return batch;
-  }
-
-  std::vector<std::int64_t> part(std::int64_t step) const {
-    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
-  }
-
-  // The disk works on the batches that the workers come to next.
-  void read_ahead(std::int64_t step) {
-    const std::int64_t next = step + std::max(1, options_.workers);
-    if (next < sampler_.steps()) dataset_->will_read(part(next));
-  }
-
-  Batch assemble(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {
-    try {
-      return dataset_->assemble(request(indices, times));
-    } catch (const DataError&) {
-      if (options_.skip_bad == 0) throw;
-    }
-    return assemble_good_ones(indices, times, took);
-  }
-
-  // One by one, to find out which samples are bad.
-  Batch assemble_good_ones(std::span<const std::int64_t> indices, StageTimes& times, LoadingStatistics& took) {
-    std::vector<Batch> good;
-    for (std::size_t i = 0; i < indices.size(); ++i) {
-      try {
-        good.push_back(dataset_->assemble(request(indices.subspan(i, 1), times)));
-      } catch (const DataError& error) {
-        skip(error);
-        ++took.skipped;
-      }
-    }
-    return good.empty() ? dataset_->assemble(request({}, times)) : joined(good);
-  }
-
-  void skip(const DataError& error) {
-    const std::int64_t count = ++skipped_;
-    if (count > options_.skip_bad)
-      throw DataError({.what = concat(count, " bad samples in this epoch, ", options_.skip_bad,
-                                      " may be skipped; the last one: ", error.text().what),
-                       .here = error.text().here,
-                       .likely = error.text().likely,
-                       .next = "mend the data, or raise --skip-bad"});
-    if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
-  }
-
-  BatchRequest request(std::span<const std::int64_t> indices, StageTimes& times) {
-    return {.indices = indices, .seed = options_.seed, .epoch = epoch_, .memory = &memory_, .times = &times};
   }
 
   LoaderOptions options_;
@@ -178,8 +200,8 @@ class Loader::State {
   LoadingStatistics statistics_;
   std::int64_t epoch_ = 0;
   std::int64_t step_ = 0;  // batches of this epoch that were handed out
-  std::atomic<std::int64_t> skipped_ = 0;
-  std::optional<Prefetcher> workers_;  // last: its end stops the threads that use the rest
+  std::shared_ptr<EpochBatches> batches_;
+  std::optional<Prefetcher> workers_;
 };
 
 Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)

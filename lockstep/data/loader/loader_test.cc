@@ -6,8 +6,11 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <thread>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 
@@ -32,7 +35,7 @@ class Numbers : public Dataset {
     Batch batch{allocate_for_batch(request.memory, {count, 1000}, torch::kFloat32),
                 allocate_for_batch(request.memory, {count}, torch::kInt64)};
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t index = request.indices[static_cast<std::size_t>(i)];
+      const std::int64_t index = request.indices[to_size(i)];
       if (std::find(bad_.begin(), bad_.end(), index) != bad_.end())
         throw DataError({.what = "sample " + std::to_string(index) + " is bad", .here = "numbers.bin"});
       std::fill_n(batch.data.data_ptr<float>() + i * 1000, 1000, static_cast<float>(index));
@@ -59,7 +62,7 @@ struct Part {
 Part run_part(int ranks, std::int64_t samples, const LoaderOptions& options, const LoaderPosition& from,
               std::int64_t steps) {
   std::mutex mutex;
-  std::vector<std::vector<Order>> batches(static_cast<std::size_t>(ranks));
+  std::vector<std::vector<Order>> batches(to_size(ranks));
   Part part{.end = from};
   run_ranks(ranks, [&](World& world) {
     Loader loader = make_loader(world, Numbers(samples), options);
@@ -71,7 +74,7 @@ Part run_part(int ranks, std::int64_t samples, const LoaderOptions& options, con
       }
     const std::lock_guard lock(mutex);
     if (!mine.empty()) part.end = loader.position();
-    batches[static_cast<std::size_t>(world.rank())] = std::move(mine);
+    batches[to_size(world.rank())] = std::move(mine);
   });
   for (std::size_t step = 0; step < batches[0].size(); ++step)
     for (const auto& of_rank : batches)
@@ -85,7 +88,7 @@ LoaderOptions random_options(std::mt19937& random) {
           .prefetch = 1 + static_cast<int>(random() % 5)};
 }
 
-TEST(Loader, gives_every_sample_once_in_one_order_for_any_ranks_workers_and_interruptions) {
+TEST(Loader, gives_every_sample_once_in_the_same_order_for_any_ranks_and_workers) {
   constexpr std::int64_t kAll = 1 << 20;
   std::mt19937 random(17);
   for (int round = 25 + rounds("LOCKSTEP_FUZZ_ROUNDS", 0) / 20; round > 0; --round) {
@@ -94,7 +97,7 @@ TEST(Loader, gives_every_sample_once_in_one_order_for_any_ranks_workers_and_inte
     options.seed = random();
     const LoaderPosition start{.epoch = static_cast<std::int64_t>(random() % 9)};
     const Order uninterrupted = run_part(1, samples, options, start, kAll).order;
-    ASSERT_EQ(uninterrupted.size(), static_cast<std::size_t>(samples));
+    ASSERT_EQ(std::ssize(uninterrupted), samples);
 
     Order order;
     LoaderPosition position = start;
@@ -108,11 +111,11 @@ TEST(Loader, gives_every_sample_once_in_one_order_for_any_ranks_workers_and_inte
     }
     ASSERT_EQ(order, uninterrupted);
     std::sort(order.begin(), order.end());
-    for (std::int64_t i = 0; i < samples; ++i) ASSERT_EQ(order[static_cast<std::size_t>(i)], i);
+    for (std::int64_t i = 0; i < samples; ++i) ASSERT_EQ(order[to_size(i)], i);
   }
 }
 
-TEST(Loader, goes_on_in_the_middle_of_an_epoch) {
+TEST(Loader, resumes_in_the_middle_of_an_epoch) {
   Loader loader = make_loader(World::single(), Numbers(10), {.batch_size = 3, .seed = 2});
   std::vector<Order> all;
   for (const Batch& batch : loader.epoch(1)) all.push_back(samples_of(batch));
@@ -123,7 +126,7 @@ TEST(Loader, goes_on_in_the_middle_of_an_epoch) {
   EXPECT_EQ(step, 4U);
 }
 
-TEST(Loader, never_writes_into_a_batch_that_somebody_keeps) {
+TEST(Loader, never_writes_into_a_batch_that_is_still_held) {
   Loader loader = make_loader(World::single(), Numbers(200), {.batch_size = 4, .workers = 3, .prefetch = 2});
   std::vector<Batch> kept;
   std::vector<torch::Tensor> views;  // keep the memory as well as the tensor itself would
@@ -137,14 +140,14 @@ TEST(Loader, never_writes_into_a_batch_that_somebody_keeps) {
     EXPECT_TRUE(torch::equal(views[i].squeeze(1), kept[2 * i].target.to(torch::kFloat32)));
 }
 
-TEST(Loader, uses_the_memory_of_batches_that_are_gone_again) {
+TEST(Loader, reuses_the_memory_of_released_batches) {
   Loader loader = make_loader(World::single(), Numbers(4000), {.batch_size = 4, .workers = 2, .prefetch = 3});
   std::set<const void*> places;
   for (Batch& batch : loader.epoch(0)) places.insert(batch.data.data_ptr());
   EXPECT_LE(places.size(), 3U + 2U + 2U);
 }
 
-TEST(BatchMemory, outlives_its_pool_and_hands_no_block_out_twice) {
+TEST(BatchMemory, outlives_its_pool_and_gives_no_block_out_twice) {
   torch::Tensor first;
   {
     BatchMemory memory(2, torch::kCPU);
@@ -167,7 +170,7 @@ class Slow : public Numbers {
   mutable std::atomic<int> made = 0;
 };
 
-TEST(Loader, loads_no_further_ahead_than_it_may) {
+TEST(Loader, loads_at_most_prefetch_batches_ahead) {
   const auto dataset = std::make_shared<Slow>();
   Loader loader(World::single(), dataset, {.batch_size = 1, .workers = 2, .prefetch = 5});
   int taken = 0;
@@ -188,7 +191,7 @@ TEST(Loader, ends_an_epoch_in_the_middle_and_starts_another) {
     }
 }
 
-TEST(Loader, brings_a_workers_exception_to_the_loop_with_its_message) {
+TEST(Loader, rethrows_a_workers_exception_in_the_loop) {
   for (const int workers : {0, 1, 3}) {
     Loader loader =
         make_loader(World::single(), Numbers(20, {13}), {.batch_size = 4, .shuffle = false, .workers = workers});
@@ -202,7 +205,7 @@ TEST(Loader, brings_a_workers_exception_to_the_loop_with_its_message) {
   }
 }
 
-TEST(Loader, leaves_bad_samples_out_up_to_a_limit_and_counts_them) {
+TEST(Loader, skips_bad_samples_up_to_a_limit_and_counts_them) {
   for (const int workers : {0, 2}) {
     const LoaderOptions options{.batch_size = 4, .shuffle = false, .workers = workers, .skip_bad = 5};
     Loader loader = make_loader(World::single(), Numbers(12, {0, 4, 5, 6, 7}), options);
@@ -220,7 +223,7 @@ TEST(Loader, leaves_bad_samples_out_up_to_a_limit_and_counts_them) {
   EXPECT_TRUE(contains(message, "3 bad samples in this epoch, 2 may be skipped; the last one: sample 5 is bad"));
 }
 
-// Its batches never come until somebody lets them.
+// Loads nothing while `stuck` is locked.
 class Stuck : public Numbers {
  public:
   Stuck() : Numbers(4) {}
@@ -231,13 +234,26 @@ class Stuck : public Numbers {
   mutable std::mutex stuck;
 };
 
-TEST(Loader, says_so_when_no_batch_comes) {
+TEST(Loader, throws_when_no_batch_comes_within_the_timeout) {
   const auto dataset = std::make_shared<Stuck>();
   Loader loader(World::single(), dataset, {.batch_size = 2, .timeout = std::chrono::milliseconds(50)});
   std::unique_lock lock(dataset->stuck);
   const std::string message = message_of<DataError>([&] { loader.epoch(0).begin(); });
   EXPECT_TRUE(contains(message, "no batch after"));
-  lock.unlock();  // or the worker could not be joined
+}
+
+TEST(Loader, leaves_a_worker_behind_that_the_storage_does_not_answer) {
+  const auto dataset = std::make_shared<Stuck>();
+  std::unique_lock lock(dataset->stuck);
+  {
+    Loader loader(World::single(), dataset, {.batch_size = 2, .timeout = std::chrono::milliseconds(50)});
+    EXPECT_THROW(loader.epoch(0).begin(), DataError);
+  }
+  EXPECT_GT(dataset.use_count(), 1);  // the worker's
+  lock.unlock();
+  const Deadline deadline = Deadline::after(std::chrono::seconds(30));
+  while (dataset.use_count() > 1 && !deadline.passed()) std::this_thread::yield();
+  EXPECT_EQ(dataset.use_count(), 1);
 }
 
 TEST(Loader, reports_where_the_time_went) {

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 
@@ -18,67 +19,49 @@ std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch) {
   return mix_seed(seed, static_cast<std::uint64_t>(epoch));
 }
 
-class Sequential : public SampleOrder, public EpochOrder, public std::enable_shared_from_this<Sequential> {
+class Sequential : public SampleOrder {
  public:
   explicit Sequential(std::int64_t samples) : samples_(samples) {}
   std::int64_t samples() const override { return samples_; }
-  std::shared_ptr<const EpochOrder> draw(std::uint64_t, std::int64_t) const override { return shared_from_this(); }
-  void read(std::int64_t begin, std::span<std::int64_t> into) const override {
-    std::iota(into.begin(), into.end(), begin);
+  EpochOrder draw(std::uint64_t, std::int64_t) const override {
+    return [](std::int64_t begin, std::span<std::int64_t> into) { std::iota(into.begin(), into.end(), begin); };
   }
 
  private:
   std::int64_t samples_;
-};
-
-class Permutation : public EpochOrder {
- public:
-  Permutation(std::int64_t samples, std::uint64_t seed)
-      : places_(torch::randperm(samples, at::make_generator<at::CPUGeneratorImpl>(seed), torch::kInt64)) {}
-  void read(std::int64_t begin, std::span<std::int64_t> into) const override {
-    std::copy_n(places_.const_data_ptr<std::int64_t>() + begin, into.size(), into.begin());
-  }
-
- private:
-  torch::Tensor places_;
 };
 
 class Random : public SampleOrder {
  public:
   explicit Random(std::int64_t samples) : samples_(samples) {}
   std::int64_t samples() const override { return samples_; }
-  std::shared_ptr<const EpochOrder> draw(std::uint64_t seed, std::int64_t epoch) const override {
-    return std::make_shared<Permutation>(samples_, epoch_seed(seed, epoch));
+  EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const override {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(epoch_seed(seed, epoch));
+    return [order = torch::randperm(samples_, generator, torch::kInt64)](std::int64_t begin,
+                                                                         std::span<std::int64_t> into) {
+      std::copy_n(order.const_data_ptr<std::int64_t>() + begin, into.size(), into.begin());
+    };
   }
 
  private:
   std::int64_t samples_;
 };
 
-using Sums = std::shared_ptr<const std::vector<double>>;  // sums[i]: of the weights of samples 0..i
-
-class WeightedEpoch : public EpochOrder {
- public:
-  WeightedEpoch(Sums sums, std::uint64_t seed) : sums_(std::move(sums)), seed_(seed) {}
-  void read(std::int64_t begin, std::span<std::int64_t> into) const override {
-    for (std::int64_t& sample : into) sample = draw(begin++);
-  }
-
- private:
-  std::int64_t draw(std::int64_t place) const {
-    const double at = SampleRandom(seed_, place).uniform() * sums_->back();
-    return std::upper_bound(sums_->begin(), sums_->end(), at) - sums_->begin();
-  }
-  Sums sums_;
-  std::uint64_t seed_;
-};
-
+// Draw i looks up its own uniform number in the running sums of the weights: sums[k - 1] <= number < sums[k] picks
+// sample k with probability weights[k] / sum. Draws do not depend on each other, so any part can be read alone.
 class Weighted : public SampleOrder {
  public:
+  using Sums = std::shared_ptr<const std::vector<double>>;  // sums[i]: of the weights of samples 0..i
+
   Weighted(Sums sums, std::int64_t samples) : sums_(std::move(sums)), samples_(samples) {}
   std::int64_t samples() const override { return samples_; }
-  std::shared_ptr<const EpochOrder> draw(std::uint64_t seed, std::int64_t epoch) const override {
-    return std::make_shared<WeightedEpoch>(sums_, epoch_seed(seed, epoch));
+  EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const override {
+    return [sums = sums_, key = epoch_seed(seed, epoch)](std::int64_t begin, std::span<std::int64_t> into) {
+      for (std::int64_t& sample : into) {
+        const double number = SampleRandom(key, begin++).uniform() * sums->back();
+        sample = std::upper_bound(sums->begin(), sums->end(), number) - sums->begin();
+      }
+    };
   }
 
  private:
@@ -86,7 +69,7 @@ class Weighted : public SampleOrder {
   std::int64_t samples_;
 };
 
-// Shards in the order of one epoch: where each begins in the epoch, and where in the dataset.
+// Shards in the order of one epoch: the place in the epoch where each begins, and its first sample in the dataset.
 struct ShardPlan {
   std::vector<std::int64_t> epoch_begins;
   std::vector<std::int64_t> dataset_begins;
@@ -106,26 +89,31 @@ ShardPlan shuffle_shards(const std::vector<std::int64_t>& sizes, std::uint64_t s
   return plan;
 }
 
-class WindowedEpoch : public EpochOrder {
+// Place p of the epoch -> sample, in two steps and without a table of samples:
+// 1. Shuffle within the window of p: places [w, w + size) are permuted among themselves, keyed by seed, epoch and w.
+// 2. Look the shuffled place up in the shards as they follow each other this epoch: the last shard that begins at or
+//    before it, and the offset from there.
+// Both steps are one to one, so every sample comes up once; a window lies in one shard, or in a few that follow each
+// other, so the disk reads long runs.
+class WindowedEpoch {
  public:
   WindowedEpoch(const std::vector<std::int64_t>& sizes, std::int64_t samples, std::int64_t window, std::uint64_t seed)
       : plan_(shuffle_shards(sizes, seed)), samples_(samples), window_(window), seed_(seed) {}
 
-  void read(std::int64_t begin, std::span<std::int64_t> into) const override {
+  void operator()(std::int64_t begin, std::span<std::int64_t> into) const {
     for (std::int64_t& sample : into) sample = sample_of(shuffled(begin++));
   }
 
  private:
   std::int64_t shuffled(std::int64_t place) const {
     const std::int64_t window_begin = place / window_ * window_;
-    const auto size = static_cast<std::uint64_t>(std::min(window_, samples_ - window_begin));
-    const std::uint64_t key = mix_seed(seed_, static_cast<std::uint64_t>(window_begin));
-    return window_begin +
-           static_cast<std::int64_t>(permuted(static_cast<std::uint64_t>(place - window_begin), size, key));
+    const std::int64_t size = std::min(window_, samples_ - window_begin);
+    const std::uint64_t key = mix_seed(seed_, to_size(window_begin));
+    return window_begin + static_cast<std::int64_t>(permuted(to_size(place - window_begin), to_size(size), key));
   }
   std::int64_t sample_of(std::int64_t place) const {
     const auto after = std::upper_bound(plan_.epoch_begins.begin(), plan_.epoch_begins.end(), place);
-    const auto shard = static_cast<std::size_t>(after - plan_.epoch_begins.begin()) - 1;
+    const std::size_t shard = to_size(after - plan_.epoch_begins.begin()) - 1;
     return plan_.dataset_begins[shard] + place - plan_.epoch_begins[shard];
   }
 
@@ -142,8 +130,8 @@ class Windowed : public SampleOrder {
         samples_(std::accumulate(sizes_.begin(), sizes_.end(), std::int64_t{0})),
         window_(window) {}
   std::int64_t samples() const override { return samples_; }
-  std::shared_ptr<const EpochOrder> draw(std::uint64_t seed, std::int64_t epoch) const override {
-    return std::make_shared<WindowedEpoch>(sizes_, samples_, window_, epoch_seed(seed, epoch));
+  EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const override {
+    return WindowedEpoch(sizes_, samples_, window_, epoch_seed(seed, epoch));
   }
 
  private:

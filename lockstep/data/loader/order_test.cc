@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/random.h"
 #include "tests/support.h"
 
@@ -17,8 +18,8 @@ using testing::message_of;
 using Order = std::vector<std::int64_t>;
 
 Order drawn(const SampleOrder& order, std::uint64_t seed, std::int64_t epoch) {
-  Order places(static_cast<std::size_t>(order.samples()));
-  order.draw(seed, epoch)->read(0, places);
+  Order places(to_size(order.samples()));
+  order.draw(seed, epoch)(0, places);
   return places;
 }
 
@@ -28,7 +29,7 @@ Order sorted(Order order) {
 }
 
 Order all_of(std::int64_t samples) {
-  Order order(static_cast<std::size_t>(samples));
+  Order order(to_size(samples));
   std::iota(order.begin(), order.end(), 0);
   return order;
 }
@@ -42,7 +43,7 @@ TEST(Permuted, is_a_permutation_of_any_size) {
   }
 }
 
-TEST(Permuted, puts_every_sample_anywhere) {
+TEST(Permuted, puts_every_sample_in_every_place) {
   constexpr int kCount = 6;
   constexpr int kKeys = 6000;
   int seen[kCount][kCount] = {};
@@ -77,7 +78,7 @@ TEST(WindowOrder, reads_long_runs) {
   EXPECT_NE(places, all_of(400));
 }
 
-TEST(SampleOrders, are_a_function_of_seed_and_epoch_and_can_be_read_from_anywhere) {
+TEST(SampleOrders, depend_on_seed_and_epoch_only_and_can_be_read_from_any_place) {
   const std::vector<std::shared_ptr<const SampleOrder>> orders = {random_order(97), window_order({40, 50, 7}, 30),
                                                                   weighted_order({1, 2, 3, 4}, 97)};
   for (const auto& order : orders) {
@@ -86,12 +87,12 @@ TEST(SampleOrders, are_a_function_of_seed_and_epoch_and_can_be_read_from_anywher
     EXPECT_NE(whole, drawn(*order, 1, 3));
     EXPECT_NE(whole, drawn(*order, 2, 2));
     Order part(20);
-    order->draw(1, 2)->read(60, part);
+    order->draw(1, 2)(60, part);
     EXPECT_EQ(part, Order(whole.begin() + 60, whole.begin() + 80));
   }
 }
 
-TEST(WeightedOrder, draws_samples_as_often_as_they_weigh) {
+TEST(WeightedOrder, draws_samples_in_proportion_to_their_weights) {
   constexpr std::int64_t kDraws = 100000;
   const Order places = drawn(*weighted_order({1, 0, 3, 6}, kDraws), 9, 0);
   const auto share = [&](std::int64_t sample) {
@@ -103,7 +104,7 @@ TEST(WeightedOrder, draws_samples_as_often_as_they_weigh) {
   EXPECT_NEAR(share(3), 0.6, 0.01);
 }
 
-TEST(WeightedOrder, refuses_weights_that_make_no_sense) {
+TEST(WeightedOrder, refuses_negative_and_all_zero_weights) {
   EXPECT_TRUE(contains(message_of<UsageError>([] { weighted_order({1, -1}, 4); }), "the weight of sample 1 is -1"));
   EXPECT_TRUE(contains(message_of<UsageError>([] { weighted_order({0, 0}, 4); }), "add up to 0"));
 }

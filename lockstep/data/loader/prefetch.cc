@@ -1,96 +1,161 @@
 #include "lockstep/data/loader/prefetch.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <utility>
 
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 
+// The queue between the workers and the training thread: a ring of `depth` places; the batch of step s goes to place
+// s % depth. Workers claim steps in order, and a step only when its place is free, that is, when step s - depth was
+// taken: claimed_ <= taken_ + depth. So two workers never share a place, batches wait for each other in any order of
+// completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
+// can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
+class Prefetcher::Shared {
+ public:
+  Shared(const PrefetchOptions& options, Load load)
+      : options_(options),
+        load_(std::move(load)),
+        places_(to_size(std::max(1, options.depth))),
+        running_(options.workers) {}
+
+  void work() {
+    DeviceCopy copy(options_.device);
+    bool pinned = options_.cores.empty();
+    for (;;) {
+      LoadingStatistics took;
+      const auto step = claim(took);
+      if (!step) break;
+      Place place;
+      try {
+        if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
+        place = load(*step, copy, took);
+      } catch (...) {
+        place.error = std::current_exception();
+      }
+      put(*step, std::move(place), took);
+    }
+    const std::lock_guard lock(mutex_);
+    --running_;
+    ended_.notify_all();
+  }
+
+  Batch next(LoadingStatistics& statistics) {
+    const Stopwatch watch;
+    Place place;
+    {
+      std::unique_lock lock(mutex_);
+      if (!ready_.wait_for(lock, options_.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      statistics += std::exchange(took_, {});
+      statistics.queued += ready_count_;
+      place = std::exchange(place_of(taken_), {});
+      ++taken_;
+      --ready_count_;
+    }
+    statistics.wait += watch.seconds();
+    room_.notify_one();
+    if (place.error) std::rethrow_exception(place.error);
+    return receive(std::move(place.batch));
+  }
+
+  // Ends the workers; false: some were still loading at the deadline.
+  bool stop() {
+    constexpr std::chrono::milliseconds kOnceMore = std::chrono::seconds(1);  // for workers that were late already
+    std::unique_lock lock(mutex_);
+    stopped_ = true;
+    room_.notify_all();
+    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, options_.timeout) : options_.timeout,
+                           [&] { return running_ == 0; });
+  }
+
+ private:
+  struct Place {
+    bool ready = false;
+    CopiedBatch batch;
+    std::exception_ptr error;
+  };
+
+  Place& place_of(std::int64_t step) { return places_[to_size(step) % places_.size()]; }
+
+  // The next step, once its place is free; nothing when all steps are claimed or the epoch is stopped. Without a
+  // deadline: a worker without work waits as long as the training thread computes, and stop() wakes it.
+  std::optional<std::int64_t> claim(LoadingStatistics& took) {
+    const Stopwatch watch;
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + std::ssize(places_); });
+    took.room += watch.seconds();
+    if (stopped_ || claimed_ == options_.steps) return std::nullopt;
+    return claimed_++;
+  }
+
+  Place load(std::int64_t step, const DeviceCopy& copy, LoadingStatistics& took) const {
+    Batch batch = load_(step, took);
+    const Stopwatch watch;
+    Place place{.batch = copy.start(std::move(batch))};
+    took.copy += watch.seconds();
+    return place;
+  }
+
+  void put(std::int64_t step, Place place, const LoadingStatistics& took) {
+    {
+      const std::lock_guard lock(mutex_);
+      place.ready = true;
+      place_of(step) = std::move(place);
+      ++ready_count_;
+      took_ += took;
+    }
+    ready_.notify_one();
+  }
+
+  [[noreturn]] void no_batch_came(const Stopwatch& watch) {
+    late_ = true;
+    throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.workers, " workers"),
+                     .likely = "a disk or network file system that does not answer",
+                     .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
+  }
+
+  const PrefetchOptions options_;
+  const Load load_;
+  std::mutex mutex_;
+  std::condition_variable ready_;  // a batch was put
+  std::condition_variable room_;   // a batch was taken, or the epoch was stopped
+  std::condition_variable ended_;  // a worker has ended
+  std::vector<Place> places_;
+  std::int64_t claimed_ = 0;  // steps that workers have claimed
+  std::int64_t taken_ = 0;    // steps that next() has returned
+  int ready_count_ = 0;
+  int running_;  // workers
+  bool stopped_ = false;
+  bool late_ = false;       // a batch did not come within the timeout
+  LoadingStatistics took_;  // by workers, since next() was called last
+};
+
 Prefetcher::Prefetcher(const PrefetchOptions& options, Load load)
-    : options_(options), load_(std::move(load)), places_(static_cast<std::size_t>(std::max(1, options.depth))) {
-  for (int i = 0; i < options.workers; ++i) workers_.emplace_back([this] { work(); });
+    : shared_(std::make_shared<Shared>(options, std::move(load))) {
+  for (int i = 0; i < options.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
 }
 
 Prefetcher::~Prefetcher() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-  }
-  room_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+  const bool all_ended = shared_->stop();
+  if (!all_ended) log_warning("a worker still waits for the storage and is left behind; it ends when that answers");
+  for (std::thread& worker : workers_)
+    if (all_ended)
+      worker.join();  // its last statement is over, or nearly
+    else
+      worker.detach();  // it holds the queue, and through `load` the dataset
 }
 
-void Prefetcher::work() {
-  DeviceCopy copy(options_.device);
-  bool pinned = options_.cores.empty();
-  for (;;) {
-    LoadingStatistics took;
-    const auto step = claim(took);
-    if (!step) return;
-    Place place;
-    try {
-      if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
-      place = load(*step, copy, took);
-    } catch (...) {
-      place.error = std::current_exception();
-    }
-    put(*step, std::move(place), took);
-  }
-}
-
-// The next step that has a place in the queue. Waits for one to be taken, or for the end.
-std::optional<std::int64_t> Prefetcher::claim(LoadingStatistics& took) {
-  const Stopwatch watch;
-  std::unique_lock lock(mutex_);
-  const auto places = static_cast<std::int64_t>(places_.size());
-  room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + places; });
-  took.room += watch.seconds();
-  if (stopped_ || claimed_ == options_.steps) return std::nullopt;
-  return claimed_++;
-}
-
-Prefetcher::Place Prefetcher::load(std::int64_t step, const DeviceCopy& copy, LoadingStatistics& took) const {
-  Batch batch = load_(step, took);
-  const Stopwatch watch;
-  Place place{.batch = copy.start(std::move(batch))};
-  took.copy += watch.seconds();
-  return place;
-}
-
-void Prefetcher::put(std::int64_t step, Place place, const LoadingStatistics& took) {
-  {
-    const std::lock_guard lock(mutex_);
-    place.ready = true;
-    place_of(step) = std::move(place);
-    ++ready_count_;
-    took_ += took;
-  }
-  ready_.notify_one();
-}
-
-Batch Prefetcher::next(LoadingStatistics& statistics) {
-  const Stopwatch watch;
-  Place place;
-  {
-    std::unique_lock lock(mutex_);
-    const bool came = ready_.wait_for(lock, options_.timeout, [&] { return place_of(taken_).ready; });
-    if (!came)
-      throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                       .here = concat("batch ", taken_, " of this epoch, ", options_.workers, " workers"),
-                       .likely = "a disk or network file system that does not answer",
-                       .next = "look at the storage; a longer timeout helps where it is only slow"});
-    statistics += std::exchange(took_, {});
-    statistics.queued += ready_count_;
-    place = std::exchange(place_of(taken_), {});
-    ++taken_;
-    --ready_count_;
-  }
-  statistics.wait += watch.seconds();
-  room_.notify_one();
-  if (place.error) std::rethrow_exception(place.error);
-  return receive(std::move(place.batch));
-}
+Batch Prefetcher::next(LoadingStatistics& statistics) { return shared_->next(statistics); }
 
 }  // namespace lockstep

@@ -1,9 +1,8 @@
-// data/loader/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is the
-// same whatever the number of ranks and workers, and however often a run was interrupted.
+// data/loader/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is
+// the same for any number of ranks and workers, and after any interruption.
 //
-// Source:  Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as
-// ATen
-//          has it; SplitMix64 (Steele, Lea and Flood, 2014)
+// Source:  Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), from
+//          ATen; SplitMix64 (Steele, Lea and Flood, 2014)
 // Threads: values
 #pragma once
 
@@ -46,9 +45,11 @@ class SampleRandom {
   at::Philox4_32 engine_;
 };
 
-// The place of `position` in a random permutation of [0, count) that `key` names, without a table: a Feistel network
-// over the next power of four, walked until it lands below `count` (Black and Rogaway, "Ciphers with arbitrary finite
-// domains", 2002). About 2 walks on average, at most 4.
+// Where `position` goes in the random permutation of [0, count) that `key` chooses, without a table (Black and Rogaway,
+// "Ciphers with arbitrary finite domains", 2002). A Feistel network permutes [0, P), P the next power of four: each
+// round mixes one half of the bits into the other, which can be undone, so it is one to one. Where it lands at or above
+// `count` it is applied again. Following a permutation's cycle from a start below `count` comes back there at the
+// latest, so the loop ends, and different positions end differently. P < 4 count: less than 4 rounds of it on average.
 inline std::uint64_t permuted(std::uint64_t position, std::uint64_t count, std::uint64_t key) {
   constexpr int kRounds = 6;
   const int half = (std::bit_width(count - 1) + 1) / 2;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -45,7 +46,7 @@ std::int64_t DistributedSampler::samples_before(std::int64_t step) const {
 
 void DistributedSampler::set_epoch(std::int64_t epoch, std::int64_t first_sample) {
   if (first_sample < 0 || first_sample > samples())
-    throw UsageError({.what = concat("an epoch of ", samples(), " samples can't go on at sample ", first_sample),
+    throw UsageError({.what = concat("an epoch of ", samples(), " samples can't continue at sample ", first_sample),
                       .likely = "a position that was saved with another dataset"});
   epoch_ = order_->draw(options_.seed, epoch);
   first_sample_ = first_sample;
@@ -54,8 +55,8 @@ void DistributedSampler::set_epoch(std::int64_t epoch, std::int64_t first_sample
 std::vector<std::int64_t> DistributedSampler::part(std::int64_t step) const {
   const std::int64_t begin = samples_before(step);
   const Range mine = even_part(samples_before(step + 1) - begin, options_.rank, options_.ranks);
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.size()));
-  epoch_->read(begin + mine.begin, indices);
+  std::vector<std::int64_t> indices(to_size(mine.size()));
+  epoch_(begin + mine.begin, indices);
   return indices;
 }
 

@@ -44,7 +44,7 @@ TEST(DistributedSampler, gives_every_sample_once_per_epoch_for_any_sizes) {
                                  .seed = random()};
     const Order order = whole_epoch(options, round);
     const std::set<std::int64_t> distinct(order.begin(), order.end());
-    ASSERT_EQ(order.size(), static_cast<std::size_t>(options.samples));
+    ASSERT_EQ(std::ssize(order), options.samples);
     ASSERT_EQ(distinct.size(), order.size());
     ASSERT_EQ(*distinct.begin(), 0);
     ASSERT_EQ(*distinct.rbegin(), options.samples - 1);
@@ -94,7 +94,7 @@ TEST(DistributedSampler, refuses_a_batch_smaller_than_the_ranks) {
 
 TEST(DistributedSampler, refuses_an_empty_dataset) { EXPECT_THROW(DistributedSampler({.samples = 0}), UsageError); }
 
-TEST(DistributedSampler, goes_on_at_any_sample_with_other_ranks_and_batches) {
+TEST(DistributedSampler, resumes_at_any_sample_with_other_ranks_and_batches) {
   std::mt19937 random(11);
   for (int round = 0; round < 100; ++round) {
     const SamplerOptions before{.samples = 1 + static_cast<std::int64_t>(random() % 300),
@@ -117,9 +117,9 @@ TEST(DistributedSampler, goes_on_at_any_sample_with_other_ranks_and_batches) {
   }
 }
 
-TEST(DistributedSampler, refuses_a_position_that_the_dataset_does_not_have) {
+TEST(DistributedSampler, refuses_a_position_outside_of_the_dataset) {
   DistributedSampler sampler({.samples = 10});
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { sampler.set_epoch(0, 11); }), "can't go on at sample 11"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { sampler.set_epoch(0, 11); }), "can't continue at sample 11"));
 }
 
 }  // namespace

@@ -2,11 +2,12 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
-#include "lockstep/images.h"
 
 namespace lockstep {
 namespace {
@@ -27,8 +28,8 @@ Part part_of(const Dataset& dataset) {
 }
 
 std::vector<std::int64_t> order_of(const Part& part, const PackOptions& options) {
-  std::vector<std::int64_t> order(static_cast<std::size_t>(part.size));
-  (options.keep_order ? sequential_order(part.size) : random_order(part.size))->draw(kShuffleSeed, 0)->read(0, order);
+  std::vector<std::int64_t> order(to_size(part.size));
+  (options.keep_order ? sequential_order(part.size) : random_order(part.size))->draw(kShuffleSeed, 0)(0, order);
   for (std::int64_t& sample : order) sample += part.begin;
   return order;
 }
@@ -44,13 +45,13 @@ std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const Image
   DecodeScratch scratch;
   const ImageView view = decode_image(file, placement, scratch);
   const std::int64_t plane = placement.height * placement.width;
-  std::vector<float> planes(static_cast<std::size_t>(3 * plane));
+  std::vector<float> planes(to_size(3 * plane));
   resize_image(view, placement, {}, planes.data());
-  std::vector<std::uint8_t> pixels(planes.size());
+  std::vector<std::uint8_t> pixels;  // (C, H, W) -> (H, W, C)
+  pixels.reserve(planes.size());
   for (std::int64_t i = 0; i < plane; ++i)
-    for (std::int64_t c = 0; c < 3; ++c)
-      pixels[static_cast<std::size_t>(3 * i + c)] = static_cast<std::uint8_t>(
-          std::lround(std::clamp(planes[static_cast<std::size_t>(c * plane + i)], 0.F, 255.F)));
+    for (const float* value = planes.data() + i; value < planes.data() + 3 * plane; value += plane)
+      pixels.push_back(static_cast<std::uint8_t>(std::lround(std::clamp(*value, 0.F, 255.F))));
   return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
 }
 
@@ -76,16 +77,16 @@ PackedInfo info_of(const ImageSource& source) {
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
   const torch::Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
-    throw UsageError(
-        {.what = concat(dataset.name(), " has targets that are no whole numbers; packed records have one each")});
+    throw UsageError({.what = concat(dataset.name(),
+                                     " has targets that are not whole numbers; a packed record has one whole number")});
   const torch::Tensor targets = dataset.target().to(torch::kInt64);
-  const std::size_t bytes = data.nbytes() / static_cast<std::size_t>(data.size(0));
+  const std::size_t bytes = data.nbytes() / to_size(data.size(0));
   const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());
   for (const std::int64_t index : order)
     writer.add({.target = targets.const_data_ptr<std::int64_t>()[index],
                 .dtype = data.scalar_type(),
                 .shape = data.sizes().slice(1).vec(),
-                .payload = {rows + static_cast<std::size_t>(index) * bytes, bytes}});
+                .payload = {rows + to_size(index) * bytes, bytes}});
 }
 
 }  // namespace
@@ -96,7 +97,7 @@ void pack(const Dataset& dataset, const std::filesystem::path& folder, const Pac
   const auto* tensors = dynamic_cast<const TensorDataset*>(part.dataset);
   if (images == nullptr && tensors == nullptr)
     throw UsageError({.what = concat(dataset.name(), " can't be packed"),
-                      .likely = "it is text, which is one flat file already, or packed already",
+                      .likely = "it is text, which is one file already, or packed already",
                       .next = "pack images, NumPy arrays or tables"});
   RecordWriter writer(folder, options.shard_bytes);
   if (images != nullptr) {

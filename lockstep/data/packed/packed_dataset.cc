@@ -1,18 +1,20 @@
-#include "lockstep/datasets.h"
+#include <iterator>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
+#include "lockstep/data/packed/packed_records.h"
+#include "lockstep/datasets.h"
 #include "lockstep/error.h"
-#include "lockstep/images.h"
 
 namespace lockstep {
 namespace {
 
-bool is_image(const Record& record) {
+bool is_packed_image(const Record& record) {
   return record.encoded || (record.dtype == torch::kUInt8 && record.shape.size() == 3);
 }
 
-ImageShape shape_of(const Record& record) {
+ImageShape image_shape(const Record& record) {
   if (record.encoded) return {3, 0, 0};
   return {record.shape[0], record.shape[1], record.shape[2]};
 }
@@ -33,15 +35,16 @@ class PackedTensors : public Dataset {
 
   Batch assemble(const BatchRequest& request) const override {
     std::vector<std::int64_t> sizes = first_.shape;
-    sizes.insert(sizes.begin(), static_cast<std::int64_t>(request.indices.size()));
+    sizes.insert(sizes.begin(), std::ssize(request.indices));
     const bool as_float = c10::isFloatingType(first_.dtype) || first_.dtype == torch::kUInt8;
     Batch batch{allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64),
                 torch::empty({sizes[0]}, torch::kInt64)};
-    for (std::size_t i = 0; i < request.indices.size(); ++i) {
-      const Record record = checked(request.indices[i]);
-      batch.data[static_cast<std::int64_t>(i)].copy_(
+    auto* target = batch.target.data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < sizes[0]; ++i) {
+      const Record record = checked(request.indices[to_size(i)]);
+      batch.data[i].copy_(
           torch::from_blob(const_cast<std::uint8_t*>(record.payload.data()), record.shape, record.dtype));
-      batch.target.data_ptr<std::int64_t>()[i] = record.target;
+      target[i] = record.target;
     }
     return batch;
   }
@@ -61,13 +64,47 @@ class PackedTensors : public Dataset {
   Record first_;
 };
 
+// Images, encoded or as bytes (C, H, W).
+class PackedImages : public ImageSource {
+ public:
+  PackedImages(std::shared_ptr<const RecordReader> records, std::int64_t window)
+      : records_(std::move(records)),
+        order_(window_order(records_->shard_sizes(), window)),
+        first_(image_shape(first_good_record(*records_))) {}
+
+  std::string name() const override { return records_->info().name; }
+  std::int64_t size() const override { return records_->size(); }
+  std::int64_t channels() const override { return first_.channels; }
+  std::int64_t classes() const override { return records_->info().classes; }
+  ImageShape common_shape() const override { return first_; }
+  void will_read(std::span<const std::int64_t> indices) const override { records_->will_read(indices); }
+  std::string origin(std::int64_t index) const override { return records_->origin(index); }
+  std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
+
+  StoredImage read(std::int64_t index, std::vector<std::uint8_t>&) const override {
+    const Record record = records_->read(index);
+    if (!is_packed_image(record) || record.target < 0 || record.target >= classes())
+      throw DataError({.what = concat("not an image with a label below ", classes()),
+                       .likely = "different kinds of data in one folder"});
+    return {.bytes = record.payload,
+            .encoded = record.encoded,
+            .shape = record.encoded ? ImageShape{} : image_shape(record),
+            .label = record.target};
+  }
+
+ private:
+  std::shared_ptr<const RecordReader> records_;
+  std::shared_ptr<const SampleOrder> order_;
+  ImageShape first_;
+};
+
 }  // namespace
 
 Record first_good_record(const RecordReader& records) {
   for (std::int64_t i = 0; i + 1 < records.size(); ++i) {
     try {
       return records.read(i);
-    } catch (const DataError&) {  // it is said, or left out, when its turn comes
+    } catch (const DataError&) {  // reported, or skipped, when a batch needs it
     }
   }
   if (records.size() == 0)
@@ -76,23 +113,7 @@ Record first_good_record(const RecordReader& records) {
   return records.read(records.size() - 1);
 }
 
-bool holds_images(const RecordReader& records) { return is_image(first_good_record(records)); }
-
-PackedImages::PackedImages(std::shared_ptr<const RecordReader> records, std::int64_t window)
-    : records_(std::move(records)),
-      order_(window_order(records_->shard_sizes(), window)),
-      first_(shape_of(first_good_record(*records_))) {}
-
-StoredImage PackedImages::read(std::int64_t index, std::vector<std::uint8_t>&) const {
-  const Record record = records_->read(index);
-  if (!is_image(record) || record.target < 0 || record.target >= classes())
-    throw DataError({.what = concat("not an image with a label below ", classes()),
-                     .likely = "different kinds of data in one folder"});
-  return {.bytes = record.payload,
-          .encoded = record.encoded,
-          .shape = record.encoded ? ImageShape{} : shape_of(record),
-          .label = record.target};
-}
+bool holds_images(const RecordReader& records) { return is_packed_image(first_good_record(records)); }
 
 std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms,
                                            std::int64_t window) {

@@ -1,4 +1,6 @@
-#include "lockstep/datasets.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/readers.h"
+#include "lockstep/data/packed/packed_records.h"
 
 #include <algorithm>
 #include <numeric>
@@ -18,12 +20,12 @@ using testing::TempFolder;
 using testing::write_image_folder;
 
 std::vector<std::int64_t> all_of(const Dataset& dataset) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(dataset.size()));
+  std::vector<std::int64_t> indices(to_size(dataset.size()));
   std::iota(indices.begin(), indices.end(), 0);
   return indices;
 }
 
-TEST(Packed, gives_images_back_as_they_were) {
+TEST(Packed, gives_back_the_same_images) {
   const TempFolder folder;
   const ImageDataset original(synthetic_images({.samples = 57, .shape = {3, 5, 7}, .classes = 4}), {});
   pack(original, folder / "p", {.shard_bytes = 2000, .keep_order = true});
@@ -58,7 +60,7 @@ TEST(Packed, keeps_encoded_images_as_files_or_shrinks_them) {
   EXPECT_LT(difference.abs().mean().item<float>(), 0.03);
 }
 
-TEST(Packed, gives_tables_back_in_their_dtype) {
+TEST(Packed, keeps_the_dtype_of_tables) {
   const TempFolder folder;
   const TensorDataset original("table", torch::arange(30, torch::kInt16).reshape({10, 3}), torch::arange(10));
   pack(original, folder / "p", {.keep_order = true});
@@ -67,7 +69,7 @@ TEST(Packed, gives_tables_back_in_their_dtype) {
   EXPECT_TRUE(torch::equal(packed->make_batch(all_of(*packed)).data, torch::arange(30).reshape({10, 3})));
 }
 
-TEST(Packed, visits_every_record_once_shuffled_within_windows_by_any_ranks) {
+TEST(Packed, visits_every_record_once_for_any_ranks_shuffled_within_windows) {
   const TempFolder folder;
   const TensorDataset original("numbers", torch::arange(500, torch::kInt32).reshape({500, 1}), torch::arange(500));
   pack(original, folder / "p", {.shard_bytes = 1500});
@@ -132,7 +134,7 @@ TEST_F(DamagedPack, refuses_a_damaged_index_and_a_missing_shard) {
   EXPECT_TRUE(contains(refusal(), "no packed data in"));
 }
 
-TEST_F(DamagedPack, is_never_written_over) {
+TEST_F(DamagedPack, is_never_overwritten) {
   const TensorDataset other("other", torch::zeros({1, 1}), torch::zeros({1}, torch::kInt64));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { pack(other, folder / "p"); }), "holds packed data already"));
   const TensorDataset floats("floats", torch::zeros({1, 1}), torch::zeros({1}));

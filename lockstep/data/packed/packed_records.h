@@ -1,8 +1,8 @@
-// data/packed/packed_records.h: records in shards: files with an index and a checksum per record, for data larger than memory.
-// docs/data.md describes the format byte by byte.
+// data/packed/packed_records.h: writes and reads records in shards: files with an index and a checksum per record, for
+// data larger than memory. docs/data.md describes the format byte by byte.
 //
 //   FOLDER/packed.json   name, classes, shards; written last: a folder without it is not finished
-//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | where the index is, its checksum, "LSTEPEND"
+//   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | offset of the index, its checksum, "LSTEPEND"
 //
 // Flow:    a dataset -> RecordWriter -> files -> RecordReader (mmap) -> lockstep/datasets.h
 // Threads: RecordReader is const after construction; RecordWriter belongs to one thread
@@ -40,11 +40,11 @@ struct PackedInfo {
 
 class RecordWriter {
  public:
-  // Makes the folder if it is not there. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
+  // Makes the folder if it is missing. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
   // the folder holds packed data already.
   RecordWriter(std::filesystem::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
   void add(const Record& record);       // throws SystemError: a full disk
-  void finish(const PackedInfo& info);  // blocks until all is on the disk; without it the folder stays unfinished
+  void finish(const PackedInfo& info);  // blocks until all is on the disk; without it readers refuse the folder
 
  private:
   struct Entry {
@@ -65,7 +65,7 @@ class RecordWriter {
   std::uint64_t shard_bytes_;
   std::optional<AtomicFile> file_;
   std::uint64_t written_ = 0;          // bytes of this shard that are in the file
-  std::vector<std::uint8_t> pending_;  // those that are not
+  std::vector<std::uint8_t> pending_;  // bytes that are not written yet
   std::vector<Entry> index_;
   std::vector<Shard> shards_;
 };
@@ -82,7 +82,7 @@ class RecordReader {
   std::uint64_t bytes() const;  // of all shards
   std::vector<std::int64_t> shard_sizes() const;
 
-  // A view into the shard. Throws DataError naming shard and record: its checksum is not that of its bytes.
+  // A view into the shard. Throws DataError naming shard and record: its bytes do not match its checksum.
   Record read(std::int64_t index) const;
   void will_read(std::span<const std::int64_t> indices) const;  // starts reading them from the disk
   std::string origin(std::int64_t index) const;
@@ -105,7 +105,11 @@ class RecordReader {
   std::filesystem::path folder_;
   PackedInfo info_;
   std::vector<Shard> shards_;
-  std::vector<std::int64_t> begins_{0};  // of the shards, and the number of all records
+  std::vector<std::int64_t> begins_{0};  // number of each shard's first record; then the number of all records
 };
+
+// What the records are like. Throws DataError: no records, or none that can be read.
+Record first_good_record(const RecordReader& records);
+bool holds_images(const RecordReader& records);
 
 }  // namespace lockstep

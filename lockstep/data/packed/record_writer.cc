@@ -30,7 +30,7 @@ std::uint8_t code_of(torch::ScalarType dtype) {
   throw UsageError({.what = concat("records of ", c10::toString(dtype), " can't be packed")});
 }
 
-// The whole record with padding up to the next one; returns its bytes without it.
+// Appends the record, padded to where the next one begins; returns its size without the padding.
 std::size_t append(std::vector<std::uint8_t>& bytes, const Record& record) {
   if (record.shape.size() > packed::kMostDimensions)
     throw UsageError({.what = concat("a record of ", record.shape.size(), " dimensions can't be packed")});
@@ -70,7 +70,7 @@ void RecordWriter::open_shard() {
   append(pending_, packed::kVersion);
 }
 
-// Whole megabytes: the page cache then holds large folios, which a mapping takes with a third of the page faults.
+// Writes whole megabytes only: the page cache then holds large folios, and mapping them takes a third of the page faults.
 void RecordWriter::write_whole_megabytes() {
   const std::size_t bytes = pending_.size() / kMegabyte * kMegabyte;
   file_->write(pending_.data(), bytes);

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "lockstep/base/environment_switch.h"
 #include "lockstep/data/loader/random.h"
 
 namespace lockstep {
@@ -19,6 +20,7 @@ at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> g
 
 // The dispatcher warns of every kernel that takes another's place; here that is the purpose.
 void take_the_place_of_torchs_bernoulli() {
+  if (is_switched_off("LOCKSTEP_THREAD_GENERATORS")) return;
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silent;

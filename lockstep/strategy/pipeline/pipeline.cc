@@ -181,7 +181,7 @@ class Pipeline : public Strategy {
   std::shared_ptr<LocalGradients> gradients_;
   int stages_;
   Devices devices_;
-  std::vector<std::vector<Stage>> pieces_;  // of each replica
+  std::vector<std::vector<Piece>> pieces_;  // of each replica
   Cut cut_;                                 // empty until the first batch has been measured
   double wall_ = 0;
   double busy_ = 0;

@@ -59,7 +59,7 @@ Tensors detached(const Tensors& tensors) {
   return leaves;
 }
 
-double seconds_of(const Stage& piece, Tensors& tensors) {
+double seconds_of(const Piece& piece, Tensors& tensors) {
   const Stopwatch watch;
   Tensors outputs = piece.forward(tensors), roots, gradients;
   for (const torch::Tensor& output : outputs)
@@ -75,9 +75,9 @@ double seconds_of(const Stage& piece, Tensors& tensors) {
 
 }  // namespace
 
-std::vector<Stage> pieces_of(const Task& task, torch::nn::Module& model) {
+std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model) {
   if (task.stages) return task.stages(model);
-  if (auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model)) return stages_of(*sequential);
+  if (auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model)) return pieces_of(*sequential);
   throw UsageError({.what = concat("a pipeline of ", task.name, ", whose model can't be cut"),
                     .likely = "a model that is no torch::nn::Sequential, and a task without stages()",
                     .next = "set Task::stages, or choose another --strategy"});
@@ -129,7 +129,7 @@ Cut balanced_cut(const std::vector<double>& costs, int stages) {
   return cut;
 }
 
-std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::Module& model,
+std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model,
                                    const torch::Tensor& data) {
   model.eval();
   std::vector<std::vector<double>> runs(pieces.size());
@@ -147,7 +147,7 @@ std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::
   return medians;
 }
 
-std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut) {
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Piece>& pieces, const Cut& cut) {
   std::vector<std::vector<torch::Tensor>> stages;
   std::unordered_set<const void*> taken;
   for (const Range& range : cut) {

@@ -14,7 +14,7 @@ namespace lockstep {
 using Cut = std::vector<Range>;  // of pieces, one range per stage, without gaps
 
 // The model's pieces: Task::stages, or the modules of a Sequential. Throws UsageError: a model that can't be cut.
-std::vector<Stage> pieces_of(const Task& task, torch::nn::Module& model);
+std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model);
 
 // What --stages says: how many there are, and the cut if it names one.
 struct StagesOption {
@@ -31,11 +31,11 @@ Cut balanced_cut(const std::vector<double>& costs, int stages);
 
 // Seconds of each piece, forward and backward, on this batch: the median of three runs, in evaluation mode, so that
 // neither running statistics nor random numbers are touched. Gradients are forgotten afterwards.
-std::vector<double> measure_pieces(const std::vector<Stage>& pieces, torch::nn::Module& model,
+std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model,
                                    const torch::Tensor& data);
 
 // Each stage's parameters; one that several stages use belongs to the first of them.
-std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Stage>& pieces, const Cut& cut);
+std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Piece>& pieces, const Cut& cut);
 
 std::string to_string(const Cut& cut);  // "0-3,4-9"
 

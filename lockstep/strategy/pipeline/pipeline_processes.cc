@@ -145,7 +145,7 @@ class PipelineOfProcesses : public Strategy {
         if (++users[parameter.unsafeGetTensorImpl()] == 2) tied_.push_back(parameter);
   }
 
-  std::vector<Stage> pieces_in(int stage) const {
+  std::vector<Piece> pieces_in(int stage) const {
     const Range range = cut_[static_cast<std::size_t>(stage)];
     return {pieces_.begin() + range.begin, pieces_.begin() + range.end};
   }
@@ -210,7 +210,7 @@ class PipelineOfProcesses : public Strategy {
     std::vector<NamedTensor> tensors;
     for (const torch::Tensor& parameter : parameters_[static_cast<std::size_t>(stage)])
       tensors.push_back({"parameter", parameter});
-    for (const Stage& piece : pieces_in(stage))
+    for (const Piece& piece : pieces_in(stage))
       for (const torch::nn::Module* module : piece.modules)
         for (const torch::Tensor& buffer : module->buffers()) tensors.push_back({"buffer", buffer});
     return tensors;
@@ -263,7 +263,7 @@ class PipelineOfProcesses : public Strategy {
   PipelineSchedule schedule_;
   std::int64_t micro_batches_;
   Replica replica_;
-  std::vector<Stage> pieces_;
+  std::vector<Piece> pieces_;
   int stages_;
   int stage_;
   World over_replicas_;                                 // the ranks with this stage

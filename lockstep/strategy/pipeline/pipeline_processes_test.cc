@@ -119,7 +119,7 @@ TEST(S1_pipeline_of_ranks, brings_the_optimizers_state_to_rank_0) {
 TEST(S1_pipeline_of_ranks, ends_all_ranks_with_the_exception_of_one) {
   Task task = small_task();
   task.stages = [](torch::nn::Module& model) {
-    auto stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    auto stages = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
     stages[5].forward = [](const Tensors&) -> Tensors { throw DataError({.what = "thrown in piece 5"}); };
     return stages;
   };

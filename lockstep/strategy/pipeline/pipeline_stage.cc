@@ -67,7 +67,7 @@ class StageRun {
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
-    for (const Stage& piece : work_.pieces) {
+    for (const Piece& piece : work_.pieces) {
       generator_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
       tensors = piece.forward(tensors);
     }

@@ -35,7 +35,7 @@ struct StageLinks {
 };
 
 struct StageWork {
-  std::vector<Stage> pieces;
+  std::vector<Piece> pieces;
   std::vector<Batch> micro_batches;  // of which the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas

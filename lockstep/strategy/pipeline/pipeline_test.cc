@@ -72,7 +72,7 @@ Task with_skip() {
   task.stages = [](torch::nn::Module& model) {
     std::vector<torch::nn::LinearImpl*> layers;
     for (const auto& child : model.children()) layers.push_back(child->as<torch::nn::LinearImpl>());
-    return std::vector<Stage>{
+    return std::vector<Piece>{
         {"in",
          {layers[0]},
          [=](const Tensors& x) {
@@ -86,7 +86,7 @@ Task with_skip() {
         {"out", {layers[2]}, [=](const Tensors& x) { return Tensors{layers[2]->forward(x[0] + x[1])}; }}};
   };
   task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
-    return run_stages(stages(model), data);
+    return run_pieces(stages(model), data);
   };
   return task;
 }
@@ -133,8 +133,8 @@ TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
 TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
   Task task = small_task();
   task.stages = [](torch::nn::Module& model) {
-    std::vector<Stage> stages = stages_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
-    for (Stage& stage : stages)
+    std::vector<Piece> stages = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    for (Piece& stage : stages)
       stage.forward = [forward = stage.forward](const Tensors& x) {
         return Tensors{torch::dropout(forward(x)[0], 0.2, true)};
       };

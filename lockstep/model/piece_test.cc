@@ -7,32 +7,32 @@
 namespace lockstep {
 namespace {
 
-TEST(Stage, cuts_a_sequential_between_its_modules) {
+TEST(Piece, cuts_a_sequential_between_its_modules) {
   torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::ReLU(), torch::nn::Linear(4, 2));
-  const auto stages = stages_of(*net);
-  ASSERT_EQ(stages.size(), 3U);
-  EXPECT_EQ(stages[2].name, "2");
+  const auto pieces = pieces_of(*net);
+  ASSERT_EQ(pieces.size(), 3U);
+  EXPECT_EQ(pieces[2].name, "2");
   const torch::Tensor data = torch::rand({5, 3});
-  EXPECT_TRUE(torch::equal(run_stages(stages, data), net->forward(data)));
+  EXPECT_TRUE(torch::equal(run_pieces(pieces, data), net->forward(data)));
 }
 
-TEST(Stage, passes_a_skip_connection_over_a_cut) {
+TEST(Piece, passes_a_skip_connection_over_a_cut) {
   torch::nn::Linear inner(3, 3);
-  const std::vector<Stage> stages = {{"in",
+  const std::vector<Piece> pieces = {{"in",
                                       {inner.get()},
                                       [&](const Tensors& x) {
                                         return Tensors{inner(x[0]), x[0]};
                                       }},
                                      {"out", {}, [](const Tensors& x) { return Tensors{x[0] + x[1]}; }}};
   const torch::Tensor data = torch::rand({2, 3});
-  EXPECT_TRUE(torch::equal(run_stages(stages, data), inner(data) + data));
+  EXPECT_TRUE(torch::equal(run_pieces(pieces, data), inner(data) + data));
 }
 
-TEST(Stage, counts_a_tied_parameter_once_and_leaves_frozen_ones_out) {
+TEST(Piece, counts_a_tied_parameter_once_and_a_frozen_one_never) {
   torch::nn::Linear tied(3, 3);
   tied->bias.set_requires_grad(false);
   const auto same = [](const torch::Tensor& x) { return x; };
-  EXPECT_EQ(parameters_of({make_stage("in", {tied.get()}, same), make_stage("out", {tied.get()}, same)}).size(), 1U);
+  EXPECT_EQ(parameters_of({make_piece("in", {tied.get()}, same), make_piece("out", {tied.get()}, same)}).size(), 1U);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "lockstep/loader.h"
+#include "lockstep/data/loader/loading_hint.h"
 
 #include <cmath>
 
