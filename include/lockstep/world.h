@@ -31,11 +31,6 @@ namespace shm {
 class Group;
 }
 
-using shm::Algorithm;  // kDirect, kCentral, kRing, kTree
-using shm::ReduceOp;   // kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor; shm/types.h says what of what
-
-inline constexpr int kAnyRank = -1;
-
 struct WorldOptions {
   torch::DeviceType device = torch::kCPU;                       // kCUDA: GPU local_rank of those that are visible
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any one wait may take

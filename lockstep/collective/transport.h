@@ -25,8 +25,6 @@
 
 namespace lockstep {
 
-using shm::Operation;
-
 // One collective. Tensors are dense and without gaps; input and output are the same memory or have none in common.
 struct Collective {
   Operation operation = Operation::kBarrier;

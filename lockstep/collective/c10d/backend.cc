@@ -365,7 +365,7 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
 WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) { return receive(tensors, from, tag, OpType::RECV); }
 
 WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
-  return receive(tensors, shm::kAnyRank, tag, OpType::RECVANYSOURCE);
+  return receive(tensors, kAnyRank, tag, OpType::RECVANYSOURCE);
 }
 
 WorkPtr ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {

@@ -103,8 +103,6 @@ struct AllToAll {  // input: a part for each rank one after the other; output: a
   DType dtype = DType::kFloat32;
 };
 
-inline constexpr int kAnyRank = -1;
-
 // Messages between two ranks. Those of one sender with one tag are received in the order in which they were sent.
 // send() returns at once if the data fits a letter (832 bytes) and one of four is free, else once it was received.
 struct Send {
