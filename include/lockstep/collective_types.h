@@ -1,14 +1,16 @@
-// lockstep/collective_types.h: the words of the shared-memory core: dtypes, reductions, algorithms, operations.
+// lockstep/collective_types.h: the words of a collective call: dtypes, reductions, algorithms, operations.
 //
 // Threads: values
-// Ranks:   the numbers below travel between ranks, and a rank with another order of them is refused when it connects
+// Ranks:   the numeric values travel between ranks, so all ranks of a job need the same build
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
-namespace lockstep::shm {
+namespace lockstep {
+
+inline constexpr int kAnyRank = -1;  // a receive from whoever sends first
 
 enum class DType : std::uint8_t {
   kFloat32,
@@ -30,7 +32,7 @@ inline constexpr int kDTypes = 10;
 enum class ReduceOp : std::uint8_t { kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 inline constexpr int kReduceOps = 8;
 
-// How all_reduce goes about it. kDirect is what to use; the others are for study.
+// How all_reduce works inside a machine. Use kDirect; the others are there for comparison.
 enum class Algorithm : std::uint8_t {
   kDirect,   // rank r reduces slice r of everybody's buffer: the same bits as kCentral
   kCentral,  // rank 0 reduces everything, the others copy it
@@ -61,4 +63,15 @@ std::string to_string(ReduceOp op);
 std::string to_string(Algorithm algorithm);
 std::string to_string(Operation operation);  // "all_reduce"
 
+}  // namespace lockstep
+
+namespace lockstep::shm {
+using lockstep::Algorithm;
+using lockstep::DType;
+using lockstep::kDTypes;
+using lockstep::kReduceOps;
+using lockstep::Operation;
+using lockstep::ReduceOp;
+using lockstep::size_of;
+using lockstep::to_string;
 }  // namespace lockstep::shm

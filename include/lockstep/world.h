@@ -24,17 +24,12 @@
 namespace lockstep {
 
 struct JobEnvironment;
-struct Plan;
+struct TensorCall;
 class WorldState;
 
 namespace shm {
 class Group;
 }
-
-using shm::Algorithm;  // kDirect, kCentral, kRing, kTree
-using shm::ReduceOp;   // kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor; shm/types.h says what of what
-
-inline constexpr int kAnyRank = -1;
 
 struct WorldOptions {
   torch::DeviceType device = torch::kCPU;                       // kCUDA: GPU local_rank of those that are visible
@@ -245,8 +240,8 @@ class World {
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
   std::vector<std::vector<int>> agree_on_lists(const std::vector<int>& ranks) const;
-  torch::Tensor run(const Plan& plan) const;
-  Work start(Plan plan) const;
+  torch::Tensor run(const TensorCall& call) const;
+  Work start(TensorCall call) const;
   std::shared_ptr<WorldState> state_;
 };
 

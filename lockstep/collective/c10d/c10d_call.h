@@ -1,4 +1,4 @@
-// collective/c10d/c10d_call.h: a call of a c10d backend as a Pending of ours.
+// collective/c10d/c10d_call.h: a call of a c10d backend as a Future of ours.
 //
 // Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers
 // Owns:    the c10d::Work, and a thread where a message goes on or is looked at without waiting for it
@@ -26,14 +26,14 @@ using C10dWork = c10::intrusive_ptr<c10d::Work>;
 C10dWork issue_alone(const std::function<C10dWork()>& issue);
 
 struct C10dCall {
-  const char* operation = "";         // "all_reduce"
+  std::string operation{};            // "all_reduce"
   std::string here{};                 // this rank
   std::function<void()> finish = {};  // once the data is there, before wait() returns
 };
 
 // `issue` starts the call. A c10::Error that it throws at once is about the arguments: UsageError. All else is about
 // a peer: PeerLost, at once or from wait().
-std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
+FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
 
 // A message over Gloo, in one or two transfers.
 struct C10dMessage {
@@ -47,7 +47,7 @@ struct C10dMessage {
 // Messages that are never waited for are held until this goes.
 class C10dMessages {
  public:
-  std::shared_ptr<Pending> start(C10dMessage message);
+  FuturePtr start(C10dMessage message);
 
   // From any thread: ends the waits for all messages, also for those that are started later.
   void close();

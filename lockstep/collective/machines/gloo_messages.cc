@@ -4,7 +4,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_connection.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -40,9 +40,9 @@ Letter read_letter(const torch::Tensor& received) {
   return letter;
 }
 
-shm::DType dtype_of(const torch::Tensor& tensor) { return *to_shm_dtype(tensor.scalar_type()); }
+DType dtype_of(const torch::Tensor& tensor) { return *to_dtype(tensor.scalar_type()); }
 
-std::string text_of(std::int64_t count, shm::DType dtype) { return concat(count, " ", shm::to_string(dtype)); }
+std::string text_of(std::int64_t count, DType dtype) { return concat(count, " ", to_string(dtype)); }
 
 // What a receive waits for, and what it gets.
 struct Receipt {
@@ -53,7 +53,7 @@ struct Receipt {
   torch::Tensor letter = torch::empty({kLetterBytes}, torch::kUInt8);
 
   Letter said() const { return read_letter(letter); }
-  shm::DType said_dtype() const { return static_cast<shm::DType>(said().dtype); }
+  DType said_dtype() const { return static_cast<DType>(said().dtype); }
   bool fits() const { return said().count == tensor.numel() && said_dtype() == dtype_of(tensor); }
 
   void read_data() const {
@@ -63,7 +63,7 @@ struct Receipt {
 
   torch::Tensor place_of_second_part() const {
     if (fits()) return bytes_of(tensor);
-    return torch::empty({said().count * static_cast<std::int64_t>(shm::size_of(said_dtype()))}, torch::kUInt8);
+    return torch::empty({said().count * static_cast<std::int64_t>(size_of(said_dtype()))}, torch::kUInt8);
   }
 
   void check() const {
@@ -105,11 +105,11 @@ int GlooMessages::next_tag() {
   return static_cast<int>(0x40000001 | second_parts_++ % kTags << 1);
 }
 
-std::shared_ptr<Pending> GlooMessages::start_bare(const char* what, const std::function<C10dWork()>& issue) {
+FuturePtr GlooMessages::start_bare(const char* what, const std::function<C10dWork()>& issue) {
   return messages_.start({.call = {what, here_}, .issue = issue});
 }
 
-std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to, int tag) {
+FuturePtr GlooMessages::send(const torch::Tensor& tensor, int to, int tag) {
   check_tag(tag);
   Tensors whole{bytes_of(tensor)};
   if (bare_) return start_bare("send", [&] { return gloo_->send(whole, to, tag); });
@@ -130,7 +130,7 @@ std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to,
 }
 
 // A small one is read when it is waited for: all of it is in the letter.
-std::shared_ptr<Pending> GlooMessages::receive(const torch::Tensor& tensor, int from, int tag, bool alone) {
+FuturePtr GlooMessages::receive(const torch::Tensor& tensor, int from, int tag, bool alone) {
   check_tag(tag);
   Tensors whole{bytes_of(tensor)};
   if (bare_)

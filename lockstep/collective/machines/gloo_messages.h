@@ -30,9 +30,9 @@ class GlooMessages {
   ~GlooMessages();
 
   // As Transport's. Throw UsageError: a tag above kLargestTag; PeerLost; the receive MismatchError, once waited for.
-  std::shared_ptr<Pending> send(const torch::Tensor& tensor, int to, int tag);
+  FuturePtr send(const torch::Tensor& tensor, int to, int tag);
   // `alone`: goes on also while nobody waits for it.
-  std::shared_ptr<Pending> receive(const torch::Tensor& tensor, int from, int tag, bool alone);
+  FuturePtr receive(const torch::Tensor& tensor, int from, int tag, bool alone);
 
   // Ends all waits for messages here: PeerLost. The connection itself is its owner's to close.
   void close() { messages_.close(); }
@@ -40,7 +40,7 @@ class GlooMessages {
  private:
   static constexpr int kLargestTag = 0x3fffffff;  // those above it are host_link.h's and the second parts'
 
-  std::shared_ptr<Pending> start_bare(const char* what, const std::function<C10dWork()>& issue);
+  FuturePtr start_bare(const char* what, const std::function<C10dWork()>& issue);
   void check_tag(int tag) const;
   int next_tag();
 

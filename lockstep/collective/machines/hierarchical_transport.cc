@@ -6,35 +6,26 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
+#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/machines/gloo_messages.h"
 #include "lockstep/collective/machines/machine_exchange.h"
 #include "lockstep/collective/machines/machine_parts.h"
-#include "lockstep/collective/shm/work.h"
-#include "lockstep/collective/shm_transport.h"
+#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-class TaskUnderWay : public Pending {
- public:
-  TaskUnderWay(std::shared_ptr<shm::WorkState> state, std::string here)
-      : state_(std::move(state)), here_(std::move(here)) {}
-
-  void wait() override { state_->wait(nullptr); }
-  void wait(Deadline deadline) override {
-    if (state_->wait(&deadline)) return;
-    throw PeerLost({.what = "a collective is not finished at the deadline",
-                    .here = here_,
-                    .likely = "a rank that is slower than the others, or stopped",
-                    .next = "wait longer, or look at what each rank is doing"});
-  }
-  bool done() override { return state_->finished(); }
-
- private:
-  std::shared_ptr<shm::WorkState> state_;
-  std::string here_;
-};
+Collective collective_of(const TensorCall& call) {
+  return {.operation = call.call.operation,
+          .input = call.input,
+          .output = call.output,
+          .counts = {call.call.counts.begin(), call.call.counts.end()},
+          .receive_counts = {call.call.receive_counts.begin(), call.call.receive_counts.end()},
+          .op = call.call.op,
+          .root = call.call.root,
+          .algorithm = call.call.algorithm};
+}
 
 // Tells `on_loss` when a rank of this machine is lost, also while nobody waits in shared memory: it waits for a message
 // that only this rank itself sends, when all is over.
@@ -45,13 +36,13 @@ class Sentinel {
   Sentinel(shm::Group& inside, OnLoss on_loss) {
     group_.emplace(whole_group_of(inside));
     group_->set_timeout(kForever);
-    word_ = group_->start(shm::Receive{.data = &heard_, .count = 1, .dtype = shm::DType::kUInt8});
+    word_ = group_->start({.operation = Operation::kReceive, .output = &heard_, .count = 1, .dtype = DType::kUInt8});
     thread_ = std::thread([this, on_loss = std::move(on_loss)] { watch(on_loss); });
   }
 
   ~Sentinel() {
     try {
-      group_->send({.data = &heard_, .count = 1, .dtype = shm::DType::kUInt8, .to = group_->rank()});
+      group_->send({.input = &heard_, .count = 1, .dtype = DType::kUInt8, .peer = group_->rank()});
     } catch (const std::exception&) {  // lost: then it has ended by itself
     }
     thread_.join();
@@ -70,7 +61,7 @@ class Sentinel {
 
   std::uint8_t heard_ = 0;
   std::optional<shm::Group> group_;
-  std::optional<shm::Work> word_;
+  FuturePtr word_;
   std::thread thread_;
 };
 
@@ -103,7 +94,7 @@ class HierarchicalTransport : public Transport {
         machines_(machines),
         inside_(std::move(inside)),
         all_(with_prefix(store_, "flat"), options_, "rank"),
-        messages_(all_, options_.describe, options_.bare_messages),
+        messages_(all_, options_.describe, !options_.message_headers),
         between_(connect_counterparts(inside_, machines_, store_, options_)),
         collectives_(inside_, between_.get(), machines_, node()),
         parts_(inside_, between_.get(), machines_, options_.rank),
@@ -118,7 +109,7 @@ class HierarchicalTransport : public Transport {
       fail("an exception");
       return;
     }
-    worker_.drain();
+    queue_.drain();
     if (between_) between_->leave();
     sentinel_.reset();
     try {
@@ -127,41 +118,35 @@ class HierarchicalTransport : public Transport {
     }
   }
 
-  // On this thread, where nothing is under way on the other: two wake-ups less.
-  void run(const Collective& call) override {
-    if (!worker_.idle()) return start(call)->wait();
-    check_algorithm(call);
-    carry_out(call);
+  int run(const TensorCall& call) override {
+    if (is_message(call.call.operation)) {
+      const FuturePtr message = start_message(call, false);
+      message->wait();
+      return message->source();
+    }
+    check_algorithm(call.call);
+    queue_.run([&] { carry_out(collective_of(call)); });
+    return kAnyRank;
   }
 
-  std::shared_ptr<Pending> start(Collective call) override {
-    check_algorithm(call);
-    auto state = worker_.start([this, call = std::move(call)] { carry_out(call); });
-    return std::make_shared<TaskUnderWay>(std::move(state), options_.describe);
-  }
-
-  std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
-    return messages_.send(tensor, to, tag);
-  }
-  std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
-    return messages_.receive(tensor, from, tag, true);
-  }
-  int receive(const torch::Tensor& tensor, int from, int tag) override {
-    const auto message = messages_.receive(tensor, from, tag, false);
-    message->wait();
-    return message->source();
+  FuturePtr start(TensorCall call) override {
+    if (is_message(call.call.operation)) return start_message(call, true);
+    check_algorithm(call.call);
+    FuturePtr future = queue_.add([this, call = std::move(call)] { carry_out(collective_of(call)); });
+    queue_.hand_to_worker();
+    return future;
   }
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
-    worker_.drain();
+    queue_.drain();
     return transport_of(lists, subgroup_of(inside_, lists_inside(lists)), options_);
   }
 
   std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
-    worker_.drain();
+    queue_.drain();
     TransportOptions options = options_;
     options.timeout = timeout;
-    options.bare_messages = true;
+    options.message_headers = false;
     return transport_of(lists, separate_group_of(inside_, lists_inside(lists), timeout), options);
   }
 
@@ -170,7 +155,7 @@ class HierarchicalTransport : public Transport {
   }
 
   std::optional<shm::Group> machine_group() override {
-    worker_.drain();
+    queue_.drain();
     return whole_group_of(inside_);
   }
 
@@ -182,10 +167,16 @@ class HierarchicalTransport : public Transport {
  private:
   int node() const { return machines_.nodes[static_cast<std::size_t>(options_.rank)]; }
 
-  void check_algorithm(const Collective& call) const {
+  FuturePtr start_message(const TensorCall& call, bool alone) {
+    const int tag = static_cast<int>(call.call.tag);
+    if (call.call.operation == Operation::kSend) return messages_.send(call.input, call.call.peer, tag);
+    return messages_.receive(call.output, call.call.peer, tag, alone);
+  }
+
+  void check_algorithm(const Call& call) const {
     if (call.algorithm != Algorithm::kDirect && call.algorithm != Algorithm::kRing)
       throw UsageError(
-          {.what = concat("all_reduce by the algorithm ", shm::to_string(call.algorithm), " between machines"),
+          {.what = concat("all_reduce by the algorithm ", to_string(call.algorithm), " between machines"),
            .here = options_.describe,
            .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
   }
@@ -308,7 +299,7 @@ class HierarchicalTransport : public Transport {
   HostExchange exchange_;
   std::vector<torch::Tensor> own_;  // of the call that is carried out
   std::optional<Sentinel> sentinel_;
-  shm::Worker worker_;
+  CallQueue queue_{options_.describe};
   int groups_made_ = 0;
 };
 

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -41,7 +41,7 @@ Wish wish_of(const Collective& call, std::size_t count) {
   const torch::Tensor& some = call.input.defined() ? call.input : call.output;
   const bool own_parts = call.operation == Operation::kAllToAll && !call.counts.empty();
   return {.operation = static_cast<std::int64_t>(call.operation),
-          .dtype = static_cast<std::int64_t>(*to_shm_dtype(some.scalar_type())),
+          .dtype = static_cast<std::int64_t>(*to_dtype(some.scalar_type())),
           .op = static_cast<std::int64_t>(call.op),
           .algorithm = static_cast<std::int64_t>(call.algorithm),
           .root = call.root,
@@ -51,20 +51,20 @@ Wish wish_of(const Collective& call, std::size_t count) {
                                          : static_cast<std::int64_t>(fingerprint(call.counts) | 1)};
 }
 
-shm::Intent intent_of(const Wish& wish) {
+Signature intent_of(const Wish& wish) {
   const auto operation = static_cast<Operation>(wish.operation);
   const bool has_root = operation == Operation::kReduce || operation == Operation::kBroadcast ||
                         operation == Operation::kGather || operation == Operation::kScatter;
   return {.operation = operation,
-          .dtype = static_cast<shm::DType>(wish.dtype),
+          .dtype = static_cast<DType>(wish.dtype),
           .op = static_cast<ReduceOp>(wish.op),
           .algorithm = static_cast<Algorithm>(wish.algorithm),
           .root = has_root ? static_cast<std::int32_t>(wish.root) : -1,
           .count = static_cast<std::uint64_t>(wish.count),
-          .shape = static_cast<std::uint64_t>(wish.parts)};
+          .counts_hash = static_cast<std::uint64_t>(wish.parts)};
 }
 
-void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const shm::Call& call) {
+void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const Call& call) {
   if (piece == 0)
     inside.run_as(intent_of(wish), call);
   else
@@ -73,10 +73,10 @@ void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const s
 
 std::string to_string(const Wish& wish) {
   if (static_cast<Operation>(wish.operation) == Operation::kBarrier) return "barrier";
-  return concat(shm::to_string(static_cast<Operation>(wish.operation)), " of ", wish.count, " ",
-                shm::to_string(static_cast<shm::DType>(wish.dtype)), " (",
-                shm::to_string(static_cast<ReduceOp>(wish.op)), ", ",
-                shm::to_string(static_cast<Algorithm>(wish.algorithm)), ", root ", wish.root,
+  return concat(to_string(static_cast<Operation>(wish.operation)), " of ", wish.count, " ",
+                to_string(static_cast<DType>(wish.dtype)), " (",
+                to_string(static_cast<ReduceOp>(wish.op)), ", ",
+                to_string(static_cast<Algorithm>(wish.algorithm)), ", root ", wish.root,
                 wish.parts == 0 ? ")" : ", parts of different lengths)");
 }
 

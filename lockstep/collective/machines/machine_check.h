@@ -24,6 +24,18 @@
 
 namespace lockstep {
 
+// One collective on tensors, between machines.
+struct Collective {
+  Operation operation = Operation::kBarrier;
+  torch::Tensor input;
+  torch::Tensor output;
+  std::vector<std::int64_t> counts{};
+  std::vector<std::int64_t> receive_counts{};
+  ReduceOp op = ReduceOp::kSum;
+  int root = 0;
+  Algorithm algorithm = Algorithm::kDirect;
+};
+
 // What all ranks must want alike. Sent as it is.
 struct Wish {
   std::int64_t operation = 0;
@@ -41,10 +53,10 @@ Wish wish_of(const Collective& call, std::size_t count);
 
 // The same for shared memory. The first collective inside a machine announces it, so that its ranks compare all of the
 // wish: what they do there may be alike where the wishes are not (a mean is a sum until the machines divide it).
-shm::Intent intent_of(const Wish& wish);
+Signature intent_of(const Wish& wish);
 
 // The collective that each piece, 0, 1, ... of a call begins with inside a machine: that of piece 0 announces the wish.
-void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const shm::Call& call);
+void run_inside(shm::Group& inside, const Wish& wish, std::size_t piece, const Call& call);
 
 std::string to_string(const Wish& wish);  // "all_reduce of 10 float32 (sum, direct, root 0)"
 

@@ -33,6 +33,6 @@ inline std::byte* grown(shm::Group& group, shm::Memory& memory, std::size_t byte
 }
 
 // What shared memory is told while an array is divided: sums are divided once, between machines.
-inline shm::ReduceOp op_inside(shm::ReduceOp op) { return op == shm::ReduceOp::kMean ? shm::ReduceOp::kSum : op; }
+inline ReduceOp op_inside(ReduceOp op) { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
 
 }  // namespace lockstep

@@ -5,14 +5,14 @@
 
 #include "lockstep/collective/machines/machine_chunks.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/shm/split.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/shm/partition.h"
+#include "lockstep/collective/torch_dtype.h"
 
 namespace lockstep {
 namespace {
 
 using shm::Part;
-using shm::Split;
+using shm::Partition;
 
 constexpr std::size_t kOneShotBytes = 16384;
 constexpr int kAllNodes = -1;
@@ -57,7 +57,7 @@ struct HostCollectives::Job {
       : wish(wish_of(call, static_cast<std::size_t>(call.output.numel()))),
         data(static_cast<std::byte*>(call.output.mutable_data_ptr())),
         count(static_cast<std::size_t>(call.output.numel())),
-        dtype(*to_shm_dtype(call.output.scalar_type())),
+        dtype(*to_dtype(call.output.scalar_type())),
         op(call.op),
         root_node(machines.node_of(call.root)),
         around(call.algorithm == Algorithm::kRing),
@@ -73,13 +73,13 @@ struct HostCollectives::Job {
     chunks = std::max<std::size_t>(1, (count + chunk_count - 1) / chunk_count);
   }
 
-  std::size_t size() const { return shm::size_of(dtype); }
+  std::size_t size() const { return size_of(dtype); }
   std::size_t begin(std::size_t chunk) const { return chunk * chunk_count; }
   std::size_t elements(std::size_t chunk) const { return std::min(chunk_count, count - begin(chunk)); }
   std::byte* at(std::size_t chunk) const { return data + begin(chunk) * size(); }
-  Split cut_chunk(std::size_t chunk) const { return Split::even(elements(chunk), slices, kCacheLine / size()); }
+  Partition cut_chunk(std::size_t chunk) const { return Partition::even(elements(chunk), slices, kCacheLine / size()); }
   Part slice(std::size_t chunk, int local_rank) const { return cut_chunk(chunk)[local_rank]; }
-  Split cut_slice(std::size_t slice_count) const { return Split::even(slice_count, nodes, kCacheLine / size()); }
+  Partition cut_slice(std::size_t slice_count) const { return Partition::even(slice_count, nodes, kCacheLine / size()); }
 
   // What shared memory is told: a part for each local rank, empty for those that own no slice.
   std::vector<std::size_t> counts(std::size_t chunk, int local_size) const {
@@ -94,8 +94,8 @@ struct HostCollectives::Job {
   Wish wish;
   std::byte* data;
   std::size_t count;
-  shm::DType dtype;
-  shm::ReduceOp op;
+  DType dtype;
+  ReduceOp op;
   int root_node;
   bool around;  // the ring of machines
   int nodes;
@@ -168,7 +168,7 @@ void HostCollectives::reduce_inside(const Job& job, std::size_t chunk) {
   lane.slice = grown(inside_, lane.slice_memory, mine * job.size());
   run_inside(
       inside_, job.wish, chunk,
-      shm::ReduceScatter{
+      Call{.operation = Operation::kReduceScatter, 
           .input = job.at(chunk), .output = lane.slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
 }
 
@@ -176,7 +176,7 @@ void HostCollectives::send_parts(const Job& job, std::size_t chunk) {
   if (!owns_slice(job)) return;
   Lane& lane = lane_of(chunk);
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
-  const Split parts = job.cut_slice(slice_count);
+  const Partition parts = job.cut_slice(slice_count);
   const auto part_for = [&](int node) { return job.whole ? Part{0, slice_count} : parts[node]; };
   const std::size_t mine = part_for(node_).count * job.size();
   std::byte* const room = grown(inside_, lane.received_memory, mine * static_cast<std::size_t>(job.nodes));
@@ -196,7 +196,7 @@ void HostCollectives::reduce_between(const Job& job, std::size_t chunk) {
   between_->wait(lane.receives);
   if (job.whole) between_->wait(lane.sends);  // the slice is about to change
   const std::size_t slice_count = job.slice(chunk, inside_.rank()).count;
-  const Split parts = job.cut_slice(slice_count);
+  const Partition parts = job.cut_slice(slice_count);
   const Part mine = job.whole ? Part{0, slice_count} : parts[node_];
   std::byte* const result = lane.slice + mine.begin * job.size();
   std::vector<const std::byte*> sources(lane.received.begin(), lane.received.end());
@@ -241,7 +241,7 @@ void HostCollectives::reduce_around(const Job& job) {
 // In step k the part that this machine got in step k - 1, with its own added, goes on to the next one.
 void HostCollectives::scatter_around(const Job& job, std::byte* slice) {
   Lane& lane = lane_of(0);
-  const Split parts = job.cut_slice(job.slice(0, inside_.rank()).count);
+  const Partition parts = job.cut_slice(job.slice(0, inside_.rank()).count);
   std::byte* const received = grown(inside_, lane.received_memory, parts.longest() * job.size());
   for (int step = 0; step < job.nodes - 1; ++step) {
     const Part out = parts[job.wrapped(node_ - step)];
@@ -261,7 +261,7 @@ void HostCollectives::scatter_around(const Job& job, std::byte* slice) {
 
 void HostCollectives::gather_around(const Job& job, std::byte* slice) {
   Lane& lane = lane_of(0);
-  const Split parts = job.cut_slice(job.slice(0, inside_.rank()).count);
+  const Partition parts = job.cut_slice(job.slice(0, inside_.rank()).count);
   for (int step = 0; step < job.nodes - 1; ++step) {
     const Part out = parts[job.wrapped(node_ + 1 - step)];
     const Part in = parts[job.wrapped(node_ - step)];
@@ -295,7 +295,7 @@ void HostCollectives::broadcast(const Collective& call) {
 void HostCollectives::broadcast_inside(const Job& job, std::size_t chunk, int root) {
   if (alone()) return;
   run_inside(inside_, job.wish, chunk,
-             shm::Broadcast{.data = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
+             Call{.operation = Operation::kBroadcast, .output = job.at(chunk), .count = job.elements(chunk), .dtype = job.dtype, .root = root});
 }
 
 HostCollectives::Route HostCollectives::route_of(const Job& job) const {

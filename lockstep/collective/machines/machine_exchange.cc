@@ -20,7 +20,7 @@ std::size_t elements_of(const Collective& call) {
 // All ranks of a machine go on together: while one has not heard what the other machines want, none sends.
 void HostExchange::check(const Collective& call) {
   const Wish mine = wish_of(call, elements_of(call));
-  inside_.run_as(intent_of(mine), shm::Barrier{});
+  inside_.run_as(intent_of(mine), {.operation = Operation::kBarrier});
   if (inside_.rank() == 0) {
     check_.begin(*between_, mine);
     check_.finish(*between_);

@@ -5,14 +5,14 @@
 
 #include "lockstep/collective/machines/machine_chunks.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/shm/split.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/shm/partition.h"
+#include "lockstep/collective/torch_dtype.h"
 
 namespace lockstep {
 namespace {
 
 using shm::Part;
-using shm::Split;
+using shm::Partition;
 using PartCounts = std::vector<std::size_t>;
 
 PartCounts counts_of(const Collective& call, int ranks) {
@@ -28,18 +28,18 @@ struct HostParts::Job {
   Job(const Collective& call, const Machines& all_machines, int rank)
       : machines(all_machines),
         counts(counts_of(call, machines.ranks())),
-        dtype(*to_shm_dtype(call.input.scalar_type())),
+        dtype(*to_dtype(call.input.scalar_type())),
         op(call.op),
         mine(part_of(rank)) {
-    const std::size_t total = Split::uneven(counts).total();
+    const std::size_t total = Partition::uneven(counts).total();
     const std::size_t most = chunk_bytes(total * size()) / static_cast<std::size_t>(machines.count()) / kCacheLine;
     wish = wish_of(call, total);
     slices = slices_for(total * size(), machines.slices());
     rounds = rounds_of(counts, machines, most * kCacheLine / size());
   }
 
-  std::size_t size() const { return shm::size_of(dtype); }
-  Part part_of(int rank) const { return Split::uneven(counts)[rank]; }
+  std::size_t size() const { return size_of(dtype); }
+  Part part_of(int rank) const { return Partition::uneven(counts)[rank]; }
   const Part& piece(std::size_t round, int node) const { return rounds[round][static_cast<std::size_t>(node)]; }
   std::size_t elements(std::size_t round) const {
     std::size_t all = 0;
@@ -50,7 +50,7 @@ struct HostParts::Job {
   // Of a piece, the owner of `slice`'s elements, and their number for each local rank.
   Part slice(const Part& piece, int slice) const {
     if (slice >= slices) return {piece.begin + piece.count, 0};
-    const Part within = Split::even(piece.count, slices, kCacheLine / size())[slice];
+    const Part within = Partition::even(piece.count, slices, kCacheLine / size())[slice];
     return {piece.begin + within.begin, within.count};
   }
 
@@ -79,8 +79,8 @@ struct HostParts::Job {
 
   const Machines& machines;
   PartCounts counts;
-  shm::DType dtype;
-  shm::ReduceOp op;
+  DType dtype;
+  ReduceOp op;
   Part mine;
   Wish wish;
   int slices = 1;
@@ -134,7 +134,7 @@ bool HostParts::owns_slice(const Job& job) const { return inside_.rank() < job.s
 
 void HostParts::begin_check(const Job& job) {
   if (owns_slice(job)) check_.begin(*between_, job.wish);
-  if (job.rounds.empty()) inside_.run_as(intent_of(job.wish), shm::Barrier{});  // nothing else is done inside
+  if (job.rounds.empty()) inside_.run_as(intent_of(job.wish), {.operation = Operation::kBarrier});  // nothing else is done inside
 }
 
 void HostParts::finish_check(const Job& job) {
@@ -170,7 +170,7 @@ void HostParts::reduce_inside(const Job& job, std::size_t round) {
   std::byte* slice = grown(inside_, lane.slice_memory, mine);
   run_inside(
       inside_, job.wish, round,
-      shm::ReduceScatter{
+      Call{.operation = Operation::kReduceScatter, 
           .input = pack(job, round), .output = slice, .counts = counts, .dtype = job.dtype, .op = op_inside(job.op)});
   const auto own = job.slices_of(round, inside_.rank());
   for (std::size_t node = 0; node < own.size(); ++node) {
@@ -226,7 +226,7 @@ void HostParts::deliver_inside(const Job& job, std::size_t round) {
   for (int rank = 0; rank < inside_.size(); ++rank) receive.push_back(common(job.slice(piece, rank), job.mine).count);
   inside_.all_to_all({.input = lane_of(round).slices[static_cast<std::size_t>(node_)],
                       .output = job.in_own(piece),
-                      .send_counts = job.shares(job.slice(piece, inside_.rank()), node_),
+                      .counts = job.shares(job.slice(piece, inside_.rank()), node_),
                       .receive_counts = receive,
                       .dtype = job.dtype});
 }
@@ -254,7 +254,7 @@ void HostParts::gather_inside(const Job& job, std::size_t round) {
     return;
   }
   run_inside(inside_, job.wish, round,
-             shm::AllGather{.input = job.in_own(piece),
+             Call{.operation = Operation::kAllGather, .input = job.in_own(piece),
                             .output = job.in_whole(piece),
                             .counts = job.shares(piece, node_),
                             .dtype = job.dtype});

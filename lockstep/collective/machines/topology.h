@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 

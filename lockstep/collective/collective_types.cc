@@ -2,7 +2,7 @@
 
 #include <array>
 
-namespace lockstep::shm {
+namespace lockstep {
 namespace {
 
 template <std::size_t N, class Enum>
@@ -41,4 +41,4 @@ std::string to_string(Operation operation) {
   return name_in(kNames, operation);
 }
 
-}  // namespace lockstep::shm
+}  // namespace lockstep
