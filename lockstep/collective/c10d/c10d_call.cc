@@ -78,7 +78,7 @@ class C10dMessages::UnderWay : public Pending {
  public:
   explicit UnderWay(C10dMessage message)
       : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
-    if (message.alone) wait_by(std::launch::async);
+    if (message.in_background) wait_by(std::launch::async);
   }
 
   // A future of std::async waits for its thread.

@@ -40,7 +40,7 @@ struct C10dMessage {
   C10dCall call{};
   std::function<C10dWork()> issue{};                  // starts the first one
   std::function<C10dWork(c10d::Work& first)> next{};  // once that one is done: the second one, or null. May throw
-  bool alone = false;                                 // goes on also while nobody waits, for the price of a thread
+  bool in_background = false;                         // goes on also while nobody waits, for the price of a thread
 };
 
 // Messages over Gloo, which says whether one is done only to those who wait, and gives up one that nobody holds.

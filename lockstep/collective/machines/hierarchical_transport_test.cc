@@ -8,7 +8,7 @@
 #include <numeric>
 #include <thread>
 
-#include "lockstep/collective/machines/machine_link.h"
+#include "lockstep/collective/machines/link.h"
 #include "lockstep/deadline.h"
 #include "tests/worlds.h"
 
@@ -68,13 +68,13 @@ TEST_P(Hosts, all_reduce_in_place_where_the_world_allocates) {
 // Machine by machine, and inside each rank by rank: sums that are not exact have the same bits on all ranks, every
 // time.
 TEST_P(Hosts, add_up_in_the_order_of_machines_and_ranks) {
-  const Machines machines{GetParam()};
+  const Topology topology{GetParam()};
   const auto fractions = [](int rank, std::int64_t size) { return 1 / (torch::arange(size) + 3.0F * rank + 1.1F); };
   for (const std::int64_t size : {100, 300007}) {
     torch::Tensor expected;
-    for (int node = 0; node < machines.count(); ++node) {
+    for (int node = 0; node < topology.machines(); ++node) {
       torch::Tensor inside;
-      for (const int rank : machines.ranks_on(node))
+      for (const int rank : topology.ranks_on(node))
         inside = inside.defined() ? inside + fractions(rank, size) : fractions(rank, size);
       expected = expected.defined() ? expected + inside : inside;
     }
@@ -306,7 +306,7 @@ TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
   };
   expect_mismatch(gather_of(10), gather_of(11), "gather of 11 float32");
   expect_mismatch(gather_of(10), all_gather_of({1, 2, 3}), "all_gather of 6 float32");
-  expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "parts of different lengths");
+  expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "in uneven parts");
   expect_mismatch(all_to_all_of({1, 1, 1}, {1, 1, 1}), all_to_all_of({1, 1, 1}, {1, 2, 1}),
                   "sends 1 elements to rank 2");
 }
@@ -375,13 +375,13 @@ TEST(HostsThat, lose_a_rank_name_it_by_its_number_in_the_job) {
 }
 
 // A link of each machine with these timeouts.
-std::vector<std::unique_ptr<HostLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
+std::vector<std::unique_ptr<MachineLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::unique_ptr<HostLink>> links(timeouts.size());
+  std::vector<std::unique_ptr<MachineLink>> links(timeouts.size());
   std::vector<std::thread> threads;
   for (std::size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
-      links[node] = std::make_unique<HostLink>(store, TransportOptions{.rank = static_cast<int>(node),
+      links[node] = std::make_unique<MachineLink>(store, TransportOptions{.rank = static_cast<int>(node),
                                                                        .size = static_cast<int>(links.size()),
                                                                        .describe = concat("machine ", node),
                                                                        .timeout = timeouts[node]});
@@ -391,13 +391,13 @@ std::vector<std::unique_ptr<HostLink>> link_machines(const std::vector<std::chro
 }
 
 // Machine 1 is the one that machine 0 watches; the one that does not answer is machine 2.
-TEST(HostLink, names_the_machine_that_did_not_answer_in_time) {
+TEST(MachineLink, names_the_machine_that_did_not_answer_in_time) {
   constexpr std::chrono::seconds kLong{60};
   auto links = link_machines({std::chrono::seconds(3), kLong, kLong});
   std::atomic<int> losses{0};
   links[0]->watch([&](const std::exception_ptr&) { ++losses; });
   std::byte nothing{};
-  HostLink::Transfers transfers;
+  MachineLink::Transfers transfers;
   links[0]->receive(2, &nothing, 1, transfers);
   const std::string message = testing::message_of<PeerLost>([&] { links[0]->wait(transfers); });
   EXPECT_TRUE(contains(message, "lost machine 2 of 3: "));
@@ -406,7 +406,7 @@ TEST(HostLink, names_the_machine_that_did_not_answer_in_time) {
 }
 
 // Gloo closes all connections when nobody takes the farewell.
-TEST(HostLink, that_leaves_loses_nobody) {
+TEST(MachineLink, that_leaves_loses_nobody) {
   auto links = link_machines({std::chrono::seconds(60), std::chrono::seconds(60)});
   std::atomic<int> losses{0};
   links[0]->watch([&](const std::exception_ptr&) { ++losses; });
