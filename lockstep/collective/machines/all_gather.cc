@@ -71,7 +71,8 @@ void MachineAllGather::send_to_all(std::size_t round) {
   ChunkBuffers& buffers = buffers_of(round);
   const Part own = own_slice(piece(round, machine()));
   buffers.slices.resize(machines());
-  std::byte* next = alone() ? nullptr : grown(buffers.slice_memory, bytes(packed_counts(round, machine())[local_rank()]));
+  std::byte* next =
+      alone() ? nullptr : grown(buffers.slice_memory, bytes(packed_counts(round, machine())[local_rank()]));
   for (int peer = 0; peer < machines(); ++peer) {
     if (peer == machine()) continue;
     const Part theirs = own_slice(piece(round, peer));
@@ -89,10 +90,10 @@ void MachineAllGather::share_inside(std::size_t round) {
   ChunkBuffers& buffers = buffers_of(round);
   std::byte* const packed = grown(buffers.packed_memory, bytes(elements(round)));
   run_inside({.operation = Operation::kAllGather,
-                         .input = buffers.slice_memory.data(),
-                         .output = packed,
-                         .counts = packed_counts(round, machine()).elements(),
-                         .dtype = call_.dtype});
+              .input = buffers.slice_memory.data(),
+              .output = packed,
+              .counts = packed_counts(round, machine()).elements(),
+              .dtype = call_.dtype});
   const std::byte* next = packed;
   for (int owner = 0; owner < slices_; ++owner)
     for (const Part& slice : slices_of(round, owner, machine())) {

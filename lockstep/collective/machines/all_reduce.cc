@@ -69,8 +69,7 @@ class MachineAllReduce : private MachineCollective {
 };
 
 MachineAllReduce::MachineAllReduce(Hierarchy& hierarchy, const Call& call)
-    : MachineCollective(hierarchy, call,
-                        slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
+    : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
       data_(static_cast<std::byte*>(call.output)),
       one_shot_(machines() == 2 || bytes(call.count) <= kOneShotBytes),
       only_root_(call.operation == Operation::kReduce),
@@ -170,10 +169,10 @@ void MachineAllReduce::share_inside(std::size_t chunk) {
   }
   if (alone() || !wanted_by(machine())) return;
   run_inside({.operation = Operation::kAllGather,
-                         .input = buffers.slice,
-                         .output = at(chunk),
-                         .counts = counts_inside(chunk),
-                         .dtype = call_.dtype});
+              .input = buffers.slice,
+              .output = at(chunk),
+              .counts = counts_inside(chunk),
+              .dtype = call_.dtype});
 }
 
 // ---- The ring of machines: the array is one chunk

@@ -67,9 +67,7 @@ class MachineBroadcast : private MachineCollective {
   void receive_all();
   void pass_on(std::size_t chunk);
   void broadcast_inside(std::size_t chunk, int root);
-  std::byte* at(std::size_t chunk) const {
-    return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin);
-  }
+  std::byte* at(std::size_t chunk) const { return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin); }
 
   int root_machine_;
   Chunks chunks_;

@@ -136,9 +136,7 @@ class HierarchicalTransport : public Transport {
                       .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
   }
 
-  RankLists local(const RankLists& lists) const {
-    return hierarchy_.topology.lists_on(hierarchy_.machine, lists);
-  }
+  RankLists local(const RankLists& lists) const { return hierarchy_.topology.lists_on(hierarchy_.machine, lists); }
 
   // `inside`: the members of this rank's list that are on this machine.
   std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside,
@@ -153,9 +151,7 @@ class HierarchicalTransport : public Transport {
   }
 
   // Whatever a call throws ends the hierarchy, before the caller's arrays may go: Gloo could still write there.
-  void make_call(const Call& call) try {
-    dispatch(call);
-  } catch (const UsageError&) {
+  void make_call(const Call& call) try { dispatch(call); } catch (const UsageError&) {
     throw;
   } catch (...) {
     hierarchy_.give_up(std::current_exception());

@@ -54,8 +54,8 @@ Watchdog::~Watchdog() {
   thread_.join();
 }
 
-Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks,
-                     const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options)
+Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, const c10::intrusive_ptr<c10d::Store>& store,
+                     const TransportOptions& options)
     : topology(topology_of_ranks),
       rank(options.rank),
       machine(topology.machine_of[rank]),

@@ -41,9 +41,9 @@ struct ChunkBuffers {
   shm::Memory packed_memory;
   shm::Memory slice_memory;
   shm::Memory received_memory;
-  std::byte* slice = nullptr;            // all_reduce: this owner's slice of the chunk
-  IntVector<std::byte*> slices;          // of the piece of each machine
-  IntVector<const std::byte*> sources;   // what is reduced here, by machine
+  std::byte* slice = nullptr;           // all_reduce: this owner's slice of the chunk
+  IntVector<std::byte*> slices;         // of the piece of each machine
+  IntVector<const std::byte*> sources;  // what is reduced here, by machine
   MachineLink::Transfers receives;
   MachineLink::Transfers sends;
 };

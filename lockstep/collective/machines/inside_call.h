@@ -13,8 +13,7 @@ inline shm::Call inside_call(const Call& call) {
   switch (call.operation) {
     case Operation::kReduceScatter:
       return shm::ReduceScatter{call.input, call.output, call.count, call.counts, call.dtype, call.op};
-    case Operation::kAllGather:
-      return shm::AllGather{call.input, call.output, call.count, call.counts, call.dtype};
+    case Operation::kAllGather: return shm::AllGather{call.input, call.output, call.count, call.counts, call.dtype};
     case Operation::kBroadcast: return shm::Broadcast{call.output, call.count, call.dtype, call.root};
     case Operation::kAllToAll:
       return shm::AllToAll{call.input, call.output, call.count, call.counts, call.receive_counts, call.dtype};

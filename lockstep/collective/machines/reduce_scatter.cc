@@ -118,11 +118,11 @@ void MachineReduceScatter::deliver_inside(std::size_t round) {
   for (int owner = 0; owner < local_size(); ++owner)
     receive_counts.push_back(common(slice_of(own_piece, owner), own_part()).count);
   run_inside({.operation = Operation::kAllToAll,
-                         .input = buffers_of(round).slices[machine()],
-                         .output = in_own(own_piece),
-                         .counts = shares_of(own_slice(own_piece)),
-                         .receive_counts = receive_counts,
-                         .dtype = call_.dtype});
+              .input = buffers_of(round).slices[machine()],
+              .output = in_own(own_piece),
+              .counts = shares_of(own_slice(own_piece)),
+              .receive_counts = receive_counts,
+              .dtype = call_.dtype});
 }
 
 }  // namespace

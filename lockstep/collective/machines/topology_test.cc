@@ -12,8 +12,7 @@ using Counts = IntVector<std::size_t>;
 // Every element is in one piece, of its own machine, and no piece is too long.
 void expect_whole(const Counts& counts, const Topology& topology, std::size_t most) {
   std::vector<int> owner;
-  for (int rank = 0; rank < counts.size(); ++rank)
-    owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
+  for (int rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
   std::vector<int> seen(owner.size(), -1);
   for (const Pieces& round : rounds_of(counts, topology, most))
     for (int machine = 0; machine < topology.machines(); ++machine) {
