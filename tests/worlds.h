@@ -32,7 +32,7 @@ using Body = std::function<void(World&)>;
 using Nodes = std::vector<int>;
 
 // Shared memory between the ranks that count as one machine, Gloo between them: nodes[r] is the machine of rank r.
-inline void run_over_hosts(const Nodes& nodes, const Body& body,
+inline void run_over_machines(const Nodes& nodes, const Body& body,
                            const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const Topology topology{nodes};
@@ -73,8 +73,8 @@ inline Nodes spread(int ranks) {
 
 inline void run_over(Fabric fabric, int ranks, const Body& body,
                      const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
-  if (fabric == Fabric::kLonelyHosts && ranks > 1) return run_over_hosts(lonely(ranks), body, options);
-  if (fabric == Fabric::kHosts && ranks > 1) return run_over_hosts(spread(ranks), body, options);
+  if (fabric == Fabric::kLonelyHosts && ranks > 1) return run_over_machines(lonely(ranks), body, options);
+  if (fabric == Fabric::kHosts && ranks > 1) return run_over_machines(spread(ranks), body, options);
   run_ranks(ranks, body, options);
 }
 

@@ -43,7 +43,7 @@ class LockstepRank final : public System {
   void barrier() override { group_.barrier(); }
   double slowest(double seconds) override {
     group_.all_reduce(
-        {.input = &seconds, .output = &seconds, .count = 1, .dtype = shm::DType::kFloat64, .op = shm::ReduceOp::kMax});
+        {.input = &seconds, .output = &seconds, .count = 1, .dtype = DType::kFloat64, .op = ReduceOp::kMax});
     return seconds;
   }
   std::function<void()> prepare(const Case& one) override;
@@ -56,11 +56,11 @@ class LockstepRank final : public System {
 
 std::function<void()> LockstepRank::prepare(const Case& one) {
   if (one.algorithm != "direct" && one.operation != "all_reduce") return nullptr;
-  const auto dtype = named<shm::DType>(one.dtype, shm::kDTypes);
-  const auto algorithm = named<shm::Algorithm>(one.algorithm, 4);
+  const auto dtype = named<DType>(one.dtype, kDTypes);
+  const auto algorithm = named<Algorithm>(one.algorithm, 4);
   const std::size_t count = one.count();
   const std::size_t part = one.part(group_.size());
-  const std::size_t bytes = std::max(count, part * static_cast<std::size_t>(group_.size())) * shm::size_of(dtype);
+  const std::size_t bytes = std::max(count, part * static_cast<std::size_t>(group_.size())) * size_of(dtype);
   input_.reset();
   output_.reset();
   input_ = std::make_unique<Array>(group_, one.memory, bytes);
@@ -68,18 +68,26 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   std::byte* const in = input_->data();
   std::byte* const out = output_->data();
   const int peer = 1 - group_.rank();
-  const shm::Send send{.data = in, .count = count, .dtype = dtype, .to = peer};
-  const shm::Receive receive{.data = in, .count = count, .dtype = dtype, .from = peer};
-  const std::map<std::string, shm::Call> calls{
-      {"barrier", shm::Barrier{}},
-      {"all_reduce", shm::AllReduce{.input = in, .output = in, .count = count, .dtype = dtype, .algorithm = algorithm}},
-      {"reduce", shm::Reduce{.input = in, .output = in, .count = count, .dtype = dtype}},
-      {"reduce_scatter", shm::ReduceScatter{.input = in, .output = out, .count = part, .dtype = dtype}},
-      {"all_gather", shm::AllGather{.input = in, .output = out, .count = part, .dtype = dtype}},
-      {"broadcast", shm::Broadcast{.data = in, .count = count, .dtype = dtype}},
-      {"gather", shm::Gather{.input = in, .output = out, .count = part, .dtype = dtype}},
-      {"scatter", shm::Scatter{.input = in, .output = out, .count = part, .dtype = dtype}},
-      {"all_to_all", shm::AllToAll{.input = in, .output = out, .count = part, .dtype = dtype}},
+  const Call send{.operation = Operation::kSend, .input = in, .count = count, .dtype = dtype, .peer = peer};
+  const Call receive{.operation = Operation::kReceive, .output = in, .count = count, .dtype = dtype, .peer = peer};
+  const std::map<std::string, Call> calls{
+      {"barrier", Call{}},
+      {"all_reduce", Call{.operation = Operation::kAllReduce,
+                          .input = in,
+                          .output = in,
+                          .count = count,
+                          .dtype = dtype,
+                          .algorithm = algorithm}},
+      {"reduce", Call{.operation = Operation::kReduce, .input = in, .output = in, .count = count, .dtype = dtype}},
+      {"reduce_scatter",
+       Call{.operation = Operation::kReduceScatter, .input = in, .output = out, .count = part, .dtype = dtype}},
+      {"all_gather",
+       Call{.operation = Operation::kAllGather, .input = in, .output = out, .count = part, .dtype = dtype}},
+      {"broadcast", Call{.operation = Operation::kBroadcast, .output = in, .count = count, .dtype = dtype}},
+      {"gather", Call{.operation = Operation::kGather, .input = in, .output = out, .count = part, .dtype = dtype}},
+      {"scatter", Call{.operation = Operation::kScatter, .input = in, .output = out, .count = part, .dtype = dtype}},
+      {"all_to_all",
+       Call{.operation = Operation::kAllToAll, .input = in, .output = out, .count = part, .dtype = dtype}},
   };
   if (one.operation == "memcpy") return [=] { std::memcpy(out, in, bytes); };
   if (one.operation == "send_receive")
@@ -91,15 +99,16 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
 }  // namespace
 
 RunningSystemPtr start_lockstep(int ranks) {
-  const auto host = std::make_shared<shm::Host>(ranks);
+  const auto server = std::make_shared<shm::RendezvousServer>(ranks);
   std::vector<RankProgram> programs;
   for (int rank = 0; rank < ranks; ++rank)
     programs.push_back({.command = {},
                         .body =
                             [=](const std::string& address) {
                               const Deadline soon = Deadline::after(std::chrono::seconds(30));
-                              LockstepRank system(rank == 0 ? host->connect(soon)
-                                                            : shm::join_host(host->address(), rank, ranks, soon));
+                              LockstepRank system(rank == 0
+                                                      ? server->connect(soon)
+                                                      : shm::join_rendezvous(server->address(), rank, ranks, soon));
                               serve(system, address);
                               return 0;
                             },

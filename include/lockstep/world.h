@@ -24,7 +24,7 @@
 namespace lockstep {
 
 struct JobEnvironment;
-struct Plan;
+struct TensorCall;
 class WorldState;
 
 namespace shm {
@@ -240,8 +240,8 @@ class World {
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
   std::vector<std::vector<int>> agree_on_lists(const std::vector<int>& ranks) const;
-  torch::Tensor run(const Plan& plan) const;
-  Work start(Plan plan) const;
+  torch::Tensor run(const TensorCall& call) const;
+  Work start(TensorCall call) const;
   std::shared_ptr<WorldState> state_;
 };
 

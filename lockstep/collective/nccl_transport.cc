@@ -49,26 +49,12 @@ class NcclTransport : public Transport {
   NcclTransport(c10::intrusive_ptr<c10d::Store> store, TransportOptions options)
       : store_(std::move(store)), options_(std::move(options)), nccl_(connect_nccl(store_, options_)) {}
 
-  std::shared_ptr<Pending> start(Collective call) override {
-    return issue(shm::to_string(call.operation).c_str(), [&] { return issue_now(call); });
-  }
-
-  std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) override {
-    return issue("send", [&] {
-      Tensors tensors{flat(tensor)};
-      return nccl_->send(tensors, to, tag);
-    });
-  }
-
-  std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) override {
-    return issue("receive", [&] {
-      Tensors tensors{flat(tensor)};
-      return nccl_->recv(tensors, from, tag);
-    });
+  FuturePtr start(TensorCall call) override {
+    return start_c10d({to_string(call.call.operation), options_.describe}, [&] { return issue(call); });
   }
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
-    const std::vector<int>& ranks = lists[static_cast<std::size_t>(options_.rank)];
+    const std::vector<int>& ranks = lists[static_cast<unsigned>(options_.rank)];
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     return std::make_unique<NcclTransport>(with_prefix(store_, prefix_of_group(made, ranks)),
@@ -82,12 +68,8 @@ class NcclTransport : public Transport {
   void fail(const std::string&) override {}  // the closed connection tells the others
 
  private:
-  std::shared_ptr<Pending> issue(const char* operation, const std::function<C10dWork()>& call) const {
-    return start_c10d({operation, options_.describe}, call);
-  }
-
-  C10dWork issue_now(const Collective& call) const {
-    switch (call.operation) {
+  C10dWork issue(const TensorCall& call) const {
+    switch (call.call.operation) {
       case Operation::kAllReduce: return all_reduce(call);
       case Operation::kReduce: return reduce(call);
       case Operation::kReduceScatter: return reduce_scatter(call);
@@ -96,75 +78,89 @@ class NcclTransport : public Transport {
       case Operation::kGather: return gather(call);
       case Operation::kScatter: return scatter(call);
       case Operation::kAllToAll: return all_to_all(call);
+      case Operation::kSend: return send(call);
+      case Operation::kReceive: return receive(call);
       default: return nccl_->barrier();
     }
   }
 
-  C10dWork all_reduce(const Collective& call) const {
+  C10dWork all_reduce(const TensorCall& call) const {
     Tensors tensors{flat(call.output)};
     c10d::AllreduceOptions options;
-    options.reduceOp = to_c10d(call.op);
+    options.reduceOp = to_c10d(call.call.op);
     return nccl_->allreduce(tensors, options);
   }
 
-  C10dWork reduce(const Collective& call) const {
+  C10dWork reduce(const TensorCall& call) const {
     Tensors tensors{flat(call.input)};
     c10d::ReduceOptions options;
-    options.rootRank = call.root;
-    options.reduceOp = to_c10d(call.op);
+    options.rootRank = call.call.root;
+    options.reduceOp = to_c10d(call.call.op);
     return nccl_->reduce(tensors, options);
   }
 
-  C10dWork reduce_scatter(const Collective& call) const {
+  C10dWork reduce_scatter(const TensorCall& call) const {
     Tensors outputs{flat(call.output)};
-    std::vector<Tensors> inputs{parts_of(call.input, call.counts)};
+    std::vector<Tensors> inputs{parts_of(call.input, call.call.counts)};
     c10d::ReduceScatterOptions options;
-    options.reduceOp = to_c10d(call.op);
+    options.reduceOp = to_c10d(call.call.op);
     return nccl_->reduce_scatter(outputs, inputs, options);
   }
 
-  C10dWork all_gather(const Collective& call) const {
-    std::vector<Tensors> outputs{parts_of(call.output, call.counts)};
+  C10dWork all_gather(const TensorCall& call) const {
+    std::vector<Tensors> outputs{parts_of(call.output, call.call.counts)};
     Tensors inputs{flat(call.input)};
     return nccl_->allgather(outputs, inputs);
   }
 
-  C10dWork broadcast(const Collective& call) const {
+  C10dWork broadcast(const TensorCall& call) const {
     Tensors tensors{flat(call.output)};
     c10d::BroadcastOptions options;
-    options.rootRank = call.root;
+    options.rootRank = call.call.root;
     return nccl_->broadcast(tensors, options);
   }
 
-  C10dWork gather(const Collective& call) const {
+  C10dWork gather(const TensorCall& call) const {
     std::vector<Tensors> outputs;
     if (call.output.defined()) outputs.push_back(parts_of(call.output, {}));
     Tensors inputs{flat(call.input)};
     c10d::GatherOptions options;
-    options.rootRank = call.root;
+    options.rootRank = call.call.root;
     return nccl_->gather(outputs, inputs, options);
   }
 
-  C10dWork scatter(const Collective& call) const {
+  C10dWork scatter(const TensorCall& call) const {
     std::vector<Tensors> inputs;
     if (call.input.defined()) inputs.push_back(parts_of(call.input, {}));
     Tensors outputs{flat(call.output)};
     c10d::ScatterOptions options;
-    options.rootRank = call.root;
+    options.rootRank = call.call.root;
     return nccl_->scatter(outputs, inputs, options);
   }
 
-  C10dWork all_to_all(const Collective& call) const {
+  C10dWork all_to_all(const TensorCall& call) const {
     torch::Tensor output = flat(call.output);
     torch::Tensor input = flat(call.input);
-    Splits receive = call.receive_counts;
-    Splits send = call.counts;
+    Splits receive = splits(call.call.receive_counts);
+    Splits send = splits(call.call.counts);
     return nccl_->alltoall_base(output, input, receive, send);
   }
 
-  Tensors parts_of(const torch::Tensor& whole, const Splits& counts) const {
-    const Splits even(static_cast<std::size_t>(options_.size), whole.numel() / options_.size);
-    return flat(whole).split_with_sizes(counts.empty() ? even : counts);
+  C10dWork send(const TensorCall& call) const {
+    Tensors tensors{flat(call.input)};
+    return nccl_->send(tensors, call.call.peer, static_cast<int>(call.call.tag));
+  }
+
+  C10dWork receive(const TensorCall& call) const {
+    Tensors tensors{flat(call.output)};
+    return nccl_->recv(tensors, call.call.peer, static_cast<int>(call.call.tag));
+  }
+
+  static Splits splits(const std::vector<std::size_t>& counts) { return {counts.begin(), counts.end()}; }
+
+  Tensors parts_of(const torch::Tensor& whole, const std::vector<std::size_t>& counts) const {
+    const Splits even(static_cast<unsigned>(options_.size), whole.numel() / options_.size);
+    return flat(whole).split_with_sizes(counts.empty() ? even : splits(counts));
   }
 
   c10::intrusive_ptr<c10d::Store> store_;

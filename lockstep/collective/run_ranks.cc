@@ -5,7 +5,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/collective/shm_transport.h"
+#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
@@ -42,7 +42,7 @@ class FirstError {
 
 // `nodes`: of each rank.
 JobEnvironment job_of_thread(int rank, const std::vector<int>& nodes) {
-  const int node = nodes[static_cast<std::size_t>(rank)];
+  const int node = nodes[static_cast<unsigned>(rank)];
   JobEnvironment job;
   job.launcher = "threads";
   job.rank = rank;
@@ -84,7 +84,7 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
       use_share_of_cores(rank, ranks);
       state = make_world_state(job_of_thread(rank, nodes), options);
       state->nodes = nodes;
-      state->host = std::move(transport);
+      state->cpu_transport = std::move(transport);
       World world = WorldState::world_of(state);
       body(world);
     } catch (...) {
@@ -100,8 +100,8 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
 
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
   auto transports = make_shared_memory_of_threads(ranks, options.timeout);
-  const auto connect = [&](int rank) { return std::move(transports[static_cast<std::size_t>(rank)]); };
-  run_threads(std::vector<int>(static_cast<std::size_t>(ranks)), connect, body, options);
+  const auto connect = [&](int rank) { return std::move(transports[static_cast<unsigned>(rank)]); };
+  run_threads(std::vector<int>(transports.size()), connect, body, options);
 }
 
 }  // namespace lockstep

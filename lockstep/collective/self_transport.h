@@ -12,7 +12,4 @@ namespace lockstep {
 
 std::unique_ptr<Transport> make_self();
 
-// A call that is over.
-std::shared_ptr<Pending> make_done();
-
 }  // namespace lockstep

@@ -73,7 +73,7 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
     std::memset(memory.data(), 0, kCacheLine + bytes);
     new (memory.data()) CommonHeader{size()};
   }
-  group_->broadcast({.data = &place, .count = sizeof(place), .dtype = shm::DType::kUInt8});
+  group_->broadcast({.output = &place, .count = sizeof(place), .dtype = DType::kUInt8});
   std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kCacheLine + bytes);
   const auto release = [keep = shared_from_this(),
                         held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {

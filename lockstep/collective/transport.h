@@ -1,4 +1,4 @@
-// collective/transport.h: what carries a World's collectives. World chooses one for each kind of tensor.
+// collective/transport.h: what carries calls out. World chooses one for each kind of tensor.
 //
 //   shared memory   host tensors, all ranks on one machine (or threads of one process): collective/shm/
 //   hierarchy       host tensors, ranks on several machines: shared memory inside each, Gloo between them
@@ -6,48 +6,23 @@
 //   itself          a world of one rank
 //
 // Owns:    its connections, until it is destroyed; what was started must not be used after that
-// Threads: one at a time
+// Threads: one at a time; messages may be started while another thread runs a collective. fail() from any thread
 // Ranks:   every rank makes the same calls in the same order, except send and receive
 #pragma once
 
 #include <torch/types.h>
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/collective/future.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/deadline.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/tensor_call.h"
 
 namespace lockstep {
-
-// One collective. Tensors are dense and without gaps; input and output are the same memory or have none in common.
-struct Collective {
-  Operation operation = Operation::kBarrier;
-  torch::Tensor input;   // scatter: at root only
-  torch::Tensor output;  // reduce and gather: at root only
-  // Elements of each rank's part, where parts differ: all_to_all has both lists, reduce_scatter and all_gather the
-  // first.
-  std::vector<std::int64_t> counts{};
-  std::vector<std::int64_t> receive_counts{};
-  ReduceOp op = ReduceOp::kSum;
-  int root = 0;
-  Algorithm algorithm = Algorithm::kDirect;
-};
-
-// A call that was started; as Work's functions of the same name.
-class Pending {
- public:
-  virtual ~Pending() = default;
-  virtual void wait() = 0;
-  virtual void wait(Deadline deadline) = 0;
-  virtual bool done() = 0;
-  virtual int source() const { return kAnyRank; }
-};
 
 using RankLists = std::vector<std::vector<int>>;
 
@@ -55,16 +30,14 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual std::shared_ptr<Pending> start(Collective call) = 0;
-  virtual void run(const Collective& call) { start(call)->wait(); }
+  // Starts a collective or message. The transport holds its tensors until it is done.
+  virtual FuturePtr start(TensorCall call) = 0;
 
-  virtual std::shared_ptr<Pending> start_send(const torch::Tensor& tensor, int to, int tag) = 0;
-  virtual std::shared_ptr<Pending> start_receive(const torch::Tensor& tensor, int from, int tag) = 0;
-  virtual void send(const torch::Tensor& tensor, int to, int tag) { start_send(tensor, to, tag)->wait(); }
-  virtual int receive(const torch::Tensor& tensor, int from, int tag) {
-    const auto message = start_receive(tensor, from, tag);
-    message->wait();
-    return message->source();
+  // Blocks until the call is done. Returns who sent it, of a receive.
+  virtual int run(const TensorCall& call) {
+    const FuturePtr future = start(call);
+    future->wait();
+    return future->source();
   }
 
   // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the
@@ -81,7 +54,7 @@ class Transport {
   // As World's; none where ranks don't share memory.
   virtual std::optional<shm::Group> machine_group() { return std::nullopt; }
 
-  // This rank has failed: the others shall find out now and not at their deadline. From any thread.
+  // This rank has failed: the others find out now and not at their deadline. From any thread.
   virtual void fail(const std::string& reason) = 0;
 };
 
@@ -91,7 +64,7 @@ struct TransportOptions {
   std::string describe;               // "rank 2 of 4 on gpu-a", for messages
   std::string address = "127.0.0.1";  // of this machine, as the other ranks reach it; GLOO_SOCKET_IFNAME goes first
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  bool bare_messages = false;  // between machines nobody checks their lengths: gloo_messages.h
+  bool message_headers = true;  // a message between machines begins with its dtype and length (gloo_messages.h)
 };
 
 }  // namespace lockstep

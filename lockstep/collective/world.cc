@@ -4,8 +4,8 @@
 #include <set>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/plan.h"
 #include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/tensor_call.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 
@@ -14,51 +14,48 @@ namespace lockstep {
 // ---- Work
 
 struct Work::State {
-  State(std::shared_ptr<WorldState> of, Plan what, std::shared_ptr<Pending> call)
-      : world(std::move(of)), plan(std::move(what)), pending(std::move(call)) {}
-
   std::shared_ptr<WorldState> world;  // lives as long as what it has under way
-  Plan plan;
-  std::shared_ptr<Pending> pending;
+  TensorCall call;
+  FuturePtr future;
   bool finished = false;
 
   void finish() {
-    if (!finished) plan.finish();
+    if (!finished) call.finish();
     finished = true;
   }
 };
 
 void Work::wait() {
-  state_->pending->wait();
+  state_->future->wait();
   state_->finish();
 }
 
 void Work::wait(Deadline deadline) {
-  state_->pending->wait(deadline);
+  state_->future->wait(deadline);
   state_->finish();
 }
 
-bool Work::done() { return state_->pending->done(); }
+bool Work::done() { return state_->future->done(); }
 
 const torch::Tensor& Work::result() const {
-  if (state_->finished) return state_->plan.result;
+  if (state_->finished) return state_->call.result;
   throw UsageError({.what = "the result of a Work that was not waited for",
-                    .here = state_->world->describe(),
+                    .here = state_->world->caller.here,
                     .next = "call wait() first"});
 }
 
-int Work::source() const { return state_->pending->source(); }
+int Work::source() const { return state_->future->source(); }
 
 // ---- Who is where
 
-int World::rank() const { return state_->job.rank; }
-int World::size() const { return state_->job.world_size; }
+int World::rank() const { return state_->rank(); }
+int World::size() const { return state_->size(); }
 int World::local_rank() const { return state_->job.local_rank; }
 int World::local_size() const { return state_->job.local_size; }
 int World::node_rank() const { return state_->job.node_rank; }
-torch::Device World::device() const { return state_->device; }
+torch::Device World::device() const { return state_->caller.device; }
 const CoreSet& World::cores() const { return state_->cores; }
-std::string World::describe() const { return state_->describe(); }
+std::string World::describe() const { return state_->caller.here; }
 
 // ---- Sub-worlds
 
@@ -96,7 +93,7 @@ std::string text_of(const RankList& ranks) {
 void check_agreement(const World& world, const RankLists& lists) {
   for (std::size_t rank = 0; rank < lists.size(); ++rank)
     for (const int member : lists[rank])
-      if (const RankList& theirs = lists[static_cast<std::size_t>(member)]; theirs != lists[rank])
+      if (const RankList& theirs = lists[static_cast<unsigned>(member)]; theirs != lists[rank])
         throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
                                             member, " one of ", text_of(theirs)),
                              .here = world.describe(),
@@ -117,26 +114,26 @@ RankLists World::agree_on_lists(const std::vector<int>& ranks) const {
 
 std::optional<World> World::group(const std::vector<int>& ranks) const {
   const RankLists lists = agree_on_lists(ranks);
-  auto host = state_->host->group(lists);
-  auto cuda = state_->cuda ? state_->cuda->group(lists) : nullptr;
-  if (!host) return std::nullopt;
+  auto cpu_transport = state_->cpu_transport->group(lists);
+  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(lists) : nullptr;
+  if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks);
-  state->host = std::move(host);
-  state->cuda = std::move(cuda);
+  state->cpu_transport = std::move(cpu_transport);
+  state->cuda_transport = std::move(cuda_transport);
   return World(std::move(state));
 }
 
 std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
-  auto host = state_->host->separate(agree_on_lists(ranks), longest);
-  if (!host) return std::nullopt;
+  auto cpu_transport = state_->cpu_transport->separate(agree_on_lists(ranks), longest);
+  if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks);
   state->timeout = longest;
-  state->host = std::move(host);
+  state->cpu_transport = std::move(cpu_transport);
   return World(std::move(state));
 }
 
-void World::abandon(const std::string& reason) const { state_->host->fail(reason); }
+void World::abandon(const std::string& reason) const { state_->cpu_transport->fail(reason); }
 
 std::optional<World> World::split(int color, int key) const {
   const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));
@@ -152,58 +149,58 @@ std::optional<World> World::split(int color, int key) const {
 
 // ---- Calls
 
-torch::Tensor World::run(const Plan& plan) const {
-  const Collective& call = plan.call;
-  state_->transport_for(call.input.defined() ? call.input : call.output).run(call);
-  plan.finish();
-  return plan.result;
+torch::Tensor World::run(const TensorCall& call) const {
+  state_->transport_for(call).run(call);
+  call.finish();
+  return call.result;
 }
 
-Work World::start(Plan plan) const {
-  const Collective& call = plan.call;
-  auto pending = state_->transport_for(call.input.defined() ? call.input : call.output).start(call);
-  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+Work World::start(TensorCall call) const {
+  FuturePtr future = state_->transport_for(call).start(call);
+  return Work(std::make_shared<Work::State>(Work::State{state_, std::move(call), std::move(future)}));
 }
 
 void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
-  run(plan_all_reduce(*state_, tensor, options));
+  run(all_reduce_call(state_->caller, tensor, options));
 }
 Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options) const {
-  return start(plan_all_reduce(*state_, tensor, options));
+  return start(all_reduce_call(state_->caller, tensor, options));
 }
 
 void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
-  run(plan_reduce(*state_, tensor, options));
+  run(reduce_call(state_->caller, tensor, options));
 }
 
 torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
-  return run(plan_reduce_scatter(*state_, tensor, options));
+  return run(reduce_scatter_call(state_->caller, tensor, options));
 }
 Work World::reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
-  return start(plan_reduce_scatter(*state_, tensor, options));
+  return start(reduce_scatter_call(state_->caller, tensor, options));
 }
 
 torch::Tensor World::all_gather(const torch::Tensor& tensor, const AllGatherOptions& options) const {
-  return run(plan_all_gather(*state_, tensor, options));
+  return run(all_gather_call(state_->caller, tensor, options));
 }
 Work World::all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options) const {
-  return start(plan_all_gather(*state_, tensor, options));
+  return start(all_gather_call(state_->caller, tensor, options));
 }
 
-void World::broadcast(const torch::Tensor& tensor, int root) const { run(plan_broadcast(*state_, tensor, root)); }
+void World::broadcast(const torch::Tensor& tensor, int root) const {
+  run(broadcast_call(state_->caller, tensor, root));
+}
 Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
-  return start(plan_broadcast(*state_, tensor, root));
+  return start(broadcast_call(state_->caller, tensor, root));
 }
 
 torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
-  return run(plan_gather(*state_, tensor, root));
+  return run(gather_call(state_->caller, tensor, root));
 }
 
 void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
-  run(plan_scatter(*state_, parts, output, root));
+  run(scatter_call(state_->caller, parts, output, root));
 }
 
-void World::barrier() const { state_->host->run({.operation = Operation::kBarrier}); }
+void World::barrier() const { run(barrier_call()); }
 
 // ---- Calls that need counts first
 
@@ -228,18 +225,18 @@ std::vector<std::int64_t> exchange_rows(const World& world, const std::vector<st
 torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
   AllGatherRowsOptions known = options;
   if (known.rows.empty()) known.rows = exchange_rows(*this, tensor);
-  return run(plan_all_gather_rows(*state_, tensor, known));
+  return run(all_gather_rows_call(state_->caller, tensor, known));
 }
 
 torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
   AllToAllOptions known = options;
   if (known.receive_rows.empty() && !known.send_rows.empty())
     known.receive_rows = exchange_rows(*this, known.send_rows);
-  return run(plan_all_to_all(*state_, tensor, known));
+  return run(all_to_all_call(state_->caller, tensor, known));
 }
 
 Work World::all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options) const {
-  return start(plan_all_to_all(*state_, tensor, options));
+  return start(all_to_all_call(state_->caller, tensor, options));
 }
 
 void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
@@ -262,39 +259,34 @@ void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
 // ---- Messages
 
 void World::send(const torch::Tensor& tensor, int to, int tag) const {
-  const Plan plan = plan_send(*state_, tensor, to, tag);
-  state_->transport_for(tensor).send(plan.call.input, to, tag);
+  run(send_call(state_->caller, tensor, to, tag));
 }
 
 Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
-  Plan plan = plan_send(*state_, tensor, to, tag);
-  auto pending = state_->transport_for(tensor).start_send(plan.call.input, to, tag);
-  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+  return start(send_call(state_->caller, tensor, to, tag));
 }
 
 int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  const Plan plan = plan_receive(*state_, tensor, options);
-  const int source = state_->transport_for(tensor).receive(plan.call.output, options.from, options.tag);
-  plan.finish();
+  const TensorCall call = receive_call(state_->caller, tensor, options);
+  const int source = state_->transport_for(call).run(call);
+  call.finish();
   return source;
 }
 
 Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  Plan plan = plan_receive(*state_, tensor, options);
-  auto pending = state_->transport_for(tensor).start_receive(plan.call.output, options.from, options.tag);
-  return Work(std::make_shared<Work::State>(state_, std::move(plan), std::move(pending)));
+  return start(receive_call(state_->caller, tensor, options));
 }
 
 // ---- Others
 
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
   if (!options.device().is_cpu()) return torch::empty(sizes, options);
-  return state_->host->allocate(sizes, options);
+  return state_->cpu_transport->allocate(sizes, options);
 }
 
 std::optional<shm::Group> World::machine_group() const {
   if (size() == 1 || !device().is_cpu()) return std::nullopt;
-  return state_->host->machine_group();
+  return state_->cpu_transport->machine_group();
 }
 
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {

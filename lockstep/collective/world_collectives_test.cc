@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/world.h"
 #include "tests/worlds.h"
 
@@ -38,7 +38,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, EveryWorld,
 
 bool is_defined(torch::ScalarType dtype, ReduceOp op) {
   if (op == ReduceOp::kMean) return c10::isFloatingType(dtype);
-  return shm::defined(*to_shm_dtype(dtype), op);
+  return shm::defined(*to_dtype(dtype), op);
 }
 
 torch::Tensor combine(const torch::Tensor& one, const torch::Tensor& other, ReduceOp op) {

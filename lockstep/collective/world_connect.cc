@@ -12,7 +12,7 @@
 #include "lockstep/collective/machines/hierarchical_transport.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/self_transport.h"
-#include "lockstep/collective/shm_transport.h"
+#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
@@ -23,7 +23,7 @@ namespace {
 TransportOptions transport_options(const WorldState& state) {
   return {.rank = state.rank(),
           .size = state.size(),
-          .describe = state.describe(),
+          .describe = state.caller.here,
           .address = address_towards(state.job),
           .timeout = state.timeout};
 }
@@ -50,11 +50,12 @@ void connect(const std::shared_ptr<WorldState>& state) {
   const TransportOptions options = transport_options(*state);
   state->nodes = number_by_first_appearance(world.exchange_texts("the machines", machine_id(state->job)));
   const Topology topology{state->nodes};
-  const auto here = topology.ranks_on(state->nodes[static_cast<std::size_t>(state->rank())]);
+  const auto here = topology.ranks_on(state->nodes[state->rank()]);
   auto inside = connect_shared_memory(world, here, options);
-  state->host = topology.machines() == 1 ? make_shared_memory(std::move(inside))
-                                      : make_hierarchical(std::move(inside), topology, state->store, options);
-  if (state->device.is_cuda()) state->cuda = make_nccl(state->store, options);
+  state->cpu_transport = topology.machines() == 1
+                             ? make_shared_memory(std::move(inside))
+                             : make_hierarchical(std::move(inside), topology, state->store, options);
+  if (state->caller.device.is_cuda()) state->cuda_transport = make_nccl(state->store, options);
 }
 
 std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
@@ -68,7 +69,7 @@ std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& ke
 
 RendezvousError no_word(const WorldState& state, const std::vector<std::string>& keys, const std::string& topic) {
   return RendezvousError({.what = concat("no word from rank ", missing_ranks(*state.store, keys), " about ", topic),
-                          .here = state.describe(),
+                          .here = state.caller.here,
                           .likely = "that rank died, or does not make the same calls in the same order",
                           .next = "look at its output"});
 }
@@ -76,11 +77,10 @@ RendezvousError no_word(const WorldState& state, const std::vector<std::string>&
 std::vector<std::string> exchange_through_store(WorldState& state, const std::string& topic, const std::string& mine) {
   const int round = state.exchanges++;
   std::vector<std::string> keys;
-  for (int i = 0; i < state.job.world_size; ++i) keys.push_back(concat("text/", round, "/", i));
+  for (int i = 0; i < state.size(); ++i) keys.push_back(concat("text/", round, "/", i));
   std::vector<std::string> texts;
   try {
-    state.store->set(keys[static_cast<std::size_t>(state.job.rank)],
-                     std::vector<std::uint8_t>(mine.begin(), mine.end()));
+    state.store->set(keys[static_cast<unsigned>(state.rank())], std::vector<std::uint8_t>(mine.begin(), mine.end()));
     state.store->wait(keys, state.timeout);
     for (const auto& bytes : state.store->multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
   } catch (const std::exception&) {
@@ -112,19 +112,19 @@ World World::from_env(const WorldOptions& options) {
   if (job.world_size > 1)
     connect(state);
   else
-    state->host = make_self();
+    state->cpu_transport = make_self();
   return World(std::move(state));
 }
 
 World World::single(const WorldOptions& options) {
   auto state = make_world_state(JobEnvironment{}, options);
-  state->host = make_self();
+  state->cpu_transport = make_self();
   return World(std::move(state));
 }
 
 std::vector<std::string> World::exchange_texts(const std::string& topic, const std::string& mine) const {
   if (size() == 1) return {mine};
-  return state_->host ? exchange_as_tensors(*this, mine) : exchange_through_store(*state_, topic, mine);
+  return state_->cpu_transport ? exchange_as_tensors(*this, mine) : exchange_through_store(*state_, topic, mine);
 }
 
 }  // namespace lockstep

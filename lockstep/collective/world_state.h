@@ -3,7 +3,7 @@
 // Flow:    World::from_env, run_ranks and World::group make one -> World's calls
 // Owns:    the transports
 // Threads: one at a time, as World
-// Ranks:   no communication but what is said below
+// Ranks:   no communication
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/world.h"
@@ -22,24 +23,23 @@ namespace lockstep {
 
 class WorldState {
  public:
-  JobEnvironment job;      // rank, sizes and node of this world, also where it is a sub-world
-  std::vector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
-  torch::Device device = torch::kCPU;
+  JobEnvironment job;    // rank, sizes and node of this world, also where it is a sub-world
+  IntVector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
+  Caller caller;         // this rank, in its calls
   CoreSet cores;
   std::chrono::milliseconds timeout{};
-  c10::intrusive_ptr<c10d::Store> store;  // only until `host` is there
-  std::unique_ptr<Transport> host;        // for tensors in host memory
-  std::unique_ptr<Transport> cuda;        // where the device is one
-  int exchanges = 0;                      // texts exchanged through the store so far: keys are never used twice
+  c10::intrusive_ptr<c10d::Store> store;  // only until cpu_transport is there
+  std::unique_ptr<Transport> cpu_transport;
+  std::unique_ptr<Transport> cuda_transport;  // where the device is one
+  int exchanges = 0;                          // texts exchanged through the store so far: keys are never used twice
 
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
-  int rank() const { return job.rank; }
-  int size() const { return job.world_size; }
-  std::string describe() const;
+  int rank() const { return caller.rank; }
+  int size() const { return caller.size; }
 
   // Throws DeviceError: CUDA tensors between ranks that are threads.
-  Transport& transport_for(const torch::Tensor& tensor) const;
+  Transport& transport_for(const TensorCall& call) const;
 
   // What this rank is in a sub-world of `ranks`, which name it; without transports.
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;

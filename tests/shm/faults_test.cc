@@ -68,7 +68,7 @@ void one_call(Group& group, int call, Memory& arena, std::vector<float>& ordinar
           {.input = ordinary.data(), .output = ordinary.data(), .count = count, .op = ReduceOp::kMax});
     case 1:
       return group.all_reduce({.input = arena.data(), .output = arena.data(), .count = count, .op = ReduceOp::kMax});
-    case 2: return group.broadcast({.data = ordinary.data(), .count = count, .root = call % group.size()});
+    case 2: return group.broadcast({.output = ordinary.data(), .count = count, .root = call % group.size()});
     default: return group.barrier();
   }
 }
@@ -170,11 +170,12 @@ double run_round(const Round& round) {
   const Options options{.timeout = round.fault == Fault::kStop ? kStallTimeout : std::chrono::milliseconds(20000),
                         .staging_bytes = 8192,
                         .job_ranks = {in_the_job(0), in_the_job(1), in_the_job(2), in_the_job(3)}};
-  Host host(round.size, options);
+  RendezvousServer server(round.size, options);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < round.size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      Group group = rank == 0 ? host.connect(soon()) : join_host(host.address(), rank, round.size, soon(), options);
+      Group group =
+          rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, round.size, soon(), options);
       return run_until_fault(group, round, board);
     }));
   const pid_t victim = pids[static_cast<std::size_t>(round.victim)];
@@ -216,7 +217,7 @@ double connect_with_few_descriptors(unsigned seed) {
   const int victim = static_cast<int>(random() % static_cast<unsigned>(size));
   const auto spare = static_cast<rlim_t>(random() % 3);
   SCOPED_TRACE(concat("seed ", seed, ": ", size, " ranks, victim ", victim, ", ", spare, " descriptors"));
-  Host host(size);
+  RendezvousServer server(size);
   const Stopwatch watch;
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
@@ -224,7 +225,7 @@ double connect_with_few_descriptors(unsigned seed) {
       if (rank == victim) limit(RLIMIT_NOFILE, static_cast<rlim_t>(testing::open_descriptors()) + spare);
       const Deadline deadline = Deadline::after(kStallTimeout);
       try {
-        Group group = rank == 0 ? host.connect(deadline) : join_host(host.address(), rank, size, deadline);
+        Group group = rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       } catch (const Error& error) {
         return error.kind() == "SystemError" || error.kind() == "RendezvousError" ? kLost : 1;
       }
@@ -245,13 +246,13 @@ TEST(faults, exhausted_descriptors_fail_every_rank_by_the_deadline) {
 }
 
 TEST(faults, the_error_says_how_the_peer_ended) {
-  Host host(2);
+  RendezvousServer server(2);
   const pid_t peer = fork_child([&] {
-    Group group = join_host(host.address(), 1, 2, soon());
+    Group group = join_rendezvous(server.address(), 1, 2, soon());
     group.barrier();
     return ::kill(::getpid(), SIGKILL);
   });
-  Group group = host.connect(soon());
+  Group group = server.connect(soon());
   group.barrier();
   try {
     group.barrier();
@@ -264,16 +265,16 @@ TEST(faults, the_error_says_how_the_peer_ended) {
 }
 
 TEST(faults, after_an_error_every_call_fails_at_once) {
-  Host host(2);
+  RendezvousServer server(2);
   const pid_t peer = fork_child([&] {
-    Group group = join_host(host.address(), 1, 2, soon());
+    Group group = join_rendezvous(server.address(), 1, 2, soon());
     return 0;  // without leave()
   });
-  Group group = host.connect(soon());
+  Group group = server.connect(soon());
   float value = 0;
   for (int i = 0; i < 3; ++i) {
     EXPECT_THROW(group.barrier(), PeerLost);
-    EXPECT_THROW(group.send({.data = &value, .count = 1, .to = 1}), PeerLost);
+    EXPECT_THROW(group.send({.input = &value, .count = 1, .peer = 1}), PeerLost);
   }
   EXPECT_EQ(exit_code_of(peer), 0);
 }

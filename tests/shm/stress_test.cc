@@ -99,7 +99,7 @@ void Sequence::make_call(unsigned kind) {
       group_.all_gather({.input = mine, .output = result, .count = count_, .dtype = kInt});
       return expect_from_each(result);
     case 4:
-      group_.broadcast({.data = mine, .count = count_, .dtype = kInt, .root = root_});
+      group_.broadcast({.output = mine, .count = count_, .dtype = kInt, .root = root_});
       return expect_from(root_, mine, count_);
     case 5:
       group_.gather({.input = mine, .output = result, .count = count_, .dtype = kInt, .root = root_});
@@ -121,9 +121,10 @@ void Sequence::pass_around_the_ring() {
   const int left = (group_.rank() + p_ - 1) % p_;
   std::int32_t* const out = numbers(count_);
   std::int32_t* const in = numbers(count_);
-  const Work sent = group_.start(Send{.data = out, .count = count_, .dtype = DType::kInt32, .to = right});
-  group_.receive({.data = in, .count = count_, .dtype = DType::kInt32, .from = left});
-  sent.wait();
+  const FuturePtr sent = group_.start(
+      Call{.operation = Operation::kSend, .input = out, .count = count_, .dtype = DType::kInt32, .peer = right});
+  group_.receive({.output = in, .count = count_, .dtype = DType::kInt32, .peer = left});
+  sent->wait();
   expect_from(left, in, count_);
 }
 

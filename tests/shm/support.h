@@ -87,12 +87,12 @@ inline int exit_code_of(pid_t pid) {
 }
 
 // Ranks as processes; rank 0 is a child too. Each body's result is that rank's exit code, 128+n for a signal.
-inline std::vector<pid_t> start_processes(int size, const std::function<int(Group&)>& body, Host& host,
+inline std::vector<pid_t> start_processes(int size, const std::function<int(Group&)>& body, RendezvousServer& server,
                                           const Options& options) {
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      Group group = rank == 0 ? host.connect(soon()) : join_host(host.address(), rank, size, soon(), options);
+      Group group = rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
       const int code = body(group);
       group.leave();
       return code;
@@ -102,9 +102,9 @@ inline std::vector<pid_t> start_processes(int size, const std::function<int(Grou
 
 inline std::vector<int> run_processes(int size, const std::function<int(Group&)>& body,
                                       const Options& options = {.timeout = std::chrono::seconds(20)}) {
-  Host host(size, options);
+  RendezvousServer server(size, options);
   std::vector<int> codes;
-  for (const pid_t pid : start_processes(size, body, host, options)) codes.push_back(exit_code_of(pid));
+  for (const pid_t pid : start_processes(size, body, server, options)) codes.push_back(exit_code_of(pid));
   return codes;
 }
 

@@ -11,9 +11,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include "lockstep/collective/c10d/backend_meeting.h"
-#include "lockstep/collective/c10d/backend_queue.h"
 #include "lockstep/collective/c10d/backend_tensors.h"
 #include "lockstep/collective/c10d/backend_work.h"
+#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/error.h"
 
@@ -39,44 +39,44 @@ struct ShmBackend::Manner {
 struct ShmBackend::Step {
   Piece input;
   Piece output;
-  shm::Call call;
+  Call call;
 };
 
 // Members go in reverse order: first the queue, which uses the group; last the tensors that the group uses.
 struct ShmBackend::Parts {
   explicit Parts(shm::Group connected) : group(std::move(connected)) {}
 
-  void run(const std::vector<Step>& steps, std::optional<std::chrono::milliseconds> timeout) {
+  void run(const std::vector<Step>& steps) {
     for (const Step& step : steps) {
       step.input.copy_in();
-      group.run(step.call, timeout);
+      group.run(step.call);
       step.output.copy_out();
     }
   }
 
   void leave() {
-    queue.drain();
+    queue.run_all();
     group.leave();
   }
 
   // The core reads or writes the memory until the message is done, also where a wait has ended at its timeout or the
   // Work was dropped: the tensors stay here until then. Those that are done go when the next message starts.
-  shm::Work start_message(const Piece& piece, shm::Call call) {
+  FuturePtr start_message(const Piece& piece, const Call& call) {
     const std::lock_guard lock(messages);
-    std::erase_if(under_way, [](const Message& message) { return message.work.done(); });
-    under_way.push_back({piece, group.start(std::move(call))});
-    return under_way.back().work;
+    std::erase_if(under_way, [](const Message& message) { return message.future->done(); });
+    under_way.push_back({piece, group.start(call)});
+    return under_way.back().future;
   }
 
   struct Message {
     Piece piece;
-    shm::Work work;
+    FuturePtr future;
   };
 
   std::list<Message> under_way;  // before the group, so that they outlive its threads
   shm::Group group;
   std::mutex messages;  // one thread at a time starts a send or receive; a collective may be under way meanwhile
-  Queue queue;
+  CallQueue queue;
 };
 
 ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -96,7 +96,7 @@ c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
 }
 
 void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
-  parts().queue.run_now([&] { parts().group.set_timeout(timeout); });
+  parts().queue.run([&] { parts().group.set_timeout(timeout); });
   timeout_ = timeout;
 }
 
@@ -141,15 +141,19 @@ Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 WorkPtr ShmBackend::start(OpType type, std::vector<Step> steps, Tensors results, const Manner& manner) {
   ++issued_;
   auto work = c10::make_intrusive<CollectiveWork>(rank_, type, std::move(results));
-  auto task = [parts = &parts(), work, timeout = manner.timeout, steps = std::move(steps)]() mutable {
-    const std::exception_ptr error = failure_of([&] { parts->run(steps, timeout); });
+  if (manner.timeout)
+    for (Step& step : steps) step.call.timeout = *manner.timeout;
+  auto task = [parts = &parts(), work, steps = std::move(steps)]() mutable {
+    const std::exception_ptr error = failure_of([&] { parts->run(steps); });
     steps.clear();  // who has waited is the only one to hold the tensors
     work->complete(error);
   };
-  if (manner.async)
-    parts().queue.run_later(std::move(task));
-  else
-    parts().queue.run_now(std::move(task));
+  if (manner.async) {
+    parts().queue.add(std::move(task));
+    parts().queue.hand_to_worker();
+  } else {
+    parts().queue.run(task);
+  }
   return work;
 }
 
@@ -160,11 +164,12 @@ ShmBackend::Step ShmBackend::all_reduce_step(const Tensor& tensor, const c10d::R
   const Piece input = op.op_ == c10d::ReduceOp::PREMUL_SUM ? Piece({scaled(tensor, op)}) : output;
   const Unit unit = unit_to_reduce(tensor, op);
   return {input, output,
-          shm::AllReduce{.input = input.memory(),
-                         .output = output.memory(),
-                         .count = unit.count(tensor.numel()),
-                         .dtype = unit.dtype,
-                         .op = to_shm(op)}};
+          Call{.operation = Operation::kAllReduce,
+               .input = input.memory(),
+               .output = output.memory(),
+               .count = unit.count(tensor.numel()),
+               .dtype = unit.dtype,
+               .op = to_shm(op)}};
 }
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -183,12 +188,13 @@ WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
   const Piece input({scaled(tensor, options.reduceOp)});
   const Piece output = options.rootRank == rank_ ? Piece({tensor}) : Piece();
   const Unit unit = unit_to_reduce(tensor, options.reduceOp);
-  const shm::Reduce call{.input = input.memory(),
-                         .output = output.memory(),
-                         .count = unit.count(tensor.numel()),
-                         .dtype = unit.dtype,
-                         .op = to_shm(options.reduceOp),
-                         .root = static_cast<int>(options.rootRank)};
+  const Call call{.operation = Operation::kReduce,
+                  .input = input.memory(),
+                  .output = output.memory(),
+                  .count = unit.count(tensor.numel()),
+                  .dtype = unit.dtype,
+                  .op = to_shm(options.reduceOp),
+                  .root = static_cast<int>(options.rootRank)};
   return start(OpType::REDUCE, {{input, output, call}}, tensors, Manner(options));
 }
 
@@ -200,12 +206,13 @@ ShmBackend::Step ShmBackend::reduce_scatter_step(const Tensor& part, const Tenso
   Counts counts = counts_of(whole, size_, unit);
   check_part(part, input.first(), counts.of(rank_), unit);
   return {input, output,
-          shm::ReduceScatter{.input = input.memory(),
-                             .output = output.memory(),
-                             .count = counts.even,
-                             .counts = std::move(counts.each),
-                             .dtype = unit.dtype,
-                             .op = to_shm(op)}};
+          Call{.operation = Operation::kReduceScatter,
+               .input = input.memory(),
+               .output = output.memory(),
+               .count = counts.even,
+               .counts = std::move(counts.each),
+               .dtype = unit.dtype,
+               .op = to_shm(op)}};
 }
 
 WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -234,15 +241,16 @@ WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
   const Tensor& tensor = only_one(tensors, "broadcast");
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
-  const shm::Broadcast call{.data = piece.memory(),
-                            .count = unit.count(tensor.numel()),
-                            .dtype = unit.dtype,
-                            .root = static_cast<int>(options.rootRank)};
+  const Call call{.operation = Operation::kBroadcast,
+                  .output = piece.memory(),
+                  .count = unit.count(tensor.numel()),
+                  .dtype = unit.dtype,
+                  .root = static_cast<int>(options.rootRank)};
   return start(OpType::BROADCAST, {{piece, piece, call}}, tensors, Manner(options));
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, {{Piece(), Piece(), shm::Barrier{}}}, {}, Manner(options));
+  return start(OpType::BARRIER, {{Piece(), Piece(), Call{}}}, {}, Manner(options));
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) { barrier(options)->wait(); }
@@ -254,11 +262,12 @@ ShmBackend::Step ShmBackend::all_gather_step(const Tensors& whole, const Tensor&
   Counts counts = counts_of(whole, size_, unit);
   check_part(part, whole.front(), counts.of(rank_), unit);
   return {input, output,
-          shm::AllGather{.input = input.memory(),
-                         .output = output.memory(),
-                         .count = counts.even,
-                         .counts = std::move(counts.each),
-                         .dtype = unit.dtype}};
+          Call{.operation = Operation::kAllGather,
+               .input = input.memory(),
+               .output = output.memory(),
+               .count = counts.even,
+               .counts = std::move(counts.each),
+               .dtype = unit.dtype}};
 }
 
 WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -301,11 +310,12 @@ WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
   const Piece input = input_beside({part}, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
-  const shm::Gather call{.input = input.memory(),
-                         .output = output.memory(),
-                         .count = unit.count(part.numel()),
-                         .dtype = unit.dtype,
-                         .root = static_cast<int>(options.rootRank)};
+  const Call call{.operation = Operation::kGather,
+                  .input = input.memory(),
+                  .output = output.memory(),
+                  .count = unit.count(part.numel()),
+                  .dtype = unit.dtype,
+                  .root = static_cast<int>(options.rootRank)};
   return start(OpType::GATHER, {{input, output, call}}, whole, Manner(options));
 }
 
@@ -317,11 +327,12 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
   const Piece input = input_beside(whole, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
-  const shm::Scatter call{.input = input.memory(),
-                          .output = output.memory(),
-                          .count = unit.count(part.numel()),
-                          .dtype = unit.dtype,
-                          .root = static_cast<int>(options.rootRank)};
+  const Call call{.operation = Operation::kScatter,
+                  .input = input.memory(),
+                  .output = output.memory(),
+                  .count = unit.count(part.numel()),
+                  .dtype = unit.dtype,
+                  .root = static_cast<int>(options.rootRank)};
   return start(OpType::SCATTER, {{input, output, call}}, outputs, Manner(options));
 }
 
@@ -330,22 +341,24 @@ WorkPtr ShmBackend::alltoall_base(Tensor& output_tensor, Tensor& input_tensor, s
   const Piece output({output_tensor});
   const Piece input = input_beside({input_tensor}, output);
   check_same_dtype(input_tensor, output_tensor);
-  const shm::AllToAll call{.input = input.memory(),
-                           .output = output.memory(),
-                           .send_counts = counts_of_rows(input_tensor, input_splits, size_, "the input"),
-                           .receive_counts = counts_of_rows(output_tensor, output_splits, size_, "the output"),
-                           .dtype = unit_to_move(output_tensor).dtype};
+  const Call call{.operation = Operation::kAllToAll,
+                  .input = input.memory(),
+                  .output = output.memory(),
+                  .counts = counts_of_rows(input_tensor, input_splits, size_, "the input"),
+                  .receive_counts = counts_of_rows(output_tensor, output_splits, size_, "the output"),
+                  .dtype = unit_to_move(output_tensor).dtype};
   return start(OpType::ALLTOALL_BASE, {{input, output, call}}, {output_tensor}, Manner(options));
 }
 
 WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
   const Piece output(outputs);
   const Piece input = input_beside(inputs, output);
-  const shm::AllToAll call{.input = input.memory(),
-                           .output = output.memory(),
-                           .send_counts = counts_of_tensors(inputs, size_),
-                           .receive_counts = counts_of_tensors(outputs, size_),
-                           .dtype = unit_to_move(output.first()).dtype};
+  const Call call{.operation = Operation::kAllToAll,
+                  .input = input.memory(),
+                  .output = output.memory(),
+                  .counts = counts_of_tensors(inputs, size_),
+                  .receive_counts = counts_of_tensors(outputs, size_),
+                  .dtype = unit_to_move(output.first()).dtype};
   check_same_dtype(input.first(), output.first());
   return start(OpType::ALLTOALL, {{input, output, call}}, outputs, Manner(options));
 }
@@ -357,8 +370,12 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
   piece.copy_in();
-  const shm::Send call{
-      .data = piece.memory(), .count = unit.count(tensor.numel()), .dtype = unit.dtype, .to = to, .tag = tag};
+  const Call call{.operation = Operation::kSend,
+                  .input = piece.memory(),
+                  .count = unit.count(tensor.numel()),
+                  .dtype = unit.dtype,
+                  .peer = to,
+                  .tag = tag};
   return c10::make_intrusive<MessageWork>(rank_, OpType::SEND, piece, parts().start_message(piece, call));
 }
 
@@ -372,8 +389,12 @@ WorkPtr ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {
   const Tensor& tensor = only_one(tensors, "receive");
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
-  const shm::Receive call{
-      .data = piece.memory(), .count = unit.count(tensor.numel()), .dtype = unit.dtype, .from = from, .tag = tag};
+  const Call call{.operation = Operation::kReceive,
+                  .output = piece.memory(),
+                  .count = unit.count(tensor.numel()),
+                  .dtype = unit.dtype,
+                  .peer = from,
+                  .tag = tag};
   return c10::make_intrusive<MessageWork>(rank_, type, piece, parts().start_message(piece, call));
 }
 

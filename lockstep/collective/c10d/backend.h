@@ -19,7 +19,7 @@
 // Callbacks of a collective's future run on the thread that carried it out, or on that which attaches them if it is
 // done by then. They may make collectives of this backend and wait for them: those are made there at once, before
 // whatever comes next, so that all ranks make them in the same order where a callback is attached before the next
-// collective is started (shm_backend_queue.h has the reasons). They must not wait for collectives that other threads
+// collective is started (call_queue.h has the reasons). They must not wait for collectives that other threads
 // start meanwhile.
 #pragma once
 

@@ -57,11 +57,11 @@ shm::Group connect(c10d::Store& store, int rank, int size, std::chrono::millisec
   const std::string address = "lockstep/address";
   if (rank > 0) {
     wait_for(store, {address}, timeout, rank, size);
-    return shm::join_host(store.get_to_str(address), rank, size, deadline, options);
+    return shm::join_rendezvous(store.get_to_str(address), rank, size, deadline, options);
   }
-  shm::Host host(size, options);
-  store.set(address, host.address());
-  return host.connect(deadline);
+  shm::RendezvousServer server(size, options);
+  store.set(address, server.address());
+  return server.connect(deadline);
 }
 
 }  // namespace lockstep::backend

@@ -7,7 +7,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 
 namespace lockstep::backend {
@@ -92,32 +92,31 @@ bool Piece::lie_together() const {
   return true;
 }
 
-shm::ReduceOp to_shm(const c10d::ReduceOp& op) {
+ReduceOp to_shm(const c10d::ReduceOp& op) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::PREMUL_SUM: return shm::ReduceOp::kSum;  // scaled() multiplies
-    case c10d::ReduceOp::AVG: return shm::ReduceOp::kMean;
-    case c10d::ReduceOp::PRODUCT: return shm::ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN: return shm::ReduceOp::kMin;
-    case c10d::ReduceOp::MAX: return shm::ReduceOp::kMax;
-    case c10d::ReduceOp::BAND: return shm::ReduceOp::kBitAnd;
-    case c10d::ReduceOp::BOR: return shm::ReduceOp::kBitOr;
-    case c10d::ReduceOp::BXOR: return shm::ReduceOp::kBitXor;
+    case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::kSum;  // scaled() multiplies
+    case c10d::ReduceOp::AVG: return ReduceOp::kMean;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
+    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
+    case c10d::ReduceOp::BAND: return ReduceOp::kBitAnd;
+    case c10d::ReduceOp::BOR: return ReduceOp::kBitOr;
+    case c10d::ReduceOp::BXOR: return ReduceOp::kBitXor;
     case c10d::ReduceOp::UNUSED: break;
   }
   throw UsageError({.what = "a reduction that c10d does not define", .next = "use one of torch.distributed.ReduceOp"});
 }
 
 Unit unit_to_move(const Tensor& tensor) {
-  if (const auto dtype = to_shm_dtype(tensor.scalar_type())) return {*dtype};
-  return {shm::DType::kUInt8, static_cast<std::size_t>(tensor.element_size())};
+  if (const auto dtype = to_dtype(tensor.scalar_type())) return {*dtype};
+  return {DType::kUInt8, static_cast<std::size_t>(tensor.element_size())};
 }
 
 Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = tensor.scalar_type();
   const bool as_real = at::isComplexType(dtype) && c10d::isComplexViewAsRealAllowed(op);
-  if (const auto known = to_shm_dtype(as_real ? c10::toRealValueType(dtype) : dtype))
-    return {*known, as_real ? 2U : 1U};
+  if (const auto known = to_dtype(as_real ? c10::toRealValueType(dtype) : dtype)) return {*known, as_real ? 2U : 1U};
   throw UsageError({.what = concat("this reduction is not defined for tensors of ", c10::toString(dtype)),
                     .next = "convert the tensor, or choose another reduction"});
 }

@@ -20,11 +20,11 @@ namespace lockstep::backend {
 using Tensor = at::Tensor;
 using Tensors = std::vector<at::Tensor>;
 
-shm::ReduceOp to_shm(const c10d::ReduceOp& op);  // PREMUL_SUM is the sum of what scaled() gives
+ReduceOp to_shm(const c10d::ReduceOp& op);  // PREMUL_SUM is the sum of what scaled() gives
 
 // How elements of a tensor travel: `each` elements of `dtype` per element of torch's.
 struct Unit {
-  shm::DType dtype;
+  DType dtype;
   std::size_t each = 1;
 
   std::size_t count(std::int64_t elements) const { return static_cast<std::size_t>(elements) * each; }

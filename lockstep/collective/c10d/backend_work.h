@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "lockstep/collective/c10d/backend_tensors.h"
-#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/future.h"
 
 namespace lockstep::backend {
 
@@ -52,22 +52,22 @@ class CollectiveWork final : public c10d::Work {
 // A send or receive. Its tensor is complete once wait(), or isCompleted(), has said so.
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(int rank, c10d::OpType type, Piece piece, shm::Work work)
-      : c10d::Work(rank, type), piece_(std::move(piece)), work_(std::move(work)) {}
+  MessageWork(int rank, c10d::OpType type, Piece piece, FuturePtr future)
+      : c10d::Work(rank, type), piece_(std::move(piece)), future_(std::move(future)) {}
 
   bool isCompleted() override {
-    if (work_.done()) settle();
+    if (future_->done()) settle();
     return c10d::Work::isCompleted();
   }
-  bool isSuccess() const override { return work_.done() && c10d::Work::isSuccess(); }
-  int sourceRank() const override { return work_.source(); }
+  bool isSuccess() const override { return future_->done() && c10d::Work::isSuccess(); }
+  int sourceRank() const override { return future_->source(); }
   std::vector<Tensor> result() override { return {piece_.first()}; }
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout == kNoTimeout)
-      work_.wait();
+      future_->wait();
     else
-      work_.wait(Deadline::after(timeout));
+      future_->wait(Deadline::after(timeout));
     settle();
     return c10d::Work::wait(kNoTimeout);
   }
@@ -76,14 +76,14 @@ class MessageWork final : public c10d::Work {
   void settle() {
     std::call_once(settled_, [this] {
       finish(failure_of([this] {
-        work_.wait();
+        future_->wait();
         if (opType_ != c10d::OpType::SEND) piece_.copy_out();
       }));
     });
   }
 
   Piece piece_;
-  shm::Work work_;
+  FuturePtr future_;
   std::once_flag settled_;
 };
 

@@ -30,7 +30,7 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
   throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
                     .here = call.here,
                     .likely = "a dtype or a layout that c10d does not exchange"});
-} catch (const std::exception& error) {  // Gloo's own: a connection that is closed already
+} catch (const std::exception& error) {  // of Gloo: the connection is closed already
   throw peer_lost(call, error);
 }
 
@@ -41,9 +41,9 @@ PeerLost not_finished(const C10dCall& call) {
                    .next = "wait longer, or look at what each rank is doing"});
 }
 
-milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0 is for ever
+milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0: no timeout
 
-class CallUnderWay : public Pending {
+class CallUnderWay : public Future {
  public:
   CallUnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
 
@@ -74,7 +74,7 @@ class CallUnderWay : public Pending {
 
 }  // namespace
 
-class C10dMessages::UnderWay : public Pending {
+class C10dMessages::UnderWay : public Future {
  public:
   explicit UnderWay(C10dMessage message)
       : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
@@ -147,7 +147,7 @@ class C10dMessages::UnderWay : public Pending {
   std::shared_future<void> result_;
 };
 
-std::shared_ptr<Pending> C10dMessages::start(C10dMessage message) {
+FuturePtr C10dMessages::start(C10dMessage message) {
   const std::lock_guard lock(mutex_);
   if (closed_) throw peer_lost(message.call, std::runtime_error("the connection was closed"));
   std::erase_if(under_way_, [](const auto& one) { return one->settled(); });
@@ -167,7 +167,7 @@ C10dWork issue_alone(const std::function<C10dWork()>& issue) {
   return issue();
 }
 
-std::shared_ptr<Pending> start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
+FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
   C10dWork work = issue_checked(call, issue);
   return std::make_shared<CallUnderWay>(std::move(call), std::move(work));
 }

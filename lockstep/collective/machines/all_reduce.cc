@@ -32,7 +32,7 @@ namespace lockstep {
 namespace {
 
 using shm::Part;
-using shm::Split;
+using shm::Partition;
 
 constexpr std::size_t kOneShotBytes = 16384;
 
@@ -75,7 +75,7 @@ MachineAllReduce::MachineAllReduce(Hierarchy& hierarchy, const Call& call)
       only_root_(call.operation == Operation::kReduce),
       root_machine_(hierarchy.topology.machine_of[call.root]),
       chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
-  if (call.input != call.output) std::memcpy(call.output, call.input, bytes(call.count));
+  if (call.input != call.output && call.count > 0) std::memcpy(call.output, call.input, bytes(call.count));
 }
 
 // While chunk c is reduced inside and its parts leave, c-1 is reduced between machines and c-2 is shared inside: the
@@ -105,7 +105,7 @@ std::vector<std::size_t> MachineAllReduce::counts_inside(std::size_t chunk) cons
 // What a machine reduces of a slice.
 Part MachineAllReduce::part_of(int machine, std::size_t slice_count) const {
   if (one_shot_) return {0, slice_count};
-  return Split::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
+  return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
 }
 
 // Step 1. A rank that is alone on its machine works in the array itself.
@@ -230,20 +230,21 @@ void all_reduce(Hierarchy& hierarchy, const Call& call) {
 
 // Ranks without a result work in a copy: their input stays as it is.
 void reduce(Hierarchy& hierarchy, const Call& call) {
-  Call with_output = call;
-  hierarchy.scratch.resize(call.output == nullptr ? call.count * size_of(call.dtype) : 0);
-  if (call.output == nullptr) with_output.output = hierarchy.scratch.data();
-  MachineAllReduce(hierarchy, with_output).run();
+  if (call.output != nullptr) return MachineAllReduce(hierarchy, call).run();
+  hierarchy.scratch = std::make_unique_for_overwrite<std::byte[]>(call.count * size_of(call.dtype));
+  Call copy = call;
+  copy.output = hierarchy.scratch.get();
+  MachineAllReduce(hierarchy, copy).run();
 }
 
 void barrier(Hierarchy& hierarchy) {
-  hierarchy.scratch.assign(1, std::byte{0});
-  MachineAllReduce(hierarchy, {.operation = Operation::kBarrier,
-                               .input = hierarchy.scratch.data(),
-                               .output = hierarchy.scratch.data(),
-                               .count = 1,
-                               .dtype = DType::kUInt8})
-      .run();
+  hierarchy.scratch = std::make_unique<std::byte[]>(1);
+  const Call call{.operation = Operation::kBarrier,
+                  .input = hierarchy.scratch.get(),
+                  .output = hierarchy.scratch.get(),
+                  .count = 1,
+                  .dtype = DType::kUInt8};
+  MachineAllReduce(hierarchy, call).run();
 }
 
 }  // namespace lockstep

@@ -10,18 +10,18 @@
 namespace lockstep {
 namespace {
 
-// p * p counts, row r: what rank r sends to each.
+// table[r * p + s]: what rank r sends to rank s.
 void check_counts(Hierarchy& hierarchy, const Call& call) {
-  const std::size_t row_bytes = call.counts.size() * sizeof(std::size_t);
-  hierarchy.scratch.resize(call.counts.size() * row_bytes);
-  auto* const table = reinterpret_cast<std::size_t*>(hierarchy.scratch.data());
+  const std::size_t ranks = call.counts.size();
+  hierarchy.scratch = std::make_unique_for_overwrite<std::byte[]>(ranks * ranks * sizeof(std::size_t));
+  const auto* const table = reinterpret_cast<const std::size_t*>(hierarchy.scratch.get());
   all_gather(hierarchy, {.operation = Operation::kAllGather,
                          .input = call.counts.data(),
-                         .output = table,
-                         .count = call.counts.size(),
+                         .output = hierarchy.scratch.get(),
+                         .count = ranks,
                          .dtype = DType::kInt64});
   const std::size_t* sent_here = table + hierarchy.rank;
-  for (std::size_t from = 0; from < call.counts.size(); ++from, sent_here += call.counts.size())
+  for (std::size_t from = 0; from < ranks; ++from, sent_here += ranks)
     if (*sent_here != call.receive_counts[from])
       throw MismatchError({.what = concat("all_to_all: rank ", from, " sends ", *sent_here, " elements to rank ",
                                           hierarchy.rank, ", which expects ", call.receive_counts[from]),
@@ -33,9 +33,9 @@ void check_counts(Hierarchy& hierarchy, const Call& call) {
 
 void all_to_all(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
-  const Counts send = counts_of(call, hierarchy.all.size());
+  const PartCounts send = counts_of(call, hierarchy.all.size());
   if (!call.counts.empty()) check_counts(hierarchy, call);
-  exchange(hierarchy, call, send, call.counts.empty() ? send : Counts(call.receive_counts));
+  exchange(hierarchy, call, send, call.counts.empty() ? send : PartCounts(call.receive_counts));
 }
 
 }  // namespace lockstep

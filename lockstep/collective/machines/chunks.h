@@ -8,7 +8,7 @@
 #include <cstddef>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 

@@ -8,12 +8,12 @@ namespace lockstep {
 // barrier keeps a rank from sending while its machine has not heard from the others.
 void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
   const Signature mine = signature_of(call);
-  hierarchy.inside.run_as(inside_signature(mine), inside_call({.operation = Operation::kBarrier}));
+  hierarchy.inside.run_as(mine, {.operation = Operation::kBarrier});
   if (hierarchy.inside.rank() == 0) {
     hierarchy.check.begin(*hierarchy.between, mine);
     hierarchy.check.finish(*hierarchy.between);
   }
-  hierarchy.inside.run(inside_call({.operation = Operation::kBarrier}));
+  hierarchy.inside.barrier();
 }
 
 // One round: all messages are under way at the same time, and every rank has posted its receive from each other rank

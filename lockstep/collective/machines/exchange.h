@@ -8,7 +8,6 @@
 
 #include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
-#include "lockstep/collective/machines/inside_call.h"
 
 namespace lockstep {
 

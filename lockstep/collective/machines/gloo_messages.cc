@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/gloo_connection.h"
-#include "lockstep/collective/shm_dtype.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -14,8 +14,8 @@ using Tensors = std::vector<torch::Tensor>;
 
 // The first transfer of a message: sent as raw bytes, followed by the data if it is small.
 struct MessageHeader {
-  std::int64_t dtype = 0;
-  std::int64_t count = 0;       // elements
+  std::uint64_t dtype = 0;
+  std::uint64_t count = 0;      // elements
   std::int64_t second_tag = 0;  // of the transfer with the data; 0: the data is in this one
 };
 
@@ -34,15 +34,12 @@ torch::Tensor write_header(const MessageHeader& header, const torch::Tensor& dat
   return written;
 }
 
-DType dtype_of(const torch::Tensor& tensor) { return *to_shm_dtype(tensor.scalar_type()); }
+std::string text_of(std::size_t count, DType dtype) { return concat(count, " ", to_string(dtype)); }
 
-std::string text_of(std::int64_t count, DType dtype) { return concat(count, " ", to_string(dtype)); }
-
-// A receive: the tensor that it is for, and the first transfer.
+// A receive that was started, and its first transfer.
 struct Receive {
-  torch::Tensor tensor;
+  TensorCall call;
   int from;  // the sender, as soon as it is known
-  int tag;
   int here;
   torch::Tensor first = torch::empty({kFirstBytes}, torch::kUInt8);
 
@@ -52,26 +49,26 @@ struct Receive {
     return header;
   }
   DType sent_dtype() const { return static_cast<DType>(header().dtype); }
-  bool fits() const { return header().count == tensor.numel() && sent_dtype() == dtype_of(tensor); }
+  bool fits() const { return header().count == call.call.count && sent_dtype() == call.call.dtype; }
 
   void read_data() const {
-    if (fits() && tensor.nbytes() > 0)
-      std::memcpy(tensor.mutable_data_ptr(), first.const_data_ptr<std::uint8_t>() + sizeof(MessageHeader),
-                  tensor.nbytes());
+    const std::size_t bytes = call.output.nbytes();
+    if (fits() && bytes > 0)
+      std::memcpy(call.call.output, first.const_data_ptr<std::uint8_t>() + sizeof(MessageHeader), bytes);
   }
 
   torch::Tensor place_of_second() const {
-    if (fits()) return bytes_of(tensor);
-    return torch::empty({header().count * static_cast<std::int64_t>(size_of(sent_dtype()))}, torch::kUInt8);
+    if (fits()) return bytes_of(call.output);
+    return torch::empty({static_cast<std::int64_t>(header().count * size_of(sent_dtype()))}, torch::kUInt8);
   }
 
   void check() const {
     if (fits()) return;
-    throw MismatchError(
-        {.what = concat("rank ", here, " wants receive of ", text_of(tensor.numel(), dtype_of(tensor)), " from rank ",
-                        from, ", tag ", tag, ", rank ", from, " wants send of ", text_of(header().count, sent_dtype())),
-         .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
-         .next = "give as many elements of one dtype on both sides, or another tag"});
+    throw MismatchError({.what = concat("rank ", here, " wants receive of ", text_of(call.call.count, call.call.dtype),
+                                        " from rank ", from, ", tag ", call.call.tag, ", rank ", from,
+                                        " wants send of ", text_of(header().count, sent_dtype())),
+                         .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
+                         .next = "give as many elements of one dtype on both sides, or another tag"});
   }
 };
 
@@ -94,9 +91,9 @@ GlooMessages::GlooMessages(const MachineLink& link, std::string here, bool heade
 
 GlooMessages::~GlooMessages() = default;
 
-void GlooMessages::check_tag(int tag) const {
-  if (tag <= kLargestTag) return;
-  throw UsageError({.what = concat("a message with tag ", tag, " between machines"),
+int GlooMessages::tag_of(const Call& call) const {
+  if (call.tag <= kLargestTag) return static_cast<int>(call.tag);
+  throw UsageError({.what = concat("a message with tag ", call.tag, " between machines"),
                     .here = here_,
                     .next = concat("use tags up to ", kLargestTag)});
 }
@@ -107,17 +104,19 @@ int GlooMessages::next_tag() {
   return static_cast<int>(0x40000001 | second_transfers_++ % kTags << 1);
 }
 
-std::shared_ptr<Pending> GlooMessages::start_without_header(const char* what, const std::function<C10dWork()>& issue) {
-  return messages_.start({.call = {what, here_}, .issue = issue});
+FuturePtr GlooMessages::start_without_header(const char* operation, const std::function<C10dWork()>& issue) {
+  return messages_.start({.call = {operation, here_}, .issue = issue});
 }
 
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
-std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to, int tag) {
-  check_tag(tag);
-  Tensors data{bytes_of(tensor)};
+FuturePtr GlooMessages::send(const TensorCall& call) {
+  const int to = call.call.peer;
+  const int tag = tag_of(call.call);
+  Tensors data{bytes_of(call.input)};
   if (!headers_) return start_without_header("send", [&] { return gloo_->send(data, to, tag); });
-  const int second_tag = tensor.nbytes() <= kDataInFirst ? 0 : next_tag();
-  Tensors first{write_header({static_cast<std::int64_t>(dtype_of(tensor)), tensor.numel(), second_tag}, tensor)};
+  const int second_tag = call.input.nbytes() <= kDataInFirst ? 0 : next_tag();
+  const auto dtype = static_cast<std::uint64_t>(call.call.dtype);
+  Tensors first{write_header({dtype, call.call.count, second_tag}, call.input)};
   const auto second = std::make_shared<C10dWork>();
   return messages_.start({.call = {"send", here_},
                           .issue =
@@ -129,19 +128,20 @@ std::shared_ptr<Pending> GlooMessages::send(const torch::Tensor& tensor, int to,
 }
 
 // A small message needs no thread: all of it arrives in the first transfer, and is copied when it is waited for.
-std::shared_ptr<Pending> GlooMessages::receive(const torch::Tensor& tensor, int from, int tag, bool in_background) {
-  check_tag(tag);
+FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
+  const int tag = tag_of(call.call);
   const auto issue = [&](const torch::Tensor& place) {
     Tensors places{place};
+    const int from = call.call.peer;
     return from == kAnyRank ? gloo_->recvAnysource(places, tag) : gloo_->recv(places, from, tag);
   };
-  if (!headers_) return start_without_header("receive", [&] { return issue(bytes_of(tensor)); });
-  const auto receive = std::make_shared<Receive>(Receive{.tensor = tensor, .from = from, .tag = tag, .here = rank_});
+  if (!headers_) return start_without_header("receive", [&] { return issue(bytes_of(call.output)); });
+  const auto receive = std::make_shared<Receive>(Receive{.call = call, .from = call.call.peer, .here = rank_});
   return messages_.start(
       {.call = {"receive", here_, [receive] { receive->check(); }},
        .issue = [&] { return issue(receive->first); },
        .next = [receive, gloo = gloo_](c10d::Work& first) { return receive_second(*receive, first, *gloo); },
-       .in_background = in_background && tensor.nbytes() > kDataInFirst});
+       .in_background = in_background && call.output.nbytes() > kDataInFirst});
 }
 
 }  // namespace lockstep

@@ -30,18 +30,19 @@ class GlooMessages {
   ~GlooMessages();
 
   // As Transport's. Throw UsageError: a tag above kLargestTag; PeerLost; the receive MismatchError, once waited for.
-  std::shared_ptr<Pending> send(const torch::Tensor& tensor, int to, int tag);
-  // `in_background`: goes on also while nobody waits for it, for the price of a thread.
-  std::shared_ptr<Pending> receive(const torch::Tensor& tensor, int from, int tag, bool in_background);
+  // They hold the tensor until the message is done. `in_background`: a receive goes on also while nobody waits for it,
+  // for the price of a thread.
+  FuturePtr send(const TensorCall& call);
+  FuturePtr receive(const TensorCall& call, bool in_background);
 
   // Ends all waits for messages here: PeerLost. The connection itself is its owner's to close.
   void close() { messages_.close(); }
 
  private:
-  static constexpr int kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
+  static constexpr std::int64_t kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
 
-  std::shared_ptr<Pending> start_without_header(const char* what, const std::function<C10dWork()>& issue);
-  void check_tag(int tag) const;
+  FuturePtr start_without_header(const char* operation, const std::function<C10dWork()>& issue);
+  int tag_of(const Call& call) const;
   int next_tag();
 
   c10::intrusive_ptr<GlooConnection> gloo_;

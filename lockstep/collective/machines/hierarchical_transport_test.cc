@@ -16,7 +16,7 @@ namespace {
 
 using testing::contains;
 using testing::Nodes;
-using testing::run_over_hosts;
+using testing::run_over_machines;
 using testing::same;
 using testing::values_of;
 
@@ -40,7 +40,7 @@ torch::Tensor sum_of(int ranks, std::int64_t size, torch::ScalarType dtype) {
 }
 
 TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const std::int64_t size : {0, 1, 7, 4096, 4097, 100003, 1200007}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor);
@@ -50,7 +50,7 @@ TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
 }
 
 TEST_P(Machines, all_reduce_in_place_where_the_world_allocates) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     std::vector<torch::Tensor> tensors;
     std::vector<Work> under_way;
     for (const std::int64_t size : {300007, 5, 70001}) {
@@ -77,7 +77,7 @@ TEST_P(Machines, sum_in_the_order_of_machines_and_ranks) {
         inside = inside.defined() ? inside + fractions(rank, size) : fractions(rank, size);
       expected = expected.defined() ? expected + inside : inside;
     }
-    run_over_hosts(GetParam(), [&](World& world) {
+    run_over_machines(GetParam(), [&](World& world) {
       const torch::Tensor tensor = fractions(world.rank(), size);
       world.all_reduce(tensor);
       EXPECT_TRUE(same(tensor, expected));
@@ -86,7 +86,7 @@ TEST_P(Machines, sum_in_the_order_of_machines_and_ranks) {
 }
 
 TEST_P(Machines, broadcast_from_every_rank) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
       for (const std::int64_t size : {1, 300007}) {
         const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kInt64);
@@ -97,7 +97,7 @@ TEST_P(Machines, broadcast_from_every_rank) {
 }
 
 TEST_P(Machines, all_reduce_around_the_ring_of_machines) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const std::int64_t size : {0, 1, 100003}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor, {.algorithm = Algorithm::kRing});
@@ -110,7 +110,7 @@ TEST_P(Machines, all_reduce_around_the_ring_of_machines) {
 }
 
 TEST_P(Machines, reduce_to_every_rank_and_change_no_other) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
       for (const std::int64_t size : {1, 5000, 300007}) {
         const torch::Tensor before = values_of(world.rank(), {size}, torch::kFloat32);
@@ -137,7 +137,7 @@ std::int64_t before(const Rows& rows, int rank) {
 }
 
 TEST_P(Machines, reduce_scatter_parts_of_any_length) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const Rows& rows : row_lists(world.size())) {
       const std::int64_t size = before(rows, world.size());
       const torch::Tensor given = values_of(world.rank(), {size}, torch::kFloat32);
@@ -152,7 +152,7 @@ TEST_P(Machines, reduce_scatter_parts_of_any_length) {
 }
 
 TEST_P(Machines, reduce_scatter_to_means_where_the_world_allocates) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     const torch::Tensor given = world.allocate({world.size(), 30001}, torch::kFloat32).fill_(world.rank() + 1);
     const torch::Tensor part = world.allocate({1, 30001}, torch::kFloat32);
     static_cast<void>(world.reduce_scatter(given, {.op = ReduceOp::kMean, .output = part}));
@@ -161,7 +161,7 @@ TEST_P(Machines, reduce_scatter_to_means_where_the_world_allocates) {
 }
 
 TEST_P(Machines, all_gather_parts_of_any_length) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const Rows& rows : row_lists(world.size())) {
       const torch::Tensor whole = values_of(7, {before(rows, world.size())}, torch::kInt16);
       const std::int64_t mine = rows[world.rank()];
@@ -172,7 +172,7 @@ TEST_P(Machines, all_gather_parts_of_any_length) {
 }
 
 TEST_P(Machines, gather_scatter_and_exchange_large_tensors) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     const std::int64_t ranks = world.size();
     const torch::Tensor table = values_of(0, {ranks, ranks, 50001}, torch::kFloat32);  // [from][to]
     const int root = world.size() - 1;
@@ -188,7 +188,7 @@ TEST_P(Machines, gather_scatter_and_exchange_large_tensors) {
 }
 
 TEST_P(Machines, have_a_group_of_their_own_on_each_machine) {
-  run_over_hosts(GetParam(), [](World& world) {
+  run_over_machines(GetParam(), [](World& world) {
     auto group = world.machine_group();
     ASSERT_TRUE(group.has_value());
     EXPECT_EQ(group->rank(), world.local_rank());
@@ -216,7 +216,7 @@ void expect_all_others_lose(const Nodes& nodes, int victim, const testing::Body&
       throw;
     }
   };
-  const auto run = [&] { run_over_hosts(nodes, body, {.timeout = std::chrono::seconds(60)}); };
+  const auto run = [&] { run_over_machines(nodes, body, {.timeout = std::chrono::seconds(60)}); };
   EXPECT_TRUE(contains(testing::message_of<DataError>(run), "the victim ends"));
   EXPECT_EQ(lost, static_cast<int>(nodes.size()) - 1);
   EXPECT_LT(longest, 10) << "far below the timeout of a minute";
@@ -267,7 +267,7 @@ TEST(Hierarchy, names_both_calls_when_machines_disagree) {
       throw;
     }
   };
-  const std::string first = testing::message_of<MismatchError>([&] { run_over_hosts({0, 1}, body); });
+  const std::string first = testing::message_of<MismatchError>([&] { run_over_machines({0, 1}, body); });
   EXPECT_TRUE(contains(first, "all_reduce of 10 float32"));
   EXPECT_TRUE(contains(first, "all_reduce of 11 float32"));
 }
@@ -285,7 +285,7 @@ void expect_mismatch(const testing::Body& usual, const testing::Body& other, con
       throw;
     }
   };
-  EXPECT_THROW(run_over_hosts({0, 0, 1}, body), Error);
+  EXPECT_THROW(run_over_machines({0, 0, 1}, body), Error);
   EXPECT_TRUE(contains(messages, part));
 }
 
@@ -330,7 +330,7 @@ void expect_mismatch_inside(const testing::Body& one, const std::string& signatu
       throw;
     }
   };
-  EXPECT_THROW(run_over_hosts({0, 0, 1, 1}, body), MismatchError);
+  EXPECT_THROW(run_over_machines({0, 0, 1, 1}, body), MismatchError);
   EXPECT_EQ(std::ranges::max(mismatches), 2) << signature << ", " << other_signature;
 }
 
@@ -368,7 +368,10 @@ TEST(Hierarchy, names_a_lost_rank_by_its_number_in_the_job) {
       throw;
     }
   };
-  EXPECT_TRUE(contains(testing::message_of<DataError>([&] { run_over_hosts({0, 0, 1, 1}, body); }), "the victim ends"));
+  EXPECT_TRUE(contains(testing::message_of<DataError>([&] {
+                         run_over_machines({0, 0, 1, 1}, body);
+                       }),
+                       "the victim ends"));
   EXPECT_TRUE(contains(message, "rank 3 failed"));
   EXPECT_TRUE(contains(message, "rank 0 of 2 (rank 2 of the job)"));
 }
@@ -415,7 +418,7 @@ TEST(MachineLink, that_leaves_is_not_lost) {
 }
 
 TEST(Hierarchy, refuses_an_algorithm_by_name) {
-  run_over_hosts({0, 1}, [](World& world) {
+  run_over_machines({0, 1}, [](World& world) {
     const auto by_tree = [&] { world.all_reduce(torch::ones({1}), {.algorithm = Algorithm::kTree}); };
     EXPECT_TRUE(contains(testing::message_of<UsageError>(by_tree), "tree"));
     world.barrier();

@@ -2,7 +2,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
-#include "lockstep/collective/shm_transport.h"
+#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -21,34 +21,24 @@ std::unique_ptr<MachineLink> connect_counterparts(const Hierarchy& hierarchy,
   return std::make_unique<MachineLink>(with_prefix(store, concat("slice/", hierarchy.inside.rank())), mine);
 }
 
-std::string reason_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& known) {
-    return known.text().what;
-  } catch (const std::exception& other) {
-    return other.what();
-  }
-}
-
 }  // namespace
 
-Watchdog::Watchdog(shm::Group& inside, OnLoss on_loss)
-    : group_(whole_group_of(inside)),
-      heard_((group_.set_timeout(kAsLongAsTheGroup),
-              group_.start(shm::Receive{.data = &goodbye_, .count = 1, .dtype = DType::kUInt8}))),
-      thread_([this, on_loss = std::move(on_loss)] {
-        try {
-          heard_.wait();
-        } catch (...) {
-          on_loss(std::current_exception());
-        }
-      }) {}
+Watchdog::Watchdog(shm::Group& inside, OnLoss on_loss) : group_(whole_group_of(inside)) {
+  group_.set_timeout(kAsLongAsTheGroup);
+  heard_ = group_.start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
+  thread_ = std::thread([this, on_loss = std::move(on_loss)] {
+    try {
+      heard_->wait();
+    } catch (...) {
+      on_loss(std::current_exception());
+    }
+  });
+}
 
 Watchdog::~Watchdog() {
   const std::uint8_t goodbye = 0;
   try {
-    group_.send({.data = &goodbye, .count = 1, .dtype = DType::kUInt8, .to = group_.rank()});
+    group_.send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_.rank()});
   } catch (const std::exception&) {  // a rank is lost: the thread ends by itself
   }
   thread_.join();
@@ -64,7 +54,7 @@ Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, const 
       ranks_here(topology.ranks_on(machine)),
       inside(std::move(group)),
       all(with_prefix(store, "flat"), options, "rank"),
-      messages(all, options.describe, !options.bare_messages),
+      messages(all, options.describe, options.message_headers),
       between(connect_counterparts(*this, store, options)),
       describe_(options.describe) {
   if (inside.size() > 1) watchdog_.emplace(inside, [this](const std::exception_ptr& error) { close(error); });
@@ -86,7 +76,13 @@ void Hierarchy::fail(const std::string& reason) {
 }
 
 void Hierarchy::give_up(const std::exception_ptr& error) {
-  inside.poison(reason_of(error));
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    inside.poison(known.text().what);
+  } catch (const std::exception& other) {
+    inside.poison(other.what());
+  }
   close(error);
 }
 

@@ -60,7 +60,7 @@ class Watchdog {
  private:
   std::uint8_t goodbye_ = 0;
   shm::Group group_;
-  shm::Work heard_;
+  FuturePtr heard_;
   std::thread thread_;
 };
 
@@ -91,8 +91,8 @@ class Hierarchy {
   const std::vector<int> ranks_here;
 
   SignatureCheck check;
-  std::array<ChunkBuffers, 3> buffers;  // of three chunks in turn
-  std::vector<std::byte> scratch;       // of the call under way, until the next call
+  std::array<ChunkBuffers, 3> buffers;   // of three chunks in turn
+  std::unique_ptr<std::byte[]> scratch;  // of the call under way
 
   shm::Group inside;
   MachineLink all;

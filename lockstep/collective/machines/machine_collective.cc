@@ -4,8 +4,8 @@
 
 namespace lockstep {
 
-Counts counts_of(const Call& call, int ranks) {
-  return call.counts.empty() ? Counts(ranks, call.count) : Counts(call.counts);
+PartCounts counts_of(const Call& call, int ranks) {
+  return call.counts.empty() ? PartCounts(ranks, call.count) : PartCounts(call.counts);
 }
 
 MachineCollective::MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
@@ -13,7 +13,7 @@ MachineCollective::MachineCollective(Hierarchy& hierarchy, const Call& call, int
 
 shm::Part MachineCollective::slice_of(const shm::Part& range, int owner) const {
   if (owner >= slices_) return {range.begin + range.count, 0};
-  const shm::Part slice = shm::Split::even(range.count, slices_, kCacheLine / bytes(1))[owner];
+  const shm::Part slice = shm::Partition::even(range.count, slices_, kCacheLine / bytes(1))[owner];
   return {range.begin + slice.begin, slice.count};
 }
 
@@ -27,9 +27,9 @@ void MachineCollective::finish_check() {
 
 void MachineCollective::run_inside(std::size_t chunk, const Call& call) {
   if (chunk == 0)
-    hierarchy_.inside.run_as(inside_signature(signature_), inside_call(call));
+    hierarchy_.inside.run_as(signature_, call);
   else
-    hierarchy_.inside.run(inside_call(call));
+    hierarchy_.inside.run(call);
 }
 
 void MachineCollective::reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count,

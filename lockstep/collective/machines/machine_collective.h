@@ -16,15 +16,14 @@
 
 #include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
-#include "lockstep/collective/machines/inside_call.h"
-#include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 
-using Counts = IntVector<std::size_t>;
+using PartCounts = IntVector<std::size_t>;
 
 // Elements of each rank's part.
-Counts counts_of(const Call& call, int ranks);
+PartCounts counts_of(const Call& call, int ranks);
 
 class MachineCollective {
  protected:
@@ -53,7 +52,7 @@ class MachineCollective {
   // A collective inside the machine. In that of chunk 0 the machine's ranks compare the signature of the whole call:
   // what they do inside may be alike where the calls are not (a mean is a sum until the machines divide it).
   void run_inside(std::size_t chunk, const Call& call);
-  void run_inside(const Call& call) { hierarchy_.inside.run(inside_call(call)); }
+  void run_inside(const Call& call) { hierarchy_.inside.run(call); }
 
   // What is reduced inside, and on the way around a ring: a mean is divided once, at the end.
   ReduceOp op_inside() const { return call_.op == ReduceOp::kMean ? ReduceOp::kSum : call_.op; }

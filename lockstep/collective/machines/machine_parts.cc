@@ -11,7 +11,7 @@ namespace {
 
 using shm::Part;
 
-Pieces parts_of(const Counts& counts) {
+Pieces parts_of(const PartCounts& counts) {
   Pieces parts;
   std::size_t begin = 0;
   for (const std::size_t count : counts) {
@@ -22,7 +22,7 @@ Pieces parts_of(const Counts& counts) {
 }
 
 std::size_t whole_bytes(const Hierarchy& hierarchy, const Call& call) {
-  const Counts counts = counts_of(call, hierarchy.topology.ranks());
+  const PartCounts counts = counts_of(call, hierarchy.topology.ranks());
   return std::accumulate(counts.begin(), counts.end(), std::size_t{0}) * size_of(call.dtype);
 }
 
@@ -49,8 +49,8 @@ std::vector<Part> MachineParts::slices_of(std::size_t round, int owner, int exce
   return slices;
 }
 
-Counts MachineParts::packed_counts(std::size_t round, int except) const {
-  Counts counts(local_size());
+PartCounts MachineParts::packed_counts(std::size_t round, int except) const {
+  PartCounts counts(local_size());
   for (int owner = 0; owner < local_size(); ++owner)
     for (const Part& slice : slices_of(round, owner, except)) counts[owner] += slice.count;
   return counts;

@@ -32,7 +32,7 @@ class MachineParts : protected MachineCollective {
   std::vector<shm::Part> slices_of(std::size_t round, int owner, int except = kNoMachine) const;
 
   // For each local rank the elements of its slices together.
-  Counts packed_counts(std::size_t round, int except = kNoMachine) const;
+  PartCounts packed_counts(std::size_t round, int except = kNoMachine) const;
   std::size_t elements(std::size_t round) const;  // of all pieces
 
   // For each rank of this machine: how many elements of `range` belong to its part.

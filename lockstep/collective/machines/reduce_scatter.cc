@@ -62,7 +62,7 @@ void MachineReduceScatter::reduce_inside(std::size_t round) {
     for (int machine = 0; machine < machines(); ++machine) buffers.slices[machine] = in_whole(piece(round, machine));
     return;
   }
-  const Counts counts = packed_counts(round);
+  const PartCounts counts = packed_counts(round);
   std::byte* slice = grown(buffers.slice_memory, bytes(counts[local_rank()]));
   run_inside(round, {.operation = Operation::kReduceScatter,
                      .input = pack(round),

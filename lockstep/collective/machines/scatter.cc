@@ -8,9 +8,9 @@ namespace lockstep {
 
 void scatter(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
-  const Counts parts = counts_of(call, hierarchy.all.size());
-  const Counts none(parts.size());
-  Counts receive = none;
+  const PartCounts parts = counts_of(call, hierarchy.all.size());
+  const PartCounts none(parts.size());
+  PartCounts receive = none;
   receive[call.root] = parts[hierarchy.rank];
   exchange(hierarchy, call, hierarchy.rank == call.root ? parts : none, receive);
 }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 

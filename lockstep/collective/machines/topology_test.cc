@@ -7,10 +7,10 @@
 namespace lockstep {
 namespace {
 
-using Counts = IntVector<std::size_t>;
+using PartCounts = IntVector<std::size_t>;
 
 // Every element is in one piece, of its own machine, and no piece is too long.
-void expect_whole(const Counts& counts, const Topology& topology, std::size_t most) {
+void expect_whole(const PartCounts& counts, const Topology& topology, std::size_t most) {
   std::vector<int> owner;
   for (int rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
   std::vector<int> seen(owner.size(), -1);
@@ -30,11 +30,11 @@ TEST(Rounds, contain_every_element_once_with_its_machine) {
   const std::vector<Topology> layouts{{{0, 1}}, {{0, 0, 1}}, {{0, 1, 0, 1}}, {{0, 1, 1, 0, 2, 1, 0}}};
   for (const Topology& topology : layouts)
     for (const std::size_t most : {1, 3, 100}) {
-      Counts growing(topology.ranks());
+      PartCounts growing(topology.ranks());
       std::iota(growing.begin(), growing.end(), 0);
       expect_whole(growing, topology, most);
-      expect_whole(Counts(topology.ranks(), 5), topology, most);
-      expect_whole(Counts(topology.ranks(), 0), topology, most);
+      expect_whole(PartCounts(topology.ranks(), 5), topology, most);
+      expect_whole(PartCounts(topology.ranks(), 0), topology, most);
     }
 }
 

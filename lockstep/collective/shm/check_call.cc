@@ -1,10 +1,11 @@
 #include "lockstep/collective/shm/check_call.h"
 
 #include <set>
+#include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/shm/split.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
@@ -24,57 +25,41 @@ void check_rank(const char* what, int rank, int size) {
 }
 
 void check_counts(const std::vector<std::size_t>& counts, int size) {
-  if (!counts.empty() && counts.size() != static_cast<std::size_t>(size))
+  if (!counts.empty() && std::cmp_not_equal(counts.size(), size))
     refuse(concat(counts.size(), " counts for ", size, " ranks"), "give one count per rank");
+}
+
+void check_all_to_all(const Call& call, int size) {
+  check_counts(call.receive_counts, size);
+  if (call.counts.empty() != call.receive_counts.empty())
+    refuse("all_to_all with one list of counts", "give the counts of both directions, or neither");
+  const Partition sent = Partition::of(call, size);
+  const Partition received = call.counts.empty() ? sent : Partition::uneven(call.receive_counts);
+  const auto* const input = static_cast<const std::byte*>(call.input);
+  const auto* const output = static_cast<const std::byte*>(call.output);
+  const std::size_t element = size_of(call.dtype);
+  if (input < output + received.total() * element && output < input + sent.total() * element)
+    refuse("all_to_all from memory into itself", "give it an output of its own");
 }
 
 }  // namespace
 
-void check_call(const Barrier&, int) {}
-void check_call(const AllReduce& call, int) { check_op(call.dtype, call.op); }
-
-void check_call(const Reduce& call, int size) {
-  check_op(call.dtype, call.op);
-  check_rank("root", call.root, size);
-}
-
-void check_call(const ReduceScatter& call, int size) {
-  check_op(call.dtype, call.op);
+void check_call(const Call& call, int size) {
   check_counts(call.counts, size);
-}
-
-void check_call(const AllGather& call, int size) { check_counts(call.counts, size); }
-void check_call(const Broadcast& call, int size) { check_rank("root", call.root, size); }
-
-void check_call(const Gather& call, int size) {
-  check_counts(call.counts, size);
-  check_rank("root", call.root, size);
-}
-
-void check_call(const Scatter& call, int size) {
-  check_counts(call.counts, size);
-  check_rank("root", call.root, size);
-}
-
-void check_call(const AllToAll& call, int size) {
-  check_counts(call.send_counts, size);
-  check_counts(call.receive_counts, size);
-  if (call.send_counts.empty() != call.receive_counts.empty())
-    refuse("all_to_all with one list of counts", "give send_counts and receive_counts, or neither");
-  const bool even = call.send_counts.empty();
-  const std::size_t sent = even ? call.count * static_cast<std::size_t>(size) : Split::uneven(call.send_counts).total();
-  const std::size_t received =
-      even ? call.count * static_cast<std::size_t>(size) : Split::uneven(call.receive_counts).total();
-  const auto* const input = static_cast<const std::byte*>(call.input);
-  const auto* const output = static_cast<const std::byte*>(call.output);
-  if (input < output + received * size_of(call.dtype) && output < input + sent * size_of(call.dtype))
-    refuse("all_to_all from memory into itself", "give it an output of its own");
-}
-
-void check_call(const Send& call, int size) { check_rank("to", call.to, size); }
-
-void check_call(const Receive& call, int size) {
-  if (call.from != kAnyRank) check_rank("from", call.from, size);
+  switch (call.operation) {
+    case Operation::kAllReduce:
+    case Operation::kReduceScatter: return check_op(call.dtype, call.op);
+    case Operation::kReduce: check_op(call.dtype, call.op); [[fallthrough]];
+    case Operation::kBroadcast:
+    case Operation::kGather:
+    case Operation::kScatter: return check_rank("root", call.root, size);
+    case Operation::kAllToAll: return check_all_to_all(call, size);
+    case Operation::kSend: return check_rank("to", call.peer, size);
+    case Operation::kReceive:
+      if (call.peer != kAnyRank) check_rank("from", call.peer, size);
+      return;
+    default: return;
+  }
 }
 
 void check_subgroup(const std::vector<int>& ranks, int size) {

@@ -6,21 +6,11 @@
 
 #include <vector>
 
-#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/call.h"
 
 namespace lockstep::shm {
 
-void check_call(const Barrier& call, int size);
-void check_call(const AllReduce& call, int size);
-void check_call(const Reduce& call, int size);
-void check_call(const ReduceScatter& call, int size);
-void check_call(const AllGather& call, int size);
-void check_call(const Broadcast& call, int size);
-void check_call(const Gather& call, int size);
-void check_call(const Scatter& call, int size);
-void check_call(const AllToAll& call, int size);
-void check_call(const Send& call, int size);
-void check_call(const Receive& call, int size);
+void check_call(const Call& call, int size);
 void check_subgroup(const std::vector<int>& ranks, int size);
 
 }  // namespace lockstep::shm

@@ -337,7 +337,7 @@ TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
       for (const std::size_t count : kCounts) {
         const Array data(group, kind(), count * 2);
         if (group.rank() == root) fill(DType::kInt16, data.data(), root, count);
-        group.broadcast({.data = data.data(), .count = count, .dtype = DType::kInt16, .root = root});
+        group.broadcast({.output = data.data(), .count = count, .dtype = DType::kInt16, .root = root});
         std::vector<std::byte> expected(count * 2);
         fill(DType::kInt16, expected.data(), root, count);
         EXPECT_TRUE(same(data.data(), expected, "broadcast"));
@@ -372,7 +372,7 @@ void check_all_to_all(Group& group, MemoryKind kind, std::size_t scale, bool eve
   group.all_to_all({.input = input.data(),
                     .output = output.data(),
                     .count = scale,
-                    .send_counts = even ? std::vector<std::size_t>{} : sends,
+                    .counts = even ? std::vector<std::size_t>{} : sends,
                     .receive_counts = even ? std::vector<std::size_t>{} : receives,
                     .dtype = DType::kInt64});
   EXPECT_TRUE(same(output.data(), expected, "all_to_all"));
@@ -394,7 +394,7 @@ TEST(collectives, all_reduce_into_one_shared_result) {
         const std::size_t count = 10000;
         Memory memory = group.allocate(2 * count * 4);
         std::uint64_t offset = memory.offset() + count * 4;
-        group.broadcast({.data = &offset, .count = 1, .dtype = DType::kInt64});
+        group.broadcast({.output = &offset, .count = 1, .dtype = DType::kInt64});
         std::byte* const result = group.peer_memory(0, offset, count * 4);
         fill(DType::kFloat32, memory.data(), group.rank(), count);
         group.all_reduce({.input = memory.data(), .output = result, .count = count});

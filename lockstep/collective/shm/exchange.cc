@@ -5,8 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/copy.h"
-#include "lockstep/collective/shm/shape.h"
-#include "lockstep/collective/shm/split.h"
+#include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
@@ -18,30 +17,37 @@ struct Bytes {
   std::size_t count = 0;
 };
 
-enum class Lanes { kOneForAll, kOneEach };
+Bytes in_bytes(Part part, std::size_t element) { return {part.begin * element, part.count * element}; }
 
-// What this rank shows and what it wants.
-struct Plan {
-  explicit Plan(int size)
-      : messages(static_cast<std::size_t>(size)), wanted(messages.size()), found_at(messages.size()) {}
+// Which bytes this rank shows, and which it takes from each rank.
+struct Routes {
+  explicit Routes(const Call& call, int size)
+      : input(static_cast<const std::byte*>(call.input)),
+        output(static_cast<std::byte*>(call.output)),
+        taken(size),
+        found_at(size) {}
 
-  const std::byte* input = nullptr;
-  std::size_t input_bytes = 0;
-  Lanes lanes = Lanes::kOneForAll;
-  std::vector<Bytes> messages;  // kOneEach: of the input, for each rank
-  std::byte* output = nullptr;
-  std::vector<Bytes> wanted;          // of the output, from each rank; count 0: nothing
-  std::vector<std::size_t> found_at;  // where in a peer's input that begins
+  const std::byte* input;
+  std::size_t input_bytes = 0;  // 0: this rank shows nothing
+  IntVector<Bytes> given;       // of the input, to each rank; empty: all of it to all
+  std::byte* output;
+  IntVector<Bytes> taken;           // of the output, from each rank; count 0: nothing
+  IntVector<std::size_t> found_at;  // where in that rank's input it begins
 
+  bool all_alike() const { return given.empty(); }
   std::size_t longest_message() const {
-    if (lanes == Lanes::kOneForAll) return input_bytes;
-    return std::ranges::max(messages, {}, &Bytes::count).count;
+    return all_alike() ? input_bytes : std::ranges::max(given, {}, &Bytes::count).count;
   }
 };
 
 class Exchange {
  public:
-  Exchange(GroupState& group, const Plan& plan) : group_(group), plan_(plan) {}
+  Exchange(GroupState& group, const Routes& routes) : group_(group), routes_(routes) {}
+
+  void run() {
+    arrive();
+    transfer();
+  }
 
   void arrive();
   void transfer();
@@ -49,7 +55,6 @@ class Exchange {
  private:
   Place show() const;
   Place place_of(int peer) const { return group_.announcement(peer).input(); }
-  Bytes wanted(int peer) const { return plan_.wanted[static_cast<std::size_t>(peer)]; }
   void copy_at_once(int peer) const;
   void stream(std::size_t longest);
   void copy_in(std::size_t chunk);
@@ -57,22 +62,26 @@ class Exchange {
   Bytes part_of_chunk(std::size_t bytes, std::size_t chunk) const;
 
   GroupState& group_;
-  const Plan& plan_;
-  std::size_t lane_ = 0;
+  const Routes& routes_;
+  std::size_t lane_ = 0;  // bytes
 };
 
 void Exchange::arrive() {
   const Place place = show();
   if (place.kind == Place::Kind::kSlot && group_.size() > 1)
-    copy_bytes(group_.slot(group_.rank()), plan_.input, plan_.input_bytes);
-  group_.arrive(place, {}, plan_.longest_message());
+    copy_bytes(group_.slot(group_.rank()), routes_.input, routes_.input_bytes);
+  group_.arrive(place, {}, routes_.longest_message());
 }
 
 Place Exchange::show() const {
-  if (plan_.input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Place::Kind::kSlot};
-  return group_.locate(plan_.input, plan_.input_bytes);
+  if (routes_.input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Place::Kind::kSlot};
+  return group_.locate(routes_.input, routes_.input_bytes);
 }
 
+// Copies from all that show their input in a slot or in place, then streams from those that stage. All ranks see the
+// same announcements, so all of them stream, through as many chunks as the longest staged message has, or none does.
+// Without a stream, a second wait is needed only where some input is read in place: its owner waits until all ranks
+// have posted that they are done reading.
 void Exchange::transfer() {
   bool read_in_place = false;
   std::size_t longest_staged = 0;
@@ -90,19 +99,21 @@ void Exchange::transfer() {
 }
 
 void Exchange::copy_at_once(int peer) const {
-  const Bytes want = wanted(peer);
-  if (want.count == 0) return;
-  const std::size_t offset = plan_.found_at[static_cast<std::size_t>(peer)];
-  if (peer == group_.rank()) return copy_bytes(plan_.output + want.begin, plan_.input + offset, want.count);
+  const Bytes taken = routes_.taken[peer];
+  if (taken.count == 0) return;
+  std::byte* const to = routes_.output + taken.begin;
+  const std::size_t offset = routes_.found_at[peer];
+  if (peer == group_.rank()) return copy_bytes(to, routes_.input + offset, taken.count);
   const Place place = place_of(peer);
-  if (place.kind == Place::Kind::kSlot)
-    return copy_bytes(plan_.output + want.begin, group_.slot(peer) + offset, want.count);
-  const GroupState::Touch touch(group_);
-  copy_bytes(plan_.output + want.begin, group_.pointer(place, offset + want.count) + offset, want.count);
+  if (place.kind == Place::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, taken.count);
+  const GroupState::PeerAccess access(group_);
+  copy_bytes(to, group_.pointer(place, offset + taken.count) + offset, taken.count);
 }
 
+// Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
+// GroupState::stream says why no chunk is overwritten before it was read.
 void Exchange::stream(std::size_t longest) {
-  const auto lanes = static_cast<std::size_t>(plan_.lanes == Lanes::kOneEach ? group_.size() : 1);
+  const auto lanes = static_cast<unsigned>(routes_.all_alike() ? 1 : group_.size());
   lane_ = group_.staging_bytes() / lanes / kCacheLine * kCacheLine;
   const bool mine = place_of(group_.rank()).kind == Place::Kind::kPrivate;
   if (mine) group_.make_staging();
@@ -118,57 +129,32 @@ Bytes Exchange::part_of_chunk(std::size_t bytes, std::size_t chunk) const {
 }
 
 void Exchange::copy_in(std::size_t chunk) {
-  std::byte* const lanes = group_.staging(group_.rank(), chunk);
-  if (plan_.lanes == Lanes::kOneForAll) {
-    const Bytes part = part_of_chunk(plan_.input_bytes, chunk);
-    return show_bytes(lanes, plan_.input + part.begin, part.count);
+  std::byte* lane = group_.staging(group_.rank(), chunk);
+  if (routes_.all_alike()) {
+    const Bytes part = part_of_chunk(routes_.input_bytes, chunk);
+    return show_bytes(lane, routes_.input + part.begin, part.count);
   }
-  for (int reader = 0; reader < group_.size(); ++reader) {
+  for (int reader = 0; reader < group_.size(); ++reader, lane += lane_) {
     if (reader == group_.rank()) continue;
-    const Bytes message = plan_.messages[static_cast<std::size_t>(reader)];
+    const Bytes message = routes_.given[reader];
     const Bytes part = part_of_chunk(message.count, chunk);
-    show_bytes(lanes + static_cast<std::size_t>(reader) * lane_, plan_.input + message.begin + part.begin, part.count);
+    show_bytes(lane, routes_.input + message.begin + part.begin, part.count);
   }
 }
 
 void Exchange::copy_out(std::size_t chunk) {
-  const std::size_t lane = plan_.lanes == Lanes::kOneEach ? static_cast<std::size_t>(group_.rank()) * lane_ : 0;
+  const std::size_t lane = routes_.all_alike() ? 0 : static_cast<unsigned>(group_.rank()) * lane_;
   for (int peer = 0; peer < group_.size(); ++peer) {
     if (peer == group_.rank() || place_of(peer).kind != Place::Kind::kPrivate) continue;
-    const Bytes part = part_of_chunk(wanted(peer).count, chunk);
+    const Bytes taken = routes_.taken[peer];
+    const Bytes part = part_of_chunk(taken.count, chunk);
     if (part.count == 0) continue;
-    copy_bytes(plan_.output + wanted(peer).begin + part.begin, group_.staging(peer, chunk) + lane, part.count);
+    copy_bytes(routes_.output + taken.begin + part.begin, group_.staging(peer, chunk) + lane, part.count);
   }
 }
 
-void run_plan(GroupState& group, const Intent& intent, const Plan& plan) {
-  group.begin(intent);
-  Exchange exchange(group, plan);
-  exchange.arrive();
-  exchange.transfer();
-}
-
-Split split_of(std::size_t count, std::span<const std::size_t> counts, int size) {
-  return counts.empty() ? Split::equal(count, size) : Split::uneven(counts);
-}
-
-Bytes in_bytes(Part part, std::size_t element) { return {part.begin * element, part.count * element}; }
-
-void gather_parts(GroupState& group, const Intent& intent, const AllGather& call) {
-  const std::size_t element = size_of(call.dtype);
-  const Split split = split_of(call.count, call.counts, group.size());
-  Plan plan(group.size());
-  plan.input = static_cast<const std::byte*>(call.input);
-  plan.input_bytes = split[group.rank()].count * element;
-  plan.output = static_cast<std::byte*>(call.output);
-  const bool wanted = intent.root < 0 || intent.root == group.rank();
-  for (int peer = 0; peer < group.size() && wanted; ++peer)
-    plan.wanted[static_cast<std::size_t>(peer)] = in_bytes(split[peer], element);
-  run_plan(group, intent, plan);
-}
-
-// Everybody checks every pair of ranks, so that everybody throws.
-void check_counts(const GroupState& group) {
+// Every rank checks every pair of ranks, so that all of them throw.
+void check_pairs(const GroupState& group) {
   const int p = group.size();
   for (int from = 0; from < p; ++from)
     for (int to = 0; to < p; ++to) {
@@ -178,30 +164,42 @@ void check_counts(const GroupState& group) {
       throw MismatchError({.what = concat(group.name(from), " sends ", sent, " elements to ", group.name(to),
                                           ", which expects ", expected),
                            .here = group.here(),
-                           .likely = "send_counts of one rank and receive_counts of another that do not match",
+                           .likely = "send counts of one rank and receive counts of another that do not match",
                            .next = "exchange the counts first, with an even all_to_all"});
     }
 }
 
-void exchange_uneven(GroupState& group, const Intent& intent, const AllToAll& call, Plan& plan) {
-  const std::size_t element = size_of(call.dtype);
-  const auto p = static_cast<std::size_t>(group.size());
-  const Split sends = Split::uneven(call.send_counts);
-  const Split receives = Split::uneven(call.receive_counts);
-  plan.input_bytes = sends.total() * element;
-  group.begin(intent);
-  for (std::size_t peer = 0; peer < p; ++peer) {
-    plan.messages[peer] = in_bytes(sends[static_cast<int>(peer)], element);
-    plan.wanted[peer] = in_bytes(receives[static_cast<int>(peer)], element);
-    group.counts(group.rank())[peer] = call.send_counts[peer];
-    group.counts(group.rank())[p + peer] = call.receive_counts[peer];
+void all_to_all_even(GroupState& group, const Call& call, Routes& routes) {
+  const std::size_t message = call.count * size_of(call.dtype);
+  const Partition parts = Partition::equal(message, group.size());
+  routes.input_bytes = parts.total();
+  for (int peer = 0; peer < group.size(); ++peer) {
+    routes.given[peer] = routes.taken[peer] = in_bytes(parts[peer], 1);
+    routes.found_at[peer] = parts[group.rank()].begin;
   }
-  Exchange exchange(group, plan);
+  Exchange(group, routes).run();
+}
+
+// Each rank also publishes what it sends to and expects from each: where its message begins in a sender's input is the
+// sum of what that one sends to the ranks before it.
+void all_to_all_uneven(GroupState& group, const Call& call, Routes& routes) {
+  const std::size_t element = size_of(call.dtype);
+  const Partition sends = Partition::uneven(call.counts);
+  const Partition receives = Partition::uneven(call.receive_counts);
+  routes.input_bytes = sends.total() * element;
+  std::uint64_t* const published = group.counts(group.rank());
+  for (int peer = 0; peer < group.size(); ++peer) {
+    routes.given[peer] = in_bytes(sends[peer], element);
+    routes.taken[peer] = in_bytes(receives[peer], element);
+    published[peer] = sends[peer].count;
+    published[group.size() + peer] = receives[peer].count;
+  }
+  Exchange exchange(group, routes);
   exchange.arrive();
-  check_counts(group);
-  for (std::size_t peer = 0; peer < p; ++peer) {
-    const std::uint64_t* const sent = group.counts(static_cast<int>(peer));
-    plan.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
+  check_pairs(group);
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const std::uint64_t* const sent = group.counts(peer);
+    routes.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
   }
   exchange.transfer();
 }
@@ -213,85 +211,53 @@ void barrier(GroupState& group) {
   group.arrive({.kind = Place::Kind::kSlot}, {});
 }
 
-void broadcast(GroupState& group, const Broadcast& call) {
+void broadcast(GroupState& group, const Call& call) {
+  group.begin(signature_of(call));
   const std::size_t bytes = call.count * size_of(call.dtype);
-  Plan plan(group.size());
-  plan.output = static_cast<std::byte*>(call.data);
-  if (group.rank() == call.root) {
-    plan.input = plan.output;
-    plan.input_bytes = bytes;
-  } else {
-    plan.wanted[static_cast<std::size_t>(call.root)] = {0, bytes};
-  }
-  run_plan(group, {.operation = Operation::kBroadcast, .dtype = call.dtype, .root = call.root, .count = call.count},
-           plan);
+  Routes routes(call, group.size());
+  routes.input = routes.output;
+  if (group.rank() == call.root)
+    routes.input_bytes = bytes;
+  else
+    routes.taken[call.root] = {0, bytes};
+  Exchange(group, routes).run();
 }
 
-void all_gather(GroupState& group, const AllGather& call) {
-  gather_parts(group,
-               {.operation = Operation::kAllGather,
-                .dtype = call.dtype,
-                .count = split_of(call.count, call.counts, group.size()).total(),
-                .shape = shape_of(call.counts)},
-               call);
-}
-
-void gather(GroupState& group, const Gather& call) {
-  gather_parts(
-      group,
-      {.operation = Operation::kGather,
-       .dtype = call.dtype,
-       .root = call.root,
-       .count = split_of(call.count, call.counts, group.size()).total(),
-       .shape = shape_of(call.counts)},
-      {.input = call.input, .output = call.output, .count = call.count, .counts = call.counts, .dtype = call.dtype});
-}
-
-void gather_for_subgroup(GroupState& group, const void* input, void* output, std::size_t bytes) {
-  gather_parts(group, {.operation = Operation::kSubgroup, .count = bytes},
-               {.input = input, .output = output, .count = bytes, .dtype = DType::kUInt8});
-}
-
-void scatter(GroupState& group, const Scatter& call) {
+void gather(GroupState& group, const Call& call) {
+  group.begin(signature_of(call));
   const std::size_t element = size_of(call.dtype);
-  const Split split = split_of(call.count, call.counts, group.size());
-  const auto root = static_cast<std::size_t>(call.root);
-  Plan plan(group.size());
-  plan.lanes = Lanes::kOneEach;
-  plan.output = static_cast<std::byte*>(call.output);
-  plan.wanted[root] = {0, split[group.rank()].count * element};
-  plan.found_at[root] = split[group.rank()].begin * element;
-  if (group.rank() == call.root) {
-    plan.input = static_cast<const std::byte*>(call.input);
-    plan.input_bytes = split.total() * element;
-    for (int peer = 0; peer < group.size(); ++peer)
-      plan.messages[static_cast<std::size_t>(peer)] = in_bytes(split[peer], element);
-  }
-  run_plan(group,
-           {.operation = Operation::kScatter,
-            .dtype = call.dtype,
-            .root = call.root,
-            .count = split.total(),
-            .shape = shape_of(call.counts)},
-           plan);
+  const Partition parts = Partition::of(call, group.size());
+  Routes routes(call, group.size());
+  routes.input_bytes = parts[group.rank()].count * element;
+  const bool wanted = call.operation != Operation::kGather || call.root == group.rank();
+  for (int peer = 0; peer < group.size() && wanted; ++peer) routes.taken[peer] = in_bytes(parts[peer], element);
+  Exchange(group, routes).run();
 }
 
-void all_to_all(GroupState& group, const AllToAll& call) {
-  const std::size_t message = call.count * size_of(call.dtype);
-  const bool even = call.send_counts.empty();
-  const Intent intent{
-      .operation = Operation::kAllToAll, .dtype = call.dtype, .count = even ? call.count : 0, .shape = even ? 0U : 1U};
-  Plan plan(group.size());
-  plan.lanes = Lanes::kOneEach;
-  plan.input = static_cast<const std::byte*>(call.input);
-  plan.output = static_cast<std::byte*>(call.output);
-  if (!even) return exchange_uneven(group, intent, call, plan);
-  plan.input_bytes = message * plan.messages.size();
-  for (std::size_t peer = 0; peer < plan.messages.size(); ++peer) {
-    plan.messages[peer] = plan.wanted[peer] = {peer * message, message};
-    plan.found_at[peer] = static_cast<std::size_t>(group.rank()) * message;
+void scatter(GroupState& group, const Call& call) {
+  group.begin(signature_of(call));
+  const std::size_t element = size_of(call.dtype);
+  const Partition parts = Partition::of(call, group.size());
+  const Bytes mine = in_bytes(parts[group.rank()], element);
+  Routes routes(call, group.size());
+  routes.given.resize(group.size());
+  routes.taken[call.root] = {0, mine.count};
+  routes.found_at[call.root] = mine.begin;
+  if (group.rank() == call.root) {
+    routes.input_bytes = parts.total() * element;
+    for (int peer = 0; peer < group.size(); ++peer) routes.given[peer] = in_bytes(parts[peer], element);
   }
-  run_plan(group, intent, plan);
+  Exchange(group, routes).run();
+}
+
+void all_to_all(GroupState& group, const Call& call) {
+  group.begin(signature_of(call));
+  Routes routes(call, group.size());
+  routes.given.resize(group.size());
+  if (call.counts.empty())
+    all_to_all_even(group, call, routes);
+  else
+    all_to_all_uneven(group, call, routes);
 }
 
 }  // namespace lockstep::shm

@@ -2,22 +2,20 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/algorithms.h"
+#include "lockstep/collective/shm/all_reduce.h"
+#include "lockstep/collective/shm/all_reduce_reference.h"
 #include "lockstep/collective/shm/check_call.h"
-#include "lockstep/collective/shm/connect/group_factory.h"
 #include "lockstep/collective/shm/exchange.h"
+#include "lockstep/collective/shm/group_factory.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
-#include "lockstep/collective/shm/reduction.h"
-#include "lockstep/collective/shm/work.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
 
-// Members go in reverse order: first the threads that use the rest.
+// Destroyed in reverse order: first the mailbox, whose thread uses the rest.
 struct Group::Parts {
   Parts(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
         std::chrono::milliseconds wait)
@@ -31,57 +29,53 @@ struct Group::Parts {
   bool left = false;
   GroupState state;
   Mailbox mailbox;
-  Worker worker;
 };
 
 namespace {
 
-void make_call(GroupState& state, const AllReduce& call) {
-  switch (call.algorithm) {
-    case Algorithm::kDirect: return all_reduce(state, call);
-    case Algorithm::kCentral: return all_reduce_central(state, call);
-    case Algorithm::kRing: return all_reduce_ring(state, call);
-    case Algorithm::kTree: return all_reduce_tree(state, call);
+void carry_out(GroupState& state, const Call& call) {
+  switch (call.operation) {
+    case Operation::kAllReduce:
+      if (call.algorithm != Algorithm::kDirect) return all_reduce_reference(state, call);
+      [[fallthrough]];
+    case Operation::kReduce:
+    case Operation::kReduceScatter: return all_reduce(state, call);
+    case Operation::kAllGather:
+    case Operation::kGather: return gather(state, call);
+    case Operation::kBroadcast: return broadcast(state, call);
+    case Operation::kScatter: return scatter(state, call);
+    case Operation::kAllToAll: return all_to_all(state, call);
+    default: return barrier(state);
   }
 }
-void make_call(GroupState& state, const Barrier&) { barrier(state); }
-void make_call(GroupState& state, const Reduce& call) { reduce(state, call); }
-void make_call(GroupState& state, const ReduceScatter& call) { reduce_scatter(state, call); }
-void make_call(GroupState& state, const AllGather& call) { all_gather(state, call); }
-void make_call(GroupState& state, const Broadcast& call) { broadcast(state, call); }
-void make_call(GroupState& state, const Gather& call) { gather(state, call); }
-void make_call(GroupState& state, const Scatter& call) { scatter(state, call); }
-void make_call(GroupState& state, const AllToAll& call) { all_to_all(state, call); }
 
-template <class Type>
-constexpr bool kIsMessage = std::is_same_v<Type, Send> || std::is_same_v<Type, Receive>;
-
-// What each rank of a group says about the sub-group that it wants to be in: `words` numbers, the first of which is the
-// offset of the control memory in the arena of the sub-group's rank 0.
+// What each rank of a group says about the sub-group that it wants to be in: size + 1 numbers, the first of which is the
+// offset of the control memory in the arena of the sub-group's rank 0; the others are its ranks, then -1.
 class SubgroupOffers {
  public:
-  SubgroupOffers(int size, const std::vector<int>& ranks)
-      : words_(static_cast<std::size_t>(size) + 1), mine_(words_, -1), all_(words_ * static_cast<std::size_t>(size)) {
+  SubgroupOffers(int size, const std::vector<int>& ranks) : words_(size + 1), mine_(words_, -1), all_(words_ * size) {
     std::copy(ranks.begin(), ranks.end(), mine_.begin() + 1);
   }
 
   void exchange(GroupState& group, std::uint64_t offset) {
     mine_[0] = static_cast<std::int64_t>(offset);
-    gather_for_subgroup(group, mine_.data(), all_.data(), words_ * sizeof(std::int64_t));
+    gather(group, {.operation = Operation::kSubgroup,
+                   .input = mine_.data(),
+                   .output = all_.data(),
+                   .count = mine_.elements().size(),
+                   .dtype = DType::kInt64});
     for (int rank = 0; rank < group.size(); ++rank)
       for (const int member : list_of(rank))
         if (list_of(member) != list_of(rank)) disagree(group, rank, member);
   }
 
-  std::uint64_t offset_from(int rank) const { return static_cast<std::uint64_t>(all_[at(rank)]); }
+  std::uint64_t offset_from(int rank) const { return static_cast<std::uint64_t>(all_[rank * words_]); }
 
  private:
-  std::size_t at(int rank) const { return static_cast<std::size_t>(rank) * words_; }
-
   std::vector<int> list_of(int rank) const {
     std::vector<int> list;
-    for (std::size_t i = 1; i < words_ && all_[at(rank) + i] >= 0; ++i)
-      list.push_back(static_cast<int>(all_[at(rank) + i]));
+    for (int i = 1; i < words_ && all_[rank * words_ + i] >= 0; ++i)
+      list.push_back(static_cast<int>(all_[rank * words_ + i]));
     return list;
   }
 
@@ -99,24 +93,24 @@ class SubgroupOffers {
     return "ranks " + join(names, ", ");
   }
 
-  std::size_t words_;
-  std::vector<std::int64_t> mine_;
-  std::vector<std::int64_t> all_;
+  int words_;
+  IntVector<std::int64_t> mine_;
+  IntVector<std::int64_t> all_;
 };
 
 Memory make_area(GroupState& state, int size) {
   const std::size_t bytes = GroupArea::bytes(size);
   Memory memory = state.machine().arena(state.machine_rank(state.rank()))->allocate(bytes);
   std::memset(memory.data(), 0, bytes);
-  memory.as<GroupHeader>()->users.store(static_cast<std::uint32_t>(size));
+  memory.as<GroupHeader>()->users.store(static_cast<unsigned>(size));
   return memory;
 }
 
 }  // namespace
 
 Group GroupFactory::make(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout) {
-  std::vector<int> ranks(static_cast<std::size_t>(machine->size()));
-  for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);
+  std::vector<int> ranks;
+  for (int i = 0; i < machine->size(); ++i) ranks.push_back(i);
   const GroupArea area = machine->group_area();
   return Group(std::make_unique<Group::Parts>(std::move(machine), area, std::move(ranks), rank, timeout));
 }
@@ -131,11 +125,9 @@ Group& Group::operator=(Group&& other) noexcept {
 
 Group::~Group() {
   if (parts_ == nullptr) return;
-  GroupState& state = parts_->state;
-  const std::shared_ptr<Machine> machine = state.shared_machine();
-  if (parts_->is_whole_machine() && !parts_->left) poison("it went away without leave(), after an error or by mistake");
-  if (!parts_->worker.idle()) state.waiter().cancel();
-  const GroupArea area = state.area();
+  cancel();
+  const std::shared_ptr<Machine> machine = parts_->state.shared_machine();
+  const GroupArea area = parts_->state.area();
   const bool counted = !parts_->is_whole_machine();
   Memory area_memory = std::move(parts_->area_memory);
   parts_.reset();
@@ -143,8 +135,12 @@ Group::~Group() {
   if (area_memory.data() != nullptr) machine->retire(std::move(area_memory));
 }
 
+void Group::cancel() {
+  if (parts_->is_whole_machine() && !parts_->left) poison("it went away without leave(), after an error or by mistake");
+  parts_->state.waiter().cancel();
+}
+
 void Group::leave() {
-  parts_->worker.drain();
   parts_->mailbox.drain();
   parts_->left = true;
   const GroupState& state = parts_->state;
@@ -156,7 +152,6 @@ int Group::size() const { return parts_->state.size(); }
 int Group::job_rank(int rank) const { return parts_->state.job_rank(rank); }
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
-  parts_->worker.drain();
   parts_->timeout = timeout;
   parts_->state.waiter().set_timeout(timeout);
   parts_->mailbox.set_timeout(timeout);
@@ -173,64 +168,32 @@ std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes)
   return state.machine().pointer({.kind = Place::Kind::kArena, .owner = owner, .at = offset}, bytes);
 }
 
-void Group::run(const Call& call, std::optional<std::chrono::milliseconds> timeout) {
-  std::visit([this](const auto& one) { check_call(one, size()); }, call);
-  std::visit(
-      [&](const auto& one) {
-        using Type = std::decay_t<decltype(one)>;
-        if constexpr (std::is_same_v<Type, Send>)
-          parts_->mailbox.send(one);
-        else if constexpr (std::is_same_v<Type, Receive>)
-          parts_->mailbox.receive(one);
-        else if (!parts_->worker.idle())
-          start(call, timeout).wait();
-        else
-          parts_->state.run([&] { make_call(parts_->state, one); }, timeout);
-      },
-      call);
+int Group::run(const Call& call) {
+  check_call(call, size());
+  if (is_message(call.operation)) return parts_->mailbox.run(call);
+  parts_->state.run(call.timeout, [&] { carry_out(parts_->state, call); });
+  return kAnyRank;
 }
 
-void Group::run_as(const Intent& announced, const Call& call) {
-  std::visit([this](const auto& one) { check_call(one, size()); }, call);  // what throws must not leave it announced
-  parts_->worker.drain();
+void Group::run_as(const Signature& announced, const Call& call) {
+  check_call(call, size());  // if this throws, nothing must be left to announce
   parts_->state.announce_as(announced);
   run(call);
 }
 
-void Group::send(const Send& call) {
-  check_call(call, size());
-  parts_->mailbox.send(call);
-}
-
-int Group::receive(const Receive& call) {
-  check_call(call, size());
-  return parts_->mailbox.receive(call);
-}
-
-Work Group::start(Call call, std::optional<std::chrono::milliseconds> timeout) {
-  std::visit([this](const auto& one) { check_call(one, size()); }, call);
-  GroupState& state = parts_->state;
-  return std::visit(
-      [&](auto& one) {
-        using Type = std::decay_t<decltype(one)>;
-        if constexpr (kIsMessage<Type>)
-          return Work(parts_->mailbox.start(one));
-        else
-          return Work(parts_->worker.start(
-              [&state, timeout, mine = std::move(one)] { state.run([&] { make_call(state, mine); }, timeout); }));
-      },
-      call);
+FuturePtr Group::start(const Call& message) {
+  check_call(message, size());
+  return parts_->mailbox.start(message);
 }
 
 std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
   check_subgroup(ranks, size());
-  parts_->worker.drain();
   GroupState& state = parts_->state;
   const auto place = std::find(ranks.begin(), ranks.end(), rank());
   const int new_rank = place == ranks.end() ? -1 : static_cast<int>(place - ranks.begin());
   SubgroupOffers offers(size(), ranks);
   Memory area;
-  state.run([&] {
+  state.run({}, [&] {
     if (new_rank == 0) area = make_area(state, static_cast<int>(ranks.size()));
     offers.exchange(state, area.offset());
   });
@@ -256,18 +219,5 @@ void Group::poison(const std::string& reason) {
 }
 
 std::string Group::describe_ranks() const { return parts_->state.everyone(); }
-
-bool Work::done() const { return state_->finished(); }
-
-void Work::wait(Deadline deadline) const {
-  if (state_->wait(&deadline)) return;
-  throw PeerLost({.what = "a call that was started is not finished at the deadline",
-                  .likely = "a rank that is slower than the others, or stopped",
-                  .next = "wait longer, or look at what each rank is doing"});
-}
-
-void Work::wait() const { state_->wait(nullptr); }
-
-int Work::source() const { return state_->source; }
 
 }  // namespace lockstep::shm

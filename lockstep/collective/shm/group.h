@@ -1,13 +1,14 @@
 // collective/shm/group.h: the ranks of one machine exchange memory: the collectives, in shared memory, without torch.
 //
-// Flow:    rendezvous.h gives a Group of all ranks of the machine -> collectives -> subgroup() for some of them
-// Owns:    Group: this rank's side of the group, its worker thread once a call was started without blocking, its share
-//          of the machine's mappings. Pointers in calls stay the caller's
-// Threads: one thread at a time per Group; different Groups at the same time. allocate() from any thread
+// Flow:    rendezvous_server.h gives a Group of all ranks of the machine -> collectives -> subgroup() for some of them
+// Owns:    this rank's side of the group, a thread for messages once one was started without blocking, its share of the
+//          machine's mappings. Pointers in calls stay the caller's
+// Threads: one thread at a time makes collectives, another may make messages meanwhile; different Groups at the same
+//          time. allocate(), poison() and cancel() from any thread
 // Ranks:   every rank of the group makes the same calls in the same order, except send and receive
 //
-// Notation: p ranks, K bytes of data per rank. A call blocks until its result is there and its memory is no longer
-// read by anyone. What a call costs:
+// Notation: p ranks, K bytes of data per rank. A call (call.h) blocks until its result is there and nobody reads its
+// memory any more. What a call costs:
 //
 //   data lies in                 all_reduce                                             waits
 //   slots (small)                every rank reads p*K, writes K                         1
@@ -15,8 +16,7 @@
 //   any other memory             the same, plus K written to and 2*K*(p-1)/p read from
 //                                staging memory                                         1 per chunk
 //
-// Memory from allocate() is read by peers where it lies. All other memory is staged in chunks, unless ranks are
-// threads. Input and output of a call may be the same memory, or must not overlap; all_to_all needs two.
+// Peers read memory from allocate() in place. All other memory is staged in chunks, unless ranks are threads.
 //
 // Throws, from every call: MismatchError on all ranks if they want different things (the group stays usable);
 // PeerLost if a rank died, left, failed or did not come before the timeout (no group of the machine is usable any more,
@@ -30,131 +30,31 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
+#include "lockstep/collective/call.h"
+#include "lockstep/collective/future.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective_types.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 
-// Counts are elements, zero allowed. `counts`, where there is one, has an entry per rank and replaces `count`.
-struct Barrier {};
-struct AllReduce {
-  const void* input = nullptr;
-  void* output = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;
-  Algorithm algorithm = Algorithm::kDirect;
-};
-struct Reduce {
-  const void* input = nullptr;
-  void* output = nullptr;  // root only
-  std::size_t count = 0;
-  DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;
-  int root = 0;
-};
-struct ReduceScatter {  // input: the parts of all ranks one after the other; output: the own part
-  const void* input = nullptr;
-  void* output = nullptr;
-  std::size_t count = 0;  // of a part
-  std::vector<std::size_t> counts{};
-  DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;
-};
-struct AllGather {  // input: the own part; output: the parts of all ranks one after the other
-  const void* input = nullptr;
-  void* output = nullptr;
-  std::size_t count = 0;  // of a part
-  std::vector<std::size_t> counts{};
-  DType dtype = DType::kFloat32;
-};
-struct Broadcast {
-  void* data = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::kFloat32;
-  int root = 0;
-};
-struct Gather {
-  const void* input = nullptr;
-  void* output = nullptr;  // root only
-  std::size_t count = 0;   // of a part
-  std::vector<std::size_t> counts{};
-  DType dtype = DType::kFloat32;
-  int root = 0;
-};
-struct Scatter {
-  const void* input = nullptr;  // root only
-  void* output = nullptr;
-  std::size_t count = 0;  // of a part
-  std::vector<std::size_t> counts{};
-  DType dtype = DType::kFloat32;
-  int root = 0;
-};
-struct AllToAll {  // input: a part for each rank one after the other; output: a part from each rank likewise
-  const void* input = nullptr;
-  void* output = nullptr;
-  std::size_t count = 0;                   // of a part
-  std::vector<std::size_t> send_counts{};  // both or neither
-  std::vector<std::size_t> receive_counts{};
-  DType dtype = DType::kFloat32;
-};
-
-// Messages between two ranks. Those of one sender with one tag are received in the order in which they were sent.
-// send() returns at once if the data fits a letter (832 bytes) and one of four is free, else once it was received.
-struct Send {
-  const void* data = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::kFloat32;
-  int to = 0;
-  std::int64_t tag = 0;
-};
-struct Receive {
-  void* data = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::kFloat32;
-  int from = kAnyRank;
-  std::int64_t tag = 0;
-};
-
-using Call = std::variant<Barrier, AllReduce, Reduce, ReduceScatter, AllGather, Broadcast, Gather, Scatter, AllToAll,
-                          Send, Receive>;
-
-struct Intent;  // control_block.h
-struct WorkState;
-
-// A call that was started. Copies are the same call.
-class Work {
- public:
-  bool done() const;  // finished, well or not
-
-  // Blocks until the call is finished and throws what it threw. Throws PeerLost at the deadline; the call goes on.
-  void wait(Deadline deadline) const;
-  void wait() const;  // the call's own timeout ends it
-
-  int source() const;  // of a receive that is done: who sent it
-
- private:
-  friend class Group;
-  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
-  std::shared_ptr<WorkState> state_;
-};
-
 class Group {
  public:
   Group(Group&&) noexcept;
   Group& operator=(Group&&) noexcept;
 
-  // Without leave() first, this rank counts as failed: the machine is poisoned, so that no peer waits for it.
-  // Calls under way are given up.
+  // Without leave() first, this rank counts as failed: the machine is poisoned, so that no peer waits for it. Messages
+  // under way are given up; no collective may be.
   ~Group();
 
-  // This rank is done, in good order. Waits for the calls that were started here, not for the other ranks. Of a
+  // This rank is done, in good order. Waits for the messages that were started here, not for the other ranks. Of a
   // sub-group, the destructor is enough.
   void leave();
+
+  // As the destructor without leave(): a call under way on another thread ends with PeerLost.
+  void cancel();
 
   int rank() const;
   int size() const;
@@ -168,28 +68,31 @@ class Group {
   // the callers: wait with barrier(). Throws SystemError: not mappable.
   std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes);
 
-  void barrier() { run(Barrier{}); }
-  void all_reduce(const AllReduce& call) { run(call); }
-  void reduce(const Reduce& call) { run(call); }
-  void reduce_scatter(const ReduceScatter& call) { run(call); }
-  void all_gather(const AllGather& call) { run(call); }
-  void broadcast(const Broadcast& call) { run(call); }
-  void gather(const Gather& call) { run(call); }
-  void scatter(const Scatter& call) { run(call); }
-  void all_to_all(const AllToAll& call) { run(call); }
-  void send(const Send& call);
-  int receive(const Receive& call);  // returns who sent it
+  void barrier() { run({.operation = Operation::kBarrier}); }
+  void all_reduce(Call call) { run_as_operation(Operation::kAllReduce, call); }
+  void reduce(Call call) { run_as_operation(Operation::kReduce, call); }
+  void reduce_scatter(Call call) { run_as_operation(Operation::kReduceScatter, call); }
+  void all_gather(Call call) { run_as_operation(Operation::kAllGather, call); }
+  void broadcast(Call call) { run_as_operation(Operation::kBroadcast, call); }
+  void gather(Call call) { run_as_operation(Operation::kGather, call); }
+  void scatter(Call call) { run_as_operation(Operation::kScatter, call); }
+  void all_to_all(Call call) { run_as_operation(Operation::kAllToAll, call); }
+  void send(Call call) { run_as_operation(Operation::kSend, call); }
+  int receive(Call call) { return run_as_operation(Operation::kReceive, call); }
 
-  // `timeout`: for the waits of this collective, in place of the group's.
-  void run(const Call& call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  // Blocks until the call is done. Returns who sent it, of a receive.
+  //
+  // Messages of one sender with one tag are received in the order in which they were sent. A send returns at once if
+  // the data fits the header (832 bytes) and one of four is free, else once it was received.
+  int run(const Call& call);
 
-  // As run(), but what the ranks compare, and read in messages, is `announced`: the larger call that this collective is
-  // a part of.
-  void run_as(const Intent& announced, const Call& call);
+  // As run(), but what the ranks compare, and print in messages, is `announced`: the signature of the larger call that
+  // this collective is a part of.
+  void run_as(const Signature& announced, const Call& call);
 
-  // As run() without blocking: a worker thread of this group makes the calls in the order in which they were started.
-  // Sends and receives don't wait for collectives or for each other. Memory must stay until the Work is done.
-  [[nodiscard]] Work start(Call call, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  // Starts a send or receive. Neither waits for collectives or for other messages. Its memory must stay until it is
+  // done.
+  [[nodiscard]] FuturePtr start(const Call& message);
 
   // A group of some ranks of this one; `ranks` in the order of their new numbers. Every rank of this group calls it;
   // one that is not in its own list gets none. Lists of different ranks are either equal or disjoint, so one call makes
@@ -205,6 +108,11 @@ class Group {
   friend struct GroupFactory;
   struct Parts;
   explicit Group(std::unique_ptr<Parts> parts);
+  int run_as_operation(Operation operation, Call& call) {
+    call.operation = operation;
+    return run(call);
+  }
+
   std::unique_ptr<Parts> parts_;
 };
 

@@ -12,29 +12,30 @@ namespace lockstep::shm {
 
 GroupState::GroupState(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
                        std::chrono::milliseconds timeout)
-    : sources(ranks.size()),
-      destinations(ranks.size()),
-      lines(ranks.size()),
-      machine_(std::move(machine)),
+    : machine_(std::move(machine)),
       area_(area),
       ranks_(std::move(ranks)),
       rank_(rank),
-      waiter_(*machine_, ranks_[static_cast<std::size_t>(rank_)], *this, timeout) {}
+      waiter_(*machine_, ranks_[rank_], *this, timeout) {
+  sources.resize(size());
+  destinations.resize(size());
+  lines.resize(size());
+}
 
-void GroupState::begin(const Intent& intent) {
+void GroupState::begin(const Signature& signature) {
   if (machine_->poisoned()) machine_->throw_if_poisoned(here());
-  intent_ = announced_as_.value_or(intent);
+  signature_ = announced_as_.value_or(signature);
   announced_as_.reset();
   ++sequence_;
 }
 
 void GroupState::arrive(Place input, Place output, std::size_t longest_message) {
-  area_.announcement(rank_, sequence_).write(intent_, input, output, longest_message);
+  area_.announcement(rank_, sequence_).write(signature_, input, output, longest_message);
   wait_for_arrivals();
 }
 
 void GroupState::arrive_with(const std::byte* data, std::size_t bytes) {
-  area_.announcement(rank_, sequence_).write_line(intent_, data, bytes);
+  area_.announcement(rank_, sequence_).write_line(signature_, data, bytes);
   wait_for_arrivals();
 }
 
@@ -45,13 +46,14 @@ void GroupState::wait_for_arrivals() {
     Flag& arrived = area_.announcement(peer, sequence_).arrived;
     waiter_.until(arrived, machine_rank(peer), [&] { return arrived.load() == sequence_; });
   }
-  compare(intent_);
+  compare_signatures();
 }
 
-void GroupState::compare(const Intent& mine) const {
+void GroupState::compare_signatures() const {
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank_ || announcement(peer).says(mine)) continue;
-    disagree(peer, to_string(mine), to_string(announcement(peer).read_intent()));
+    if (peer == rank_) continue;
+    const Signature theirs = announcement(peer).read_signature();
+    if (theirs != signature_) disagree(peer, to_string(signature_), to_string(theirs));
   }
 }
 
@@ -87,8 +89,8 @@ std::byte* GroupState::staging(int rank, std::size_t chunk) const {
   return machine_->pointer(place, kStagingChunks * staging_bytes()) + chunk % kStagingChunks * staging_bytes();
 }
 
-// A peer may still be reading or writing memory of this rank that its caller frees when it sees the exception.
-// By now the machine is poisoned, so that nobody starts.
+// A peer may still be reading or writing memory of this rank that the caller frees when it sees the exception. The
+// machine is poisoned by now, so no further access starts; this waits for those under way.
 void GroupState::after_failure() const {
   try {
     throw;
@@ -99,21 +101,21 @@ void GroupState::after_failure() const {
     machine_->poison(Cause::kFailed, machine_rank(rank_), concat(name(rank_), " failed"), error.what());
   }
   for (int peer = 0; peer < size() && machine_->shares_ordinary_memory(); ++peer)
-    while (area_.progress(peer).touching.load() != 0) ::sched_yield();
+    while (area_.progress(peer).accesses.load() != 0) ::sched_yield();
 }
 
-GroupState::Touch::Touch(const GroupState& group) : group_(group) {
+GroupState::PeerAccess::PeerAccess(const GroupState& group) : group_(group) {
   if (!group_.machine_->shares_ordinary_memory()) return;
-  std::atomic<std::uint32_t>& touching = group_.area_.progress(group_.rank_).touching;
-  touching.fetch_add(1);  // sequentially consistent, as is the poisoning: either it is seen here, or this is waited for
+  std::atomic<std::uint32_t>& accesses = group_.area_.progress(group_.rank_).accesses;
+  accesses.fetch_add(1);  // sequentially consistent, as is the poisoning: either it is seen here, or this is waited for
   if (!group_.machine_->poisoned()) return;
-  touching.fetch_sub(1);
+  accesses.fetch_sub(1);
   group_.machine_->throw_if_poisoned(group_.here());
 }
 
-GroupState::Touch::~Touch() {
+GroupState::PeerAccess::~PeerAccess() {
   if (group_.machine_->shares_ordinary_memory())
-    group_.area_.progress(group_.rank_).touching.fetch_sub(1, std::memory_order_release);
+    group_.area_.progress(group_.rank_).accesses.fetch_sub(1, std::memory_order_release);
 }
 
 std::string GroupState::self() const {
@@ -121,7 +123,9 @@ std::string GroupState::self() const {
   return concat("rank ", rank_, " of ", size(), known_as == rank_ ? "" : concat(" (rank ", known_as, " of the job)"));
 }
 
-std::string GroupState::here() const { return concat(self(), " in ", to_string(intent_), ", collective ", sequence_); }
+std::string GroupState::here() const {
+  return concat(self(), " in ", to_string(signature_), ", collective ", sequence_);
+}
 
 std::string GroupState::everyone() const {
   std::vector<std::string> all;
@@ -141,7 +145,7 @@ std::string GroupState::doing(int rank) const {
   const std::uint32_t number = last.arrived.load();
   if (number == 0) return who + ": no collective yet";
   const std::uint32_t here = last_of(rank_).arrived.load();
-  return concat(who, ": ", to_string(last.read_intent()), ", collective ", number,
+  return concat(who, ": ", to_string(last.read_signature()), ", collective ", number,
                 number == here ? "" : concat(" (this rank: ", here, ")"));
 }
 

@@ -1,13 +1,13 @@
 // collective/shm/group_state.h: one rank's side of one group: how it enters a collective with the others, and the steps
-// it takes with them. The collectives (reduction.h, exchange.h, algorithms.h) are written in these verbs.
+// they take together. The collectives (all_reduce.h, exchange.h, all_reduce_reference.h) are written in these verbs.
 //
-//   begin(intent)        number s of the group begins; slot and counts of s may be written
-//   arrive(in, out)      announces intent and places in one cache line, waits for all others, compares what all want
-//   post(k), wait_all(k) step k of this collective: raise the own flag, wait for those of the others
+//   begin(signature)     collective number s of the group begins; slot and counts of s may be written
+//   arrive(in, out)      announces signature and places in one cache line, waits for all others, compares signatures
+//   post(k), wait_all(k) step k of this collective: raise the own flag, wait for the flags of the others
 //   end(k)               k steps were used; all ranks say the same number
 //
-// arrive() returns only once all ranks have left collective s-1. So everything that s-1 used may be used again, and a
-// collective whose data fits the slots needs no second wait at all.
+// arrive() returns only after all ranks have left collective s-1: a rank arrives at s only when it is done with s-1. So
+// everything that s-1 used may be used again, and a collective whose data fits the slots needs no second wait.
 //
 // Owns:    numbers of the collective and step; the staging memory; scratch lists of p entries
 // Threads: one at a time
@@ -21,6 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
+#include "lockstep/collective/call.h"
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/collective/shm/waiting.h"
@@ -34,8 +36,8 @@ class GroupState final : public Narrator {
              std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(ranks_.size()); }
-  int machine_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  int size() const { return ranks_.size(); }
+  int machine_rank(int rank) const { return ranks_[rank]; }
   int job_rank(int rank) const { return machine_->job_rank(machine_rank(rank)); }
   std::string name(int rank) const { return machine_->name(machine_rank(rank)); }  // "rank 3"
   Machine& machine() const { return *machine_; }
@@ -43,10 +45,10 @@ class GroupState final : public Narrator {
   const GroupArea& area() const { return area_; }
   Waiter& waiter() { return waiter_; }
 
-  // Runs a collective. Whatever it throws except MismatchError (which all ranks throw alike, before any data moved)
-  // leaves the machine poisoned and no peer using this rank's memory.
+  // Runs a collective. `timeout`: of its waits; 0: the group's. Whatever it throws except MismatchError (which all ranks
+  // throw alike, before any data moved) leaves the machine poisoned and no peer using this rank's memory.
   template <class Body>
-  void run(const Body& body, std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
+  void run(std::chrono::milliseconds timeout, const Body& body) {
     waiter_.begin_call(timeout);
     try {
       body();
@@ -56,15 +58,15 @@ class GroupState final : public Narrator {
     }
   }
 
-  void begin(const Intent& intent);
-  void announce_as(const Intent& intent) { announced_as_ = intent; }  // in place of what the next begin() is given
+  void begin(const Signature& signature);
+  void announce_as(const Signature& other) { announced_as_ = other; }  // in place of what the next begin() is given
   void arrive(Place input, Place output, std::size_t longest_message = 0);
   void arrive_with(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes
 
   void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
   void wait_for(int peer, std::uint32_t step);
   void wait_all(std::uint32_t step);
-  void meet(std::uint32_t step) {
+  void post_and_wait_all(std::uint32_t step) {
     post(step);
     wait_all(step);
   }
@@ -83,11 +85,16 @@ class GroupState final : public Narrator {
   void make_staging();
   std::byte* staging(int rank, std::size_t chunk) const;
 
-  // Shows data through staging memory, chunk by chunk. Step s: stage(s) fills this rank's chunk s while the others may
-  // still be at step s-1; use(s), once they are done with it, may read what they staged for s-1. `more` steps follow
-  // the last chunk. Returns once nobody reads this rank's staging memory any more.
+  // Passes data through staging memory, chunk by chunk, with one wait per chunk. In step s this rank
   //
-  // A chunk may be filled anew four steps on: its users are done with it at step +2, and step +3 has waited for that.
+  //   1  stage(s)     fills its chunk s, in place s % kStagingChunks, while others may still be in step s-1
+  //   2  wait_all(s)  until all others have posted s, which means that they have staged chunk s-1
+  //   3  use(s)       reads chunk s-1 of the others
+  //   4  post(s+1)    says that it has staged chunk s, and has read all chunks below s
+  //
+  // `more` steps follow the last chunk. With kStagingChunks = 4 chunk s overwrites chunk s-4. Its last reader, in step
+  // s-2 if use() looks two chunks back, posted s-1 after that; this rank waited for s-1 in step s-1. So nobody reads it.
+  // Returns once nobody reads this rank's staging memory any more.
   template <class Stage, class Use>
   void stream(std::size_t chunks, std::size_t more, const Stage& stage, const Use& use) {
     std::uint32_t step = 0;
@@ -109,14 +116,15 @@ class GroupState final : public Narrator {
   // Names rank and call on both sides of a disagreement. Throws MismatchError.
   [[noreturn]] void disagree(int peer, const std::string& mine, const std::string& theirs) const;
 
-  // While this lives, this rank reads or writes memory that belongs to another thread: that thread does not get an
-  // error, and so can't free it, before this is gone. Throws PeerLost instead of starting once the machine is poisoned.
-  class Touch {
+  // Guards a read or write of memory that belongs to a peer which is a thread of this process. While it lives, a peer
+  // that fails does not return from its call, so that it can't free that memory. Throws PeerLost instead of starting
+  // once the machine is poisoned.
+  class PeerAccess {
    public:
-    explicit Touch(const GroupState& group);
-    ~Touch();
-    Touch(const Touch&) = delete;
-    Touch& operator=(const Touch&) = delete;
+    explicit PeerAccess(const GroupState& group);
+    ~PeerAccess();
+    PeerAccess(const PeerAccess&) = delete;
+    PeerAccess& operator=(const PeerAccess&) = delete;
 
    private:
     const GroupState& group_;
@@ -127,25 +135,25 @@ class GroupState final : public Narrator {
   std::string everyone() const override;
 
   // Scratch, one entry per rank.
-  std::vector<const std::byte*> sources;
-  std::vector<std::byte*> destinations;
-  std::vector<std::array<std::byte, Announcement::kLineBytes>> lines;
+  IntVector<const std::byte*> sources;
+  IntVector<std::byte*> destinations;
+  IntVector<std::array<std::byte, Announcement::kLineBytes>> lines;
 
  private:
   void wait_for_arrivals();
-  void compare(const Intent& mine) const;
+  void compare_signatures() const;
   const Announcement& last_of(int rank) const;
   std::string doing(int rank) const;
 
   std::shared_ptr<Machine> machine_;
   GroupArea area_;
-  std::vector<int> ranks_;
+  IntVector<int> ranks_;  // of the machine
   int rank_;
   Waiter waiter_;
   std::uint32_t sequence_ = 0;  // of the collective under way, or of the last one
   std::uint32_t phase_ = 0;     // steps used by all collectives before this one
-  Intent intent_;
-  std::optional<Intent> announced_as_;
+  Signature signature_;         // of that collective
+  std::optional<Signature> announced_as_;
   Memory staging_;
 };
 

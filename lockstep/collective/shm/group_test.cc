@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "tests/shm/support.h"
@@ -48,7 +49,7 @@ TEST(group, disagreement_is_named_on_all_ranks_and_the_group_stays_usable) {
     for (int round = 0; round < 3; ++round) {
       const std::string message = lockstep::testing::message_of<MismatchError>([&] {
         if (group.rank() == 1)
-          group.broadcast({.data = data.data(), .count = 7, .root = 2});
+          group.broadcast({.output = data.data(), .count = 7, .root = 2});
         else
           group.all_reduce({.input = data.data(), .output = data.data(), .count = 100});
       });
@@ -62,13 +63,13 @@ TEST(group, disagreement_is_named_on_all_ranks_and_the_group_stays_usable) {
   }));
 }
 
-TEST(group, every_part_of_an_intent_is_compared) {
+TEST(group, every_part_of_a_signature_is_compared) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(64);
     const bool odd = group.rank() == 1;
-    const auto differs = [&](const AllReduce& call) { EXPECT_THROW(group.all_reduce(call), MismatchError); };
-    const AllReduce same{.input = data.data(), .output = data.data(), .count = 16};
-    AllReduce other = same;
+    const auto differs = [&](const Call& call) { EXPECT_THROW(group.all_reduce(call), MismatchError); };
+    const Call same{.input = data.data(), .output = data.data(), .count = 16};
+    Call other = same;
     other.count = odd ? 15 : 16;
     differs(other);
     other = same;
@@ -80,20 +81,19 @@ TEST(group, every_part_of_an_intent_is_compared) {
     other = same;
     other.algorithm = odd ? Algorithm::kRing : Algorithm::kDirect;
     differs(other);
-    EXPECT_THROW(group.broadcast({.data = data.data(), .count = 4, .root = odd ? 1 : 0}), MismatchError);
+    EXPECT_THROW(group.broadcast({.output = data.data(), .count = 4, .root = odd ? 1 : 0}), MismatchError);
     const std::vector<std::size_t> counts = odd ? std::vector<std::size_t>{1, 3} : std::vector<std::size_t>{2, 2};
     EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data() + 32, .counts = counts}), MismatchError);
-    EXPECT_THROW(
-        group.all_to_all(
-            {.input = data.data(), .output = data.data() + 32, .send_counts = {1, 2}, .receive_counts = {1, 1}}),
-        MismatchError);
+    EXPECT_THROW(group.all_to_all(
+                     {.input = data.data(), .output = data.data() + 32, .counts = {1, 2}, .receive_counts = {1, 1}}),
+                 MismatchError);
   }));
 }
 
 TEST(group, refuses_arguments_that_make_no_sense) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(8);
-    EXPECT_THROW(group.broadcast({.data = data.data(), .count = 1, .root = 2}), UsageError);
+    EXPECT_THROW(group.broadcast({.output = data.data(), .count = 1, .root = 2}), UsageError);
     EXPECT_THROW(group.all_reduce({.input = data.data(), .output = data.data(), .count = 1, .op = ReduceOp::kBitOr}),
                  UsageError);
     EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data(), .counts = {1}}), UsageError);
@@ -134,11 +134,12 @@ TEST(group, names_ranks_as_the_job_does) {
 TEST(group, what_is_announced_is_compared_and_named_in_place_of_the_call) {
   expect_none(run_threads(2, [](Group& group) {
     const auto announced = [&](ReduceOp op) {
-      return Intent{.operation = Operation::kAllReduce, .dtype = DType::kFloat32, .op = op, .count = 100};
+      return Signature{.operation = Operation::kAllReduce, .dtype = DType::kFloat32, .op = op, .count = 100};
     };
-    group.run_as(announced(ReduceOp::kMean), Barrier{});
-    const std::string message = lockstep::testing::message_of<MismatchError>(
-        [&] { group.run_as(announced(group.rank() == 0 ? ReduceOp::kMean : ReduceOp::kSum), Barrier{}); });
+    group.run_as(announced(ReduceOp::kMean), {.operation = Operation::kBarrier});
+    const std::string message = lockstep::testing::message_of<MismatchError>([&] {
+      group.run_as(announced(group.rank() == 0 ? ReduceOp::kMean : ReduceOp::kSum), {.operation = Operation::kBarrier});
+    });
     EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (mean)"));
     EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (sum)"));
     group.barrier();
@@ -154,7 +155,7 @@ TEST(group, the_deadline_lists_what_every_rank_does) {
                                     if (group.rank() == 1) return given_up.wait();
                                     std::vector<std::int64_t> data(10);
                                     try {
-                                      group.broadcast({.data = data.data(), .count = 10, .dtype = DType::kInt64});
+                                      group.broadcast({.output = data.data(), .count = 10, .dtype = DType::kInt64});
                                     } catch (...) {
                                       given_up.count_down();
                                       throw;
@@ -175,7 +176,7 @@ TEST(group, a_call_may_have_a_timeout_of_its_own) {
   const auto errors = run_threads(2, [&](Group& group) {
     if (group.rank() == 1) return given_up.wait();
     try {
-      group.run(Barrier{}, std::chrono::milliseconds(50));
+      group.run({.operation = Operation::kBarrier, .timeout = std::chrono::milliseconds(50)});
     } catch (...) {
       given_up.count_down();
       throw;
@@ -243,42 +244,68 @@ TEST(group, a_rank_outside_a_subgroup_gets_none) {
   }));
 }
 
+// Collectives of a group that a worker thread makes, as a transport has them made.
+class Started {
+ public:
+  explicit Started(Group& group) : group_(group) {}
+  ~Started() {
+    if (std::uncaught_exceptions() > 0) group_.cancel();
+  }
+
+  FuturePtr start(const Call& call) {
+    FuturePtr future = queue.add([this, call] { group_.run(call); });
+    queue.hand_to_worker();
+    return future;
+  }
+
+ private:
+  Group& group_;
+
+ public:
+  CallQueue queue;
+};
+
 TEST_P(Sizes, started_calls_are_made_in_order) {
   expect_none(run_threads(GetParam(), [](Group& group) {
+    Started started(group);
     std::vector<std::vector<float>> data(20, std::vector<float>(3000));
-    std::vector<Work> works;
+    std::vector<FuturePtr> futures;
     for (std::size_t i = 0; i < data.size(); ++i) {
       std::fill(data[i].begin(), data[i].end(), static_cast<float>(i));
-      works.push_back(group.start(AllReduce{.input = data[i].data(), .output = data[i].data(), .count = 3000}));
+      futures.push_back(started.start(
+          {.operation = Operation::kAllReduce, .input = data[i].data(), .output = data[i].data(), .count = 3000}));
     }
     float value = 1;
-    group.all_reduce({.input = &value, .output = &value, .count = 1});
+    started.queue.run([&] { group.all_reduce({.input = &value, .output = &value, .count = 1}); });
     EXPECT_EQ(value, static_cast<float>(group.size()));
-    for (std::size_t i = 0; i < works.size(); ++i) {
-      works[i].wait(testing::soon());
-      EXPECT_TRUE(works[i].done());
-      EXPECT_EQ(data[i][2999], static_cast<float>(i * static_cast<std::size_t>(group.size())));
+    for (std::size_t i = 0; i < futures.size(); ++i) {
+      futures[i]->wait(testing::soon());
+      EXPECT_TRUE(futures[i]->done());
+      EXPECT_EQ(data[i][2999], static_cast<float>(i) * static_cast<float>(group.size()));
     }
   }));
 }
 
 TEST(group, a_started_call_throws_where_it_is_waited_for) {
   expect_none(run_threads(2, [](Group& group) {
+    Started started(group);
     float value = 0;
-    const Work work = group.start(Broadcast{.data = &value, .count = 1, .root = group.rank()});
-    EXPECT_THROW(work.wait(testing::soon()), MismatchError);
-    group.barrier();
+    const FuturePtr future =
+        started.start({.operation = Operation::kBroadcast, .output = &value, .count = 1, .root = group.rank()});
+    EXPECT_THROW(future->wait(testing::soon()), MismatchError);
+    started.queue.run([&] { group.barrier(); });
   }));
 }
 
 TEST(group, closing_gives_up_what_was_started) {
   const Stopwatch watch;
   const auto errors = run_threads(2, [](Group& group) {
+    Started started(group);
     float value = 0;
-    const Work work = group.start(Broadcast{.data = &value, .count = 1});
+    const FuturePtr future = started.start({.operation = Operation::kBroadcast, .output = &value, .count = 1});
     if (group.rank() == 0) throw std::runtime_error("enough");
-    work.wait(testing::soon());
-    group.barrier();
+    future->wait(testing::soon());
+    started.queue.run([&] { group.barrier(); });
   });
   EXPECT_LT(watch.seconds(), 5);
 }

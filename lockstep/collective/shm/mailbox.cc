@@ -11,7 +11,7 @@ Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
     : group_(group),
       timeout_(timeout),
       waiter_(group.machine(), group.machine_rank(group.rank()), *this, timeout),
-      sent_(static_cast<std::size_t>(group.size())) {}
+      sent_(group.size()) {}
 
 Mailbox::~Mailbox() {
   {
@@ -30,33 +30,23 @@ void Mailbox::set_timeout(std::chrono::milliseconds timeout) {
   waiter_.set_timeout(timeout);
 }
 
-void Mailbox::send(const Send& call) { finish_now(make(call)); }
-int Mailbox::receive(const Receive& call) { return finish_now(make(call)); }
-std::shared_ptr<WorkState> Mailbox::start(const Send& call) { return enqueue(make(call)); }
-std::shared_ptr<WorkState> Mailbox::start(const Receive& call) { return enqueue(make(call)); }
-
-std::unique_ptr<Transfer> Mailbox::make(const Send& call) {
-  return make_sending(group_, call, sent_[static_cast<std::size_t>(call.to)]);
-}
-
-std::unique_ptr<Transfer> Mailbox::make(const Receive& call) { return make_receiving(group_, call); }
-
 int Mailbox::machine_rank_of(const Transfer& transfer) const {
   return transfer.peer() == kAnyRank ? kNobody : group_.machine_rank(transfer.peer());
 }
 
 // On the calling thread, unless others are under way that it must not overtake.
-int Mailbox::finish_now(std::unique_ptr<Transfer> transfer) {
+int Mailbox::run(const Call& call) {
+  std::unique_ptr<Transfer> transfer = make_transfer(group_, call, sent_);
   std::unique_lock lock(mutex_);
   if (!items_.empty()) {
     lock.unlock();
-    const auto state = enqueue(std::move(transfer));
-    state->wait(nullptr);
-    return state->source;
+    const FuturePtr future = enqueue(std::move(transfer), call.timeout);
+    future->wait();
+    return future->source();
   }
   doing_ = transfer->describe();
   lock.unlock();
-  waiter_.begin_call();
+  waiter_.begin_call(call.timeout);
   try {
     if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
     waiter_.until(bell(), machine_rank_of(*transfer), [&] { return transfer->progress(); });
@@ -67,16 +57,18 @@ int Mailbox::finish_now(std::unique_ptr<Transfer> transfer) {
   return transfer->source;
 }
 
-std::shared_ptr<WorkState> Mailbox::enqueue(std::unique_ptr<Transfer> transfer) {
-  auto state = std::make_shared<WorkState>();
+FuturePtr Mailbox::start(const Call& call) { return enqueue(make_transfer(group_, call, sent_), call.timeout); }
+
+FuturePtr Mailbox::enqueue(std::unique_ptr<Transfer> transfer, std::chrono::milliseconds timeout) {
+  auto completion = std::make_shared<Completion>();
   {
     const std::lock_guard lock(mutex_);
-    items_.push_back({std::move(transfer), state, Deadline::after(timeout_)});
+    items_.push_back({std::move(transfer), completion, Deadline::after(timeout.count() > 0 ? timeout : timeout_)});
     if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     changed_.notify_all();
   }
   bell().ring();
-  return state;
+  return completion;
 }
 
 void Mailbox::drain() const {
@@ -84,6 +76,8 @@ void Mailbox::drain() const {
   changed_.wait(lock, [this] { return items_.empty(); });
 }
 
+// Rounds of one step of each transfer. `rung` is read before the round: a bell that a peer rings during the round ends
+// the sleep after it, so no progress is missed.
 void Mailbox::work() {
   while (begin_round()) {
     try {
@@ -127,7 +121,7 @@ bool Mailbox::progress_all() {
       unfinished.push_back(item->transfer.get());
   }
   const std::lock_guard lock(mutex_);
-  items_.remove_if([](const Item& item) { return item.state->finished(); });
+  items_.remove_if([](const Item& item) { return item.completion->done(); });
   changed_.notify_all();
   return any;
 }
@@ -136,17 +130,16 @@ bool Mailbox::progress_all() {
 bool Mailbox::step(Item& item) {
   try {
     if (!item.transfer->progress()) return false;
-    item.state->source = item.transfer->source;
-    item.state->finish();
+    item.completion->complete(nullptr, item.transfer->source);
   } catch (const MismatchError&) {
-    item.state->finish(std::current_exception());
+    item.completion->complete(std::current_exception());
   }
   return true;
 }
 
 void Mailbox::fail_all(const std::exception_ptr& error) {
   const std::lock_guard lock(mutex_);
-  for (const Item& item : items_) item.state->finish(error);
+  for (const Item& item : items_) item.completion->complete(error);
   items_.clear();
   changed_.notify_all();
 }

@@ -1,10 +1,10 @@
 // collective/shm/mailbox.h: send and receive between two ranks of a group.
 //
-// What travels how is transfer.h's; here is who makes them go on: the caller, where nothing else is under way, else a
-// thread that takes a step of each in turn and sleeps while none can.
+// transfer.h says how a message travels. Here is who drives it: the caller, where no other message is under way, else a
+// thread that takes a step of each in turn and sleeps while none can go on.
 //
 // Owns:    the transfers under way; one thread, once a transfer was started without blocking
-// Threads: one at a time may call; any may wait for what was started
+// Threads: one at a time may call, also while another makes a collective; any may wait for what was started
 // Ranks:   the two that are named; no order with respect to collectives
 #pragma once
 
@@ -17,10 +17,10 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/call.h"
+#include "lockstep/collective/future.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/transfer.h"
-#include "lockstep/collective/shm/work.h"
 
 namespace lockstep::shm {
 
@@ -31,10 +31,8 @@ class Mailbox final : public Narrator {
 
   void set_timeout(std::chrono::milliseconds timeout);
 
-  void send(const Send& call);
-  int receive(const Receive& call);
-  std::shared_ptr<WorkState> start(const Send& call);
-  std::shared_ptr<WorkState> start(const Receive& call);
+  int run(const Call& call);  // of a receive: returns who sent it
+  FuturePtr start(const Call& call);
   void drain() const;  // returns once nothing is under way
 
   std::string here() const override;
@@ -43,14 +41,11 @@ class Mailbox final : public Narrator {
  private:
   struct Item {
     std::unique_ptr<Transfer> transfer;
-    std::shared_ptr<WorkState> state;
+    std::shared_ptr<Completion> completion;
     Deadline deadline;
   };
 
-  std::unique_ptr<Transfer> make(const Send& call);
-  std::unique_ptr<Transfer> make(const Receive& call);
-  int finish_now(std::unique_ptr<Transfer> transfer);
-  std::shared_ptr<WorkState> enqueue(std::unique_ptr<Transfer> transfer);
+  FuturePtr enqueue(std::unique_ptr<Transfer> transfer, std::chrono::milliseconds timeout);
   Flag& bell() const { return group_.area().progress(group_.rank()).bell; }
   int machine_rank_of(const Transfer& transfer) const;
 
@@ -64,7 +59,7 @@ class Mailbox final : public Narrator {
   std::chrono::milliseconds timeout_;
   Waiter waiter_;
   int waiting_for_ = kNobody;
-  std::vector<std::uint32_t> sent_;  // letters so far, to each rank
+  IntVector<std::uint32_t> sent_;  // messages so far, to each rank
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::list<Item> items_;  // in the order in which they were started

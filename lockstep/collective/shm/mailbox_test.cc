@@ -41,9 +41,10 @@ TEST_P(Messages, go_round_a_ring_in_every_size) {
     for (const std::size_t count : {0, 1, 208, 209, 1000, 30000}) {
       const std::vector<std::int32_t> sent = numbers(count, group.rank());
       std::vector<std::int32_t> received(count);
-      const Work work = group.start(Send{.data = sent.data(), .count = count, .dtype = DType::kInt32, .to = right});
-      EXPECT_EQ(group.receive({.data = received.data(), .count = count, .dtype = DType::kInt32, .from = left}), left);
-      work.wait(testing::soon());
+      const FuturePtr work = group.start(Call{
+          .operation = Operation::kSend, .input = sent.data(), .count = count, .dtype = DType::kInt32, .peer = right});
+      EXPECT_EQ(group.receive({.output = received.data(), .count = count, .dtype = DType::kInt32, .peer = left}), left);
+      work->wait(testing::soon());
       EXPECT_EQ(received, numbers(count, left));
     }
   });
@@ -55,7 +56,7 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
     if (group.rank() > 0) {
       for (int i = 0; i < kEach; ++i) {
         const std::vector<std::int32_t> data = numbers(i % 2 == 0 ? 10 : 5000, group.rank() * 1000 + i);
-        group.send({.data = data.data(), .count = data.size(), .dtype = DType::kInt32, .to = 0, .tag = i});
+        group.send({.input = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = i});
       }
       return;
     }
@@ -63,7 +64,7 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
       std::vector<bool> heard(static_cast<std::size_t>(group.size()));
       for (int n = 1; n < group.size(); ++n) {
         std::vector<std::int32_t> data(i % 2 == 0 ? 10 : 5000);
-        const int from = group.receive({.data = data.data(), .count = data.size(), .dtype = DType::kInt32, .tag = i});
+        const int from = group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .tag = i});
         EXPECT_FALSE(heard[static_cast<std::size_t>(from)]);
         heard[static_cast<std::size_t>(from)] = true;
         EXPECT_EQ(data, numbers(data.size(), from * 1000 + i));
@@ -79,21 +80,22 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
         [](Group& group) {
           constexpr int kCount = 200;
           if (group.rank() == 0) {
-            std::vector<Work> works;
+            std::vector<FuturePtr> works;
             std::vector<std::vector<std::int32_t>> data;
             for (int i = 0; i < kCount; ++i) data.push_back(numbers(i % 7 == 0 ? 3000 : 3, i));
             for (int i = 0; i < kCount; ++i)
-              works.push_back(group.start(Send{.data = data[static_cast<std::size_t>(i)].data(),
+              works.push_back(group.start(Call{.operation = Operation::kSend,
+                                               .input = data[static_cast<std::size_t>(i)].data(),
                                                .count = data[static_cast<std::size_t>(i)].size(),
                                                .dtype = DType::kInt32,
-                                               .to = 1,
+                                               .peer = 1,
                                                .tag = 5}));
-            for (const Work& work : works) work.wait(testing::soon());
+            for (const FuturePtr& work : works) work->wait(testing::soon());
             return;
           }
           for (int i = 0; i < kCount; ++i) {
             std::vector<std::int32_t> data(i % 7 == 0 ? 3000 : 3);
-            group.receive({.data = data.data(), .count = data.size(), .dtype = DType::kInt32, .from = 0, .tag = 5});
+            group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = 5});
             ASSERT_EQ(data, numbers(data.size(), i));
           }
         },
@@ -101,14 +103,14 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
   expect_none(run_threads(2, [](Group& group) {
     std::int32_t value = 1;
     if (group.rank() == 0) {
-      group.send({.data = &value, .count = 1, .dtype = DType::kInt32, .to = 1, .tag = 1});
+      group.send({.input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 1});
       value = 2;
-      group.send({.data = &value, .count = 1, .dtype = DType::kInt32, .to = 1, .tag = 2});
+      group.send({.input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 2});
       return;
     }
-    group.receive({.data = &value, .count = 1, .dtype = DType::kInt32, .from = 0, .tag = 2});
+    group.receive({.output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 2});
     EXPECT_EQ(value, 2);
-    group.receive({.data = &value, .count = 1, .dtype = DType::kInt32, .from = 0, .tag = 1});
+    group.receive({.output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 1});
     EXPECT_EQ(value, 1);
   }));
 }
@@ -121,14 +123,20 @@ TEST(messages, exchanged_by_both_sides_at_once_do_not_block_each_other) {
           const int peer = 1 - group.rank();
           const std::vector<std::int32_t> sent = numbers(50000, group.rank());
           std::vector<std::int32_t> received(50000);
-          const Work receive = group.start(
-              Receive{.data = received.data(), .count = received.size(), .dtype = DType::kInt32, .from = peer});
-          const Work send =
-              group.start(Send{.data = sent.data(), .count = sent.size(), .dtype = DType::kInt32, .to = peer});
+          const FuturePtr receive = group.start(Call{.operation = Operation::kReceive,
+                                                     .output = received.data(),
+                                                     .count = received.size(),
+                                                     .dtype = DType::kInt32,
+                                                     .peer = peer});
+          const FuturePtr send = group.start(Call{.operation = Operation::kSend,
+                                                  .input = sent.data(),
+                                                  .count = sent.size(),
+                                                  .dtype = DType::kInt32,
+                                                  .peer = peer});
           group.barrier();
-          receive.wait(testing::soon());
-          send.wait(testing::soon());
-          EXPECT_EQ(receive.source(), peer);
+          receive->wait(testing::soon());
+          send->wait(testing::soon());
+          EXPECT_EQ(receive->source(), peer);
           EXPECT_EQ(received, numbers(50000, peer));
         },
         options_for(shared)));
@@ -138,10 +146,10 @@ TEST(messages, of_another_shape_are_refused_on_both_sides) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(5000);
     if (group.rank() == 0) {
-      EXPECT_THROW(group.send({.data = data.data(), .count = 5000, .to = 1}), MismatchError);
+      EXPECT_THROW(group.send({.input = data.data(), .count = 5000, .peer = 1}), MismatchError);
     } else {
       const std::string message = lockstep::testing::message_of<MismatchError>(
-          [&] { group.receive({.data = data.data(), .count = 4000, .from = 0}); });
+          [&] { group.receive({.output = data.data(), .count = 4000, .peer = 0}); });
       EXPECT_TRUE(contains(message, "receive of 4000 float32 from rank 0, tag 0"));
       EXPECT_TRUE(contains(message, "send of 5000 float32"));
     }
@@ -153,7 +161,7 @@ TEST(messages, that_nobody_answers_end_at_the_deadline) {
   const auto errors = run_threads(2,
                                   [](Group& group) {
                                     float value = 0;
-                                    group.receive({.data = &value, .count = 1, .from = 1 - group.rank(), .tag = 9});
+                                    group.receive({.output = &value, .count = 1, .peer = 1 - group.rank(), .tag = 9});
                                   },
                                   {.timeout = std::chrono::milliseconds(50)});
   for (const auto& error : errors) EXPECT_THROW(std::rethrow_exception(error), PeerLost);
@@ -168,7 +176,7 @@ TEST(messages, that_are_late_name_who_holds_up_their_sender) {
     if (group.rank() == 0) group.set_timeout(std::chrono::milliseconds(300));
     const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { over = true; });
     float value = 0;
-    group.receive({.data = &value, .count = 1, .from = group.rank() + 1});
+    group.receive({.output = &value, .count = 1, .peer = group.rank() + 1});
   });
   for (std::size_t rank = 0; rank < 3; ++rank) {
     const auto rethrow = [&] { std::rethrow_exception(errors[rank]); };

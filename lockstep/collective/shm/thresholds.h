@@ -37,7 +37,7 @@ inline constexpr std::size_t kOneShotExchangeBytes = 4096;
 constexpr std::size_t chunk_bytes(int ranks) {
   constexpr std::size_t kLane = std::size_t{256} << 10;
   constexpr std::size_t kMost = std::size_t{2} << 20;
-  return std::min(kMost, kLane * static_cast<std::size_t>(ranks));
+  return std::min(kMost, kLane * static_cast<unsigned>(ranks));
 }
 inline constexpr std::uint32_t kStagingChunks = 4;
 

@@ -1,15 +1,16 @@
 // collective/shm/transfer.h: one send or receive between two ranks, written as steps that never block.
 //
-// Between each two ranks lie four letters. A sender fills a free one and rings the receiver's bell; the receiver looks
-// for its tag among the letters that are there, oldest first, takes the data, answers, and rings the sender's bell.
+// Each ordered pair of ranks has four message headers in the receiver's control memory. A sender fills a free one and
+// rings the receiver's bell; the receiver takes the oldest header with its tag, copies the data, answers, and rings the
+// sender's bell. Where the data travels:
 //
-//   up to 832 bytes       in the letter itself: the sender is done at once
-//   an arena, or threads  the letter says where: the receiver copies from there
+//   up to 832 bytes       in the header itself: the sender is done at once
+//   an arena, or threads  the header says where: the receiver copies from there
 //   other memory          a few chunks in turn in the sender's arena: it fills while the receiver empties
 //
-// So one thread can have many of them in hand, and a receive that waits does not hold up a send.
+// So one thread can have many of them under way, and a receive that waits does not hold up a send.
 //
-// Owns:    staging memory of its own, for a large message out of ordinary memory
+// Owns:    staging memory of its own, for a large message from ordinary memory
 // Threads: one at a time
 // Ranks:   the two that are named
 #pragma once
@@ -17,7 +18,7 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/call.h"
 #include "lockstep/collective/shm/group_state.h"
 
 namespace lockstep::shm {
@@ -34,8 +35,7 @@ class Transfer {
   int source = kAnyRank;  // of a receive that is done
 };
 
-// `sent` counts the letters to that rank.
-std::unique_ptr<Transfer> make_sending(GroupState& group, const Send& call, std::uint32_t& sent);
-std::unique_ptr<Transfer> make_receiving(GroupState& group, const Receive& call);
+// `sent`: of each rank, how many messages went there so far.
+std::unique_ptr<Transfer> make_transfer(GroupState& group, const Call& call, IntVector<std::uint32_t>& sent);
 
 }  // namespace lockstep::shm

@@ -24,13 +24,13 @@ void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done)
   }
   if (!deadline_) deadline_ = Deadline::after(call_timeout_);
   sleep_and_look(flag, peer, call, done);
-  machine_.waits(rank_, kNobody);
+  machine_.note_wait(rank_, kNobody);
 }
 
 // An exception leaves it as one that waits: it is not the one that holds the others up.
 void Waiter::sleep_and_look(Flag& flag, int peer, const void* call, Predicate done) {
   while (true) {
-    machine_.waits(rank_, peer);
+    machine_.note_wait(rank_, peer);
     const std::uint32_t seen = flag.load();
     if (done(call) || look_around(peer, call, done)) return;
     flag.sleep_while(seen, kLongestSleep);

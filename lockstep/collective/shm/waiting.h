@@ -36,9 +36,10 @@ class Waiter {
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
-  // The deadline starts anew with the first wait of this call that has to sleep; `timeout` counts for this call only.
-  void begin_call(std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
-    call_timeout_ = timeout.value_or(timeout_);
+  // The deadline starts anew with the first wait of this call that has to sleep: a call that never sleeps does not read
+  // the clock. `timeout`: of this call only; 0: the one set for all.
+  void begin_call(std::chrono::milliseconds timeout = {}) {
+    call_timeout_ = timeout.count() > 0 ? timeout : timeout_;
     deadline_.reset();
   }
   void begin_call(Deadline deadline) {

@@ -13,7 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/shm_dtype.h"
+#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/parallel_for.h"
 #include "lockstep/model/parameters.h"
@@ -29,7 +29,7 @@ constexpr std::chrono::milliseconds kLongestSleep{10};
 std::string device_name(int index) { return concat("cpu:", index); }
 
 shm::DType dtype_of(const torch::Tensor& tensor) {
-  if (const auto dtype = to_shm_dtype(tensor.scalar_type())) return *dtype;
+  if (const auto dtype = to_dtype(tensor.scalar_type())) return *dtype;
   throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
 }
 
@@ -254,7 +254,7 @@ void Device::reduce(const torch::Tensor& tensor, int root) {
 void Device::broadcast(const torch::Tensor& tensor, int root) {
   const torch::Tensor flat = dense_view(tensor);
   const Waiting waiting(*this);
-  state_.group(index_).broadcast({.data = flat.mutable_data_ptr(),
+  state_.group(index_).broadcast({.output = flat.mutable_data_ptr(),
                                   .count = static_cast<std::size_t>(flat.numel()),
                                   .dtype = dtype_of(flat),
                                   .root = root});

@@ -1,15 +1,16 @@
-// collective/shm/connect/handshake.h: the conversation in which the processes of a machine hand each other their memory and
-// themselves (rendezvous.h has it line by line): the host's side and a peer's.
+// collective/shm/connect/handshake.h: the conversation in which the processes of a machine exchange descriptors of their
+// memory and of themselves: the server's side and a client's. rendezvous_server.h has it message by message.
 //
 // Flow:    a listening socket (local_socket.h) -> here -> MachineParts (machine.h)
-// Owns:    the connections, until it goes
+// Owns:    the connections, until they go
 // Threads: one at a time
-// Ranks:   Gathering on local rank 0, Joining on the others
+// Ranks:   HandshakeServer on local rank 0, HandshakeClient on the others
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/shm/connect/machine.h"
@@ -32,23 +33,25 @@ struct Connection {
   Handles handles;
 };
 
-// The host's side, from the first connection to "go".
-class Gathering {
+// The server's side, from the first connection to "go". Throws RendezvousError: ranks missing or lost at the deadline.
+class HandshakeServer {
  public:
-  Gathering(int listener, int size) : listener_(listener), size_(size), peers_(static_cast<std::size_t>(size)) {}
+  HandshakeServer(int listener, int size, Deadline deadline) : listener_(listener), size_(size), deadline_(deadline) {
+    peers_.resize(size);
+  }
 
-  void wait_for_hellos(Deadline deadline);
+  void wait_for_hellos();
   void welcome(int control, const Handles& own);
-  void wait_until_ready(Deadline deadline);
+  void wait_until_ready();
   void go();
   MachineParts take_parts(UniqueFd control, UniqueFd own_memory);
 
  private:
   bool complete() const { return missing().empty(); }
   std::vector<std::string> missing() const;
-  void wait_for_news(Deadline deadline);
-  void accept_strangers();
-  bool hear_stranger(UniqueFd& stranger);
+  void wait_for_input();
+  void accept_new();
+  bool hear(UniqueFd& newcomer);
   void drop_lost_peers();
   void send_to(int rank, const Message& message, const std::vector<int>& descriptors);
   [[noreturn]] void lost(int rank) const;
@@ -58,14 +61,15 @@ class Gathering {
 
   int listener_;
   int size_;
-  std::vector<UniqueFd> strangers_;  // connected, did not say hello yet
-  std::vector<Connection> peers_;    // by rank; entry 0 stays empty
+  Deadline deadline_;
+  std::vector<UniqueFd> newcomers_;  // connected, did not say hello yet
+  IntVector<Connection> peers_;      // by rank; entry 0 stays empty
 };
 
-// A peer's side.
-class Joining {
+// A client's side.
+class HandshakeClient {
  public:
-  Joining(const std::string& address, int rank, int size, Deadline deadline)
+  HandshakeClient(const std::string& address, int rank, int size, Deadline deadline)
       : rank_(rank), size_(size), deadline_(deadline), socket_(connect(address)) {}
 
   MachineParts exchange();

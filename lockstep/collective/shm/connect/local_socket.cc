@@ -48,6 +48,16 @@ bool well_formed(const Message& message, ssize_t bytes) {
          message.version == expected.version;
 }
 
+// False: not before the deadline. A socket whose other end is gone is ready, too: the call that follows says so.
+bool wait_for(short events, int socket, Deadline deadline) {
+  pollfd polled{.fd = socket, .events = events, .revents = 0};
+  while (true) {
+    const int result = ::poll(&polled, 1, static_cast<int>(deadline.left().count()));
+    if (result != 0 && !(result < 0 && errno == EINTR)) return true;
+    if (deadline.passed()) return false;
+  }
+}
+
 }  // namespace
 
 UniqueFd listen_at(const std::string& path) {
@@ -79,7 +89,7 @@ bool is_own_user(int socket) {
   return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &length) == 0 && other.uid == ::geteuid();
 }
 
-bool send_message(int socket, const Message& message, const std::vector<int>& descriptors) {
+bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors) {
   Message copy = message;
   iovec data{.iov_base = &copy, .iov_len = sizeof copy};
   alignas(cmsghdr) ControlBuffer control{};
@@ -97,9 +107,8 @@ bool send_message(int socket, const Message& message, const std::vector<int>& de
     std::memcpy(CMSG_DATA(part), descriptors.data(), bytes);
   }
   while (::sendmsg(socket, &header, MSG_NOSIGNAL) < 0) {
-    pollfd writable{.fd = socket, .events = POLLOUT, .revents = 0};
-    if (errno == EAGAIN && ::poll(&writable, 1, -1) >= 0 && (writable.revents & (POLLERR | POLLHUP)) == 0) continue;
-    if (errno != EINTR) return false;
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN || !wait_for(POLLOUT, socket, deadline)) return false;
   }
   return true;
 }
@@ -124,13 +133,6 @@ Received receive_message(int socket, Message& message, std::vector<UniqueFd>& de
   return descriptors.size() == expected ? Received::kMessage : Received::kGarbage;
 }
 
-bool wait_readable(int socket, Deadline deadline) {
-  pollfd readable{.fd = socket, .events = POLLIN, .revents = 0};
-  while (true) {
-    const int result = ::poll(&readable, 1, static_cast<int>(deadline.left().count()));
-    if (result != 0 && !(result < 0 && errno == EINTR)) return true;
-    if (deadline.passed()) return false;
-  }
-}
+bool wait_readable(int socket, Deadline deadline) { return wait_for(POLLIN, socket, deadline); }
 
 }  // namespace lockstep::shm

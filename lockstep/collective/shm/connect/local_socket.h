@@ -34,8 +34,8 @@ UniqueFd accept_from(int listener);            // none: nobody is waiting. Throw
 
 bool is_own_user(int socket);  // the process at the other end has this one's user
 
-// False: the other end is gone.
-bool send_message(int socket, const Message& message, const std::vector<int>& descriptors = {});
+// False: the other end is gone, or did not take it before the deadline.
+bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors = {});
 
 enum class Received { kMessage, kNothingYet, kGarbage, kClosed };
 

@@ -28,13 +28,12 @@ std::int64_t now_in_ms() {
 }
 
 std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
-std::size_t area_offset(int size) { return seats_offset() + static_cast<std::size_t>(size) * sizeof(Seat); }
+std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
 
 // No rank can use more memory than the machine has.
-std::size_t addresses_per_rank(std::size_t ranks) {
-  const auto pages = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES));
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return std::min(pages * page, kMostAddresses / ranks);
+std::size_t addresses_per_rank(int ranks) {
+  const auto memory = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
+  return std::min(memory, kMostAddresses / static_cast<unsigned>(ranks));
 }
 
 template <std::size_t N>
@@ -70,14 +69,14 @@ std::size_t control_bytes(int size) { return area_offset(size) + GroupArea::byte
 UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
   UniqueFd fd = make_segment("control", control_bytes(size), Growth::kFixed);
   const MachineBlock start{
-      .size = static_cast<std::uint32_t>(size), .reserved = 0, .staging_bytes = staging_bytes, .poison = {}};
+      .size = static_cast<unsigned>(size), .reserved = 0, .staging_bytes = staging_bytes, .poison = {}};
   if (::pwrite(fd.get(), &start, sizeof start, 0) != static_cast<ssize_t>(sizeof start))
     throw system_error("write", "the control segment");
   return fd;
 }
 
 Machine::Machine(MachineParts parts)
-    : control_(std::move(parts.control), control_bytes(static_cast<int>(parts.memories.size())), "the control segment"),
+    : control_(std::move(parts.control), control_bytes(parts.memories.size()), "the control segment"),
       pidfds_(std::move(parts.pidfds)),
       share_ordinary_memory_(parts.share_ordinary_memory) {
   const std::size_t reserve = addresses_per_rank(parts.memories.size());
@@ -95,8 +94,7 @@ void Machine::take_seat(int rank, int job_rank) {
   Seat& mine = seat(rank);
   mine.job_rank.store(job_rank, std::memory_order_relaxed);
   mine.pid.store(::getpid(), std::memory_order_relaxed);
-  for (const int core : usable_cores())
-    mine.cores[static_cast<std::size_t>(core) / 64] |= std::uint64_t{1} << (core % 64);
+  for (const int core : usable_cores()) mine.cores[static_cast<unsigned>(core) / 64] |= std::uint64_t{1} << (core % 64);
   mine.state.store(Seat::kJoined, std::memory_order_release);
 }
 
@@ -114,7 +112,7 @@ GroupArea Machine::group_area() const { return {control_.at(area_offset(size()),
 
 Place Machine::locate(const void* address, std::size_t bytes) const {
   if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
-  for (std::size_t rank = 0; rank < windows_.size(); ++rank)
+  for (int rank = 0; rank < size(); ++rank)
     if (windows_[rank]->contains(address, bytes))
       return {.kind = Place::Kind::kArena,
               .owner = static_cast<std::uint16_t>(rank),
@@ -124,7 +122,9 @@ Place Machine::locate(const void* address, std::size_t bytes) const {
 
 std::byte* Machine::pointer(Place place, std::size_t bytes) const {
   if (place.kind == Place::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
-  return windows_.at(place.owner)->at(place.at, bytes);
+  if (place.owner >= size())
+    throw SystemError({.what = concat("a place in the memory of rank ", place.owner, " of ", size())});
+  return windows_[place.owner]->at(place.at, bytes);
 }
 
 void Machine::poison(Cause cause, int rank, const std::string& what, const std::string& peer) const {
@@ -165,7 +165,7 @@ void Machine::poison_if_any_died() const {
   }
 }
 
-void Machine::waits(int rank, int peer) const {
+void Machine::note_wait(int rank, int peer) const {
   seat(rank).looked_at.store(now_in_ms(), std::memory_order_relaxed);
   seat(rank).waits_for.store(peer + 1, std::memory_order_release);
 }

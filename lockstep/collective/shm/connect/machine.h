@@ -1,7 +1,7 @@
-// collective/shm/connect/machine.h: what the ranks of one machine share, as one process sees it: the control segment, an arena
-// per rank, and who is alive. Ranks that are threads of one process share one Machine.
+// collective/shm/connect/machine.h: what the ranks of one machine share, as one process sees it: the control segment, an
+// arena per rank, and who is alive. Ranks that are threads of one process share one Machine.
 //
-// Flow:    rendezvous -> here -> groups
+// Flow:    rendezvous_server.h -> here -> groups
 // Owns:    the mappings and the descriptors of the peers' segments and processes
 // Threads: any
 // Ranks:   poisoning reaches every group of the machine: a rank that failed in one can't take part in the others
@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/control_block.h"
@@ -20,8 +21,8 @@ namespace lockstep::shm {
 
 struct MachineParts {
   UniqueFd control;
-  std::vector<UniqueFd> memories;      // the segment of each rank's arena
-  std::vector<UniqueFd> pidfds;        // of each rank's process; none for the own rank, none at all for threads
+  IntVector<UniqueFd> memories;        // the segment of each rank's arena
+  IntVector<UniqueFd> pidfds;          // of each rank's process; none for the own rank, none at all for threads
   bool share_ordinary_memory = false;  // ranks are threads: their pointers mean the same to all
 };
 
@@ -33,7 +34,7 @@ class Machine {
  public:
   explicit Machine(MachineParts parts);  // throws SystemError
 
-  int size() const { return static_cast<int>(windows_.size()); }
+  int size() const { return windows_.size(); }
   bool shares_ordinary_memory() const { return share_ordinary_memory_; }
   std::size_t staging_bytes() const { return block().staging_bytes; }
   bool more_ranks_than_cores() const;
@@ -41,7 +42,7 @@ class Machine {
   Seat& seat(int rank) const;
   void take_seat(int rank, int job_rank);  // once, before the first collective
   GroupArea group_area() const;            // of the group of all ranks
-  const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[static_cast<std::size_t>(rank)]; }
+  const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[rank]; }
 
   // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.
   Place locate(const void* address, std::size_t bytes) const;
@@ -60,9 +61,9 @@ class Machine {
   std::string name(int rank) const;      // "rank 2"
   std::string describe(int rank) const;  // "rank 2, pid 4711"
 
-  // Of a rank that waits: for whom (or nobody in particular), and that it is alive.
-  void waits(int rank, int peer) const;
-  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then whom it waits for,
+  // Notes that `rank` waits for `peer` (or for nobody in particular), and that it is alive.
+  void note_wait(int rank, int peer) const;
+  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then the one it waits for,
   // and so on.
   int holds_up(int peer) const;
 
@@ -73,9 +74,9 @@ class Machine {
   MachineBlock& block() const { return *reinterpret_cast<MachineBlock*>(control_.at(0, sizeof(MachineBlock))); }
 
   mutable Window control_;
-  std::vector<std::shared_ptr<Window>> windows_;
-  std::vector<std::shared_ptr<Arena>> arenas_;
-  std::vector<UniqueFd> pidfds_;
+  IntVector<std::shared_ptr<Window>> windows_;
+  IntVector<std::shared_ptr<Arena>> arenas_;
+  IntVector<UniqueFd> pidfds_;
   std::mutex mutex_;
   std::vector<Memory> retired_;
   bool share_ordinary_memory_;

@@ -1,10 +1,10 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
-#include "lockstep/collective/shm/connect/group_factory.h"
 #include "lockstep/collective/shm/connect/handshake.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/connect/socket_folder.h"
+#include "lockstep/collective/shm/group_factory.h"
 #include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
@@ -17,12 +17,12 @@ std::size_t staging_bytes_of(const Options& options, int size) {
 }
 
 int job_rank_of(const Options& options, int rank) {
-  return options.job_ranks.empty() ? rank : options.job_ranks[static_cast<std::size_t>(rank)];
+  return options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)];
 }
 
 }  // namespace
 
-Host::Host(int size, const Options& options) : size_(size), options_(options) {
+RendezvousServer::RendezvousServer(int size, const Options& options) : size_(size), options_(options) {
   folder_ = make_socket_folder(folder_lock_);
   address_ = (folder_ / "socket").string();
   try {
@@ -33,35 +33,35 @@ Host::Host(int size, const Options& options) : size_(size), options_(options) {
   }
 }
 
-Host::~Host() { remove_folder(); }
+RendezvousServer::~RendezvousServer() { remove_folder(); }
 
-void Host::remove_folder() {
+void RendezvousServer::remove_folder() {
   std::error_code ignored;
   if (!folder_.empty()) fs::remove_all(folder_, ignored);
   folder_.clear();
   folder_lock_.reset();
 }
 
-Group Host::connect(Deadline deadline) {
+Group RendezvousServer::connect(Deadline deadline) {
   Handles own = own_handles(0);
   UniqueFd control = make_control_segment(size_, staging_bytes_of(options_, size_));
-  Gathering gathering(listener_.get(), size_);
-  gathering.wait_for_hellos(deadline);
-  gathering.welcome(control.get(), own);
-  const auto machine = std::make_shared<Machine>(gathering.take_parts(std::move(control), std::move(own.memory)));
+  HandshakeServer handshake(listener_.get(), size_, deadline);
+  handshake.wait_for_hellos();
+  handshake.welcome(control.get(), own);
+  const auto machine = std::make_shared<Machine>(handshake.take_parts(std::move(control), std::move(own.memory)));
   machine->take_seat(0, job_rank_of(options_, 0));
-  gathering.wait_until_ready(deadline);
+  handshake.wait_until_ready();
   listener_.reset();
   remove_folder();
-  gathering.go();
+  handshake.go();
   return GroupFactory::make(machine, 0, options_.timeout);
 }
 
-Group join_host(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
-  Joining joining(address, rank, size, deadline);
-  const auto machine = std::make_shared<Machine>(joining.exchange());
+Group join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
+  HandshakeClient handshake(address, rank, size, deadline);
+  const auto machine = std::make_shared<Machine>(handshake.exchange());
   machine->take_seat(rank, job_rank_of(options, rank));
-  joining.finish();
+  handshake.finish();
   return GroupFactory::make(machine, rank, options.timeout);
 }
 

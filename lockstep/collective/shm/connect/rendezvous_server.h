@@ -1,21 +1,21 @@
 // collective/shm/connect/rendezvous_server.h: how the ranks of a machine come to share memory.
 //
-// Ranks as processes. Local rank 0 makes a Host: a folder with mode 0700 and a Unix socket in it. Its address reaches
-// the others by whatever store the job has. Then:
+// Ranks as processes. Local rank 0 makes a RendezvousServer: a folder with mode 0700 and a Unix socket in it. Its
+// address reaches the others by whatever store the job has. Then:
 //
-//   peer -> host   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
-//                  of its own process
-//   host -> peer   when all have said hello: welcome, with the control segment; then for each rank its two descriptors
-//   peer -> host   ready: everything is mapped
-//   host -> peer   go: everybody is ready. The host removes socket and folder
+//   peer -> server   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
+//                    of its own process
+//   server -> peer   when all have said hello: welcome, with the control segment; then for each rank its two descriptors
+//   peer -> server   ready: everything is mapped
+//   server -> peer   go: everybody is ready. The server removes socket and folder
 //
-// Both sides ask the kernel for the other's user and go on only if it is their own. Who says anything but a valid hello
-// is disconnected and learns nothing; the host goes on waiting for the others. Nothing but open descriptors keeps the
-// memory alive; a folder whose host was killed meanwhile is removed by the next host of that user.
+// Both sides ask the kernel for the other's user and go on only if it is their own. Whoever says anything but a valid
+// hello is disconnected and learns nothing; the server goes on waiting for the others. Only open descriptors keep the
+// memory alive. If the server is killed meanwhile, the next one of that user removes its folder.
 //
 // Ranks as threads: make_thread_group.
 //
-// Owns:    Host: folder and socket, until connect() is done or the Host goes
+// Owns:    the folder and the socket, until connect() is done or the RendezvousServer goes
 // Threads: one at a time
 // Ranks:   all ranks of the machine, once
 #pragma once
@@ -34,17 +34,17 @@ namespace lockstep::shm {
 
 struct Options {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of every wait in a collective; each rank's own
-  std::size_t staging_bytes = 0;      // of a chunk; 0: thresholds.h. The host's counts for all ranks
-  bool share_ordinary_memory = true;  // ranks as threads: read each other's memory wherever it lies
-  std::vector<int> job_ranks{};       // what the job calls ranks 0, 1, ..., for messages; empty: just so
+  std::size_t staging_bytes = 0;      // of a chunk; 0: thresholds.h. Rank 0's value counts for all ranks
+  bool share_ordinary_memory = true;  // ranks as threads: they read each other's memory wherever it lies
+  std::vector<int> job_ranks{};       // what the job calls ranks 0, 1, ..., for messages; empty: the same
 };
 
-class Host {
+class RendezvousServer {
  public:
-  explicit Host(int size, const Options& options = {});  // throws SystemError
-  ~Host();
-  Host(const Host&) = delete;
-  Host& operator=(const Host&) = delete;
+  explicit RendezvousServer(int size, const Options& options = {});  // throws SystemError
+  ~RendezvousServer();
+  RendezvousServer(const RendezvousServer&) = delete;
+  RendezvousServer& operator=(const RendezvousServer&) = delete;
 
   const std::string& address() const { return address_; }
 
@@ -63,9 +63,9 @@ class Host {
   UniqueFd listener_;
 };
 
-// The other ranks, 1 ... size-1. Blocks until the host says go. Throws RendezvousError: nobody there, refused, or the
+// The other ranks, 1 ... size-1. Blocks until the server says go. Throws RendezvousError: nobody there, refused, or the
 // deadline; SystemError.
-Group join_host(const std::string& address, int rank, int size, Deadline deadline, const Options& options = {});
+Group join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options = {});
 
 // All ranks of a group whose ranks are threads of this process, in rank order. Throws SystemError.
 std::vector<Group> make_thread_group(int size, const Options& options = {});

@@ -57,15 +57,15 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
   };
   const auto before = open_descriptors();
   {
-    Host host(2);
+    RendezvousServer server(2);
     const pid_t peer = fork_child([&] {
-      Group group = join_host(host.address(), 1, 2, soon());
+      Group group = join_rendezvous(server.address(), 1, 2, soon());
       const int code = sum_is_right(group);
       group.leave();
       return code;
     });
-    Group group = host.connect(soon());
-    EXPECT_FALSE(fs::exists(host.address()));
+    Group group = server.connect(soon());
+    EXPECT_FALSE(fs::exists(server.address()));
     EXPECT_TRUE(fs::is_empty(folder_.path()));
     EXPECT_EQ(sum_is_right(group), 0);
     EXPECT_GT(mappings(), 0);
@@ -80,30 +80,30 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
 }
 
 TEST_F(Rendezvous, names_the_ranks_that_did_not_come) {
-  Host host(4);
+  RendezvousServer server(4);
   const std::string message =
-      message_of<RendezvousError>([&] { host.connect(Deadline::after(std::chrono::milliseconds(50))); });
+      message_of<RendezvousError>([&] { server.connect(Deadline::after(std::chrono::milliseconds(50))); });
   EXPECT_TRUE(contains(message, "ranks that did not come: 1, 2, 3 of 4"));
 }
 
 TEST_F(Rendezvous, a_peer_without_a_host_fails_at_once) {
   const std::string message =
-      message_of<RendezvousError>([&] { join_host((folder_ / "nobody").string(), 1, 2, soon()); });
+      message_of<RendezvousError>([&] { join_rendezvous((folder_ / "nobody").string(), 1, 2, soon()); });
   EXPECT_TRUE(contains(message, "can't connect to"));
 }
 
 TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
-  Host host(2);
+  RendezvousServer server(2);
   const pid_t vandal = fork_child([&] {
     std::mt19937 random(1);
     int learned = 0;
     for (int i = 0; i < 100; ++i) {
-      const UniqueFd socket = connect_to(host.address());
+      const UniqueFd socket = connect_to(server.address());
       std::vector<char> noise(random() % 300 + 1);
       for (char& one : noise) one = static_cast<char>(random());
       Message almost{.rank = static_cast<int>(random() % 4), .size = 2, .layout = 12345};
       if (i % 3 == 0)
-        send_message(socket.get(), almost, {socket.get(), socket.get()});
+        send_message(socket.get(), almost, soon(), {socket.get(), socket.get()});
       else if (i % 3 == 1)
         (void)!::write(socket.get(), noise.data(), noise.size());
       if (i % 3 == 2) continue;  // says nothing, goes
@@ -113,14 +113,14 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
   });
   std::vector<pid_t> ranks;
   ranks.push_back(fork_child([&] {
-    Group group = host.connect(soon());
+    Group group = server.connect(soon());
     const int code = sum_is_right(group);
     group.leave();
     return code;
   }));
   EXPECT_EQ(exit_code_of(vandal), 0);
   ranks.push_back(fork_child([&] {
-    Group group = join_host(host.address(), 1, 2, soon());
+    Group group = join_rendezvous(server.address(), 1, 2, soon());
     const int code = sum_is_right(group);
     group.leave();
     return code;
@@ -129,32 +129,33 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
 }
 
 TEST_F(Rendezvous, a_peer_of_another_size_or_rank_is_refused) {
-  Host host(2);
+  RendezvousServer server(2);
   const pid_t stranger = fork_child([&] {
     for (const auto& [rank, size] : {std::pair{1, 3}, {2, 2}, {0, 2}}) {
-      const std::string message = message_of<RendezvousError>([&] { join_host(host.address(), rank, size, soon()); });
+      const std::string message =
+          message_of<RendezvousError>([&] { join_rendezvous(server.address(), rank, size, soon()); });
       if (!contains(message, "rank 0 closed the connection")) return 1;
     }
     return 0;
   });
-  EXPECT_THROW(host.connect(Deadline::after(std::chrono::milliseconds(500))), RendezvousError);
+  EXPECT_THROW(server.connect(Deadline::after(std::chrono::milliseconds(500))), RendezvousError);
   EXPECT_EQ(exit_code_of(stranger), 0);
 }
 
 TEST_F(Rendezvous, a_peer_that_dies_while_connecting_may_be_replaced) {
-  Host host(2);
+  RendezvousServer server(2);
   const pid_t first = fork_child([&] {  // says hello and dies
-    join_host(host.address(), 1, 2, Deadline::after(std::chrono::milliseconds(1)));
+    join_rendezvous(server.address(), 1, 2, Deadline::after(std::chrono::milliseconds(1)));
     return 0;
   });
   EXPECT_EQ(exit_code_of(first), 99);
   const pid_t second = fork_child([&] {
-    Group group = join_host(host.address(), 1, 2, soon());
+    Group group = join_rendezvous(server.address(), 1, 2, soon());
     const int code = sum_is_right(group);
     group.leave();
     return code;
   });
-  Group group = host.connect(soon());
+  Group group = server.connect(soon());
   EXPECT_EQ(sum_is_right(group), 0);
   group.leave();
   EXPECT_EQ(exit_code_of(second), 0);
@@ -162,28 +163,28 @@ TEST_F(Rendezvous, a_peer_that_dies_while_connecting_may_be_replaced) {
 
 TEST_F(Rendezvous, removes_the_folder_of_a_host_that_was_killed) {
   EXPECT_EQ(exit_code_of(fork_child([] {
-              auto* const host = new Host(2);
-              return host->address().empty() ? 1 : ::kill(::getpid(), SIGKILL);
+              auto* const server = new RendezvousServer(2);
+              return server->address().empty() ? 1 : ::kill(::getpid(), SIGKILL);
             })),
             128 + SIGKILL);
   EXPECT_FALSE(fs::is_empty(folder_.path()));
-  const Host next(1);
+  const RendezvousServer next(1);
   EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1);
 }
 
 // Needs to be root: becomes another user.
 TEST_F(Rendezvous, another_user_gets_nothing) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
-  Host host(2);
+  RendezvousServer server(2);
   struct stat status {};
-  ASSERT_EQ(::stat(fs::path(host.address()).parent_path().c_str(), &status), 0);
+  ASSERT_EQ(::stat(fs::path(server.address()).parent_path().c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0700U);
   const auto as_nobody = [](const std::function<int()>& body) {
     return exit_code_of(fork_child([&] { return ::setgid(65534) != 0 || ::setuid(65534) != 0 ? 98 : body(); }));
   };
   EXPECT_EQ(as_nobody([&] {
               try {
-                connect_to(host.address());
+                connect_to(server.address());
                 return 1;
               } catch (const SystemError& error) {
                 return errno == EACCES ? 0 : 2;
@@ -192,11 +193,11 @@ TEST_F(Rendezvous, another_user_gets_nothing) {
             0);
   // Even with all doors open, the user at the other end is asked for.
   ::chmod(folder_.path().c_str(), 0755);
-  ::chmod(fs::path(host.address()).parent_path().c_str(), 0755);
-  ::chmod(host.address().c_str(), 0777);
+  ::chmod(fs::path(server.address()).parent_path().c_str(), 0755);
+  ::chmod(server.address().c_str(), 0777);
   const pid_t patient = fork_child([&] {
     try {
-      host.connect(Deadline::after(std::chrono::milliseconds(500)));
+      server.connect(Deadline::after(std::chrono::milliseconds(500)));
     } catch (const RendezvousError&) {
       return 0;
     }
@@ -204,7 +205,7 @@ TEST_F(Rendezvous, another_user_gets_nothing) {
   });
   EXPECT_EQ(as_nobody([&] {
               try {
-                join_host(host.address(), 1, 2, soon());
+                join_rendezvous(server.address(), 1, 2, soon());
                 return 1;
               } catch (const RendezvousError& error) {
                 return contains(error.what(), "another user") ? 0 : 2;
@@ -230,7 +231,7 @@ TEST_F(Rendezvous, says_so_when_descriptors_run_out) {
 
 // The rank without descriptors says so; the others learn that it is gone, at once.
 TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
-  Host host(3);
+  RendezvousServer server(3);
   std::vector<pid_t> peers;
   for (int rank = 1; rank < 3; ++rank)
     peers.push_back(fork_child([&, rank] {
@@ -238,7 +239,7 @@ TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
       const rlimit limit{.rlim_cur = room, .rlim_max = room};
       if (rank == 2) ::setrlimit(RLIMIT_NOFILE, &limit);
       try {
-        join_host(host.address(), rank, 3, soon());
+        join_rendezvous(server.address(), rank, 3, soon());
       } catch (const SystemError& error) {
         return rank == 2 && contains(error.what(), "Too many open files") ? 0 : 1;
       } catch (const RendezvousError&) {
@@ -248,7 +249,7 @@ TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
     }));
   const pid_t first = fork_child([&] {
     try {
-      host.connect(soon());
+      server.connect(soon());
     } catch (const RendezvousError& error) {
       return contains(error.what(), "rank 2 was lost") ? 0 : 1;
     }

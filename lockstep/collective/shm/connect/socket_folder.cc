@@ -31,7 +31,8 @@ UniqueFd lock_folder(const fs::path& folder) {
   return fd;
 }
 
-// A Host holds the lock of its folder for as long as it lives: what can be locked belongs to one that was killed.
+// A RendezvousServer holds the lock of its folder as long as it lives: a folder that can be locked belongs to one that
+// was killed.
 void remove_stale_folders(const fs::path& base) {
   std::error_code ignored;
   for (const fs::directory_entry& entry : fs::directory_iterator(base, ignored)) {
@@ -42,7 +43,7 @@ void remove_stale_folders(const fs::path& base) {
   }
 }
 
-// mkdtemp gives mode 0700. Another host that cleans up may be faster than the lock: then once more.
+// mkdtemp gives mode 0700. Another server may remove the folder before it is locked: then try again.
 fs::path make_folder(const fs::path& base, UniqueFd& lock) {
   while (true) {
     std::string pattern = (base / kFolderPrefix).string() + "XXXXXX";

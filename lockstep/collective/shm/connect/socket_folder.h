@@ -1,8 +1,8 @@
-// collective/shm/connect/socket_folder.h: a folder that only this user can enter, for the socket at which the ranks meet.
+// collective/shm/connect/socket_folder.h: a folder that only this user can enter, for the socket at which the ranks of a machine connect.
 //
 // Owns:    nothing; the caller removes the folder and holds its lock until then
 // Threads: any
-// Ranks:   the host's only
+// Ranks:   the server's only
 #pragma once
 
 #include <filesystem>

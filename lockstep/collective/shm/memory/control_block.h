@@ -2,12 +2,13 @@
 //
 //   control segment:   MachineBlock | Seat[N] | group area of all ranks
 //   group area:        GroupHeader | then per rank, each part on cache lines of its own:
-//                      Announcement[2] | Progress | counts[2][2N] | slot[2][kSlotBytes] | Letter[N][kLettersPerPair]
+//                      Announcement[2] | Progress | counts[2][2N] | slot[2][kSlotBytes] |
+//                      MessageHeader[N][kMessagesPerPair]
 //
-// Everything of a rank is written by that rank only, except: Letter (the sender fills it, the receiver answers),
-// Progress::bell (anyone rings) and Poison (the first to find trouble). Parts with [2] are used in turn: collective
-// number s uses s % 2. Its owner overwrites them in collective s+2, which it only enters once all ranks have entered
-// s+1, and therefore left s.
+// Each part is written by its own rank only, except: MessageHeader (the sender fills it, the receiver answers),
+// Progress::bell (anyone rings) and Poison (whoever finds trouble first). Parts with [2] alternate: collective number s
+// uses s % 2. Its owner overwrites them in collective s+2, which it enters only after all ranks have entered s+1 and
+// therefore left s.
 //
 // Owns:    nothing: structs over zeroed shared memory, where every bit pattern of zeroes is a valid start
 // Threads: atomics; payload between a release and an acquire of a Flag
@@ -20,14 +21,15 @@
 #include <string>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/collective/call.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/collective_types.h"
 
 namespace lockstep::shm {
 
 inline constexpr std::size_t kSlotBytes = 16384;  // a rank's data in a one-shot collective
-inline constexpr std::size_t kLetterBytes = 832;  // a message that needs no further memory
-inline constexpr int kLettersPerPair = 4;         // messages that one rank can leave for another without waiting
+inline constexpr std::size_t kInlineBytes = 832;  // a message that travels inside its header
+inline constexpr int kMessagesPerPair = 4;        // that one rank can leave for another without waiting
 
 enum class Cause : std::uint32_t { kDied, kLeft, kStalled, kFailed };
 
@@ -70,57 +72,43 @@ struct Place {
   std::uint64_t at = 0;        // offset or address
 };
 
-// What a rank wants, equal on all ranks or it is an error.
-struct Intent {
-  Operation operation = Operation::kNone;
-  DType dtype = DType::kUInt8;
-  ReduceOp op = ReduceOp::kSum;
-  Algorithm algorithm = Algorithm::kDirect;
-  std::int32_t root = -1;   // -1: the operation has none
-  std::uint64_t count = 0;  // elements
-  std::uint64_t shape = 0;  // a hash of the counts, where they differ from rank to rank
-
-  bool operator==(const Intent&) const = default;
-};
-
-std::string to_string(const Intent& intent);  // "all_reduce of 100 float32 (sum)"
-
-// Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it.
-// Relaxed atomics, because after a deadline it is read while its owner may be writing.
+// Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
+// are relaxed atomics: the rise of `arrived` publishes them, and after a deadline others print them while their owner
+// may be writing.
 struct alignas(kCacheLine) Announcement {
   static constexpr std::size_t kLineBytes = 24;
+  using Words = std::array<std::uint64_t, 3>;
+  static_assert(sizeof(Signature) == sizeof(Words) && kLineBytes == sizeof(Words));
 
   Flag arrived;  // the collective's number; raised last
-  std::array<std::atomic<std::uint64_t>, 3> intent;
+  std::array<std::atomic<std::uint64_t>, 3> signature;
   std::atomic<std::uint64_t> kinds;                 // of both places
   std::array<std::atomic<std::uint64_t>, 3> words;  // where the input and the output lie, and the longest message;
                                                     // kLine: the data
 
-  void write(const Intent& what, Place input, Place output, std::uint64_t longest_message);
-  void write_line(const Intent& what, const std::byte* data, std::size_t bytes);  // at most kLineBytes
-  void read_line(std::byte* data) const;                                          // kLineBytes
-  Intent read_intent() const;
-  Place input() const { return read_place(0); }
-  Place output() const { return read_place(1); }
+  void write(const Signature& call, Place input, Place output, std::uint64_t longest_message);
+  void write_line(const Signature& call, const std::byte* data, std::size_t bytes);  // at most kLineBytes
+  void read_line(std::byte* data) const;                                             // kLineBytes
+  Signature read_signature() const;
+  Place input() const { return place(0); }
+  Place output() const { return place(1); }
   std::size_t longest() const { return words[2].load(std::memory_order_relaxed); }  // message that this rank has
-  bool says(const Intent& what) const;                                              // compares without unpacking
 
  private:
-  void write_intent(const Intent& what);
-  Place read_place(int index) const;
+  Place place(unsigned index) const;
 };
 static_assert(sizeof(Announcement) == kCacheLine);
 
 // Flags that are raised inside a collective and between collectives.
 struct Progress {
   alignas(kCacheLine) Flag phase;       // steps done, over all collectives of the group
-  std::atomic<std::uint32_t> touching;  // ranks as threads: how many of this one's calls use others' memory
+  std::atomic<std::uint32_t> accesses;  // ranks as threads: how many of this one's calls use peers' memory now
   std::atomic<std::uint64_t> staging;   // where in this rank's arena its staging memory is
-  alignas(kCacheLine) Flag bell;        // rung whenever a letter from or to this rank changes
+  alignas(kCacheLine) Flag bell;        // rung whenever a message from or to this rank changes
 };
 
-// A message from one rank to another.
-struct alignas(kCacheLine) Letter {
+// A message from one rank to another: what it is, where its data lies, and how far both sides are.
+struct alignas(kCacheLine) MessageHeader {
   static constexpr std::uint32_t kFree = 0, kSent = 1, kTaken = 2, kAnswered = 3;
 
   std::atomic<std::uint32_t> state;    // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
@@ -134,8 +122,8 @@ struct alignas(kCacheLine) Letter {
   bool refused;      // the receiver wanted something else
   std::uint16_t owner;
   std::uint64_t at;
-  Intent wanted;  // what the receiver wanted instead
-  alignas(kCacheLine) std::array<std::byte, kLetterBytes> data;
+  Signature wanted;  // what the receiver wanted instead
+  alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
 
 struct alignas(kCacheLine) GroupHeader {
@@ -145,7 +133,7 @@ struct alignas(kCacheLine) GroupHeader {
 // Finds the parts of a group area.
 class GroupArea {
  public:
-  GroupArea(std::byte* base, int size) : base_(base), size_(static_cast<std::size_t>(size)) {}
+  GroupArea(std::byte* base, int size) : base_(base), layout_(size) {}
 
   static std::size_t bytes(int size);
 
@@ -154,14 +142,21 @@ class GroupArea {
   Progress& progress(int rank) const;
   std::uint64_t* counts(int rank, std::uint32_t sequence) const;  // sent to each, then received from each
   std::byte* slot(int rank, std::uint32_t sequence) const;
-  Letter& letter(int from, int to, int index) const;
+  MessageHeader& message(int from, int to, int index) const;
 
  private:
-  struct Layout;
-  std::byte* of(int rank) const;
+  // Offsets inside the part of one rank, for groups of `size` ranks.
+  struct Layout {
+    explicit Layout(int size);
+    std::size_t progress, counts, counts_stride, slot, messages, bytes;
+  };
+
+  std::byte* of(int rank) const {
+    return base_ + sizeof(GroupHeader) + rank * static_cast<std::ptrdiff_t>(layout_.bytes);
+  }
 
   std::byte* base_;
-  std::size_t size_;
+  Layout layout_;
 };
 
 }  // namespace lockstep::shm

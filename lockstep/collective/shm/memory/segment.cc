@@ -19,7 +19,7 @@ constexpr std::size_t kMappingUnit = std::size_t{2} << 20;  // late mappings are
 std::size_t size_of_file(int fd, const std::string& name) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw system_error("look at", name);
-  return static_cast<std::size_t>(status.st_size);
+  return static_cast<std::uint64_t>(status.st_size);
 }
 
 // The kernel would answer with a signal that ends the process.

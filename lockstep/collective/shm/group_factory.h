@@ -1,4 +1,4 @@
-// collective/shm/connect/group_factory.h: the way from a Machine to the Group of all its ranks, for rendezvous.cc.
+// collective/shm/group_factory.h: the way from a Machine to the Group of all its ranks, for rendezvous.cc.
 //
 // Threads: any
 // Ranks:   after all ranks took their seats

@@ -1,11 +1,11 @@
-#include "lockstep/collective/shm/algorithms.h"
+#include "lockstep/collective/shm/all_reduce_reference.h"
 
 #include <array>
 #include <bit>
 
 #include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/shm/split.h"
 
 namespace lockstep::shm {
 namespace {
@@ -13,13 +13,9 @@ namespace {
 // The arrays of all ranks, filled with their inputs and announced.
 class SharedArrays {
  public:
-  SharedArrays(GroupState& group, const AllReduce& call)
+  SharedArrays(GroupState& group, const Call& call)
       : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)) {
-    group_.begin({.operation = Operation::kAllReduce,
-                  .dtype = call.dtype,
-                  .op = call.op,
-                  .algorithm = call.algorithm,
-                  .count = call.count});
+    group_.begin(signature_of(call));
     mine_ = static_cast<std::byte*>(call.output);
     if (group_.locate(mine_, bytes_).kind == Place::Kind::kPrivate) {
       copy_ = group_.machine().arena(group_.machine_rank(group_.rank()))->allocate(bytes_);
@@ -41,34 +37,34 @@ class SharedArrays {
   }
 
   // After step `steps - 1`: nobody returns before all are done with its array.
-  void finish(int steps) {
-    group_.meet(static_cast<std::uint32_t>(steps));
-    group_.end(static_cast<std::uint32_t>(steps));
+  void finish(std::uint32_t steps) {
+    group_.post_and_wait_all(steps);
+    group_.end(steps);
     copy_bytes(static_cast<std::byte*>(call_.output), mine_, bytes_);
   }
 
  private:
   GroupState& group_;
-  const AllReduce& call_;
+  const Call& call_;
   std::size_t bytes_;
   std::byte* mine_ = nullptr;
   Memory copy_;
 };
 
 void reduce_everything(GroupState& group, const SharedArrays& arrays, std::size_t count) {
-  const GroupState::Touch touch(group);
-  for (int peer = 0; peer < group.size(); ++peer) group.sources[static_cast<std::size_t>(peer)] = arrays.of(peer);
+  const GroupState::PeerAccess access(group);
+  for (int peer = 0; peer < group.size(); ++peer) group.sources[peer] = arrays.of(peer);
   arrays.reduce_part(group.sources, arrays.of(0), count, true);
 }
 
 void copy_array(GroupState& group, const SharedArrays& arrays, int from) {
-  const GroupState::Touch touch(group);
+  const GroupState::PeerAccess access(group);
   copy_bytes(arrays.of(group.rank()), arrays.of(from), arrays.bytes());
 }
 
 // Adds (or copies) the left neighbour's part to the own one.
 void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DType dtype, bool add, bool last) {
-  const GroupState::Touch touch(group);
+  const GroupState::PeerAccess access(group);
   const int left = (group.rank() + group.size() - 1) % group.size();
   const std::size_t offset = part.begin * size_of(dtype);
   std::byte* const own = arrays.of(group.rank()) + offset;
@@ -80,14 +76,13 @@ void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DT
 }
 
 void add_child(GroupState& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {
-  const GroupState::Touch touch(group);
+  const GroupState::PeerAccess access(group);
   std::byte* const own = arrays.of(group.rank());
   arrays.reduce_part(std::array<const std::byte*, 2>{own, arrays.of(child)}, own, count, last);
 }
 
-}  // namespace
-
-void all_reduce_central(GroupState& group, const AllReduce& call) {
+// Two steps: rank 0 reduces all arrays into its own, the others copy that.
+void all_reduce_central(GroupState& group, const Call& call) {
   SharedArrays arrays(group, call);
   if (group.rank() == 0) {
     reduce_everything(group, arrays, call.count);
@@ -99,24 +94,31 @@ void all_reduce_central(GroupState& group, const AllReduce& call) {
   arrays.finish(2);
 }
 
-// Part s starts its way at rank s and is complete at rank s-1. A rank overwrites a part only after its right neighbour
-// has read it: in step p+j its left neighbour is done with step p+j-1, hence, p-1 places on, its right one with j+1.
-void all_reduce_ring(GroupState& group, const AllReduce& call) {
+// Steps 1 ... p-1 add, steps p ... 2p-2 copy; each moves K/p per rank. Part s starts at rank s, collects a summand at
+// each rank on its way, is complete at rank s-1 and goes round once more.
+//
+// In step k rank r takes part r-k (mod p) from its left neighbour, once that one has finished step k-1. It overwrites a
+// part only after its right neighbour has read it: before step p+j its left neighbour has finished p+j-1, so the one
+// before that p+j-2, and so on around; the right neighbour, p-1 places on, has finished j+1, in which it read part r-j.
+void all_reduce_ring(GroupState& group, const Call& call) {
   SharedArrays arrays(group, call);
   const int p = group.size();
-  const Split split = Split::even(call.count, p, kCacheLine / size_of(call.dtype));
+  const Partition split = Partition::even(call.count, p, kCacheLine / size_of(call.dtype));
   const int left = (group.rank() + p - 1) % p;
   for (int step = 1; step <= 2 * p - 2; ++step) {
-    if (step > 1) group.wait_for(left, static_cast<std::uint32_t>(step - 1));
+    if (step > 1) group.wait_for(left, static_cast<unsigned>(step - 1));
     const bool add = step < p;
-    const int part = (group.rank() - step + (add ? 0 : p) + 2 * p) % p;
+    const int part = (group.rank() - step + 2 * p) % p;
     take_from_left(group, arrays, split[part], call.dtype, add, step == p - 1);
-    group.post(static_cast<std::uint32_t>(step));
+    group.post(static_cast<unsigned>(step));
   }
-  arrays.finish(2 * p - 1);
+  arrays.finish(static_cast<unsigned>(2 * p - 1));
 }
 
-void all_reduce_tree(GroupState& group, const AllReduce& call) {
+// A binomial tree. Up, level by level: a rank whose number has the lowest `level` bits 0 adds the array of the rank
+// `distance` above it, K bytes, once that one has finished the level before. Down: the same pairs in reverse order, the
+// upper rank copies K bytes. An upper rank's array is read up before it is overwritten down, levels apart.
+void all_reduce_tree(GroupState& group, const Call& call) {
   SharedArrays arrays(group, call);
   const int rank = group.rank();
   const int levels = std::bit_width(static_cast<unsigned>(group.size() - 1));
@@ -137,7 +139,15 @@ void all_reduce_tree(GroupState& group, const AllReduce& call) {
     }
     group.post(++step);
   }
-  arrays.finish(static_cast<int>(step) + 1);
+  arrays.finish(step + 1);
+}
+
+}  // namespace
+
+void all_reduce_reference(GroupState& group, const Call& call) {
+  if (call.algorithm == Algorithm::kRing) return all_reduce_ring(group, call);
+  if (call.algorithm == Algorithm::kTree) return all_reduce_tree(group, call);
+  all_reduce_central(group, call);
 }
 
 }  // namespace lockstep::shm

@@ -1,6 +1,6 @@
-// collective/shm/split.h: how an array is cut into one part per rank.
+// collective/shm/partition.h: how an array is cut into one part per rank.
 //
-// Threads: a value
+// Threads: values
 // Ranks:   all ranks compute the same parts
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <span>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/collective/call.h"
 
 namespace lockstep::shm {
 
@@ -18,23 +19,27 @@ struct Part {
   std::size_t count = 0;
 };
 
-class Split {
+class Partition {
  public:
   // `count` elements into `parts` parts that begin at multiples of `unit`; the last ones may be shorter, or empty.
-  static Split even(std::size_t count, int parts, std::size_t unit) {
-    const std::size_t share = (count + static_cast<std::size_t>(parts) - 1) / static_cast<std::size_t>(parts);
-    return {count, round_up(share, unit), {}};
+  static Partition even(std::size_t count, int parts, std::size_t unit) {
+    const auto divisor = static_cast<unsigned>(parts);
+    return {count, round_up((count + divisor - 1) / divisor, unit), {}};
   }
-  static Split equal(std::size_t count_of_part, int parts) {
-    return {count_of_part * static_cast<std::size_t>(parts), count_of_part, {}};
+  static Partition equal(std::size_t count_of_part, int parts) {
+    return {count_of_part * static_cast<unsigned>(parts), count_of_part, {}};
   }
   // `counts` must outlive this.
-  static Split uneven(std::span<const std::size_t> counts) {
+  static Partition uneven(std::span<const std::size_t> counts) {
     return {std::accumulate(counts.begin(), counts.end(), std::size_t{0}), 0, counts};
+  }
+  // The parts that a call names: its counts, or equal ones. The call must outlive this.
+  static Partition of(const Call& call, int ranks) {
+    return call.counts.empty() ? equal(call.count, ranks) : uneven(call.counts);
   }
 
   Part operator[](int rank) const {
-    const auto index = static_cast<std::size_t>(rank);
+    const auto index = static_cast<unsigned>(rank);
     if (!counts_.empty())
       return {std::accumulate(counts_.begin(), counts_.begin() + rank, std::size_t{0}), counts_[index]};
     const std::size_t begin = std::min(total_, index * share_);
@@ -45,11 +50,11 @@ class Split {
   std::size_t longest() const { return counts_.empty() ? std::min(share_, total_) : std::ranges::max(counts_); }
 
  private:
-  Split(std::size_t total, std::size_t share, std::span<const std::size_t> counts)
+  Partition(std::size_t total, std::size_t share, std::span<const std::size_t> counts)
       : total_(total), share_(share), counts_(counts) {}
 
   std::size_t total_;
-  std::size_t share_;
+  std::size_t share_;  // of a rank, where `counts_` is empty
   std::span<const std::size_t> counts_;
 };
 

@@ -1,6 +1,6 @@
-// collective/shm_transport.h: the shared-memory core as a transport for host tensors.
+// collective/shared_memory_transport.h: the shared-memory core as a transport for host tensors.
 //
-// Flow:    collective/rendezvous.h -> here -> lockstep/world.h
+// Flow:    World -> here -> collective/shm/
 // Owns:    this rank's side of the shared memory
 // Ranks:   every rank of the machine makes its transport at the same time
 #pragma once
