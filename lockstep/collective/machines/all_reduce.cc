@@ -39,25 +39,158 @@ constexpr std::size_t kOneShotBytes = 16384;
 class MachineAllReduce : private MachineCollective {
  public:
   // call.output: on every rank; it is overwritten, also where a reduce has no result.
-  MachineAllReduce(Hierarchy& hierarchy, const Call& call);
+  MachineAllReduce(Hierarchy& hierarchy, const Call& call)
+      : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
+        data_(static_cast<std::byte*>(call.output)),
+        one_shot_(machines() == 2 || bytes(call.count) <= kOneShotBytes),
+        only_root_(call.operation == Operation::kReduce),
+        root_machine_(hierarchy.topology.machine_of[call.root]),
+        chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
+    if (call.input != call.output && call.count > 0) std::memcpy(call.output, call.input, bytes(call.count));
+  }
 
-  void run();
-  void run_ring();
+  // While chunk c is reduced inside and its parts leave, c-1 is reduced between machines and c-2 is shared inside: the
+  // network waits for neither.
+  void run() {
+    begin_check();
+    run_pipeline(
+        chunks_.size(),
+        [this](std::size_t chunk) {
+          reduce_inside(chunk);
+          if (owns_slice()) send_parts(chunk);
+          if (chunk == 0) finish_check();
+        },
+        [this](std::size_t chunk) {
+          if (owns_slice()) reduce_part(chunk);
+        },
+        [this](std::size_t chunk) { share_inside(chunk); });
+  }
+
+  void run_ring() {
+    one_shot_ = false;
+    chunks_.most = std::max<std::size_t>(call_.count, 1);
+    begin_check();
+    reduce_inside(0);
+    finish_check();
+    if (owns_slice()) {
+      scatter_reduce_around(buffers_of(0).slice, slice_count(0));
+      gather_around(buffers_of(0).slice, slice_count(0));
+    }
+    share_inside(0);
+  }
 
  private:
-  void reduce_inside(std::size_t chunk);
-  void send_parts(std::size_t chunk);
-  void reduce_part(std::size_t chunk);
-  void send_result(std::size_t chunk);
-  void share_inside(std::size_t chunk);
-  void scatter_reduce_around(std::byte* slice, std::size_t slice_count);
-  void gather_around(std::byte* slice, std::size_t slice_count);
-  void turn_ring(const std::byte* out, std::size_t out_count, std::byte* in, std::size_t in_count);
+  // For each local rank its slice of the chunk; empty for ranks that own none.
+  std::vector<std::size_t> counts_inside(std::size_t chunk) const {
+    std::vector<std::size_t> counts;
+    for (int owner = 0; owner < local_size(); ++owner) counts.push_back(slice_of(chunks_[chunk], owner).count);
+    return counts;
+  }
+
+  // What a machine reduces of a slice.
+  Part part_of(int machine, std::size_t slice_count) const {
+    if (one_shot_) return {0, slice_count};
+    return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
+  }
+
+  // Step 1. A rank that is alone on its machine works in the array itself.
+  void reduce_inside(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    buffers.slice = at(chunk);
+    if (alone()) return;
+    buffers.slice = grown(buffers.slice_memory, bytes(slice_count(chunk)));
+    run_inside(chunk, {.operation = Operation::kReduceScatter,
+                       .input = at(chunk),
+                       .output = buffers.slice,
+                       .counts = counts_inside(chunk),
+                       .dtype = call_.dtype,
+                       .op = op_inside()});
+  }
+
+  // Step 2a, its messages. sources[m] is where the part from machine m arrives; the own machine's is in the slice.
+  void send_parts(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    const Part own = part_of(machine(), slice_count(chunk));
+    std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
+    buffers.sources.assign(machines(), buffers.slice + bytes(own.begin));
+    for (const int peer : link().peers()) {
+      const Part theirs = part_of(peer, slice_count(chunk));
+      link().receive(peer, arriving, bytes(own.count), buffers.receives);
+      link().send(peer, buffers.slice + bytes(theirs.begin), bytes(theirs.count), buffers.sends);
+      buffers.sources[peer] = arriving;
+      arriving += bytes(own.count);
+    }
+  }
+
+  // Step 2a, its sum. In one shot the whole slice is about to change: what is sent of it must have left.
+  void reduce_part(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    link().wait(buffers.receives);
+    if (one_shot_) link().wait(buffers.sends);
+    const Part own = part_of(machine(), slice_count(chunk));
+    reduce(buffers.sources, buffers.slice + bytes(own.begin), own.count, call_.op);
+    if (!one_shot_) send_result(chunk);
+  }
+
+  // Step 2b. The other machines' parts arrive where this one's copies of them left from in 2a: a machine sends its
+  // result only once it has received those, so their places are free.
+  void send_result(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    const Part own = part_of(machine(), slice_count(chunk));
+    for (const int peer : link().peers()) {
+      const Part theirs = part_of(peer, slice_count(chunk));
+      std::byte* const place = buffers.slice + bytes(theirs.begin);
+      if (wanted_by(machine())) link().receive(peer, place, bytes(theirs.count), buffers.receives);
+      if (wanted_by(peer)) link().send(peer, buffers.slice + bytes(own.begin), bytes(own.count), buffers.sends);
+    }
+  }
+
+  // Step 3.
+  void share_inside(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    if (owns_slice()) wait_for_transfers(buffers);
+    if (alone() || !wanted_by(machine())) return;
+    run_inside({.operation = Operation::kAllGather,
+                .input = buffers.slice,
+                .output = at(chunk),
+                .counts = counts_inside(chunk),
+                .dtype = call_.dtype});
+  }
+
+  // ---- The ring of machines: the array is one chunk
+
+  // n-1 steps of K/n. In step k machine m sends part m-k, which it completed in step k-1, to its right and receives part
+  // m-k-1 from its left, to which it adds its own. After the last step part m+1 is complete here.
+  void scatter_reduce_around(std::byte* slice, std::size_t slice_count) {
+    std::byte* const received = grown(buffers_of(0).received_memory, bytes(part_of(0, slice_count).count));
+    for (int step = 0; step < machines() - 1; ++step) {
+      const Part out = part_of(wrapped(machine() - step), slice_count);
+      const Part in = part_of(wrapped(machine() - step - 1), slice_count);
+      turn_ring(slice + bytes(out.begin), out.count, received, in.count);
+      std::byte* const own = slice + bytes(in.begin);
+      const std::array<const std::byte*, 2> sources{received, own};
+      reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
+    }
+  }
+
+  // n-1 steps of K/n. In step k machine m passes on part m+1-k, which it got in step k-1, and receives part m-k.
+  void gather_around(std::byte* slice, std::size_t slice_count) {
+    for (int step = 0; step < machines() - 1; ++step) {
+      const Part out = part_of(wrapped(machine() + 1 - step), slice_count);
+      const Part in = part_of(wrapped(machine() - step), slice_count);
+      turn_ring(slice + bytes(out.begin), out.count, slice + bytes(in.begin), in.count);
+    }
+  }
+
+  void turn_ring(const std::byte* out, std::size_t out_count, std::byte* in, std::size_t in_count) {
+    ChunkBuffers& buffers = buffers_of(0);
+    link().receive(wrapped(machine() - 1), in, bytes(in_count), buffers.receives);
+    link().send(wrapped(machine() + 1), out, bytes(out_count), buffers.sends);
+    wait_for_transfers(buffers);
+  }
 
   std::byte* at(std::size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
   std::size_t slice_count(std::size_t chunk) const { return own_slice(chunks_[chunk]).count; }
-  std::vector<std::size_t> counts_inside(std::size_t chunk) const;
-  Part part_of(int machine, std::size_t slice_count) const;
   bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
   int wrapped(int machine) const { return (machine + machines()) % machines(); }
 
@@ -67,159 +200,6 @@ class MachineAllReduce : private MachineCollective {
   int root_machine_;
   Chunks chunks_;
 };
-
-MachineAllReduce::MachineAllReduce(Hierarchy& hierarchy, const Call& call)
-    : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
-      data_(static_cast<std::byte*>(call.output)),
-      one_shot_(machines() == 2 || bytes(call.count) <= kOneShotBytes),
-      only_root_(call.operation == Operation::kReduce),
-      root_machine_(hierarchy.topology.machine_of[call.root]),
-      chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
-  if (call.input != call.output && call.count > 0) std::memcpy(call.output, call.input, bytes(call.count));
-}
-
-// While chunk c is reduced inside and its parts leave, c-1 is reduced between machines and c-2 is shared inside: the
-// network waits for neither.
-void MachineAllReduce::run() {
-  begin_check();
-  run_pipeline(
-      chunks_.size(),
-      [this](std::size_t chunk) {
-        reduce_inside(chunk);
-        if (owns_slice()) send_parts(chunk);
-        if (chunk == 0) finish_check();
-      },
-      [this](std::size_t chunk) {
-        if (owns_slice()) reduce_part(chunk);
-      },
-      [this](std::size_t chunk) { share_inside(chunk); });
-}
-
-// For each local rank its slice of the chunk; empty for ranks that own none.
-std::vector<std::size_t> MachineAllReduce::counts_inside(std::size_t chunk) const {
-  std::vector<std::size_t> counts;
-  for (int owner = 0; owner < local_size(); ++owner) counts.push_back(slice_of(chunks_[chunk], owner).count);
-  return counts;
-}
-
-// What a machine reduces of a slice.
-Part MachineAllReduce::part_of(int machine, std::size_t slice_count) const {
-  if (one_shot_) return {0, slice_count};
-  return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
-}
-
-// Step 1. A rank that is alone on its machine works in the array itself.
-void MachineAllReduce::reduce_inside(std::size_t chunk) {
-  ChunkBuffers& buffers = buffers_of(chunk);
-  buffers.slice = at(chunk);
-  if (alone()) return;
-  buffers.slice = grown(buffers.slice_memory, bytes(slice_count(chunk)));
-  run_inside(chunk, {.operation = Operation::kReduceScatter,
-                     .input = at(chunk),
-                     .output = buffers.slice,
-                     .counts = counts_inside(chunk),
-                     .dtype = call_.dtype,
-                     .op = op_inside()});
-}
-
-// Step 2a, its messages. sources[m] is where the part from machine m arrives; the own machine's is in the slice.
-void MachineAllReduce::send_parts(std::size_t chunk) {
-  ChunkBuffers& buffers = buffers_of(chunk);
-  const Part own = part_of(machine(), slice_count(chunk));
-  std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
-  buffers.sources.assign(machines(), buffers.slice + bytes(own.begin));
-  for (const int peer : link().peers()) {
-    const Part theirs = part_of(peer, slice_count(chunk));
-    link().receive(peer, arriving, bytes(own.count), buffers.receives);
-    link().send(peer, buffers.slice + bytes(theirs.begin), bytes(theirs.count), buffers.sends);
-    buffers.sources[peer] = arriving;
-    arriving += bytes(own.count);
-  }
-}
-
-// Step 2a, its sum. In one shot the whole slice is about to change: what is sent of it must have left.
-void MachineAllReduce::reduce_part(std::size_t chunk) {
-  ChunkBuffers& buffers = buffers_of(chunk);
-  link().wait(buffers.receives);
-  if (one_shot_) link().wait(buffers.sends);
-  const Part own = part_of(machine(), slice_count(chunk));
-  reduce(buffers.sources, buffers.slice + bytes(own.begin), own.count, call_.op);
-  if (!one_shot_) send_result(chunk);
-}
-
-// Step 2b. The other machines' parts arrive where this one's copies of them left from in 2a: a machine sends its
-// result only once it has received those, so their places are free.
-void MachineAllReduce::send_result(std::size_t chunk) {
-  ChunkBuffers& buffers = buffers_of(chunk);
-  const Part own = part_of(machine(), slice_count(chunk));
-  for (const int peer : link().peers()) {
-    const Part theirs = part_of(peer, slice_count(chunk));
-    std::byte* const place = buffers.slice + bytes(theirs.begin);
-    if (wanted_by(machine())) link().receive(peer, place, bytes(theirs.count), buffers.receives);
-    if (wanted_by(peer)) link().send(peer, buffers.slice + bytes(own.begin), bytes(own.count), buffers.sends);
-  }
-}
-
-// Step 3.
-void MachineAllReduce::share_inside(std::size_t chunk) {
-  ChunkBuffers& buffers = buffers_of(chunk);
-  if (owns_slice()) {
-    link().wait(buffers.receives);
-    link().wait(buffers.sends);
-  }
-  if (alone() || !wanted_by(machine())) return;
-  run_inside({.operation = Operation::kAllGather,
-              .input = buffers.slice,
-              .output = at(chunk),
-              .counts = counts_inside(chunk),
-              .dtype = call_.dtype});
-}
-
-// ---- The ring of machines: the array is one chunk
-
-void MachineAllReduce::run_ring() {
-  one_shot_ = false;
-  chunks_.most = std::max<std::size_t>(call_.count, 1);
-  begin_check();
-  reduce_inside(0);
-  finish_check();
-  if (owns_slice()) {
-    scatter_reduce_around(buffers_of(0).slice, slice_count(0));
-    gather_around(buffers_of(0).slice, slice_count(0));
-  }
-  share_inside(0);
-}
-
-// n-1 steps of K/n. In step k machine m sends part m-k, which it completed in step k-1, to its right and receives part
-// m-k-1 from its left, to which it adds its own. After the last step part m+1 is complete here.
-void MachineAllReduce::scatter_reduce_around(std::byte* slice, std::size_t slice_count) {
-  std::byte* const received = grown(buffers_of(0).received_memory, bytes(part_of(0, slice_count).count));
-  for (int step = 0; step < machines() - 1; ++step) {
-    const Part out = part_of(wrapped(machine() - step), slice_count);
-    const Part in = part_of(wrapped(machine() - step - 1), slice_count);
-    turn_ring(slice + bytes(out.begin), out.count, received, in.count);
-    std::byte* const own = slice + bytes(in.begin);
-    const std::array<const std::byte*, 2> sources{received, own};
-    reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
-  }
-}
-
-// n-1 steps of K/n. In step k machine m passes on part m+1-k, which it got in step k-1, and receives part m-k.
-void MachineAllReduce::gather_around(std::byte* slice, std::size_t slice_count) {
-  for (int step = 0; step < machines() - 1; ++step) {
-    const Part out = part_of(wrapped(machine() + 1 - step), slice_count);
-    const Part in = part_of(wrapped(machine() - step), slice_count);
-    turn_ring(slice + bytes(out.begin), out.count, slice + bytes(in.begin), in.count);
-  }
-}
-
-void MachineAllReduce::turn_ring(const std::byte* out, std::size_t out_count, std::byte* in, std::size_t in_count) {
-  ChunkBuffers& buffers = buffers_of(0);
-  link().receive(wrapped(machine() - 1), in, bytes(in_count), buffers.receives);
-  link().send(wrapped(machine() + 1), out, bytes(out_count), buffers.sends);
-  link().wait(buffers.receives);
-  link().wait(buffers.sends);
-}
 
 }  // namespace
 

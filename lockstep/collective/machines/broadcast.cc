@@ -60,13 +60,51 @@ class MachineBroadcast : private MachineCollective {
         route_(route()),
         arriving_(chunks_.size()) {}
 
-  void run();
+  void run() {
+    begin_check();
+    if (owns_slice()) receive_all();
+    const bool at_root = machine() == root_machine_;
+    for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+      if (at_root) broadcast_inside(chunk, hierarchy_.topology.local_rank(call_.root));
+      if (owns_slice()) pass_on(chunk);
+      if (!at_root) broadcast_inside(chunk, 0);
+    }
+    finish_check();
+    if (owns_slice()) link().wait(leaving_);
+  }
 
  private:
-  Route route() const;
-  void receive_all();
-  void pass_on(std::size_t chunk);
-  void broadcast_inside(std::size_t chunk, int root);
+  void receive_all() {
+    if (route_.from == kNoMachine) return;
+    for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk)
+      link().receive(route_.from, at(chunk), bytes(chunks_[chunk].count), arriving_[chunk]);
+  }
+
+  // Data may be waited for only once it is known that the sender makes the same call.
+  void pass_on(std::size_t chunk) {
+    if (chunk == 0 && route_.from != kNoMachine) hierarchy_.check.compare(link(), route_.from);
+    link().wait(arriving_[chunk]);
+    for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
+  }
+
+  void broadcast_inside(std::size_t chunk, int root) {
+    if (alone()) return;
+    run_inside(chunk, {.operation = Operation::kBroadcast,
+                       .output = at(chunk),
+                       .count = chunks_[chunk].count,
+                       .dtype = call_.dtype,
+                       .root = root});
+  }
+
+  Route route() const {
+    const int place = (machine() - root_machine_ + machines()) % machines();
+    Route route = chunks_.size() > 1 ? Route::chain(place, machines()) : Route::tree(place, machines());
+    const auto machine_at = [&](int other) { return (other + root_machine_) % machines(); };
+    if (route.from != kNoMachine) route.from = machine_at(route.from);
+    for (int& other : route.to) other = machine_at(other);
+    return route;
+  }
+
   std::byte* at(std::size_t chunk) const { return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin); }
 
   int root_machine_;
@@ -75,50 +113,6 @@ class MachineBroadcast : private MachineCollective {
   std::vector<MachineLink::Transfers> arriving_;  // of each chunk
   MachineLink::Transfers leaving_;
 };
-
-Route MachineBroadcast::route() const {
-  const int place = (machine() - root_machine_ + machines()) % machines();
-  Route route = chunks_.size() > 1 ? Route::chain(place, machines()) : Route::tree(place, machines());
-  const auto machine_at = [&](int other) { return (other + root_machine_) % machines(); };
-  if (route.from != kNoMachine) route.from = machine_at(route.from);
-  for (int& other : route.to) other = machine_at(other);
-  return route;
-}
-
-void MachineBroadcast::run() {
-  begin_check();
-  if (owns_slice()) receive_all();
-  const bool at_root = machine() == root_machine_;
-  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
-    if (at_root) broadcast_inside(chunk, hierarchy_.topology.local_rank(call_.root));
-    if (owns_slice()) pass_on(chunk);
-    if (!at_root) broadcast_inside(chunk, 0);
-  }
-  finish_check();
-  if (owns_slice()) link().wait(leaving_);
-}
-
-void MachineBroadcast::receive_all() {
-  if (route_.from == kNoMachine) return;
-  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk)
-    link().receive(route_.from, at(chunk), bytes(chunks_[chunk].count), arriving_[chunk]);
-}
-
-// Data may be waited for only once it is known that the sender makes the same call.
-void MachineBroadcast::pass_on(std::size_t chunk) {
-  if (chunk == 0 && route_.from != kNoMachine) hierarchy_.check.compare(link(), route_.from);
-  link().wait(arriving_[chunk]);
-  for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
-}
-
-void MachineBroadcast::broadcast_inside(std::size_t chunk, int root) {
-  if (alone()) return;
-  run_inside(chunk, {.operation = Operation::kBroadcast,
-                     .output = at(chunk),
-                     .count = chunks_[chunk].count,
-                     .dtype = call_.dtype,
-                     .root = root});
-}
 
 }  // namespace
 

@@ -60,6 +60,11 @@ class MachineCollective {
   // destination[i] = sources[0][i] op sources[1][i] op ...
   void reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count, ReduceOp op) const;
 
+  void wait_for_transfers(ChunkBuffers& buffers) const {
+    link().wait(buffers.receives);
+    link().wait(buffers.sends);
+  }
+
   ChunkBuffers& buffers_of(std::size_t chunk) { return hierarchy_.buffers[chunk % hierarchy_.buffers.size()]; }
 
   // At least so many bytes, where the ranks of the machine can read them.
