@@ -13,12 +13,12 @@
 namespace lockstep {
 namespace {
 
-// Stands before common memory: the rank in whose arena it lies may use the memory again when no rank needs it any more.
+// Lies before common memory. The rank that owns the arena may use the memory again when `users` is 0.
 struct CommonHeader {
   std::atomic<int> users;
 };
 
-// Common memory that its own rank has released, and others perhaps not yet.
+// Common memory that the rank that owns the arena has released, but perhaps not all others.
 class Retired {
  public:
   void add(shm::Memory memory) {

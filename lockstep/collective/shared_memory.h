@@ -1,13 +1,13 @@
-// collective/shared_memory.h: memory that the ranks of one machine read and write directly, for what is more than a
-// collective: parameters that exist once per machine, gradients that peers read where they lie.
+// collective/shared_memory.h: memory that the ranks of one machine read and write directly, outside of collectives:
+// parameters that exist once per machine, gradients that peers read in place.
 //
 // Flow:    World -> of() -> model/parameter_block.h, gradient/published_gradients.h, optimizer/
 // Owns:    what it allocates, until the last user on any rank is done with it
 // Threads: one at a time; memory may be released on any thread
-// Ranks:   the ranks of one machine make the calls that are marked collective in the same order
+// Ranks:   the ranks of one machine make the calls marked "Collective" in the same order
 //
-// Who reads memory of another rank agrees with it on when, by barrier(). Where ranks can't share memory (CUDA tensors,
-// a world of one), a SharedMemory has one rank and is ordinary memory.
+// Ranks agree by barrier() when one may read what another wrote. Where ranks can't share memory (CUDA tensors, a world of
+// one), a SharedMemory has one rank and is ordinary memory.
 #pragma once
 
 #include <cstddef>
@@ -47,10 +47,10 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   };
   Own allocate(std::size_t bytes);
 
-  // Where the memory at `place` of a rank is for this one. Throws SystemError: not mappable.
+  // The address at which this rank sees another rank's memory at `place`. Throws SystemError: not mappable.
   const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
-  // Returns once every rank has called it: what they wrote before is seen after. Throws PeerLost.
+  // Blocks until every rank has called it: what they wrote before it is visible after it. Throws PeerLost.
   void barrier();
 
   // This rank has failed: the others learn why, now and not at their deadline.
