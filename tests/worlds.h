@@ -32,20 +32,20 @@ using Body = std::function<void(World&)>;
 using Nodes = std::vector<int>;
 
 // Shared memory between the ranks that count as one machine, Gloo between them: nodes[r] is the machine of rank r.
-inline void run_over_hosts(const Nodes& nodes, const Body& body,
+inline void run_over_machines(const Nodes& nodes, const Body& body,
                            const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const Machines machines{nodes};
+  const Topology topology{nodes};
   std::vector<std::vector<shm::Group>> insides;
-  for (int node = 0; node < machines.count(); ++node) {
-    const std::vector<int> ranks = machines.ranks_on(node);
+  for (int node = 0; node < topology.machines(); ++node) {
+    const std::vector<int> ranks = topology.ranks_on(node);
     insides.push_back(
         shm::make_thread_group(static_cast<int>(ranks.size()), {.timeout = options.timeout, .job_ranks = ranks}));
   }
   const auto connect = [&](int rank) {
     const auto node = static_cast<std::size_t>(nodes[static_cast<std::size_t>(rank)]);
-    shm::Group& inside = insides[node][static_cast<std::size_t>(machines.local_rank(rank))];
-    return make_hierarchical(std::move(inside), machines, store,
+    shm::Group& inside = insides[node][static_cast<std::size_t>(topology.local_rank(rank))];
+    return make_hierarchical(std::move(inside), topology, store,
                              {.rank = rank,
                               .size = static_cast<int>(nodes.size()),
                               .describe = concat("rank ", rank),
@@ -73,8 +73,8 @@ inline Nodes spread(int ranks) {
 
 inline void run_over(Fabric fabric, int ranks, const Body& body,
                      const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
-  if (fabric == Fabric::kLonelyHosts && ranks > 1) return run_over_hosts(lonely(ranks), body, options);
-  if (fabric == Fabric::kHosts && ranks > 1) return run_over_hosts(spread(ranks), body, options);
+  if (fabric == Fabric::kLonelyHosts && ranks > 1) return run_over_machines(lonely(ranks), body, options);
+  if (fabric == Fabric::kHosts && ranks > 1) return run_over_machines(spread(ranks), body, options);
   run_ranks(ranks, body, options);
 }
 

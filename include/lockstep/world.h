@@ -1,10 +1,10 @@
-// lockstep/world.h: the ranks of a job, and what they can do together.
+// lockstep/world.h: the ranks of a job: who they are, and how they exchange tensors.
 //
 // Flow:    launch/ says which rank this is -> World -> gradient/ and strategy/ exchange tensors through it
-// Owns:    the connections between the ranks, until the last copy of the World, and of its Works, is gone
-// Threads: a World is a value; copies share one state. Call it from one thread at a time. A sub-world is a World of its
-//          own: it may be used while another thread uses its parent
-// Ranks:   unless it says otherwise every rank must make each call, in the same order
+// Owns:    the connections between the ranks, until the last copy of the World and of its Works is gone
+// Threads: a World is a value; its copies share one state. Use it from one thread at a time. A sub-world is a World of
+//          its own: another thread may use it at the same time as its parent
+// Ranks:   unless stated otherwise, every rank makes each call, in the same order
 #pragma once
 
 #include <torch/types.h>
@@ -36,35 +36,36 @@ struct WorldOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any one wait may take
 };
 
-// A call that is under way. Copies are the same call.
+// A call that was started. Copies refer to the same call.
 //
-// Collectives of a world go together in the order in which they were started on each rank, whichever is waited for
-// first. Several may be under way; no tensor in two of them. A blocking call comes after all that were started before
-// it. Messages have no order with respect to collectives. A Work that is dropped without a wait is carried out like any
-// other; its tensors live until then.
+// Order: the collectives of a world run in the order in which they were started, whichever is waited for first. A
+// blocking collective runs after all those started before it. Messages are not ordered with respect to collectives.
 //
-// Within one machine a collective begins when somebody waits for it or for a later one, makes a blocking call or turns
-// to messages, on the thread that does so; done() and wait(deadline) begin it on a thread beside.
-// docs/design/exchange.md says why. So wait for what is under way in one world before you block in another one of the
-// same ranks, and for everything before the world goes: what nobody waited for by then is not carried out, and the
-// peers get PeerLost.
+// Memory: a call under way keeps its tensors alive. Do not touch them until it was waited for, and do not use a tensor
+// in two calls under way.
+//
+// Progress: within one machine, async collectives are deferred. They run on the calling thread at the next wait() or
+// blocking call; done() and wait(deadline) hand them to a worker thread (docs/design/exchange.md explains why). So
+// before you block in another world of the same ranks, wait for what is under way in this one. Dropping a Work is fine:
+// the call still runs at the next wait or blocking call. Collectives that were not waited for when the world is
+// destroyed never run, and the peers get PeerLost.
 class Work {
  public:
-  // Blocks until the call is done, at most for the world's timeout. Throws what went wrong with it, each time: PeerLost
-  // (a rank died, or the time is over; the world is of no use after that), MismatchError.
+  // Blocks until the call is done, at most for the world's timeout. Throws the call's error, each time: PeerLost (a rank
+  // died or timed out; the world can't be used after that), MismatchError.
   void wait();
 
-  // The same, but at the deadline throws PeerLost and leaves the call going on: it can be waited for again.
+  // The same, but throws PeerLost at the deadline; the call goes on and can be waited for again.
   void wait(Deadline deadline);
   void wait(std::chrono::milliseconds longest) { wait(Deadline::after(longest)); }
 
-  bool done();  // well or not; never blocks
+  bool done();  // finished, with or without an error; never blocks
 
-  // What the call gives, once it was waited for: the tensor that it was given, or its output. An undefined tensor where
-  // this rank gets none. Throws UsageError before that.
+  // The result, after wait(): the tensor that was passed in, or the output. Undefined where this rank gets none. Throws
+  // UsageError before wait().
   const torch::Tensor& result() const;
 
-  int source() const;  // of a receive that was waited for: who sent it
+  int source() const;  // of a receive, after wait(): the rank that sent it
 
  private:
   friend class World;
@@ -73,11 +74,11 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
-// `output`, in all of these: a tensor of the result's shape and dtype to write the result to; undefined: a new one.
-// `rows`: entries of the first dimension, one count per rank; none: as many for each rank.
+// `output`, in all of these: a tensor of the result's shape and dtype that receives the result; undefined: a new one.
+// `rows`: sizes of the first dimension, one per rank; empty: the same for each rank.
 struct AllReduceOptions {
   ReduceOp op = ReduceOp::kSum;
-  Algorithm algorithm = Algorithm::kDirect;  // others, for study; kCentral, kTree: only where all ranks share memory
+  Algorithm algorithm = Algorithm::kDirect;  // others for comparison; kCentral, kTree: ranks of one machine only
 };
 struct ReduceOptions {
   ReduceOp op = ReduceOp::kSum;
@@ -92,12 +93,12 @@ struct AllGatherOptions {
   torch::Tensor output{};
 };
 struct AllGatherRowsOptions {
-  std::vector<std::int64_t> rows{};  // of each rank's tensor; none: they are exchanged first
+  std::vector<std::int64_t> rows{};  // of each rank's tensor; empty: exchanged first
   torch::Tensor output{};
 };
 struct AllToAllOptions {
   std::vector<std::int64_t> send_rows{};     // to each rank
-  std::vector<std::int64_t> receive_rows{};  // from each rank; none beside send_rows: they are exchanged first
+  std::vector<std::int64_t> receive_rows{};  // from each rank; empty beside send_rows: exchanged first
   torch::Tensor output{};
 };
 struct ReceiveOptions {
@@ -107,9 +108,9 @@ struct ReceiveOptions {
 
 class World {
  public:
-  // The world of the launcher's variables (launch/environment.h lists them); none set: one rank.
-  // Blocks until all ranks are connected. Throws EnvironmentError, RendezvousError (who is missing, port in use),
-  // DeviceError (no such GPU). S1.
+  // The world described by the launcher's environment variables (launch/environment.h lists them); none set: one rank.
+  // Blocks until all ranks are connected. Throws EnvironmentError, RendezvousError (ranks missing, port in use),
+  // DeviceError (no such GPU).
   static World from_env(const WorldOptions& options = {});
   static World single(const WorldOptions& options = {});
 
@@ -118,45 +119,41 @@ class World {
   int local_rank() const;
   int local_size() const;  // ranks on this machine
   int node_rank() const;
-  torch::Device device()
-      const;  // where this rank's tensors belong; torch knows one "cpu", cores() says which part of it
+  torch::Device device() const;  // where this rank's tensors belong; for "cpu", cores() says which cores
   const CoreSet& cores() const;  // the cores this rank may use
   std::string describe() const;  // "rank 2 of 4 on gpu-a"
 
   // ---- Sub-worlds
   //
-  // Every rank of this world calls; connections are made before it returns. Ranks are numbered anew, so are local ranks
-  // and nodes. A sub-world may be used at the same time as its parent, from another thread, and outlive it. When one
-  // rank is lost, so is it for all worlds it was in.
+  // Every rank of this world calls, and blocks until the connections are made. Ranks, local ranks and nodes are numbered
+  // anew. A sub-world may be used from another thread at the same time as its parent, and may outlive it. A rank that is
+  // lost is lost in all worlds that it belongs to.
 
-  // The world of `ranks`, in that order; nothing for a rank that is not among them. Lists of different ranks are equal
-  // or have no rank in common, so that one call can make many. Throws UsageError (a rank twice, or none such),
+  // The world of `ranks`, in that order; none for a rank that is not in its own list. The lists of two ranks are equal
+  // or disjoint, so one call can make several sub-worlds. Throws UsageError (a rank twice, an unknown rank),
   // MismatchError naming two ranks whose lists contradict each other.
   [[nodiscard]] std::optional<World> group(const std::vector<int>& ranks) const;
 
-  // The same, but with connections of its own: it goes on when a rank that is not in it is lost, and when one of its
-  // own is lost, this world goes on for the others. What server and worker of a parameter server are connected by.
-  // timeout: of this rank's waits in it, which may differ between ranks; 0: as in this world. Its messages are for
-  // ranks that know their lengths: between machines they go as they are, and one that is longer than expected ends
-  // the process.
+  // The same, but with connections of its own: it survives the loss of ranks that are not in it, and this world survives
+  // the loss of ranks in it. A parameter server connects its workers this way. timeout: of this rank's waits in it, which
+  // may differ between ranks; 0: as in this world. Between machines its messages carry no length header: a message that
+  // is longer than the receiver expects ends the process.
   [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks,
                                               std::chrono::milliseconds timeout = {}) const;
 
-  // One world for each color, its ranks in the order of `key`, then of their ranks here; nothing for color < 0.
-  // (MPI_Comm_split.)
+  // One world for each color, its ranks ordered by `key`, then by their rank here; none for color < 0. (MPI_Comm_split.)
   [[nodiscard]] std::optional<World> split(int color, int key = 0) const;
 
   // ---- Collectives
   //
-  // Notation: N ranks, K bytes of the tensor that each rank gives. Tensors: any shape, layout with gaps or without,
-  // empty ones too; the same dtype on all ranks, one of float32/64/16, bfloat16, int8/16/32/64, uint8, bool; on
-  // device() or on the CPU. A tensor with gaps is copied in and out. Sums are taken in rank order, so every rank has
-  // the same bits in every run. Within one machine nothing is sent (docs/design/shared-memory.md).
+  // Notation: N ranks, K bytes of the tensor that each rank gives. Tensors: any shape, with or without gaps, also empty;
+  // on all ranks the same dtype, one of float32/64/16, bfloat16, int8/16/32/64, uint8, bool; on device() or on the CPU.
+  // A tensor with gaps is copied in and out. Sums are taken in rank order, so all ranks get the same bits in every run.
+  // Within one machine nothing is sent (docs/design/shared-memory.md).
   //
-  // They throw UsageError (arguments that make no sense), DeviceError (a tensor elsewhere than where this world
-  // exchanges), MismatchError (ranks that make different calls or give different shapes; no data has moved, and
-  // within one machine the world stays usable), PeerLost. x_async does not block: the tensors must not be touched
-  // until the Work was waited for.
+  // They throw UsageError (invalid arguments), DeviceError (a tensor on a device where this world can't exchange it),
+  // MismatchError (ranks that make different calls or give different shapes; no data has moved, and within one machine
+  // the world stays usable), PeerLost. x_async does not block.
 
   // Reduces in place: afterwards every rank has the result. tensor: the same shape everywhere.
   // Sends 2(N-1)/N * K from each rank.
@@ -167,13 +164,13 @@ class World {
   // The same, but only root's tensor changes. Sends about K from each rank.
   void reduce(const torch::Tensor& tensor, const ReduceOptions& options = {}) const;
 
-  // sum_j w_j t_j / sum_j w_j, in place: tensor as for all_reduce, of floating point. float16 and bfloat16 are summed
-  // in float32. The tensor of a rank with weight 0 counts as zeros, whatever it holds. Throws UsageError: weights < 0,
-  // or all 0.
+  // sum_j w_j t_j / sum_j w_j, in place: tensor as for all_reduce, of floating point. float16 and bfloat16 are summed in
+  // float32. The tensor of a rank with weight 0 counts as zeros, even if it holds NaN. Throws UsageError: a weight below
+  // 0, or all weights 0.
   void weighted_mean(const torch::Tensor& tensor, double weight) const;
 
-  // Reduces tensors of shape (R, ...) and gives rank r its part, shape (rows[r], ...); R = sum(rows), or a multiple of
-  // N. Sends (N-1)/N * K from each rank.
+  // Reduces tensors of shape (R, ...) and gives rank r its part, shape (rows[r], ...). R = sum(rows); without rows, R is
+  // a multiple of N. Sends (N-1)/N * K from each rank.
   [[nodiscard]] torch::Tensor reduce_scatter(const torch::Tensor& tensor,
                                              const ReduceScatterOptions& options = {}) const;
   [[nodiscard]] Work reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options = {}) const;
@@ -182,58 +179,58 @@ class World {
   [[nodiscard]] torch::Tensor all_gather(const torch::Tensor& tensor, const AllGatherOptions& options = {}) const;
   [[nodiscard]] Work all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options = {}) const;
 
-  // The tensors of all ranks one after the other: shapes (rows[r], ...) give (sum(rows), ...).
+  // The tensors of all ranks, concatenated in rank order: shapes (rows[r], ...) give (sum(rows), ...).
   [[nodiscard]] torch::Tensor all_gather_rows(const torch::Tensor& tensor,
                                               const AllGatherRowsOptions& options = {}) const;
 
-  // Every rank's tensor becomes root's. Sends at most K log2(N) from the root.
+  // Copies root's tensor into every rank's. Sends at most K log2(N) from the root.
   void broadcast(const torch::Tensor& tensor, int root = 0) const;
   [[nodiscard]] Work broadcast_async(const torch::Tensor& tensor, int root = 0) const;
 
   // At root the tensors of all ranks in rank order, shape (N, ...); elsewhere an undefined tensor. Sends K.
   [[nodiscard]] torch::Tensor gather(const torch::Tensor& tensor, int root = 0) const;
 
-  // Entry r of root's `parts`, shape (N, ...), goes into rank r's `output`, shape (...). `parts` counts at root only.
+  // Copies entry r of root's `parts`, shape (N, ...), into rank r's `output`, shape (...). `parts` is read at root only.
   void scatter(const torch::Tensor& parts, const torch::Tensor& output, int root = 0) const;
 
-  // Rows of a tensor (R, ...) go to the ranks, send_rows[r] of them to rank r, in rank order; what comes back are the
-  // rows from all ranks, in rank order, shape (sum(receive_rows), ...). Sends (N-1)/N * K.
+  // Sends the rows of a tensor (R, ...) to the ranks in rank order, send_rows[r] of them to rank r. Returns the rows from
+  // all ranks, in rank order, shape (sum(receive_rows), ...). Sends (N-1)/N * K.
   [[nodiscard]] torch::Tensor all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options = {}) const;
   [[nodiscard]] Work all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options = {}) const;
 
-  // Returns once every rank has called it.
+  // Blocks until every rank has called it.
   void barrier() const;
 
   // ---- Messages, between two ranks
   //
-  // Those of one sender with one tag (>= 0) arrive in the order in which they were sent. A send may block until the
-  // message is received. Both sides give as many elements of one dtype: else the receiver gets MismatchError, and the
-  // message is dropped. Throw as collectives do, and UsageError: to this rank itself; between machines, a tag above
-  // 2^30 - 1.
+  // Messages of one sender with one tag (>= 0) arrive in the order in which they were sent. A send may block until the
+  // message is received. Both sides give the same number of elements of one dtype; otherwise the receiver gets
+  // MismatchError and the message is dropped. They throw what collectives throw, and UsageError: a message to this rank
+  // itself; between machines, a tag above 2^30 - 1.
   void send(const torch::Tensor& tensor, int to, int tag = 0) const;
   [[nodiscard]] Work send_async(const torch::Tensor& tensor, int to, int tag = 0) const;
 
-  // Returns who sent it. From any rank: within one machine a dead rank is noticed at once, between machines at the
-  // timeout. NCCL has no receive from any rank.
+  // Returns the rank that sent it. A receive from any rank notices a dead rank at once within one machine, at the timeout
+  // between machines. NCCL has no receive from any rank.
   int receive(const torch::Tensor& tensor, const ReceiveOptions& options = {}) const;
   [[nodiscard]] Work receive_async(const torch::Tensor& tensor, const ReceiveOptions& options = {}) const;
 
   // ---- Others
 
-  // An uninitialised tensor whose collectives copy nothing: where the ranks of a machine share memory, it lies where
-  // the others can read it. It may outlive the world. Elsewhere, torch::empty. Throws SystemError: no memory left.
+  // An uninitialised tensor that the other ranks of this machine read in place, so that its collectives copy nothing. It
+  // may outlive the world. Where ranks share no memory, torch::empty. Throws SystemError: no memory left.
   [[nodiscard]] torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
 
-  // This rank gives up: all that wait in this world, here and elsewhere, get PeerLost, with `reason` within one
-  // machine. The world is of no use after that. From any thread.
+  // This rank gives up: every rank that waits in this world gets PeerLost, within one machine with `reason`. The world
+  // can't be used after that. From any thread.
   void abandon(const std::string& reason) const;
 
-  // Every rank's text in rank order. Texts may differ in length: for what has to agree before tensors are exchanged.
-  // Throws PeerLost; RendezvousError naming the ranks that did not come.
+  // Every rank's text in rank order; texts may differ in length. For settings that must agree before tensors are
+  // exchanged. Throws PeerLost; RendezvousError naming the ranks that did not come.
   [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
 
-  // A group of its own of the ranks on this machine that share memory; none where they can't, and in a world of one.
-  // What collective/shared_memory.h builds on. Throws PeerLost.
+  // A group of the ranks on this machine that share memory, apart from this world's own; none where they can't, and in a
+  // world of one. For collective/shared_memory.h. Throws PeerLost.
   std::optional<shm::Group> machine_group() const;
 
  private:
@@ -245,14 +242,12 @@ class World {
   std::shared_ptr<WorldState> state_;
 };
 
-// Runs `body` once per rank, each rank a thread of this process with its own share of the cores, and returns when all
-// are done. An exception in one rank closes its connections, which fails the collectives of the others; the first
-// exception is then thrown here. For tests, for strategies with a thread per device, and where processes are not
-// wanted.
+// Runs `body` once per rank, each rank a thread of this process with its own share of the cores. Blocks until all are
+// done. An exception in one rank fails the collectives of the others; the first one is then thrown here. For tests, and
+// for strategies with a thread per device.
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
-// Throws DeviceError naming `name` unless the tensor is where the call needs it; nothing has reached the device by
-// then.
+// Throws DeviceError naming `name` unless the tensor is on `device`, before anything reaches the device.
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name);
 
 }  // namespace lockstep

@@ -70,7 +70,7 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-// None, and errno, where that fails.
+// None where that fails; errno says why.
 UniqueFd listen_at(const addrinfo& address) {
   UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!fd) return {};
@@ -107,7 +107,7 @@ bool is_connected(const pollfd& socket) {
   return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
-// Tries all addresses at once: one of them may be silent until the deadline.
+// Tries all addresses at once, because one of them may not answer before the deadline.
 bool answers(const Endpoint& endpoint, const Deadline& deadline) {
   const AddressList addresses = resolve(endpoint);
   std::vector<UniqueFd> sockets;
@@ -127,7 +127,7 @@ bool answers(const Endpoint& endpoint, const Deadline& deadline) {
   return false;
 }
 
-// c10d's client waits a second between attempts; a rank that is a moment early would lose that second.
+// c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
 void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
   while (!answers(endpoint, deadline)) {
     if (deadline.passed())
@@ -180,7 +180,7 @@ void require_reachable(const Endpoint& endpoint, const JobEnvironment& job) {
                          .next = "give the address at which the other machines reach this one"});
 }
 
-// torchrun's agent keeps the store itself, across restarts of the ranks: each try gets keys of its own.
+// torchrun's agent serves the store itself, across restarts of the ranks: each attempt gets keys of its own.
 bool agent_serves_store() {
   const char* told = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
   return told != nullptr && std::string(told) == "True";
@@ -191,7 +191,7 @@ std::string attempt() {
   return concat("lockstep/", restarts != nullptr ? restarts : "0");
 }
 
-c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
   const Endpoint endpoint{job.master_addr, job.master_port};
   require_reachable(endpoint, job);
   const bool serve = job.rank == 0 && !agent_serves_store();
@@ -199,14 +199,14 @@ c10::intrusive_ptr<c10d::Store> meet_at_address(const JobEnvironment& job, milli
   return c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
 }
 
-// Note [Meeting through a file]
-// mpirun and srun give the ranks of a job a common id but no port. Rank 0 serves on a free port and writes the port,
-// its pid and the time that pid was started into a file named after the job. The others read it until it is there and
-// that very process is alive, so that a file left by a killed job is never believed. Rank 0 removes the file once all
-// came.
+// Note [Rendezvous through a file]
+// mpirun and srun give the ranks of a job a common id but no port. Rank 0 listens on a free port and writes the port,
+// its pid and that process's start time into a file named after the job. The others poll the file until it names a
+// process that is alive and was started at that time, so a file left by a killed job is ignored. Rank 0 removes the file
+// when all ranks have connected.
 
-// In XDG_RUNTIME_DIR where it exists (Slurm passes on the value of the machine that submitted), else in /tmp: a
-// folder that nobody else may enter.
+// A folder that only this user may enter, in XDG_RUNTIME_DIR if that exists (under Slurm it names a folder of the
+// submitting machine), else in /tmp.
 fs::path private_folder() {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   const bool exists = runtime != nullptr && fs::is_directory(runtime);
@@ -221,7 +221,7 @@ fs::path private_folder() {
   return folder;
 }
 
-fs::path meeting_file(const JobEnvironment& job) {
+fs::path rendezvous_file(const JobEnvironment& job) {
   std::string name = job.job_id;
   for (char& c : name)
     if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
@@ -272,7 +272,7 @@ c10::intrusive_ptr<c10d::Store> serve_through_file(const JobEnvironment& job, mi
   UniqueFd listener = listen_on(endpoint);
   const int port = port_of(listener);
   auto store = serve_store(endpoint, std::move(listener), timeout);
-  const fs::path file = meeting_file(job);
+  const fs::path file = rendezvous_file(job);
   const std::shared_ptr<void> removed_at_exit(nullptr, [&file](void*) { ::unlink(file.c_str()); });
   write_file(file, concat(port, " ", ::getpid(), " ", start_time_of(::getpid()), "\n"));
   wait_for_everyone(*store, job, Deadline::after(timeout));
@@ -280,7 +280,7 @@ c10::intrusive_ptr<c10d::Store> serve_through_file(const JobEnvironment& job, mi
 }
 
 c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, milliseconds timeout) {
-  const int port = wait_for_port(meeting_file(job), job, Deadline::after(timeout));
+  const int port = wait_for_port(rendezvous_file(job), job, Deadline::after(timeout));
   auto store = join_store({kLoopback, port}, job, timeout);
   store->add("joined", 1);
   return store;
@@ -303,7 +303,7 @@ std::optional<std::string> own_address_towards(const addrinfo& address) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
-  if (!job.master_addr.empty()) return meet_at_address(job, timeout);
+  if (!job.master_addr.empty()) return connect_at_address(job, timeout);
   return job.rank == 0 ? serve_through_file(job, timeout) : join_through_file(job, timeout);
 }
 

@@ -1,6 +1,6 @@
 // collective/rendezvous.h: how the ranks of a job find each other: a c10d store that all of them can reach.
 //
-// Flow:    launch/environment.h -> here -> the backends of collective/backend.h
+// Flow:    launch/environment.h -> here -> the transports (transport.h)
 // Owns:    rank 0's store lives in rank 0's process; the others hold a connection to it
 // Threads: call from one thread
 // Ranks:   every rank calls connect_store once
@@ -16,12 +16,12 @@
 namespace lockstep {
 
 // With MASTER_ADDR: a TCPStore there, bound to that address only; where torchrun's agent already serves one, that one.
-// Without: all ranks are on this machine; rank 0 serves on a free loopback port and leaves it in a file that only this
-// user can read, named after the job.
-// Blocks until rank 0 answers. Throws RendezvousError: port in use, rank 0 did not come before the timeout.
+// Without: all ranks are on this machine; rank 0 serves on a free loopback port and writes the port to a file named after
+// the job that only this user can read.
+// Blocks until rank 0 answers. Throws RendezvousError: port in use, rank 0 did not answer before the timeout.
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
 
-// This machine's address on the way to MASTER_ADDR: what the other machines can reach it at.
+// The address of this machine's interface that routes to MASTER_ADDR: the other machines can reach it there.
 std::string address_towards(const JobEnvironment& job);
 
 }  // namespace lockstep

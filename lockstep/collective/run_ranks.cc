@@ -23,8 +23,8 @@ bool is_peer_lost(const std::exception_ptr& error) {
   }
 }
 
-// The first exception of any rank; the others' are its consequence. A rank that loses a peer may be here before that
-// peer's own error is: that one is the cause.
+// The first exception of any rank: the others follow from it. A rank may report PeerLost before the lost peer reports
+// its own error; that error is the cause and replaces it.
 class FirstError {
  public:
   void keep(std::exception_ptr error) {

@@ -49,11 +49,12 @@ void connect(const std::shared_ptr<WorldState>& state) {
   state->store = connect_store(state->job, state->timeout);
   const TransportOptions options = transport_options(*state);
   state->nodes = number_by_first_appearance(world.exchange_texts("the machines", machine_id(state->job)));
-  const Machines machines{state->nodes.elements()};
-  const auto here = machines.ranks_on(state->nodes[state->rank()]);
+  const Topology topology{state->nodes};
+  const auto here = topology.ranks_on(state->nodes[state->rank()]);
   auto inside = connect_shared_memory(world, here, options);
-  state->cpu_transport = machines.count() == 1 ? make_shared_memory(std::move(inside))
-                                               : make_hierarchical(std::move(inside), machines, state->store, options);
+  state->cpu_transport = topology.machines() == 1
+                             ? make_shared_memory(std::move(inside))
+                             : make_hierarchical(std::move(inside), topology, state->store, options);
   if (state->caller.device.is_cuda()) state->cuda_transport = make_nccl(state->store, options);
 }
 

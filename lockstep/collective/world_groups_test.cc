@@ -213,7 +213,7 @@ TEST_P(SubWorlds, take_random_sequences_of_calls_all_at_once) {
 }
 
 TEST(SubWorld, knows_its_machines) {
-  testing::run_over_hosts({0, 0, 1, 1, 0}, [](World& world) {
+  testing::run_over_machines({0, 0, 1, 1, 0}, [](World& world) {
     const auto sub = world.group({3, 4, 1});
     if (!sub) return;
     EXPECT_EQ(sub->local_size(), world.rank() == 3 ? 1 : 2);

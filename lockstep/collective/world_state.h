@@ -48,8 +48,8 @@ class WorldState {
 // A world without transports.
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);
 
-// run_ranks over any transport: `connect` makes that of a rank, on its thread; nodes[r] is the machine rank r counts
-// as.
+// run_ranks over any transport: `connect` makes the transport of a rank, on that rank's thread; nodes[r] is the machine
+// that rank r counts as.
 using Connect = std::function<std::unique_ptr<Transport>(int rank)>;
 void run_threads(const std::vector<int>& nodes, const Connect& connect, const std::function<void(World&)>& body,
                  const WorldOptions& options);

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Two hosts of two ranks each, as network namespaces joined by a link: shared memory inside each, Gloo between them. They
-# train as one rank does; and when a rank is killed in the midst of training, the ranks of both hosts end.
+# Two hosts of two ranks each: network namespaces joined by a link. Shared memory inside each host, Gloo between them.
+# First they train, and must get the losses of one rank. Then a rank is killed while they train: all ranks of both hosts
+# must end.
 #
-# Everything happens in namespaces of this script's own (a user namespace where it is not run by root): when it ends,
-# however it ends, they are gone, and nothing outside was touched.
+# Everything happens in namespaces of this script's own (in a user namespace where it is not run by root). The kernel
+# removes them when the script ends, however it ends; nothing outside is touched.
 #
 #   two_hosts_test.sh LOCKSTEP
 set -euo pipefail
@@ -50,7 +51,7 @@ for algorithm in "direct", "ring":
     many, ranks = losses(algorithm)
     assert ranks == 4 and len(many) == len(one) == 6, (ranks, many, one)
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (many, one)
-    print("two hosts train as one rank does,", algorithm, many)
+    print("two hosts have the losses of one rank,", algorithm, many)
 PYTHON
 
 steps_done() { grep -s '"step"' "$work/lost.jsonl" | wc -l; }
@@ -70,7 +71,7 @@ until [ "$(steps_done || true)" -ge 5 ]; do
 done
 kill -KILL "$(rank_on_host1)"
 killed=$SECONDS
-if wait $host0 || wait $host1; then echo "a launcher that lost a rank ended well"; exit 1; fi
+if wait $host0 || wait $host1; then echo "a launcher that lost a rank exited with 0"; exit 1; fi
 ended=$((SECONDS - killed))
 [ -z "$(ip netns pids host0)$(ip netns pids host1)" ] || { echo "processes are left"; exit 1; }
 [ $ended -le 20 ] || { cat "$work"/host?.log; echo "the ranks needed $ended s to end"; exit 1; }

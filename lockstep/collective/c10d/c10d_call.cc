@@ -30,7 +30,7 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
   throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
                     .here = call.here,
                     .likely = "a dtype or a layout that c10d does not exchange"});
-} catch (const std::exception& error) {  // Gloo's own: a connection that is closed already
+} catch (const std::exception& error) {  // of Gloo: the connection is closed already
   throw peer_lost(call, error);
 }
 
@@ -41,7 +41,7 @@ PeerLost not_finished(const C10dCall& call) {
                    .next = "wait longer, or look at what each rank is doing"});
 }
 
-milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0 is for ever
+milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0: no timeout
 
 class CallUnderWay : public Future {
  public:
@@ -78,7 +78,7 @@ class C10dMessages::UnderWay : public Future {
  public:
   explicit UnderWay(C10dMessage message)
       : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
-    if (message.alone) wait_by(std::launch::async);
+    if (message.in_background) wait_by(std::launch::async);
   }
 
   // A future of std::async waits for its thread.

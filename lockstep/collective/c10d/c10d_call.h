@@ -1,7 +1,8 @@
-// collective/c10d/c10d_call.h: a call of a c10d backend as a Future of ours.
+// collective/c10d/c10d_call.h: a call of a c10d backend as a Future.
 //
 // Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers
-// Owns:    the c10d::Work, and a thread where a message goes on or is looked at without waiting for it
+// Owns:    the c10d::Work; a thread for each message that goes on in the background, is polled, or is waited for with a
+//          deadline
 // Threads: one at a time
 #pragma once
 
@@ -20,9 +21,8 @@ namespace lockstep {
 
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-// Calls `issue` while no other thread of this process does: c10d's flight recorder, one per process, notes each call in
-// a map without a lock (2.11, FlightRecorder::recordWithResetEnabled), so that two worlds in two threads crash now and
-// then.
+// Calls `issue` under a mutex of the process. c10d's flight recorder, one per process, adds each call to a map without a
+// lock (2.11, FlightRecorder::recordWithResetEnabled): two worlds in two threads would crash now and then.
 C10dWork issue_alone(const std::function<C10dWork()>& issue);
 
 struct C10dCall {
@@ -31,25 +31,25 @@ struct C10dCall {
   std::function<void()> finish = {};  // once the data is there, before wait() returns
 };
 
-// `issue` starts the call. A c10::Error that it throws at once is about the arguments: UsageError. All else is about
-// a peer: PeerLost, at once or from wait().
+// `issue` starts the call. Throws UsageError where it throws a c10::Error at once, which is about the arguments. Any other
+// failure is about a peer: PeerLost, at once or from wait().
 FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue);
 
-// A message over Gloo, in one or two transfers.
+// A message over Gloo: one transfer, or two in turn.
 struct C10dMessage {
   C10dCall call{};
   std::function<C10dWork()> issue{};                  // starts the first one
-  std::function<C10dWork(c10d::Work& first)> next{};  // once that one is done: the second one, or null. May throw
-  bool alone = false;                                 // goes on also while nobody waits, for the price of a thread
+  std::function<C10dWork(c10d::Work& first)> next{};  // after the first one: starts the second, or gives null
+  bool in_background = false;                         // goes on also while nobody waits, for the price of a thread
 };
 
-// Messages over Gloo, which says whether one is done only to those who wait, and gives up one that nobody holds.
-// Messages that are never waited for are held until this goes.
+// Messages under way. Gloo only tells a thread that waits whether a message is done, and drops a message that nobody
+// holds: messages that are never waited for are held here, until the destructor.
 class C10dMessages {
  public:
   FuturePtr start(C10dMessage message);
 
-  // From any thread: ends the waits for all messages, also for those that are started later.
+  // From any thread: all messages fail, also those that are started later.
   void close();
 
  private:
@@ -61,7 +61,7 @@ class C10dMessages {
 
 c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix);
 
-// What a transport of the sub-world of `ranks` is made with; `groups_made` tells the groups of one transport apart.
+// Options and store prefix of a transport for the sub-world of `ranks`. `groups_made` numbers a transport's groups.
 TransportOptions options_of_group(const TransportOptions& options, const std::vector<int>& ranks);
 std::string prefix_of_group(int groups_made, const std::vector<int>& ranks);
 

@@ -17,7 +17,7 @@ std::shared_ptr<gloo::transport::Device> gloo_device(const std::string& address)
   return c10d::ProcessGroupGloo::createDeviceForHostname(address);
 }
 
-// Gloo writes into connections that peers have closed: that is an error of the call, and no reason to end the process.
+// Gloo writes into connections that peers have closed: that must be an error of the call, not the end of the process.
 void ignore_broken_pipes() {
   struct sigaction action {};
   if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
@@ -25,25 +25,25 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
-// A receive from any rank is posted even where a peer is gone already (one from that peer would be refused at once,
-// with all other connections left open), so it always runs into its timeout, which closes every connection.
+// c10d has no call for this, but a receive that runs into its timeout closes every connection. It must be a receive from
+// any rank: Gloo refuses one from a rank whose connection is closed already at once, and then closes nothing.
 void GlooConnection::close() {
   if (getSize() == 1) return;
-  constexpr int kTagOfNobody = 0x7fffffff;
+  constexpr int kUnusedTag = 0x7fffffff;
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
   try {
-    issue_alone([&] { return recvAnysource(nothing, kTagOfNobody); })->wait(std::chrono::milliseconds(1));
+    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(std::chrono::milliseconds(1));
   } catch (const std::exception&) {  // the timeout
   }
 }
 
 Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) try {
   ignore_broken_pipes();
-  auto how =
-      c10d::ProcessGroupGloo::Options::create(options.timeout);  // create_default would put a loopback device first
-  how->devices.push_back(gloo_device(options.address));
-  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options.rank, options.size, how);
-  issue_alone([&] { return gloo->barrier(); })->wait();  // who leaves at once would disturb those who still connect
+  // Not create_default: that would put a loopback device first.
+  auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  gloo_options->devices.push_back(gloo_device(options.address));
+  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options.rank, options.size, gloo_options);
+  issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
   return gloo;
 } catch (const std::exception& error) {
   throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", split(error.what(), '\n').front()),

@@ -1,4 +1,5 @@
-// collective/machines/gloo_connection.h: a connection of some ranks over c10d's Gloo, for the files that may see Gloo's headers.
+// collective/machines/gloo_connection.h: a connection of some ranks over c10d's Gloo, for the files that may see Gloo's
+// headers.
 //
 // Owns:    sockets and threads
 // Threads: close() from any
@@ -15,14 +16,14 @@ class GlooConnection : public c10d::ProcessGroupGloo {
  public:
   using c10d::ProcessGroupGloo::ProcessGroupGloo;
 
-  // Ends every wait here and, as the connections are closed, at the peers. c10d has no call for that: a receive that
-  // runs into its timeout does it.
+  // Closes all connections, which ends every wait here and at the peers. Blocks for about a millisecond.
   void close();
 };
 
 using Gloo = c10::intrusive_ptr<GlooConnection>;
 
-// Blocks until all ranks are connected to each other. Throws RendezvousError.
+// Blocks until all ranks are connected to each other. Throws RendezvousError. From the first connection on this process
+// ignores SIGPIPE, unless it has a handler.
 Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
 
 }  // namespace lockstep

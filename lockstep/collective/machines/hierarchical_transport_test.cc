@@ -1,14 +1,13 @@
-// Ranks on several machines, which here are groups of threads: shared memory inside each, Gloo between them.
+// Ranks on several machines. Here a machine is a group of threads: shared memory inside it, Gloo between them.
 #include "lockstep/collective/machines/hierarchical_transport.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <mutex>
 #include <numeric>
 #include <thread>
 
-#include "lockstep/collective/machines/machine_link.h"
+#include "lockstep/collective/machines/link.h"
 #include "lockstep/deadline.h"
 #include "tests/worlds.h"
 
@@ -17,11 +16,11 @@ namespace {
 
 using testing::contains;
 using testing::Nodes;
-using testing::run_over_hosts;
+using testing::run_over_machines;
 using testing::same;
 using testing::values_of;
 
-class Hosts : public ::testing::TestWithParam<Nodes> {};
+class Machines : public ::testing::TestWithParam<Nodes> {};
 
 std::string text_of(const Nodes& nodes) {
   std::string text;
@@ -29,7 +28,7 @@ std::string text_of(const Nodes& nodes) {
   return text;
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, Hosts,
+INSTANTIATE_TEST_SUITE_P(Layouts, Machines,
                          ::testing::Values(Nodes{0, 1}, Nodes{0, 0, 1}, Nodes{0, 0, 1, 1}, Nodes{0, 1, 0, 1},
                                            Nodes{0, 1, 2, 3}, Nodes{0, 1, 1, 0, 2, 1, 0}),
                          [](const auto& test) { return "ranks_on_" + text_of(test.param); });
@@ -40,8 +39,8 @@ torch::Tensor sum_of(int ranks, std::int64_t size, torch::ScalarType dtype) {
   return sum.to(dtype);
 }
 
-TEST_P(Hosts, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const std::int64_t size : {0, 1, 7, 4096, 4097, 100003, 1200007}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor);
@@ -50,8 +49,8 @@ TEST_P(Hosts, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
   });
 }
 
-TEST_P(Hosts, all_reduce_in_place_where_the_world_allocates) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, all_reduce_in_place_where_the_world_allocates) {
+  run_over_machines(GetParam(), [](World& world) {
     std::vector<torch::Tensor> tensors;
     std::vector<Work> under_way;
     for (const std::int64_t size : {300007, 5, 70001}) {
@@ -67,18 +66,18 @@ TEST_P(Hosts, all_reduce_in_place_where_the_world_allocates) {
 
 // Machine by machine, and inside each rank by rank: sums that are not exact have the same bits on all ranks, every
 // time.
-TEST_P(Hosts, add_up_in_the_order_of_machines_and_ranks) {
-  const Machines machines{GetParam()};
+TEST_P(Machines, sum_in_the_order_of_machines_and_ranks) {
+  const Topology topology{GetParam()};
   const auto fractions = [](int rank, std::int64_t size) { return 1 / (torch::arange(size) + 3.0F * rank + 1.1F); };
   for (const std::int64_t size : {100, 300007}) {
     torch::Tensor expected;
-    for (int node = 0; node < machines.count(); ++node) {
+    for (int node = 0; node < topology.machines(); ++node) {
       torch::Tensor inside;
-      for (const int rank : machines.ranks_on(node))
+      for (const int rank : topology.ranks_on(node))
         inside = inside.defined() ? inside + fractions(rank, size) : fractions(rank, size);
       expected = expected.defined() ? expected + inside : inside;
     }
-    run_over_hosts(GetParam(), [&](World& world) {
+    run_over_machines(GetParam(), [&](World& world) {
       const torch::Tensor tensor = fractions(world.rank(), size);
       world.all_reduce(tensor);
       EXPECT_TRUE(same(tensor, expected));
@@ -86,8 +85,8 @@ TEST_P(Hosts, add_up_in_the_order_of_machines_and_ranks) {
   }
 }
 
-TEST_P(Hosts, broadcast_from_every_rank) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, broadcast_from_every_rank) {
+  run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
       for (const std::int64_t size : {1, 300007}) {
         const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kInt64);
@@ -97,8 +96,8 @@ TEST_P(Hosts, broadcast_from_every_rank) {
   });
 }
 
-TEST_P(Hosts, all_reduce_around_the_ring_of_machines) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, all_reduce_around_the_ring_of_machines) {
+  run_over_machines(GetParam(), [](World& world) {
     for (const std::int64_t size : {0, 1, 100003}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor, {.algorithm = Algorithm::kRing});
@@ -110,8 +109,8 @@ TEST_P(Hosts, all_reduce_around_the_ring_of_machines) {
   });
 }
 
-TEST_P(Hosts, reduce_to_every_rank_and_change_no_other) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, reduce_to_every_rank_and_change_no_other) {
+  run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
       for (const std::int64_t size : {1, 5000, 300007}) {
         const torch::Tensor before = values_of(world.rank(), {size}, torch::kFloat32);
@@ -122,28 +121,29 @@ TEST_P(Hosts, reduce_to_every_rank_and_change_no_other) {
   });
 }
 
-// Rows for rank r of `ranks`: even, growing with the rank, or all with one in the middle.
+// Rows of each rank: even, growing with the rank, or all with the one in the middle.
 using Rows = std::vector<std::int64_t>;
-std::vector<Rows> row_lists(std::size_t ranks) {
-  Rows growing(ranks);
-  Rows lonely(ranks, 0);
-  for (std::size_t rank = 0; rank < ranks; ++rank) growing[rank] = static_cast<std::int64_t>(7001 * rank);
+std::vector<Rows> row_lists(int ranks) {
+  Rows growing;
+  for (int rank = 0; rank < ranks; ++rank) growing.push_back(7001 * rank);
+  const Rows none(growing.size(), 0);
+  Rows lonely = none;
   lonely[ranks / 2] = 150001;
-  return {Rows(ranks, 0), Rows(ranks, 1), Rows(ranks, 90001), growing, lonely};
+  return {none, Rows(growing.size(), 1), Rows(growing.size(), 90001), growing, lonely};
 }
 
 std::int64_t before(const Rows& rows, int rank) {
   return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
 }
 
-TEST_P(Hosts, reduce_scatter_parts_of_any_length) {
-  run_over_hosts(GetParam(), [](World& world) {
-    for (const Rows& rows : row_lists(static_cast<std::size_t>(world.size()))) {
+TEST_P(Machines, reduce_scatter_parts_of_any_length) {
+  run_over_machines(GetParam(), [](World& world) {
+    for (const Rows& rows : row_lists(world.size())) {
       const std::int64_t size = before(rows, world.size());
       const torch::Tensor given = values_of(world.rank(), {size}, torch::kFloat32);
       const torch::Tensor kept = given.clone();
       const torch::Tensor part = world.reduce_scatter(given, {.rows = rows});
-      const std::int64_t mine = rows[static_cast<std::size_t>(world.rank())];
+      const std::int64_t mine = rows[world.rank()];
       const torch::Tensor sum = sum_of(world.size(), size, torch::kFloat32);
       EXPECT_TRUE(same(part, sum.narrow(0, before(rows, world.rank()), mine).contiguous())) << size;
       EXPECT_TRUE(same(given, kept)) << "what is given stays as it was";
@@ -151,8 +151,8 @@ TEST_P(Hosts, reduce_scatter_parts_of_any_length) {
   });
 }
 
-TEST_P(Hosts, reduce_scatter_to_means_where_the_world_allocates) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, reduce_scatter_to_means_where_the_world_allocates) {
+  run_over_machines(GetParam(), [](World& world) {
     const torch::Tensor given = world.allocate({world.size(), 30001}, torch::kFloat32).fill_(world.rank() + 1);
     const torch::Tensor part = world.allocate({1, 30001}, torch::kFloat32);
     static_cast<void>(world.reduce_scatter(given, {.op = ReduceOp::kMean, .output = part}));
@@ -160,19 +160,19 @@ TEST_P(Hosts, reduce_scatter_to_means_where_the_world_allocates) {
   });
 }
 
-TEST_P(Hosts, all_gather_parts_of_any_length) {
-  run_over_hosts(GetParam(), [](World& world) {
-    for (const Rows& rows : row_lists(static_cast<std::size_t>(world.size()))) {
+TEST_P(Machines, all_gather_parts_of_any_length) {
+  run_over_machines(GetParam(), [](World& world) {
+    for (const Rows& rows : row_lists(world.size())) {
       const torch::Tensor whole = values_of(7, {before(rows, world.size())}, torch::kInt16);
-      const std::int64_t mine = rows[static_cast<std::size_t>(world.rank())];
+      const std::int64_t mine = rows[world.rank()];
       const torch::Tensor part = whole.narrow(0, before(rows, world.rank()), mine).clone();
       EXPECT_TRUE(same(world.all_gather_rows(part, {.rows = rows}), whole)) << whole.numel();
     }
   });
 }
 
-TEST_P(Hosts, gather_scatter_and_exchange_large_tensors) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, gather_scatter_and_exchange_large_tensors) {
+  run_over_machines(GetParam(), [](World& world) {
     const std::int64_t ranks = world.size();
     const torch::Tensor table = values_of(0, {ranks, ranks, 50001}, torch::kFloat32);  // [from][to]
     const int root = world.size() - 1;
@@ -187,8 +187,8 @@ TEST_P(Hosts, gather_scatter_and_exchange_large_tensors) {
   });
 }
 
-TEST_P(Hosts, have_a_group_of_their_own_on_each_machine) {
-  run_over_hosts(GetParam(), [](World& world) {
+TEST_P(Machines, have_a_group_of_their_own_on_each_machine) {
+  run_over_machines(GetParam(), [](World& world) {
     auto group = world.machine_group();
     ASSERT_TRUE(group.has_value());
     EXPECT_EQ(group->rank(), world.local_rank());
@@ -198,7 +198,7 @@ TEST_P(Hosts, have_a_group_of_their_own_on_each_machine) {
   });
 }
 
-// The first failure is the victim's; the others must find out soon, wherever they are.
+// The victim fails first; all other ranks, on whichever machine, must get PeerLost soon.
 void expect_all_others_lose(const Nodes& nodes, int victim, const testing::Body& others) {
   std::mutex mutex;
   int lost = 0;
@@ -216,13 +216,13 @@ void expect_all_others_lose(const Nodes& nodes, int victim, const testing::Body&
       throw;
     }
   };
-  const auto run = [&] { run_over_hosts(nodes, body, {.timeout = std::chrono::seconds(60)}); };
+  const auto run = [&] { run_over_machines(nodes, body, {.timeout = std::chrono::seconds(60)}); };
   EXPECT_TRUE(contains(testing::message_of<DataError>(run), "the victim ends"));
   EXPECT_EQ(lost, static_cast<int>(nodes.size()) - 1);
   EXPECT_LT(longest, 10) << "far below the timeout of a minute";
 }
 
-TEST_P(Hosts, lose_a_rank_in_all_reduce_and_all_find_out) {
+TEST_P(Machines, report_a_lost_rank_everywhere_in_all_reduce) {
   for (int victim = 0; victim < static_cast<int>(GetParam().size()); ++victim)
     expect_all_others_lose(GetParam(), victim, [](World& world) {
       const torch::Tensor tensor = torch::ones({1000003});
@@ -230,8 +230,8 @@ TEST_P(Hosts, lose_a_rank_in_all_reduce_and_all_find_out) {
     });
 }
 
-// Large enough for some bytes of a message to have arrived and others not.
-TEST_P(Hosts, lose_a_rank_in_every_other_collective_and_all_find_out) {
+// Large tensors: a rank fails when a part of a message has arrived.
+TEST_P(Machines, report_a_lost_rank_everywhere_in_every_other_collective) {
   const std::vector<testing::Body> calls{
       [](World& world) { world.reduce(torch::ones({1000003})); },
       [](World& world) { world.broadcast(torch::ones({1000003})); },
@@ -248,14 +248,14 @@ TEST_P(Hosts, lose_a_rank_in_every_other_collective_and_all_find_out) {
     });
 }
 
-TEST(HostsThat, lose_the_sender_of_a_message_find_out) {
+TEST(Hierarchy, reports_the_loss_of_a_message_sender) {
   expect_all_others_lose({0, 1}, 1, [](World& world) {
     const torch::Tensor tensor = torch::ones({10000019});
     static_cast<void>(world.receive(tensor, {.from = 1}));
   });
 }
 
-TEST(HostsThat, name_what_each_machine_wants_when_they_disagree) {
+TEST(Hierarchy, names_both_calls_when_machines_disagree) {
   std::mutex mutex;
   std::string messages;
   const auto body = [&](World& world) {
@@ -267,12 +267,12 @@ TEST(HostsThat, name_what_each_machine_wants_when_they_disagree) {
       throw;
     }
   };
-  const std::string first = testing::message_of<MismatchError>([&] { run_over_hosts({0, 1}, body); });
+  const std::string first = testing::message_of<MismatchError>([&] { run_over_machines({0, 1}, body); });
   EXPECT_TRUE(contains(first, "all_reduce of 10 float32"));
   EXPECT_TRUE(contains(first, "all_reduce of 11 float32"));
 }
 
-// What a rank of machine 1 wants differs from what the others want; a rank that sees it says `part`.
+// Rank 2, alone on machine 1, makes another call than the others. Some rank's MismatchError contains `part`.
 void expect_mismatch(const testing::Body& usual, const testing::Body& other, const std::string& part) {
   std::mutex mutex;
   std::string messages;
@@ -285,18 +285,17 @@ void expect_mismatch(const testing::Body& usual, const testing::Body& other, con
       throw;
     }
   };
-  EXPECT_THROW(run_over_hosts({0, 0, 1}, body), Error);
+  EXPECT_THROW(run_over_machines({0, 0, 1}, body), Error);
   EXPECT_TRUE(contains(messages, part));
 }
 
-TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
+TEST(Hierarchy, reports_a_mismatch_before_data_moves) {
   const auto gather_of = [](std::int64_t size) {
     return [size](World& world) { static_cast<void>(world.gather(torch::ones({size}))); };
   };
   const auto all_gather_of = [](Rows rows) {
     return [rows](World& world) {
-      static_cast<void>(
-          world.all_gather_rows(torch::ones({rows[static_cast<std::size_t>(world.rank())]}), {.rows = rows}));
+      static_cast<void>(world.all_gather_rows(torch::ones({rows[world.rank()]}), {.rows = rows}));
     };
   };
   const auto all_to_all_of = [](Rows send, Rows receive) {
@@ -306,36 +305,36 @@ TEST(HostsThat, want_different_things_are_told_before_any_data_moves) {
   };
   expect_mismatch(gather_of(10), gather_of(11), "gather of 11 float32");
   expect_mismatch(gather_of(10), all_gather_of({1, 2, 3}), "all_gather of 6 float32");
-  expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "parts of different lengths");
+  expect_mismatch(all_gather_of({1, 2, 3}), all_gather_of({2, 1, 3}), "in uneven parts");
   expect_mismatch(all_to_all_of({1, 1, 1}, {1, 1, 1}), all_to_all_of({1, 1, 1}, {1, 2, 1}),
                   "sends 1 elements to rank 2");
 }
 
-// On each of two machines of two ranks, one wants what `one` does and the other what `other` does; between machines
-// those of the same local number agree. On the machine that sees it first both ranks say what both want.
-void expect_mismatch_inside(const testing::Body& one, const std::string& wish, const testing::Body& other,
-                            const std::string& other_wish) {
+// On each of two machines of two ranks, local rank 0 calls `one` and local rank 1 `other`, so ranks with the same local
+// number agree. On the machine that notices first both ranks get a MismatchError that names both calls.
+void expect_mismatch_inside(const testing::Body& one, const std::string& signature, const testing::Body& other,
+                            const std::string& other_signature) {
   std::mutex mutex;
-  std::array<int, 2> told{};
+  IntVector<int> mismatches(2);
   const auto body = [&](World& world) {
     try {
       world.local_rank() == 0 ? one(world) : other(world);
-      ADD_FAILURE() << "rank " << world.rank() << " was not told: " << wish << ", " << other_wish;
+      ADD_FAILURE() << "rank " << world.rank() << " got no MismatchError: " << signature << ", " << other_signature;
     } catch (const MismatchError& error) {
       const std::lock_guard lock(mutex);
-      ++told[static_cast<std::size_t>(world.node_rank())];
+      ++mismatches[world.node_rank()];
       const std::string first = std::to_string(world.node_rank() * 2);
       const std::string second = std::to_string(world.node_rank() * 2 + 1);
-      EXPECT_TRUE(contains(error.what(), "rank " + first + " wants " + wish));
-      EXPECT_TRUE(contains(error.what(), "rank " + second + " wants " + other_wish));
+      EXPECT_TRUE(contains(error.what(), "rank " + first + " wants " + signature));
+      EXPECT_TRUE(contains(error.what(), "rank " + second + " wants " + other_signature));
       throw;
     }
   };
-  EXPECT_THROW(run_over_hosts({0, 0, 1, 1}, body), MismatchError);
-  EXPECT_EQ(std::ranges::max(told), 2) << wish << ", " << other_wish;
+  EXPECT_THROW(run_over_machines({0, 0, 1, 1}, body), MismatchError);
+  EXPECT_EQ(std::ranges::max(mismatches), 2) << signature << ", " << other_signature;
 }
 
-TEST(HostsThat, want_different_things_on_one_machine_are_told) {
+TEST(Hierarchy, reports_a_mismatch_inside_a_machine) {
   const auto all_reduce_by = [](ReduceOp op) {
     return [op](World& world) { world.all_reduce(torch::ones({300007}), {.op = op}); };
   };
@@ -353,7 +352,7 @@ TEST(HostsThat, want_different_things_on_one_machine_are_told) {
   expect_mismatch_inside(gather, "gather of 5 float32 with root 0", reduce_to(0), "reduce of 5 float32 (sum)");
 }
 
-TEST(HostsThat, lose_a_rank_name_it_by_its_number_in_the_job) {
+TEST(Hierarchy, names_a_lost_rank_by_its_number_in_the_job) {
   std::mutex mutex;
   std::string message;
   const auto body = [&](World& world) {
@@ -369,35 +368,38 @@ TEST(HostsThat, lose_a_rank_name_it_by_its_number_in_the_job) {
       throw;
     }
   };
-  EXPECT_TRUE(contains(testing::message_of<DataError>([&] { run_over_hosts({0, 0, 1, 1}, body); }), "the victim ends"));
+  EXPECT_TRUE(contains(testing::message_of<DataError>([&] {
+                         run_over_machines({0, 0, 1, 1}, body);
+                       }),
+                       "the victim ends"));
   EXPECT_TRUE(contains(message, "rank 3 failed"));
   EXPECT_TRUE(contains(message, "rank 0 of 2 (rank 2 of the job)"));
 }
 
-// A link of each machine with these timeouts.
-std::vector<std::unique_ptr<HostLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
+// One link per machine, with these timeouts.
+std::vector<std::unique_ptr<MachineLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::unique_ptr<HostLink>> links(timeouts.size());
+  std::vector<std::unique_ptr<MachineLink>> links(timeouts.size());
   std::vector<std::thread> threads;
   for (std::size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
-      links[node] = std::make_unique<HostLink>(store, TransportOptions{.rank = static_cast<int>(node),
-                                                                       .size = static_cast<int>(links.size()),
-                                                                       .describe = concat("machine ", node),
-                                                                       .timeout = timeouts[node]});
+      links[node] = std::make_unique<MachineLink>(store, TransportOptions{.rank = static_cast<int>(node),
+                                                                          .size = static_cast<int>(links.size()),
+                                                                          .describe = concat("machine ", node),
+                                                                          .timeout = timeouts[node]});
     });
   for (auto& thread : threads) thread.join();
   return links;
 }
 
-// Machine 1 is the one that machine 0 watches; the one that does not answer is machine 2.
-TEST(HostLink, names_the_machine_that_did_not_answer_in_time) {
+// Machine 0 watches machine 1; machine 2 does not answer.
+TEST(MachineLink, names_the_machine_that_did_not_answer_in_time) {
   constexpr std::chrono::seconds kLong{60};
   auto links = link_machines({std::chrono::seconds(3), kLong, kLong});
   std::atomic<int> losses{0};
   links[0]->watch([&](const std::exception_ptr&) { ++losses; });
   std::byte nothing{};
-  HostLink::Transfers transfers;
+  MachineLink::Transfers transfers;
   links[0]->receive(2, &nothing, 1, transfers);
   const std::string message = testing::message_of<PeerLost>([&] { links[0]->wait(transfers); });
   EXPECT_TRUE(contains(message, "lost machine 2 of 3: "));
@@ -405,8 +407,8 @@ TEST(HostLink, names_the_machine_that_did_not_answer_in_time) {
   EXPECT_EQ(losses, 0) << "of machine 1";
 }
 
-// Gloo closes all connections when nobody takes the farewell.
-TEST(HostLink, that_leaves_loses_nobody) {
+// Gloo closes all connections when no peer receives the goodbye.
+TEST(MachineLink, that_leaves_is_not_lost) {
   auto links = link_machines({std::chrono::seconds(60), std::chrono::seconds(60)});
   std::atomic<int> losses{0};
   links[0]->watch([&](const std::exception_ptr&) { ++losses; });
@@ -415,8 +417,8 @@ TEST(HostLink, that_leaves_loses_nobody) {
   EXPECT_EQ(losses, 0);
 }
 
-TEST(HostsThat, refuse_an_algorithm_by_name) {
-  run_over_hosts({0, 1}, [](World& world) {
+TEST(Hierarchy, refuses_an_algorithm_by_name) {
+  run_over_machines({0, 1}, [](World& world) {
     const auto by_tree = [&] { world.all_reduce(torch::ones({1}), {.algorithm = Algorithm::kTree}); };
     EXPECT_TRUE(contains(testing::message_of<UsageError>(by_tree), "tree"));
     world.barrier();

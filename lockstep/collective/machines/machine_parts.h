@@ -1,76 +1,51 @@
-// collective/machines/machine_parts.h: reduce_scatter and all_gather of ranks on several machines that share memory inside each.
+// collective/machines/machine_parts.h: the base of reduce_scatter.cc and all_gather.cc, whose arrays consist of one part
+// per rank.
 //
-// Flow:    hierarchical_transport.cc -> here -> collective/shm/ inside a machine, host_link.h between machines
-// Owns:    pieces of memory on the way
+// An array goes in rounds of one piece per machine (topology.h), and every piece is cut into slices. So that one call
+// inside the machine does for all pieces of a round, slices are packed by owner: those of owner 0 in all pieces, in the
+// order of the machines, then those of owner 1, and so on.
+//
+// Flow:    reduce_scatter.cc, all_gather.cc -> here -> topology.h
+// Owns:    nothing
 // Threads: one at a time
-// Ranks:   all of all machines, in the same order
-//
-// Notation: n machines, S slices, S the smallest number of ranks on one machine; K bytes, the parts of all ranks
-// together. An array goes in rounds of one piece per machine (machines.h). Local rank s < S of each machine owns
-// slice s of every piece: it alone exchanges it, with its counterparts.
-//
-//   reduce_scatter  1  inside    reduce_scatter of the pieces of all machines: the owner of slice s has its sum here
-//                   2  between   to every machine its piece: (n-1)/n * K leave each machine, in 1 round; the owner
-//                                reduces in the order of the machines
-//                   3  inside    all_to_all: every rank gets what is its own
-//   all_gather      1  inside    all_gather of this machine's piece
-//                   2  between   to every machine this one's piece: (n-1)/n * K leave each machine, in 1 round
-//                   3  inside    all_gather of the other machines' pieces
-//
-// While round c is in 1 and 2, c-1 is waited for and in 3.
+// Ranks:   all ranks compute the same rounds
 #pragma once
 
-#include <array>
 #include <cstddef>
-#include <memory>
 #include <vector>
 
-#include "lockstep/collective/machines/machine_check.h"
-#include "lockstep/collective/machines/machine_link.h"
+#include "lockstep/collective/machines/machine_collective.h"
 #include "lockstep/collective/machines/topology.h"
-#include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/transport.h"
 
 namespace lockstep {
 
-class HostParts {
- public:
-  // `between`: null at ranks that own no slice. `rank`: of all.
-  HostParts(shm::Group& inside, HostLink* between, Machines machines, int rank);
+class MachineParts : protected MachineCollective {
+ protected:
+  // `whole`: the array of all parts. `own`: this rank's part.
+  MachineParts(Hierarchy& hierarchy, const Call& call, std::byte* whole, std::byte* own);
 
-  // Throw MismatchError, PeerLost.
-  void reduce_scatter(const Collective& call);
-  void all_gather(const Collective& call);
+  std::size_t rounds() const { return rounds_.size(); }
+  const shm::Part& piece(std::size_t round, int machine) const { return rounds_[round][machine]; }
+  const shm::Part& own_part() const { return parts_[hierarchy_.rank]; }
 
-  // After one of them threw: forgets its transfers. Once the link has, nothing touches its tensors any more.
-  void give_up();
+  // The slices of `owner` in the pieces of all machines but `except`, in the order of the machines.
+  std::vector<shm::Part> slices_of(std::size_t round, int owner, int except = kNoMachine) const;
+
+  // For each local rank the elements of its slices together.
+  PartCounts packed_counts(std::size_t round, int except = kNoMachine) const;
+  std::size_t elements(std::size_t round) const;  // of all pieces
+
+  // For each rank of this machine: how many elements of `range` belong to its part.
+  std::vector<std::size_t> shares_of(const shm::Part& range) const;
+
+  std::byte* in_whole(const shm::Part& range) const { return whole_ + bytes(range.begin); }
+  std::byte* in_own(const shm::Part& range) const;  // where what `range` has of this rank's part begins
 
  private:
-  struct Lane;
-  struct Job;
-
-  void begin_check(const Job& job);
-  void finish_check(const Job& job);
-  void reduce_inside(const Job& job, std::size_t round);
-  const std::byte* pack(const Job& job, std::size_t round);
-  void send_to_owners(const Job& job, std::size_t round);
-  void reduce_between(const Job& job, std::size_t round);
-  void deliver_inside(const Job& job, std::size_t round);
-  void gather_inside(const Job& job, std::size_t round);
-  void send_to_all(const Job& job, std::size_t round);
-  void share_inside(const Job& job, std::size_t round);
-  void finish(Lane& lane);
-  Lane& lane_of(std::size_t round) { return *lanes_[round % lanes_.size()]; }
-  bool owns_slice(const Job& job) const;
-  bool alone() const { return inside_.size() == 1; }
-
-  shm::Group& inside_;
-  HostLink* between_;
-  Machines machines_;
-  int rank_;
-  int node_;
-  std::array<std::shared_ptr<Lane>, 2> lanes_;  // of two rounds in turn
-  HostCheck check_;
+  std::byte* whole_;
+  std::byte* own_;
+  Pieces parts_;  // of each rank
+  std::vector<Pieces> rounds_;
 };
 
 }  // namespace lockstep

@@ -7,56 +7,81 @@ namespace {
 
 using shm::Part;
 
-// The elements of a machine: parts of ranks in a row are one run.
-std::vector<Part> runs_of(const std::vector<std::size_t>& counts, const Machines& machines, int node) {
-  std::vector<Part> runs;
+// The elements of one machine. Parts of consecutive ranks are one range.
+std::vector<Part> ranges_of(const IntVector<std::size_t>& counts, const Topology& topology, int machine) {
+  std::vector<Part> ranges;
   std::size_t begin = 0;
-  for (int rank = 0; rank < machines.ranks(); ++rank) {
-    const std::size_t count = counts[static_cast<std::size_t>(rank)];
-    const bool goes_on = !runs.empty() && runs.back().begin + runs.back().count == begin;
-    if (machines.node_of(rank) == node && goes_on) runs.back().count += count;
-    if (machines.node_of(rank) == node && !goes_on && count > 0) runs.push_back({begin, count});
+  for (int rank = 0; rank < topology.ranks(); ++rank) {
+    const std::size_t count = counts[rank];
+    const bool continues = !ranges.empty() && ranges.back().begin + ranges.back().count == begin;
+    if (topology.machine_of[rank] == machine && continues) ranges.back().count += count;
+    if (topology.machine_of[rank] == machine && !continues && count > 0) ranges.push_back({begin, count});
     begin += count;
   }
-  return runs;
+  return ranges;
 }
 
-std::vector<Part> pieces_of(const std::vector<Part>& runs, std::size_t most) {
+std::vector<Part> pieces_of(const std::vector<Part>& ranges, std::size_t most) {
   std::vector<Part> pieces;
-  for (const Part& run : runs)
-    for (std::size_t done = 0; done < run.count; done += most)
-      pieces.push_back({run.begin + done, std::min(most, run.count - done)});
+  for (const Part& range : ranges)
+    for (std::size_t done = 0; done < range.count; done += most)
+      pieces.push_back({range.begin + done, std::min(most, range.count - done)});
   return pieces;
 }
 
 }  // namespace
 
-int Machines::count() const { return std::ranges::max(nodes) + 1; }
+int Topology::machines() const { return std::ranges::max(machine_of) + 1; }
 
-std::vector<int> Machines::ranks_on(int node) const {
-  std::vector<int> ranks;
-  for (std::size_t rank = 0; rank < nodes.size(); ++rank)
-    if (nodes[rank] == node) ranks.push_back(static_cast<int>(rank));
-  return ranks;
+std::vector<int> Topology::ranks_on(int machine) const {
+  std::vector<int> found;
+  for (int rank = 0; rank < ranks(); ++rank)
+    if (machine_of[rank] == machine) found.push_back(rank);
+  return found;
 }
 
-int Machines::local_rank(int rank) const {
-  return static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, nodes[static_cast<std::size_t>(rank)]));
+int Topology::local_rank(int rank) const {
+  int before = 0;
+  for (int other = 0; other < rank; ++other) before += machine_of[other] == machine_of[rank] ? 1 : 0;
+  return before;
 }
 
-int Machines::slices() const {
-  std::size_t least = nodes.size();
-  for (int node = 0; node < count(); ++node) least = std::min(least, ranks_on(node).size());
-  return static_cast<int>(least);
+int Topology::smallest_machine() const {
+  IntVector<int> sizes(machines());
+  for (const int machine : machine_of) ++sizes[machine];
+  return std::ranges::min(sizes);
 }
 
-std::vector<Pieces> rounds_of(const std::vector<std::size_t>& counts, const Machines& machines, std::size_t most) {
-  const auto nodes = static_cast<std::size_t>(machines.count());
-  std::vector<Pieces> rounds;
-  for (std::size_t node = 0; node < nodes; ++node) {
-    const std::vector<Part> pieces = pieces_of(runs_of(counts, machines, static_cast<int>(node)), most);
-    if (rounds.size() < pieces.size()) rounds.resize(pieces.size(), Pieces(nodes));
-    for (std::size_t round = 0; round < pieces.size(); ++round) rounds[round][node] = pieces[round];
+Topology Topology::of_group(const std::vector<int>& ranks) const {
+  std::vector<int> known;
+  Topology group;
+  for (const int rank : ranks) {
+    const auto place = std::ranges::find(known, machine_of[rank]);
+    group.machine_of.push_back(static_cast<int>(place - known.begin()));
+    if (place == known.end()) known.push_back(machine_of[rank]);
+  }
+  return group;
+}
+
+std::vector<std::vector<int>> Topology::lists_on(int machine, const std::vector<std::vector<int>>& lists) const {
+  std::vector<std::vector<int>> local;
+  int rank = 0;
+  for (const std::vector<int>& members : lists) {
+    if (machine_of[rank++] != machine) continue;
+    local.emplace_back();
+    for (const int member : members)
+      if (machine_of[member] == machine) local.back().push_back(local_rank(member));
+  }
+  return local;
+}
+
+std::vector<Pieces> rounds_of(const IntVector<std::size_t>& counts, const Topology& topology, std::size_t most) {
+  const Pieces none(topology.machines());
+  std::vector<Pieces> rounds{none};
+  for (int machine = 0; machine < topology.machines(); ++machine) {
+    const std::vector<Part> pieces = pieces_of(ranges_of(counts, topology, machine), most);
+    if (rounds.size() < pieces.size()) rounds.resize(pieces.size(), none);
+    for (std::size_t round = 0; round < pieces.size(); ++round) rounds[round][machine] = pieces[round];
   }
   return rounds;
 }

@@ -1,4 +1,5 @@
-// collective/machines/topology.h: which rank is on which machine, and what of an array lies with which machine.
+// collective/machines/topology.h: which rank is on which machine, and how an array with one part per rank is cut into
+// pieces that travel between machines.
 //
 // Threads: values
 // Ranks:   all ranks compute the same
@@ -7,31 +8,40 @@
 #include <cstddef>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 
-// Who is where.
-struct Machines {
-  std::vector<int> nodes;  // of each rank: its machine, 0, 1, ...
+inline constexpr int kNoMachine = -1;
 
-  int count() const;
-  int ranks() const { return static_cast<int>(nodes.size()); }
-  int node_of(int rank) const { return nodes[static_cast<std::size_t>(rank)]; }
-  std::vector<int> ranks_on(int node) const;
-  int local_rank(int rank) const;
-  int slices() const;  // the smallest number of ranks on one machine
+struct Topology {
+  IntVector<int> machine_of;  // the machine of each rank; machines are numbered 0, 1, ... by their first rank
+
+  int ranks() const { return machine_of.size(); }
+  int machines() const;
+  std::vector<int> ranks_on(int machine) const;
+  int local_rank(int rank) const;  // its place among the ranks of its machine
+  int smallest_machine() const;    // the smallest number of ranks on one machine
+
+  // Of a sub-world of `ranks`.
+  Topology of_group(const std::vector<int>& ranks) const;
+
+  // `lists` (of each rank: the members of its new group) as the ranks of `machine` see them: only those of its own
+  // ranks, and in them only ranks of this machine, by their local ranks.
+  std::vector<std::vector<int>> lists_on(int machine, const std::vector<std::vector<int>>& lists) const;
 };
 
-// An array that consists of one part per rank, in rank order, cut into rounds. A round has one piece for each
-// machine: some elements in a row, of parts of that machine's ranks only; none where a machine has less than others.
-// So in each round as much travels to (or from) every machine, and all links are used at once.
-using Pieces = std::vector<shm::Part>;
+// One round of a collective whose array has one part per rank, in rank order: pieces[m] is a range of elements that
+// belong to ranks of machine m; empty where machine m has fewer pieces than others. So in each round about as much
+// travels to (or from) every machine, and all links are used at once.
+using Pieces = IntVector<shm::Part>;
 
-// `counts`: of each rank's part. `most`: elements of a piece.
-std::vector<Pieces> rounds_of(const std::vector<std::size_t>& counts, const Machines& machines, std::size_t most);
+// Rounds that together have every element exactly once; at least one round. `counts`: elements of each rank's part.
+// `most`: elements of a piece.
+std::vector<Pieces> rounds_of(const IntVector<std::size_t>& counts, const Topology& topology, std::size_t most);
 
-// What two ranges have in common; an empty one begins where it would.
+// The intersection of two ranges. An empty one begins where it would.
 shm::Part common(const shm::Part& one, const shm::Part& other);
 
 }  // namespace lockstep

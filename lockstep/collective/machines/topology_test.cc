@@ -7,39 +7,38 @@
 namespace lockstep {
 namespace {
 
-using Counts = std::vector<std::size_t>;
+using PartCounts = IntVector<std::size_t>;
 
 // Every element is in one piece, of its own machine, and no piece is too long.
-void expect_whole(const Counts& counts, const Machines& machines, std::size_t most) {
+void expect_whole(const PartCounts& counts, const Topology& topology, std::size_t most) {
   std::vector<int> owner;
-  for (std::size_t rank = 0; rank < counts.size(); ++rank)
-    owner.insert(owner.end(), counts[rank], machines.nodes[rank]);
+  for (int rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
   std::vector<int> seen(owner.size(), -1);
-  for (const Pieces& round : rounds_of(counts, machines, most))
-    for (int node = 0; node < machines.count(); ++node) {
-      const shm::Part& piece = round[static_cast<std::size_t>(node)];
+  for (const Pieces& round : rounds_of(counts, topology, most))
+    for (int machine = 0; machine < topology.machines(); ++machine) {
+      const shm::Part& piece = round[machine];
       EXPECT_LE(piece.count, most);
       for (std::size_t at = piece.begin; at < piece.begin + piece.count; ++at) {
         EXPECT_EQ(seen[at], -1) << "an element in two pieces";
-        seen[at] = node;
+        seen[at] = machine;
       }
     }
   EXPECT_EQ(seen, owner);
 }
 
-TEST(Rounds, have_every_element_once_with_its_machine) {
-  const std::vector<Machines> layouts{{{0, 1}}, {{0, 0, 1}}, {{0, 1, 0, 1}}, {{0, 1, 1, 0, 2, 1, 0}}};
-  for (const Machines& machines : layouts)
+TEST(Rounds, contain_every_element_once_with_its_machine) {
+  const std::vector<Topology> layouts{{{0, 1}}, {{0, 0, 1}}, {{0, 1, 0, 1}}, {{0, 1, 1, 0, 2, 1, 0}}};
+  for (const Topology& topology : layouts)
     for (const std::size_t most : {1, 3, 100}) {
-      Counts growing(machines.nodes.size());
+      PartCounts growing(topology.ranks());
       std::iota(growing.begin(), growing.end(), 0);
-      expect_whole(growing, machines, most);
-      expect_whole(Counts(machines.nodes.size(), 5), machines, most);
-      expect_whole(Counts(machines.nodes.size(), 0), machines, most);
+      expect_whole(growing, topology, most);
+      expect_whole(PartCounts(topology.ranks(), 5), topology, most);
+      expect_whole(PartCounts(topology.ranks(), 0), topology, most);
     }
 }
 
-TEST(Rounds, take_ranks_in_a_row_together) {
+TEST(Rounds, merge_parts_of_consecutive_ranks) {
   EXPECT_EQ(rounds_of({5, 5, 5, 5}, {{0, 0, 1, 1}}, 10).size(), 1);
   EXPECT_EQ(rounds_of({5, 5, 5, 5}, {{0, 1, 0, 1}}, 10).size(), 2);
 }

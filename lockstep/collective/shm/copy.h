@@ -4,8 +4,8 @@
 // call the line back from the peer's cache, which takes 7 to 27 ns a line, depending on how far the cores are apart; a
 // streaming store sends it past both caches, and the peer reads it from memory at full speed.
 //
-// Not memcpy: for these sizes the C library uses "rep movsb", which some processors execute ten times slower where
-// source and destination lie unluckily to each other within their pages, and staging memory and user memory often do.
+// Not memcpy: for these sizes the C library uses "rep movsb", which some processors execute ten times slower for certain
+// offsets of source and destination within their pages, which staging memory and user memory often have.
 //
 // Threads: any
 // Ranks:   no communication

@@ -27,7 +27,9 @@ void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done)
   machine_.note_wait(rank_, kNobody);
 }
 
-// An exception leaves it as one that waits: it is not the one that holds the others up.
+// The loop: note that this rank waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
+// change between the read and the sleep ends the sleep at once (flag.h), so no wake-up is lost. After an exception this
+// rank stays noted as waiting: others then don't take it for the one that holds them up.
 void Waiter::sleep_and_look(Flag& flag, int peer, const void* call, Predicate done) {
   while (true) {
     machine_.note_wait(rank_, peer);

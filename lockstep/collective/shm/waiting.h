@@ -1,5 +1,5 @@
-// collective/shm/waiting.h: how a rank waits for another: it spins for a moment, then sleeps in slices; between slices
-// it looks whether anything went wrong.
+// collective/shm/waiting.h: how a rank waits for another: it spins briefly, yields, then sleeps in slices of 10 ms;
+// between slices it checks for dead peers, poison and its deadline.
 //
 // Flow:    a Flag of a peer -> here -> the collective goes on, or PeerLost
 // Owns:    the deadline of the call under way
@@ -18,7 +18,7 @@
 
 namespace lockstep::shm {
 
-// Who waits, in words; only asked when something is wrong.
+// Describes who waits; only asked when something is wrong.
 class Narrator {
  public:
   virtual std::string here() const = 0;      // "rank 0 of 4 in all_reduce of 100 float32 (sum)"

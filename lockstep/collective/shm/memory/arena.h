@@ -1,11 +1,11 @@
-// collective/shm/memory/arena.h: memory of one rank that its peers can read: what to allocate gradients and parameters from.
+// collective/shm/memory/arena.h: memory of one rank that its peers can read: gradients and parameters are allocated here.
 //
-// Memory from here is exchanged without a copy. The arena grows with what is asked for and never shrinks; freed memory
-// is used again. A peer maps what was added when it first meets it.
+// Collectives of memory from here copy nothing. The arena grows on demand and never shrinks; freed memory is used again.
+// A peer maps what was added when it first needs it.
 //
-// Who may free when: a Memory may go as soon as no collective on it is under way (each returns only after its peers
-// have read). A peer that reads it by other means has to agree with the owner on when, for instance by a barrier.
-// Memory outlives the group: the last Memory of an arena frees the arena.
+// A Memory may be freed as soon as no collective on it is under way: each returns only after its peers have read. A peer
+// that reads it by other means has to agree with the owner on when, for instance by a barrier. Memory outlives the group:
+// the last Memory of an arena frees the arena.
 //
 // Owns:    Arena: a window on its segment, and the list of free ranges. Memory: its range, and a share of the arena
 // Threads: any

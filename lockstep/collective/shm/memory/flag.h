@@ -5,9 +5,9 @@
 // Threads: any thread of any process that maps it. Give each Flag a cache line that only its owner writes
 // Ranks:   no order; a Flag may be raised while nobody waits
 //
-// The sleeper counts itself in, looks again, then sleeps; the raiser stores, then looks for sleepers. Both steps are
-// sequentially consistent, so one of the two always sees the other (the only such pair here; the rest is
-// acquire/release). Values wrap around after 2^32; reached() compares by distance.
+// No wake-up is lost: a sleeper counts itself in, reads the value again, then sleeps; a raiser stores the value, then
+// reads the count of sleepers. All four are sequentially consistent, so at least one of the two sees the other. (The only
+// such pair here; the rest is acquire/release.) Values wrap around after 2^32; reached() compares by distance.
 #pragma once
 
 #include <atomic>

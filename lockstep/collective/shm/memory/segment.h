@@ -1,8 +1,8 @@
-// collective/shm/memory/segment.h: a piece of memory that several processes map: an anonymous file that only ever grows.
+// collective/shm/memory/segment.h: memory that several processes map: an anonymous file that grows and never shrinks.
 //
-// A Segment is the file. A Window is the range of addresses at which one process sees it. The range is reserved for the
+// A segment is the file. A Window is the range of addresses at which one process sees it. The range is reserved for the
 // largest size from the start, so that pointers stay valid while the file grows; what was added is mapped on first use.
-// A file is gone once no process maps or holds it, however its processes ended.
+// The kernel frees a file when no process maps or holds it any more, however the processes ended.
 //
 // Owns:    Segment: a descriptor. Window: a descriptor and a mapping
 // Threads: Window::at from any thread; the rest from one

@@ -1,0 +1,100 @@
+// all_gather between machines.
+//
+// Notation: n machines, S slices (machine_collective.h), K bytes: the parts of all ranks together. For each round of
+// pieces (machine_parts.h):
+//
+//   1   inside    all_gather of this machine's piece, into its place in the array
+//   2   between   the owner of slice s sends its slice of this machine's piece to all other machines, and receives
+//                 theirs
+//   3   inside    all_gather of the other machines' slices, packed by owner; each rank copies them to their places
+//
+// (n-1)/n * K leave each machine, in one network round.
+#include <cstring>
+
+#include "lockstep/collective/machines/chunks.h"
+#include "lockstep/collective/machines/collectives.h"
+#include "lockstep/collective/machines/machine_parts.h"
+
+namespace lockstep {
+namespace {
+
+using shm::Part;
+
+class MachineAllGather : private MachineParts {
+ public:
+  MachineAllGather(Hierarchy& hierarchy, const Call& call)
+      : MachineParts(hierarchy, call, static_cast<std::byte*>(call.output),
+                     static_cast<std::byte*>(const_cast<void*>(call.input))) {}
+
+  // While round c is in steps 1 and 2, what was sent in c-1 is waited for and shared.
+  void run() {
+    begin_check();
+    run_pipeline(
+        rounds(),
+        [this](std::size_t round) {
+          gather_inside(round);
+          if (owns_slice()) send_to_all(round);
+          if (round == 0) finish_check();
+        },
+        [this](std::size_t round) {
+          if (owns_slice()) wait_for_transfers(buffers_of(round));
+          if (!alone()) share_inside(round);
+        });
+  }
+
+ private:
+  // Step 1.
+  void gather_inside(std::size_t round) {
+    const Part& own_piece = piece(round, machine());
+    if (!alone())
+      run_inside(round, {.operation = Operation::kAllGather,
+                         .input = in_own(own_piece),
+                         .output = in_whole(own_piece),
+                         .counts = shares_of(own_piece),
+                         .dtype = call_.dtype});
+    else if (own_piece.count > 0)
+      std::memcpy(in_whole(own_piece), in_own(own_piece), bytes(own_piece.count));
+  }
+
+  // Step 2. A rank that is alone on its machine receives into the array itself.
+  void send_to_all(std::size_t round) {
+    ChunkBuffers& buffers = buffers_of(round);
+    const Part own = own_slice(piece(round, machine()));
+    buffers.slices.resize(machines());
+    std::byte* next =
+        alone() ? nullptr : grown(buffers.slice_memory, bytes(packed_counts(round, machine())[local_rank()]));
+    for (int peer = 0; peer < machines(); ++peer) {
+      if (peer == machine()) continue;
+      const Part theirs = own_slice(piece(round, peer));
+      buffers.slices[peer] = alone() ? in_whole(theirs) : next;
+      next += alone() ? 0 : bytes(theirs.count);
+    }
+    for (const int peer : link().peers()) {
+      link().receive(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.receives);
+      link().send(peer, in_whole(own), bytes(own.count), buffers.sends);
+    }
+  }
+
+  // Step 3.
+  void share_inside(std::size_t round) {
+    ChunkBuffers& buffers = buffers_of(round);
+    std::byte* const packed = grown(buffers.packed_memory, bytes(elements(round)));
+    run_inside({.operation = Operation::kAllGather,
+                .input = buffers.slice_memory.data(),
+                .output = packed,
+                .counts = packed_counts(round, machine()).elements(),
+                .dtype = call_.dtype});
+    const std::byte* next = packed;
+    for (int owner = 0; owner < slices_; ++owner)
+      for (const Part& slice : slices_of(round, owner, machine())) {
+        std::memcpy(in_whole(slice), next, bytes(slice.count));
+        next += bytes(slice.count);
+      }
+  }
+};
+
+}  // namespace
+
+void all_gather(Hierarchy& hierarchy, const Call& call) { MachineAllGather(hierarchy, call).run(); }
+
+}  // namespace lockstep

@@ -1,0 +1,230 @@
+// all_reduce, reduce and barrier between machines.
+//
+// Notation: n machines, K bytes per rank, S slices (machine_collective.h). For each chunk of the array:
+//
+//   1   inside    reduce_scatter in shared memory: the owner of slice s gets this machine's sum of it
+//   2a  between   the owner cuts its slice into n parts, one per machine, and sends part m to the owner on machine m;
+//                 it receives its own part from all others and reduces the n arrays in the order of the machines
+//   2b  between   the owner sends the reduced part to all others and receives theirs: it has the whole slice
+//   3   inside    all_gather of the slices in shared memory
+//
+// A machine sends (n-1)/n * K in 2a and as much in 2b, together 2(n-1)/n * K: the least that an all_reduce between n
+// machines can do. An owner sends the S-th part of that. Messages go straight to their receiver, n-1 at a time: 2a and
+// 2b are one network round each.
+//
+//   one shot   Owners send each other whole slices in 2a, each reduces for itself, and 2b is left out: one round. Two
+//              machines send as many bytes so. More machines do it up to 16 KiB, where rounds cost more than bytes.
+//   reduce     In 2b parts go to root's machine only, and only that machine does 3: K leave each other machine.
+//   barrier    an all_reduce of a byte
+//   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009)
+//
+// Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by every owner in that same
+// order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another machine for each
+// part, but it is also one rank that adds.)
+#include <array>
+#include <cstring>
+
+#include "lockstep/collective/machines/chunks.h"
+#include "lockstep/collective/machines/collectives.h"
+#include "lockstep/collective/machines/machine_collective.h"
+
+namespace lockstep {
+namespace {
+
+using shm::Part;
+using shm::Partition;
+
+constexpr std::size_t kOneShotBytes = 16384;
+
+class MachineAllReduce : private MachineCollective {
+ public:
+  // call.output: on every rank; it is overwritten, also where a reduce has no result.
+  MachineAllReduce(Hierarchy& hierarchy, const Call& call)
+      : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
+        data_(static_cast<std::byte*>(call.output)),
+        one_shot_(machines() == 2 || bytes(call.count) <= kOneShotBytes),
+        only_root_(call.operation == Operation::kReduce),
+        root_machine_(hierarchy.topology.machine_of[call.root]),
+        chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
+    if (call.input != call.output && call.count > 0) std::memcpy(call.output, call.input, bytes(call.count));
+  }
+
+  // While chunk c is reduced inside and its parts leave, c-1 is reduced between machines and c-2 is shared inside: the
+  // network waits for neither.
+  void run() {
+    begin_check();
+    run_pipeline(
+        chunks_.size(),
+        [this](std::size_t chunk) {
+          reduce_inside(chunk);
+          if (owns_slice()) send_parts(chunk);
+          if (chunk == 0) finish_check();
+        },
+        [this](std::size_t chunk) {
+          if (owns_slice()) reduce_part(chunk);
+        },
+        [this](std::size_t chunk) { share_inside(chunk); });
+  }
+
+  void run_ring() {
+    one_shot_ = false;
+    chunks_.most = std::max<std::size_t>(call_.count, 1);
+    begin_check();
+    reduce_inside(0);
+    finish_check();
+    if (owns_slice()) {
+      scatter_reduce_around(buffers_of(0).slice, slice_count(0));
+      gather_around(buffers_of(0).slice, slice_count(0));
+    }
+    share_inside(0);
+  }
+
+ private:
+  // For each local rank its slice of the chunk; empty for ranks that own none.
+  std::vector<std::size_t> counts_inside(std::size_t chunk) const {
+    std::vector<std::size_t> counts;
+    for (int owner = 0; owner < local_size(); ++owner) counts.push_back(slice_of(chunks_[chunk], owner).count);
+    return counts;
+  }
+
+  // What a machine reduces of a slice.
+  Part part_of(int machine, std::size_t slice_count) const {
+    if (one_shot_) return {0, slice_count};
+    return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
+  }
+
+  // Step 1. A rank that is alone on its machine works in the array itself.
+  void reduce_inside(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    buffers.slice = at(chunk);
+    if (alone()) return;
+    buffers.slice = grown(buffers.slice_memory, bytes(slice_count(chunk)));
+    run_inside(chunk, {.operation = Operation::kReduceScatter,
+                       .input = at(chunk),
+                       .output = buffers.slice,
+                       .counts = counts_inside(chunk),
+                       .dtype = call_.dtype,
+                       .op = op_inside()});
+  }
+
+  // Step 2a, its messages. sources[m] is where the part from machine m arrives; the own machine's is in the slice.
+  void send_parts(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    const Part own = part_of(machine(), slice_count(chunk));
+    std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
+    buffers.sources.assign(machines(), buffers.slice + bytes(own.begin));
+    for (const int peer : link().peers()) {
+      const Part theirs = part_of(peer, slice_count(chunk));
+      link().receive(peer, arriving, bytes(own.count), buffers.receives);
+      link().send(peer, buffers.slice + bytes(theirs.begin), bytes(theirs.count), buffers.sends);
+      buffers.sources[peer] = arriving;
+      arriving += bytes(own.count);
+    }
+  }
+
+  // Step 2a, its sum. In one shot the whole slice is about to change: what is sent of it must have left.
+  void reduce_part(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    link().wait(buffers.receives);
+    if (one_shot_) link().wait(buffers.sends);
+    const Part own = part_of(machine(), slice_count(chunk));
+    reduce(buffers.sources, buffers.slice + bytes(own.begin), own.count, call_.op);
+    if (!one_shot_) send_result(chunk);
+  }
+
+  // Step 2b. The other machines' parts arrive where this one's copies of them left from in 2a: a machine sends its
+  // result only once it has received those, so their places are free.
+  void send_result(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    const Part own = part_of(machine(), slice_count(chunk));
+    for (const int peer : link().peers()) {
+      const Part theirs = part_of(peer, slice_count(chunk));
+      std::byte* const place = buffers.slice + bytes(theirs.begin);
+      if (wanted_by(machine())) link().receive(peer, place, bytes(theirs.count), buffers.receives);
+      if (wanted_by(peer)) link().send(peer, buffers.slice + bytes(own.begin), bytes(own.count), buffers.sends);
+    }
+  }
+
+  // Step 3.
+  void share_inside(std::size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    if (owns_slice()) wait_for_transfers(buffers);
+    if (alone() || !wanted_by(machine())) return;
+    run_inside({.operation = Operation::kAllGather,
+                .input = buffers.slice,
+                .output = at(chunk),
+                .counts = counts_inside(chunk),
+                .dtype = call_.dtype});
+  }
+
+  // ---- The ring of machines: the array is one chunk
+
+  // n-1 steps of K/n. In step k machine m sends part m-k, which it completed in step k-1, to its right and receives part
+  // m-k-1 from its left, to which it adds its own. After the last step part m+1 is complete here.
+  void scatter_reduce_around(std::byte* slice, std::size_t slice_count) {
+    std::byte* const received = grown(buffers_of(0).received_memory, bytes(part_of(0, slice_count).count));
+    for (int step = 0; step < machines() - 1; ++step) {
+      const Part out = part_of(wrapped(machine() - step), slice_count);
+      const Part in = part_of(wrapped(machine() - step - 1), slice_count);
+      turn_ring(slice + bytes(out.begin), out.count, received, in.count);
+      std::byte* const own = slice + bytes(in.begin);
+      const std::array<const std::byte*, 2> sources{received, own};
+      reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
+    }
+  }
+
+  // n-1 steps of K/n. In step k machine m passes on part m+1-k, which it got in step k-1, and receives part m-k.
+  void gather_around(std::byte* slice, std::size_t slice_count) {
+    for (int step = 0; step < machines() - 1; ++step) {
+      const Part out = part_of(wrapped(machine() + 1 - step), slice_count);
+      const Part in = part_of(wrapped(machine() - step), slice_count);
+      turn_ring(slice + bytes(out.begin), out.count, slice + bytes(in.begin), in.count);
+    }
+  }
+
+  void turn_ring(const std::byte* out, std::size_t out_count, std::byte* in, std::size_t in_count) {
+    ChunkBuffers& buffers = buffers_of(0);
+    link().receive(wrapped(machine() - 1), in, bytes(in_count), buffers.receives);
+    link().send(wrapped(machine() + 1), out, bytes(out_count), buffers.sends);
+    wait_for_transfers(buffers);
+  }
+
+  std::byte* at(std::size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
+  std::size_t slice_count(std::size_t chunk) const { return own_slice(chunks_[chunk]).count; }
+  bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
+  int wrapped(int machine) const { return (machine + machines()) % machines(); }
+
+  std::byte* data_;
+  bool one_shot_;
+  bool only_root_;  // reduce: root's machine alone gets the result
+  int root_machine_;
+  Chunks chunks_;
+};
+
+}  // namespace
+
+void all_reduce(Hierarchy& hierarchy, const Call& call) {
+  MachineAllReduce job(hierarchy, call);
+  call.algorithm == Algorithm::kRing ? job.run_ring() : job.run();
+}
+
+// Ranks without a result work in a copy: their input stays as it is.
+void reduce(Hierarchy& hierarchy, const Call& call) {
+  if (call.output != nullptr) return MachineAllReduce(hierarchy, call).run();
+  hierarchy.scratch = std::make_unique_for_overwrite<std::byte[]>(call.count * size_of(call.dtype));
+  Call copy = call;
+  copy.output = hierarchy.scratch.get();
+  MachineAllReduce(hierarchy, copy).run();
+}
+
+void barrier(Hierarchy& hierarchy) {
+  hierarchy.scratch = std::make_unique<std::byte[]>(1);
+  const Call call{.operation = Operation::kBarrier,
+                  .input = hierarchy.scratch.get(),
+                  .output = hierarchy.scratch.get(),
+                  .count = 1,
+                  .dtype = DType::kUInt8};
+  MachineAllReduce(hierarchy, call).run();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,41 @@
+#include "lockstep/collective/machines/exchange.h"
+
+#include <cstring>
+
+namespace lockstep {
+
+// The ranks of a machine compare through shared memory, the first ranks of the machines over their link. The last
+// barrier keeps a rank from sending while its machine has not heard from the others.
+void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
+  const Signature mine = signature_of(call);
+  hierarchy.inside.run_as(mine, {.operation = Operation::kBarrier});
+  if (hierarchy.inside.rank() == 0) {
+    hierarchy.check.begin(*hierarchy.between, mine);
+    hierarchy.check.finish(*hierarchy.between);
+  }
+  hierarchy.inside.barrier();
+}
+
+// One round: all messages are under way at the same time, and every rank has posted its receive from each other rank
+// whatever order the others send in.
+void exchange(Hierarchy& hierarchy, const Call& call, const IntVector<std::size_t>& send,
+              const IntVector<std::size_t>& receive) {
+  MachineLink& all = hierarchy.all;
+  MachineLink::Transfers transfers;
+  const auto* from = static_cast<const std::byte*>(call.input);
+  auto* to = static_cast<std::byte*>(call.output);
+  for (int rank = 0; rank < all.size(); ++rank) {
+    const std::size_t sent = send[rank] * size_of(call.dtype);
+    const std::size_t received = receive[rank] * size_of(call.dtype);
+    if (rank == all.rank() && received > 0) std::memcpy(to, from, received);
+    if (rank != all.rank()) {
+      all.receive(rank, to, received, transfers);
+      all.send(rank, from, sent, transfers);
+    }
+    from += sent;
+    to += received;
+  }
+  all.wait(transfers);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,123 @@
+// collective/machines/link.h: moves bytes between this rank and its peers over c10d's Gloo. The peers are one rank of
+// each machine, or all ranks.
+//
+// Flow:    all_reduce.cc and the other collectives -> here -> the network
+// Owns:    its connections, and a thread that watches one of them. Memory given to a transfer stays the caller's, and
+//          must stay until the transfer was waited for or forgotten
+// Threads: one at a time; close() from any
+// Ranks:   what one peer sends in some order the other receives in that order, with the same sizes
+//
+// Note [Who watches whom]
+// When a connection breaks, Gloo ends the transfers that are still queued, but neither a receive of which some bytes
+// have arrived nor a send of which some have left: these run into their timeout. So each machine keeps a receive of one
+// byte from the next machine pending. It fails when that machine is lost; this machine then closes all its connections,
+// which the machine before it notices in turn, and so on around the ring. A machine that leaves in good order sends the
+// byte.
+//
+// A transfer that runs into its timeout makes Gloo close all connections of this machine, so the pending receive fails
+// too. That says nothing about the next machine: the caller that waited for the transfer reports the peer that did not
+// answer. The link tells the two cases apart by the clock: it notes when each wait ends at the latest.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/collective/transport.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+class GlooConnection;
+
+class MachineLink {
+ public:
+  // Numbers of sends and receives that were started. The link holds them until they were waited for, or forgotten.
+  using Transfers = std::vector<std::uint64_t>;
+
+  // `options`: rank is this rank's number among the peers, size their number. `noun`: what error messages call a peer.
+  // Blocks until all are connected. Throws RendezvousError.
+  MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun = "machine");
+  ~MachineLink();
+  MachineLink(const MachineLink&) = delete;
+  MachineLink& operator=(const MachineLink&) = delete;
+
+  // From now on, until the destructor returns: when the next machine is lost or closes its connections, this link
+  // closes its own and calls `on_loss` once, on a thread of its own.
+  using OnLoss = std::function<void(const std::exception_ptr&)>;
+  void watch(OnLoss on_loss);
+
+  // This machine leaves in good order: the others do not take that for a loss, and this one reports none any more.
+  void leave();
+
+  int rank() const { return options_.rank; }
+  int size() const { return options_.size; }
+
+  // The peers in the order in which to turn to them: the next one first, so that not all send to one at the same time.
+  const std::vector<int>& peers() const { return peers_; }
+  const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
+
+  // From now on a transfer only meets one that the peer started under the same tag. Tags are hashes of signatures, so
+  // transfers of calls that differ never meet, and data may be sent before the signatures were compared
+  // (signature_check.h).
+  void set_tag(std::uint32_t tag) { tag_ = tag; }
+
+  // Start a transfer and add it to `transfers`. Do not block. No bytes: nothing is started.
+  void send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers);
+  void receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers);
+
+  // Blocks until all of them are done, and clears them. Throws PeerLost: a peer is gone, or did not answer before the
+  // timeout; or what close() was given.
+  void wait(Transfers& transfers);
+
+  // After close(): Gloo no longer touches the memory of any transfer.
+  void forget();
+
+  // Ends all waits here, with `reason`, and those of the peers.
+  void close(std::exception_ptr reason);
+
+ private:
+  struct Transfer {
+    int peer = 0;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  void start(int peer, const std::function<c10::intrusive_ptr<c10d::Work>()>& issue, Transfers& transfers);
+  void wait_for(std::uint64_t number);
+  Transfer begin_wait(std::uint64_t number);
+  void end_wait(std::uint64_t number, int peer, bool done, const std::string& trouble);
+  void watch_next(const OnLoss& on_loss);
+  bool failed_on_purpose();
+  int next() const { return (rank() + 1) % size(); }
+  PeerLost lost(int peer, const std::string& trouble) const;
+  [[noreturn]] void throw_lost(int peer, const std::string& trouble);
+
+  TransportOptions options_;
+  std::string noun_;
+  std::vector<int> peers_;
+  std::uint32_t tag_ = 0;
+  c10::intrusive_ptr<GlooConnection> gloo_;
+  std::mutex mutex_;  // guards the next six
+  bool leaving_ = false;
+  bool timed_out_ = false;
+  std::optional<Deadline> wait_ends_;  // of the wait under way
+  std::exception_ptr closed_;
+  std::uint64_t started_ = 0;
+  std::map<std::uint64_t, Transfer> under_way_;
+  std::byte goodbye_{};  // from the next machine
+  c10::intrusive_ptr<c10d::Work> watched_;
+  std::thread watcher_;
+};
+
+}  // namespace lockstep
