@@ -138,7 +138,8 @@ TEST_F(DamagedPack, is_never_overwritten) {
   const TensorDataset other("other", torch::zeros({1, 1}), torch::zeros({1}, torch::kInt64));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { pack(other, folder / "p"); }), "holds packed data already"));
   const TensorDataset floats("floats", torch::zeros({1, 1}), torch::zeros({1}));
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { pack(floats, folder / "f"); }), "no whole numbers"));
+  EXPECT_TRUE(
+      contains(message_of<UsageError>([&] { pack(floats, folder / "f"); }), "targets that are not whole numbers"));
 }
 
 }  // namespace
