@@ -34,8 +34,8 @@ Learned learn(int ranks, const StrategyOptions& options) {
     std::vector<double> losses;
     for (int step = 0; step < kSteps; ++step) {
       losses.push_back(strategy
-                           ->compute({batch.data.narrow(0, part * world.rank(), part),
-                                      batch.target.narrow(0, part * world.rank(), part)})
+                           ->forward_backward({batch.data.narrow(0, part * world.rank(), part),
+                                               batch.target.narrow(0, part * world.rank(), part)})
                            .mean_loss);
       strategy->update();
     }

@@ -41,7 +41,7 @@ std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& bat
     const auto strategy = make_strategy(world, in_precision(task, options.double_precision), options.strategy);
     if (options.strategy.virtual_shards == 0) strategy->model().eval();
     for (int step = 0; step < options.steps; ++step) {
-      strategy->compute(part_of(batch_of(step), world, options.double_precision));
+      strategy->forward_backward(part_of(batch_of(step), world, options.double_precision));
       strategy->update();
     }
     if (world.rank() == 0)

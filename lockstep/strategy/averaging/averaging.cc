@@ -87,7 +87,7 @@ class Averaging : public Strategy {
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_of(batch, devices_.size());
     const Stopwatch watch;
     const auto losses = forward_and_backward(parts);

@@ -42,7 +42,7 @@ std::vector<torch::Tensor> local_sgd_by_hand(int nets, int every, int steps) {
       const torch::AutoGradMode grad(true);
       const Batch batch = batch_of(step);
       const Range part = even_part(batch.size(), i, nets);
-      all[static_cast<std::size_t>(i)]->compute(
+      all[static_cast<std::size_t>(i)]->forward_backward(
           {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
       all[static_cast<std::size_t>(i)]->update();
     }
@@ -87,9 +87,10 @@ TEST(S4_averaging, averages_over_ranks_too) {
       const Batch batch = batch_of(step);
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.
       const Range part = even_part(batch.size(), world.rank(), world.size());
-      course.losses.push_back(
-          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
-              .mean_loss);
+      course.losses.push_back(strategy
+                                  ->forward_backward({batch.data.slice(0, part.begin, part.end),
+                                                      batch.target.slice(0, part.begin, part.end)})
+                                  .mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -111,7 +112,8 @@ TEST(S4_averaging, makes_the_nets_of_all_ranks_one_with_its_optimizers_state) {
     for (int step = 0; step < 4; ++step) {
       const Batch batch = batch_of(step);
       const Range part = even_part(batch.size(), world.rank(), world.size());
-      strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+      strategy->forward_backward(
+          {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
       strategy->update();
     }
     strategy->synchronise();
@@ -152,7 +154,7 @@ TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
   std::vector<torch::Tensor> velocity;
   for (const auto& value : anchor) velocity.push_back(torch::zeros_like(value));
   for (int step = 0; step < kSteps; ++step) {
-    inner->compute(batch_of(step));
+    inner->forward_backward(batch_of(step));
     inner->update();
     if ((step + 1) % 10 != 0) continue;
     const torch::NoGradGuard no_grad;
@@ -174,7 +176,7 @@ TEST(S4_averaging, ends_all_threads_with_the_exception_of_one) {
     return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
   };
   const auto strategy = make_strategy(World::single(), task, averaging(3));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "with 4 samples"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "with 4 samples"));
 }
 
 TEST(S4_averaging, refuses_options_without_sense) {

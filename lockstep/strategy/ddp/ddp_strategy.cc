@@ -30,7 +30,7 @@ class DdpStrategy : public Strategy {
     if (options.virtual_shards > 0) generator_.emplace(options.seed);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     replica_.optimizer->zero_grad();
     if (options_.virtual_shards > 0)
       compute_shards(batch);

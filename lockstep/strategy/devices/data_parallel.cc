@@ -70,7 +70,7 @@ class DataParallel : public Strategy {
     seed_steps(options.seed + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     Stopwatch watch;
     const Tensors outputs = parallel_apply(devices_, task_, replicas_, scatter(batch.data, devices_.size()));
     const torch::Tensor gathered = gather(outputs);

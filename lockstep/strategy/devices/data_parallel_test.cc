@@ -56,7 +56,7 @@ TEST(S1_data_parallel, hands_on_what_the_loss_throws_on_device_0) {
     throw DataError({.what = "thrown in the loss"});
   };
   const auto strategy = make_strategy(World::single(), task, data_parallel(2));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the loss"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the loss"));
 }
 
 }  // namespace

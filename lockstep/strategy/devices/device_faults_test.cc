@@ -101,11 +101,12 @@ TEST_P(DevicesOf, which_one_throws_all_end_with_its_exception_within_a_second) {
       if (throws) throw DataError({.what = "thrown on one device"});
     });
     const auto strategy = make_strategy(World::single(), spoilt, GetParam().options);
-    strategy->compute(batch(0));
+    strategy->forward_backward(batch(0));
     strategy->update();
     throws = true;
-    EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch(1)); }), "thrown on one device"));
-    EXPECT_TRUE(contains(message_of<UsageError>([&] { strategy->compute(batch(2)); }), "after one of them failed"));
+    EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch(1)); }), "thrown on one device"));
+    EXPECT_TRUE(
+        contains(message_of<UsageError>([&] { strategy->forward_backward(batch(2)); }), "after one of them failed"));
   }
   EXPECT_LT(watch.seconds(), 1.0 * LOCKSTEP_TEST_PATIENCE);
 }
@@ -125,7 +126,7 @@ TEST_P(DevicesOf, which_one_hangs_name_it_within_the_timeout_and_are_gone_before
   StrategyOptions options = GetParam().options;
   options.timeout = 200ms * LOCKSTEP_TEST_PATIENCE;
   const Stopwatch watch;
-  const auto train = [&] { make_strategy(World::single(), task(hang), options)->compute(batch(0)); };
+  const auto train = [&] { make_strategy(World::single(), task(hang), options)->forward_backward(batch(0)); };
   EXPECT_TRUE(contains(message_of<PeerLost>(train), GetParam().device + " is not done within "));
   EXPECT_GE(watch.seconds(), 0.2 * LOCKSTEP_TEST_PATIENCE);
   EXPECT_LT(watch.seconds(), 1.0 * LOCKSTEP_TEST_PATIENCE);

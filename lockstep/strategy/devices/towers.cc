@@ -70,7 +70,7 @@ class Towers : public Strategy {
     seed_steps(options.seed + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     const auto shards = split_and_load(batch, devices_, uneven_);
     Stopwatch watch;
     const auto losses = tower_losses(devices_, task_, replicas_, shards);

@@ -104,7 +104,7 @@ TEST(S0_towers, hand_on_what_the_task_throws_on_a_device) {
     throw DataError({.what = "thrown in forward"});
   };
   const auto strategy = make_strategy(World::single(), task, towers(2));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in forward"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in forward"));
 }
 
 Task with_dropout() {

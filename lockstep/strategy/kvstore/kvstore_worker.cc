@@ -31,7 +31,7 @@ KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const Strateg
   }
 }
 
-BatchTotals KVStoreWorker::compute(const Batch& batch) {
+BatchTotals KVStoreWorker::forward_backward(const Batch& batch) {
   before_step();
   Stopwatch watch;
   const auto shards = split_and_load(batch, devices_);

@@ -72,7 +72,7 @@ class Pipeline : public Strategy {
     seed_steps(options.seed + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     if (cut_.empty()) use(balanced_cut(measure_pieces(pieces_[0], model(), first_micro_batch(batch)), stages_));
     for (const Replica& replica : replicas_) replica.model->zero_grad();
     const Stopwatch watch;

@@ -65,7 +65,7 @@ class PipelineOfProcesses : public Strategy {
     seed_steps(options.seed + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     if (cut_.empty()) use(agreed_cut(batch));
     model().zero_grad();
     const std::int64_t samples = sum_over(over_replicas_, batch.size());

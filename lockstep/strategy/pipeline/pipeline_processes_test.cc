@@ -37,9 +37,10 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
     for (int step = 0; step < kSteps; ++step) {
       const Batch batch = make_batch(step);
       const Range part = even_part(batch.size(), data_world.rank(), data_world.size());
-      mine.losses.push_back(
-          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
-              .mean_loss);
+      mine.losses.push_back(strategy
+                                ->forward_backward({batch.data.slice(0, part.begin, part.end),
+                                                    batch.target.slice(0, part.begin, part.end)})
+                                .mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -124,7 +125,7 @@ TEST(S1_pipeline_of_ranks, ends_all_ranks_with_the_exception_of_one) {
     return stages;
   };
   const auto train = [&](World& world) {
-    make_strategy(world, task, pipeline("1f1b", "0-1,2-6"))->compute(batch_of(0));
+    make_strategy(world, task, pipeline("1f1b", "0-1,2-6"))->forward_backward(batch_of(0));
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, train); }), "thrown in piece 5"));
 }

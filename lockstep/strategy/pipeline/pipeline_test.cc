@@ -99,7 +99,7 @@ Course course_on(const Task& task, const StrategyOptions& options, const Batch& 
   const auto strategy = make_strategy(World::single(), task, options);
   Course course;
   for (int step = 0; step < steps; ++step) {
-    course.losses.push_back(strategy->compute(batch).mean_loss);
+    course.losses.push_back(strategy->forward_backward(batch).mean_loss);
     strategy->update();
   }
   course.parameters = values_of(strategy->model());
@@ -162,7 +162,7 @@ TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe)
     StrategyOptions options = pipeline(2, schedule, "0-2,3-6");
     options.micro_batches = 8;
     const auto strategy = make_strategy(World::single(), small_task(), options);
-    strategy->compute(batch_of(0, 16));
+    strategy->forward_backward(batch_of(0, 16));
     const Report report = strategy->report();
     return std::map<std::string, double>(report.begin(), report.end());
   };
@@ -185,7 +185,8 @@ TEST(S1_pipeline, ends_every_stage_with_the_exception_of_one) {
   };
   const auto strategy = make_strategy(World::single(), task, pipeline(3, "1f1b", "0-0,1-1,2-2"));
   const Stopwatch watch;
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the middle"));
+  EXPECT_TRUE(
+      contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the middle"));
   EXPECT_LT(watch.seconds(), 1);
 }
 
@@ -211,7 +212,8 @@ TEST(S1_pipeline, names_a_stage_that_is_too_slow_and_outlives_it) {
   options.timeout = std::chrono::milliseconds(200);
   const Stopwatch watch;
   EXPECT_TRUE(contains(
-      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->compute(batch_of(0)); }), "cpu:"));
+      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->forward_backward(batch_of(0)); }),
+      "cpu:"));
   EXPECT_LT(watch.seconds(), 2);
   *go_on = true;
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
