@@ -9,8 +9,8 @@
 #include "lockstep/devices.h"
 #include "lockstep/error.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

@@ -1,10 +1,10 @@
 #include <map>
 
 #include "lockstep/deadline.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 #include "lockstep/strategy/kvstore/other_servers.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

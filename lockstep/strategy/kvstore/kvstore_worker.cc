@@ -1,7 +1,6 @@
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 
 #include "lockstep/deadline.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

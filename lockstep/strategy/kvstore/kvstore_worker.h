@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "lockstep/kvstore.h"
-#include "lockstep/towers.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 
