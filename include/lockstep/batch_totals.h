@@ -10,9 +10,9 @@ namespace lockstep {
 
 struct BatchTotals {
   std::int64_t samples = 0;
-  double mean_loss = 0;  // weighted by samples; NaN where the loss is not known, or where there are no samples
+  double mean_loss = 0;  // weighted by samples; NaN where the loss is not known
 
-  // Adds a part of the batch, or one of several batches. samples: 0 adds nothing, whatever the loss is.
+  // Adds a part of the batch, or one of several batches. more: 0 adds nothing, whatever the loss is.
   void add(std::int64_t more, double loss) {
     if (more == 0) return;
     const double sum = mean_loss * static_cast<double>(samples) + loss * static_cast<double>(more);

@@ -1,7 +1,7 @@
 // lockstep/ddp.h: data parallel training with a replica of the model in every rank, as in PyTorch's
-// DistributedDataParallel (Li et al., VLDB 2020). S1.
+// DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020).
 //
-// Flow:    model/ -> ddp -> gradient/ -> optimizer/
+// Flow:    loss -> backward() -> exchange of gradients -> the optimizer's step()
 // Owns:    the exchange; the module and the optimizer stay the user's and must outlive this
 // Threads: one thread
 // Ranks:   every rank constructs it at the same time and makes the same calls in the same order
@@ -16,55 +16,59 @@
 #include <set>
 #include <string>
 
-#include "lockstep/gradient/published_gradients.h"
-#include "lockstep/gradient/reducer.h"
-#include "lockstep/model/parameter_block.h"
-#include "lockstep/optimizer.h"
+#include "lockstep/batch_totals.h"
+#include "lockstep/communication_hook.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
 struct DistributedDataParallelOptions {
-  std::size_t bucket_bytes = ReducerOptions{}.bucket_bytes;
-  bool broadcast_buffers = true;  // rank 0's running statistics go to everyone after each backward
+  std::size_t bucket_bytes = std::size_t{25} << 20;  // of gradients that are all-reduced at once
+  bool broadcast_buffers = true;                     // rank 0's running statistics go to every rank after each backward
 
-  // With a lockstep optimizer: one copy of parameters and optimizer state per machine, and reduction and update in
-  // one pass (docs/design/fused-step.md). Between backward() and step(), .grad is this rank's own gradient. false:
-  // every rank has its own parameters, and after backward() .grad is the mean.
+  // true: the ranks of a machine share one copy of the parameters and of the optimizer's state, if the optimizer is one
+  // of lockstep's and the parameters are on the CPU. false: every rank has its own.
   bool share_parameters = true;
 
-  // A parameter that takes no part in a backward() counts as zero, and one that takes part on no rank keeps an
-  // undefined gradient; the graph is walked only once a step has left one out. false: on a rank with samples it is an
-  // error that names the parameters.
+  // true: after backward() .grad is the mean over all samples of all ranks, as in PyTorch. false: where all ranks are on
+  // one machine and share parameters, .grad stays this rank's own gradient, and step() sums the gradients of all ranks
+  // and updates in one pass, which is faster (docs/design/fused-step.md). Everywhere else .grad is the mean in any case:
+  // mean_in_grad() says which it is.
+  bool mean_in_grad = false;
+
+  // true: a parameter that takes no part in a backward() counts as zero; unused on every rank, it keeps an undefined
+  // .grad. The graph is walked only once a step has left a parameter out. false: a rank with samples throws an error
+  // that names the unused parameters.
   bool find_unused_parameters = true;
 
-  // Where gradients go through buckets (several machines, a hook, or separate parameters): see gradient/reducer.h.
-  // Gradients that are read where they lie need neither.
+  // For gradients that go through buckets (several machines, a hook, separate parameters, mean_in_grad):
+  // static_graph: every step uses the same parameters in the same way as the first, so a gradient may become ready
+  // several times in one backward() (activation checkpointing). gradient_as_bucket_view: .grad is a view of the bucket,
+  // which saves one copy of the gradients.
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
 
-  // Parameters and buffers, by name, that are left alone: not compared, not sent, their gradients not exchanged. Shared
+  // Names of parameters and buffers that are left alone: not compared, not sent, their gradients not exchanged. Shared
   // parameters allow it only for what the optimizer does not hold.
   std::set<std::string> ignored{};
 
-  // Parameters with sparse gradients beside those of an Embedding or EmbeddingBag with sparse(true), which are found.
-  // Through buckets only their rows are sent, and .grad is sparse; shared parameters are updated as by a dense
-  // gradient.
+  // Names of parameters with sparse gradients, besides those of an Embedding or EmbeddingBag with sparse(true), which
+  // are found. Through buckets only their rows are sent, and .grad is sparse; shared parameters are updated as by a
+  // dense gradient.
   std::set<std::string> sparse_parameters{};
 
-  // Other ways to sum a bucket (lockstep/communication_hook.h). What is sent is then not what was computed, so every
-  // rank goes through buckets, also within a machine.
+  // Another way to sum a bucket (lockstep/communication_hook.h). The sum then differs from the exact one, so the
+  // gradients go through buckets on every rank, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
 
-  // Of the all-reduce of a bucket. Others than kDirect, for study: then every rank goes through buckets, as with a
-  // hook. Between machines kRing, too. S1.
+  // How a bucket is all-reduced. Any other than kDirect is for study and makes gradients go through buckets. Between
+  // machines: kDirect or kRing.
   Algorithm algorithm = Algorithm::kDirect;
 
-  // V: the global batch is cut into V shards whatever the number of ranks (a divisor of V), and every rank calls
-  // backward() for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1,
-  // 2, 4 ... V ranks give the same bits, if a shard's gradient has: the same intra-op threads, random numbers that
-  // depend on the shard. Needs shared parameters and all ranks on one machine; buffers are then those of shard 0. 0:
-  // off.
+  // V > 0: the global batch is cut into V shards whatever the number N of ranks (a divisor of V), and every rank calls
+  // backward() for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2,
+  // 4 ... V ranks give the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend
+  // on the shard. Needs shared parameters and all ranks on one machine; buffers are then those of shard 0.
   int virtual_shards = 0;
 };
 
@@ -73,18 +77,15 @@ class DistributedDataParallel {
   using Options = DistributedDataParallelOptions;
 
   // Compares names, dtypes, shapes and strides over the ranks, then gives every rank the parameters and buffers of rank
-  // 0. Blocks. Sends K once. Works with any torch::optim optimizer: after backward() the gradients are the mean.
-  // Throws MismatchError (models that differ, naming the tensor), DeviceError (a parameter not on world.device()),
-  // PeerLost.
+  // 0. Blocks. Sends K once. After backward() .grad is the mean, for any optimizer.
+  // Throws UsageError (a name that is not the module's; virtual shards that can't be had), MismatchError (models that
+  // differ, naming the tensor), DeviceError (a parameter not on world.device()), PeerLost.
   DistributedDataParallel(World world, torch::nn::Module& module, const Options& options = {});
 
-  // The same with the optimizer that will step. Throws UsageError if it holds a tensor that is not the module's.
-  DistributedDataParallel(World world, torch::nn::Module& module, const torch::optim::Optimizer& optimizer,
+  // With the optimizer that will step, of torch's or of lockstep's: see Options::share_parameters. Throws also
+  // UsageError: it holds a tensor that is not the module's, or has stepped already.
+  DistributedDataParallel(World world, torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                           const Options& options = {});
-
-  // With one of lockstep's: see Options::share_parameters. Throws also UsageError: the optimizer has stepped already,
-  // or Options::virtual_shards can't be had.
-  DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer, const Options& options = {});
 
   ~DistributedDataParallel();
   DistributedDataParallel(const DistributedDataParallel&) = delete;
@@ -92,13 +93,12 @@ class DistributedDataParallel {
 
   // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
   // passes no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients of all ranks
-  // are there. Sends 2(N-1)/N * K; nothing within a machine whose ranks share parameters. Throws PeerLost, and what
-  // backward() throws; after that, UsageError: the program should end.
+  // are there. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. Throws PeerLost, and what backward()
+  // throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // While the guard lives, backward() adds gradients up on this rank and exchanges nothing: for several backward()
-  // per step. The next backward() without a guard exchanges their sum, which is the sum of the mean gradients of them
-  // all. S1.
+  // While the guard exists, backward() adds to this rank's .grad and exchanges nothing: for several backward() per
+  // step. The next backward() without a guard exchanges their sum: the sum of the mean gradients of them all.
   class NoSync;
   [[nodiscard]] NoSync no_sync();
 
@@ -107,16 +107,19 @@ class DistributedDataParallel {
   // Throws PeerLost.
   void join(torch::optim::Optimizer& optimizer);
 
-  // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN). With
-  // shared parameters the exchange then happens in step(), and gradients are copied once.
+  // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN).
+  // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once.
 
   // Of the last exchange, over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;
 
-  // Since the start, on this rank: what went through buckets, or was published and read where it lies.
+  // Whether .grad is the mean over all ranks between backward() and step(), or this rank's own gradient.
+  bool mean_in_grad() const;
+
+  // Since the start, on this rank.
   struct Statistics {
     std::int64_t exchanges = 0;
-    std::int64_t bytes = 0;
+    std::int64_t bytes = 0;       // of gradients in buckets, or published for other ranks to read
     double exchange_seconds = 0;  // from the first bucket sent until all are back
     double waiting_seconds = 0;   // after the last gradient was computed: what did not overlap with backward
     double overlap() const { return exchange_seconds > waiting_seconds ? 1 - waiting_seconds / exchange_seconds : 0; }

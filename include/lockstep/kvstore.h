@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/error.h"
-#include "lockstep/gradient/step_gradients.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy.h"
 #include "lockstep/strategy/kvstore/device_sum.h"
@@ -105,7 +105,8 @@ class LocalKVStore : public KVStore {
   // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
   LocalKVStore(SumOn where, Devices* devices)
       : sum_(where, devices),
-        gradients_(std::make_shared<SummedGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
+        gradients_(std::make_shared<LocalGradients>(
+            LocalGradientsOptions{.parallel_for = devices ? ParallelFor(on_all(*devices)) : on_own_cores})) {}
 
   void set_optimizer(const StrategyOptions& options) override;
   using KVStore::pull;
@@ -129,7 +130,7 @@ class LocalKVStore : public KVStore {
   DeviceSum sum_;
   std::vector<torch::Tensor> values_;
   std::shared_ptr<Optimizer> optimizer_;
-  std::shared_ptr<SummedGradients> gradients_;
+  std::shared_ptr<LocalGradients> gradients_;
 };
 
 // local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `local` chooses.

@@ -96,7 +96,10 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
  private:
   struct Layout;
   Layout& layout();
+  void make_state_in_memory(Layout& all);
+  void make_state_on_device(Layout& all) const;
   std::size_t number_of_parameters() const;
+  StateTensors state_tensors(const Layout& all, std::size_t i) const;
   void step_in_memory(Layout& all);
   void step_on_device(Layout& all);
   void require_not_begun(const char* call) const;

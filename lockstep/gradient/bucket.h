@@ -21,7 +21,7 @@ struct Slot {
   NamedTensor parameter;
   torch::Tensor gradient;  // (numel) view into the bucket
   torch::Tensor flag;      // (1) view into the bucket: afterwards the number of ranks that have a gradient
-  std::size_t index = 0;   // of the parameter
+  std::int64_t index = 0;  // of the parameter
   int times_ready = 0;     // in this backward()
   bool packed = false;
 

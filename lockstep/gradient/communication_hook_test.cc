@@ -28,7 +28,7 @@ TEST_P(HookOfSize, sixteen_bits_sum_small_integers_exactly) {
   });
 }
 
-TEST_P(HookOfSize, two_bits_send_the_rest_later_S2) {
+TEST_P(HookOfSize, two_bits_send_the_rest_later) {
   run_ranks(GetParam(), [](World& world) {
     const auto hook = two_bit_hook(0.5);
     const auto ranks = static_cast<float>(world.size());

@@ -14,29 +14,31 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kSmall = 16 << 10;
+constexpr std::size_t kSmallest = 16 << 10;  // bytes
 
 }  // namespace
 
-// Blocks of the sizes that were asked for. A block that is free serves the next request of its size.
+// Blocks of shared memory, by size; a free block serves the next request of its size. Blocks of a size are as many as
+// were in use at once, at most: nothing is given back before the pool is gone. A tensor may outlive its GradientMemory:
+// the block then keeps the pool, and the pool keeps the memory.
 class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
  public:
   Pool(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters) : memory_(std::move(memory)) {
     if (is_private()) return;
     for (const auto& [name, tensor] : parameters)
-      if (tensor.requires_grad() && tensor.nbytes() >= kSmall) free_[tensor.nbytes()];
+      if (tensor.requires_grad() && tensor.nbytes() >= kSmallest) free_[tensor.nbytes()];
   }
 
-  // Of this rank alone: nobody has to find anything, so any memory will do.
+  // One rank alone: nobody else reads its gradients, so ordinary memory will do.
   bool is_private() const { return memory_->size() == 1; }
 
-  bool serves(std::size_t bytes) const { return bytes >= kSmall && free_.contains(bytes); }
+  bool serves(std::size_t bytes) const { return bytes >= kSmallest && free_.contains(bytes); }
 
   SharedMemory::Own take(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto& blocks = free_.at(bytes);
     if (blocks.empty()) {
-      taken_ += bytes;
+      allocated_ += bytes;
       return memory_->allocate(bytes);
     }
     SharedMemory::Own block = std::move(blocks.back());
@@ -49,23 +51,24 @@ class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
     free_.at(bytes).push_back(std::move(block));
   }
 
-  std::size_t taken() const {
+  std::size_t allocated() const {
     const std::lock_guard lock(mutex_);
-    return taken_;
+    return allocated_;
   }
 
  private:
   std::shared_ptr<SharedMemory> memory_;
   mutable std::mutex mutex_;
   std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
-  std::size_t taken_ = 0;
+  std::size_t allocated_ = 0;
 };
 
 namespace {
 
 thread_local GradientMemory::Pool* active_pool = nullptr;
 
-// Which blocks tensors hold at the moment, over all pools: what a deleter, which gets a pointer alone, needs.
+// The blocks that tensors hold at the moment, over all pools, by address: a deleter is given nothing but a pointer.
+// Guarded by a mutex because any thread may release a tensor.
 class BlocksInUse {
  public:
   struct Block {
@@ -109,7 +112,7 @@ BlocksInUse& in_use() {
   return *blocks;
 }
 
-// The CPU allocator of the process, with pools in front.
+// The CPU allocator of the process once install() was called: `base` is the one that it replaces.
 class PoolingAllocator : public c10::Allocator {
  public:
   explicit PoolingAllocator(c10::Allocator* base) : base_(base) {}
@@ -122,7 +125,7 @@ class PoolingAllocator : public c10::Allocator {
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
 
-  // oneDNN asserts that there is one and that a DataPtr's context is its data.
+  // oneDNN requires a raw deleter, and a DataPtr whose context is its data.
   c10::DeleterFnPtr raw_deleter() const override { return &release_any; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -158,7 +161,7 @@ std::optional<std::uint64_t> GradientMemory::place_of(const torch::Tensor& tenso
   return in_use().place_of(tensor.const_data_ptr(), pool_.get());
 }
 
-std::size_t GradientMemory::bytes() const { return pool_->taken(); }
+std::size_t GradientMemory::bytes() const { return pool_->allocated(); }
 
 GradientMemory::Scope::Scope(GradientMemory& memory) { active_pool = memory.pool_.get(); }
 GradientMemory::Scope::~Scope() { active_pool = nullptr; }

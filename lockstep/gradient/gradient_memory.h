@@ -1,17 +1,22 @@
-// gradient/gradient_memory.h: lets autograd put fresh gradients where the other ranks of the machine can read them, so
-// that publishing a gradient copies nothing.
+// gradient/gradient_memory.h: makes autograd write fresh gradients into memory that the other ranks of the machine can
+// read, so that publishing a gradient copies nothing.
 //
 // Flow:    backward() allocates a result of a parameter's size -> here -> AccumulateGrad keeps it as .grad -> peers
-// Owns:    blocks of peer-visible memory, used again once their tensor is gone
+// Owns:    blocks of shared memory, reused once their tensor is released
 // Threads: a Scope belongs to the thread that made it; tensors may be released on any thread
 // Ranks:   no communication
 //
+// Side effect on the process: the first GradientMemory replaces libtorch's CPU allocator (c10::SetCPUAllocator) by one
+// that forwards every request to the allocator it found, except as the note says. It stays until the process ends. It
+// is made by a DistributedDataParallel whose ranks read each other's gradients; the options share_parameters = false
+// and mean_in_grad = true (--separate-parameters) avoid it. A program that sets an allocator of its own does so first.
+//
 // Note [Gradients in place]
-// AccumulateGrad takes over a fresh gradient if nobody else holds it and its strides are the parameter's. So it is
-// enough to hand out peer-visible memory while backward() runs: the process's CPU allocator is wrapped once, and in a
-// thread that has a Scope it serves requests of exactly a parameter's number of bytes from here. A result that only
-// looks like a gradient (an activation of that size) gets such memory too, and gives it back when it goes. A gradient
-// that lies elsewhere all the same (small, accumulated, sparse, made by a hook) is copied when it is published.
+// AccumulateGrad keeps a fresh gradient as .grad without a copy if nobody else holds it and its strides are the
+// parameter's. So it is enough to hand out shared memory while backward() runs: in a thread that has a Scope, requests
+// of exactly a parameter's number of bytes are served from here. Another result of that size (an activation, say) gets
+// such memory too and gives it back when it is released. A gradient that is elsewhere all the same (small, accumulated,
+// sparse, made by a hook) is copied when it is published.
 #pragma once
 
 #include <torch/types.h>
@@ -28,13 +33,13 @@ namespace lockstep {
 
 class GradientMemory {
  public:
-  // For gradients as large as those of `parameters`; those of less than a few pages are cheaper to copy.
+  // Serves gradients as large as those of `parameters`; those of less than 16 KiB are cheaper to copy.
   GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters);
   ~GradientMemory();
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
 
-  // While it lives, this thread's results of those sizes come from here. Scopes do not nest.
+  // While one exists, this thread's results of those sizes come from here. Scopes do not nest.
   class Scope {
    public:
     explicit Scope(GradientMemory& memory);
@@ -43,10 +48,10 @@ class GradientMemory {
     Scope& operator=(const Scope&) = delete;
   };
 
-  // Where peers find the tensor's memory; none if it does not come from here.
+  // Where the other ranks find the tensor's memory; none if it does not come from here.
   std::optional<std::uint64_t> place_of(const torch::Tensor& tensor) const;
 
-  std::size_t bytes() const;  // taken so far
+  std::size_t bytes() const;  // allocated so far
 
   class Pool;
 

@@ -2,55 +2,39 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <limits>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
 
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/bucket.h"
+#include "lockstep/gradient/ready_hooks.h"
 #include "lockstep/gradient/sparse_exchange.h"
 #include "lockstep/gradient/unused_parameters.h"
 
 namespace lockstep {
 namespace {
 
-// A bucket and the exchange of it that runs.
-struct Exchange {
+// A bucket, and its exchange while that is under way.
+struct BucketExchange {
   Bucket bucket;
-  std::optional<Work> work{};          // all of it; with a hook, the flags alone
+  std::optional<Work> work{};          // of the whole bucket; with a hook, of the flags alone
   CommunicationHook::Finish finish{};  // with a hook
 };
 
-// (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
-torch::Tensor make_totals(const AccumulatedBatches& batch, torch::Device device) {
+// (m, m loss) in float64, on the parameters' device: so that nobody has to wait for a GPU here.
+torch::Tensor make_totals(const AccumulatedBatches& batches, torch::Device device) {
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
   const torch::Tensor loss =
-      batch.weighted_loss.defined() ? batch.weighted_loss.reshape({}).to(options) : torch::zeros({}, options);
-  return torch::stack({torch::full({}, batch.samples, options), loss});
+      batches.weighted_loss.defined() ? batches.weighted_loss.reshape({}).to(options) : torch::zeros({}, options);
+  return torch::stack({torch::full({}, batches.samples, options), loss});
 }
-
-// Calls back once a parameter's gradient has been accumulated.
-class ReadyHook : public torch::autograd::FunctionPostHook {
- public:
-  explicit ReadyHook(std::function<void()> ready) : ready_(std::move(ready)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    ready_();
-    return outputs;
-  }
-
- private:
-  std::function<void()> ready_;
-};
 
 }  // namespace
 
@@ -66,29 +50,13 @@ class Reducer::Impl {
     build_buckets();
   }
 
-  ~Impl() { remove_hooks(); }
-
-  const ReducerStatistics& statistics() const { return statistics_; }
-
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
-    if (active_) throw unfinished();
-    const torch::Tensor seed = batch_.add(samples, loss);
+    if (is_active_) throw unfinished();
+    const torch::Tensor start = batches_.add(samples, loss);
     start_exchange();
     if (some_are_unused_) pack_unused(loss);
-    return seed;
-  }
-
-  torch::Tensor begin_without_exchange(std::int64_t samples, const torch::Tensor& loss) {
-    const std::lock_guard lock(mutex_);
-    if (active_) throw unfinished();
-    paused_ = true;
-    return batch_.add(samples, loss);
-  }
-
-  void resume() {
-    const std::lock_guard lock(mutex_);
-    paused_ = false;
+    return start;
   }
 
   BatchTotals finish() {
@@ -97,159 +65,90 @@ class Reducer::Impl {
     return totals;
   }
 
+  void accumulate(std::int64_t samples, const torch::Tensor& loss) {
+    const torch::Tensor start = begin_to_accumulate(samples, loss);
+    try {
+      if (samples > 0) loss.backward(start);
+    } catch (...) {
+      stop_accumulating();
+      throw;
+    }
+    stop_accumulating();
+  }
+
+  const ReducerStatistics& statistics() const { return statistics_; }
+
  private:
-  BatchTotals complete_exchange() {
-    const std::lock_guard lock(mutex_);
-    pack_the_rest();
-    const BatchTotals totals = wait_for_totals();
-    for (Exchange& exchange : exchanges_) take_back(exchange, scale_ / static_cast<double>(totals.samples));
-    for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
-    if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
-    learn_scale(totals);
-    if (!order_is_real_ && !exchanges_.empty()) follow_real_order();
-    active_ = false;
-    batch_ = {};
-    return totals;
-  }
-
-  // Parameters are in the reverse of the order in which buckets shall fill.
-  void build_buckets() {
-    for (Bucket& bucket : make_buckets(world_, parameters_, options_.bucket_bytes))
-      exchanges_.push_back({std::move(bucket)});
-    std::size_t index = parameters_.size();
-    for (Exchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots) {
-        slot.index = --index;
-        install_hook(slot);
-      }
-  }
-
-  void remove_hooks() {
-    for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
-    hooks_.clear();
-  }
-
-  // Once, after the first exchange: rank 0's order for all. A hook keeps memory for each bucket, so there they stay.
-  void follow_real_order() {
-    order_is_real_ = true;
-    if (options_.hook) return;
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
-      if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
-    const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
-    world_.broadcast(order);
-    const torch::Tensor on_host = order.cpu();
-    std::vector<NamedTensor> sorted;
-    for (std::int64_t i = on_host.numel() - 1; i >= 0; --i)
-      sorted.push_back(parameters_[static_cast<std::size_t>(on_host[i].item<std::int64_t>())]);
-    parameters_ = std::move(sorted);
-    remove_hooks();
-    exchanges_.clear();
-    build_buckets();
-  }
-
-  void install_hook(Slot& slot) {
-    auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-    auto hook = std::make_unique<ReadyHook>([this, &slot] { on_ready(slot); });
-    const std::uintptr_t key = accumulator->add_post_hook(std::move(hook));
-    hooks_.emplace_back(std::move(accumulator), key);
-  }
-
-  // A plain loss.backward(), without begin(): every rank counts the same, and the end of backward() is the finish().
-  void start_by_itself() {
-    batch_.add_unknown();
-    start_exchange();
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
-  }
+  // ---- Before backward()
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
-    totals_ = make_totals(batch_, world_.device());
+    totals_ = make_totals(batches_, world_.device());
     totals_work_.emplace(world_.all_reduce_async(totals_));
-    if (scale_ == 0) learn_scale(wait_for_totals());  // the first step has none before it
+    if (scale_ == 0) learn_scale(wait_for_totals());  // in the first step: there is no previous one
     next_to_send_ = 0;
     first_sent_.reset();
-    for (Exchange& exchange : exchanges_)
+    for (BucketExchange& exchange : exchanges_)
       for (Slot& slot : exchange.bucket.slots) {
         slot.packed = false;
         slot.times_ready = 0;
       }
-    active_ = true;
+    is_active_ = true;
   }
 
-  BatchTotals wait_for_totals() {
-    if (totals_work_) totals_work_->wait();
-    totals_work_.reset();
-    const torch::Tensor totals = totals_.cpu();
-    const auto* values = totals.const_data_ptr<double>();
-    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
-  }
-
-  void learn_scale(const BatchTotals& totals) {
-    if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
-  }
-
-  double weight() const { return batch_.weight() / scale_; }  // m_j / s
-
-  // On autograd's thread.
-  void on_ready(Slot& slot) {
-    const std::lock_guard lock(mutex_);
-    if (paused_) return;
-    if (!active_) start_by_itself();
-    if (slot.packed) throw ready_again(slot.parameter.name);
-    if (++slot.times_ready == 1 && !order_is_real_) ready_order_.push_back(static_cast<std::int64_t>(slot.index));
-    if (slot.times_ready < times_expected(slot)) return;
-    slot.pack(batch_.samples > 0, weight());
+  // Parameters that this backward() will not reach would hold their buckets back until its end.
+  void pack_unused(const torch::Tensor& loss) {
+    const auto reached = reached_by(loss);
+    for (BucketExchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots)
+        if (!reached(slot.parameter.tensor)) slot.pack(batches_.samples > 0, weight());
     send_full_buckets();
   }
 
-  // How often a gradient becomes ready in one backward(). With a static graph the first exchange, which waits for its
-  // end, tells; later ones need not.
+  torch::Tensor begin_to_accumulate(std::int64_t samples, const torch::Tensor& loss) {
+    const std::lock_guard lock(mutex_);
+    if (is_active_) throw unfinished();
+    is_accumulating_ = true;
+    return batches_.add(samples, loss);
+  }
+
+  void stop_accumulating() {
+    const std::lock_guard lock(mutex_);
+    is_accumulating_ = false;
+  }
+
+  // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
+  // finish().
+  void start_by_itself() {
+    batches_.add_unknown();
+    start_exchange();
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+  }
+
+  // ---- During backward()
+
+  // On one of autograd's threads, once for each gradient; there is one thread per device, hence the lock.
+  void on_ready(Slot& slot) {
+    const std::lock_guard lock(mutex_);
+    if (is_accumulating_) return;
+    if (!is_active_) start_by_itself();
+    if (slot.packed) throw ready_again(slot.parameter.name);
+    if (++slot.times_ready == 1 && !order_is_known_) ready_order_.push_back(slot.index);
+    if (slot.times_ready < times_expected(slot)) return;
+    slot.pack(batches_.samples > 0, weight());
+    send_full_buckets();
+  }
+
+  // How often a gradient becomes ready in one backward(). With a static graph the first exchange counts, and waits for
+  // the end of backward(); later ones know.
   int times_expected(const Slot& slot) const {
     if (!options_.static_graph) return 1;
     const auto found = times_ready_.find(slot.parameter.tensor.unsafeGetTensorImpl());
     return found == times_ready_.end() ? std::numeric_limits<int>::max() : found->second;
   }
 
-  // Those that this backward() will not reach would keep their buckets back to its end.
-  void pack_unused(const torch::Tensor& loss) {
-    const auto reached = reached_by(loss);
-    for (Exchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots)
-        if (!reached(slot.parameter.tensor)) slot.pack(batch_.samples > 0, weight());
-    send_full_buckets();
-  }
-
-  void pack_the_rest() {
-    for (Exchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots) {
-        if (!slot.packed) slot.pack(batch_.samples > 0, weight());
-        if (batch_.samples == 0) continue;
-        if (slot.times_ready == 0) some_are_unused_ = true;
-        if (options_.static_graph)
-          times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
-      }
-    send_full_buckets();
-  }
-
-  UsageError unfinished() const {
-    return UsageError({.what = "backward() was called after one that failed half-way",
-                       .here = world_.describe(),
-                       .likely = "an exception in backward() that was caught and passed over",
-                       .next = "let it end the program, and go on from a checkpoint"});
-  }
-
-  UsageError ready_again(const std::string& name) const {
-    return UsageError(
-        {.what = concat("the gradient of ", name, " became ready again after it was sent"),
-         .here = world_.describe(),
-         .likely = options_.static_graph ? "a graph that is not the one of the first step"
-                                         : "a backward() inside of backward(), such as activation checkpointing",
-         .next = options_.static_graph ? "leave static_graph off"
-                                       : "static_graph = true, if every step is like the first; or one backward() "
-                                         "per step, on the sum of the losses"});
-  }
-
-  // In order, so that every rank sends the same bucket next.
+  // Buckets are sent in their order, whichever is full first: gradients may become ready in another order on each rank,
+  // but collectives must be started in the same order on all of them.
   void send_full_buckets() {
     for (; next_to_send_ < exchanges_.size() && exchanges_[next_to_send_].bucket.full(); ++next_to_send_)
       send(next_to_send_);
@@ -268,7 +167,50 @@ class Reducer::Impl {
     }
   }
 
-  void take_back(Exchange& exchange, double factor) {
+  // ---- After backward()
+
+  BatchTotals complete_exchange() {
+    const std::lock_guard lock(mutex_);
+    pack_the_rest();
+    const BatchTotals totals = wait_for_totals();
+    for (BucketExchange& exchange : exchanges_) store_means(exchange, scale_ / static_cast<double>(totals.samples));
+    for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
+    if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
+    learn_scale(totals);
+    if (!order_is_known_ && !exchanges_.empty()) follow_order_of_rank_0();
+    is_active_ = false;
+    batches_ = {};
+    return totals;
+  }
+
+  void pack_the_rest() {
+    for (BucketExchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots) {
+        if (!slot.packed) slot.pack(batches_.samples > 0, weight());
+        if (batches_.samples == 0) continue;
+        if (slot.times_ready == 0) some_are_unused_ = true;
+        if (options_.static_graph)
+          times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
+      }
+    send_full_buckets();
+  }
+
+  BatchTotals wait_for_totals() {
+    if (totals_work_) totals_work_->wait();
+    totals_work_.reset();
+    const torch::Tensor totals = totals_.cpu();
+    const auto* values = totals.const_data_ptr<double>();
+    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
+  }
+
+  // s of the next step.
+  void learn_scale(const BatchTotals& totals) {
+    if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
+  }
+
+  double weight() const { return batches_.weight() / scale_; }  // m_j / s
+
+  void store_means(BucketExchange& exchange, double factor) {
     const torch::NoGradGuard no_grad;
     exchange.work->wait();
     if (exchange.finish) exchange.finish();
@@ -278,13 +220,66 @@ class Reducer::Impl {
       if (*count++ > 0) slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
-  // After backward(): how many rows there are is not known before.
+  // Only now: how many rows there are is not known before.
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
-    const double factor = batch_.samples > 0 ? batch_.weight() / static_cast<double>(totals.samples) : 0;
+    const double factor = batches_.samples > 0 ? batches_.weight() / static_cast<double>(totals.samples) : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;
+  }
+
+  // ---- Buckets
+
+  // parameters_ is in the reverse of the order in which the buckets should fill.
+  void build_buckets() {
+    for (Bucket& bucket : make_buckets(world_, parameters_, options_.bucket_bytes))
+      exchanges_.push_back({std::move(bucket)});
+    std::int64_t index = static_cast<std::int64_t>(parameters_.size());
+    for (BucketExchange& exchange : exchanges_)
+      for (Slot& slot : exchange.bucket.slots) {
+        slot.index = --index;
+        hooks_.add(slot.parameter.tensor, [this, &slot] { on_ready(slot); });
+      }
+  }
+
+  // Once, after the first exchange: buckets are built anew, in the order in which gradients became ready on rank 0;
+  // parameters that did not become ready come last. Not with a hook, which keeps memory for each bucket.
+  void follow_order_of_rank_0() {
+    order_is_known_ = true;
+    if (options_.hook) return;
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
+      if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
+    const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
+    world_.broadcast(order);
+    const torch::Tensor in_order = order.flip(0).cpu();
+    const auto* index = in_order.const_data_ptr<std::int64_t>();
+    std::vector<NamedTensor> sorted;
+    for (std::int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
+    parameters_ = std::move(sorted);
+    hooks_.clear();
+    exchanges_.clear();
+    build_buckets();
+  }
+
+  // ---- Errors
+
+  UsageError unfinished() const {
+    return UsageError({.what = "backward() was called after one that failed half-way",
+                       .here = world_.describe(),
+                       .likely = "an exception in backward() that was caught and ignored",
+                       .next = "let it end the program, and go on from a checkpoint"});
+  }
+
+  UsageError ready_again(const std::string& name) const {
+    return UsageError(
+        {.what = concat("the gradient of ", name, " became ready again after it was sent"),
+         .here = world_.describe(),
+         .likely = options_.static_graph ? "a graph that is not the one of the first step"
+                                         : "a backward() inside of backward(), such as activation checkpointing",
+         .next = options_.static_graph ? "leave static_graph off"
+                                       : "static_graph = true, if every step is like the first; or one backward() "
+                                         "per step, on the sum of the losses"});
   }
 
   World world_;
@@ -292,21 +287,21 @@ class Reducer::Impl {
   std::vector<NamedTensor> sparse_;      // whose gradients are exchanged row by row
   ReducerOptions options_;
   OnFinished on_finished_;
-  std::vector<Exchange> exchanges_;                   // of each bucket
-  bool order_is_real_ = false;                        // buckets fill in the order in which gradients become ready
-  std::vector<std::int64_t> ready_order_;             // of the first exchange: indices of parameters
-  std::unordered_map<const void*, int> times_ready_;  // of each parameter, with a static graph: once it is known
+  std::vector<BucketExchange> exchanges_;             // of each bucket
+  bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
+  std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
+  std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
   bool some_are_unused_ = false;  // some step left a parameter out: later ones look for such before backward()
   ReducerStatistics statistics_;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
+  ReadyHooks hooks_;
 
-  std::mutex mutex_;      // guards what follows, and the buckets: autograd may have a thread per device
-  bool active_ = false;   // between begin and finish
-  bool paused_ = false;   // gradients only add up
-  AccumulatedBatches batch_;      // m_j and the loss, since the last exchange
-  torch::Tensor totals_;  // (n, sum of m_j loss_j) once totals_work_ is done
+  std::mutex mutex_;              // guards what follows, and the buckets
+  bool is_active_ = false;        // between begin and finish
+  bool is_accumulating_ = false;  // inside accumulate()
+  AccumulatedBatches batches_;    // since the last exchange
+  torch::Tensor totals_;          // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
-  std::optional<Stopwatch> first_sent_;  // when the first bucket of this exchange was
+  std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_ = 0;                     // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;
 };
@@ -316,11 +311,8 @@ Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const 
     : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
 torch::Tensor Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
-torch::Tensor Reducer::begin_without_exchange(std::int64_t samples, const torch::Tensor& loss) {
-  return impl_->begin_without_exchange(samples, loss);
-}
-void Reducer::resume() { impl_->resume(); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
+void Reducer::accumulate(std::int64_t samples, const torch::Tensor& loss) { impl_->accumulate(samples, loss); }
 const ReducerStatistics& Reducer::statistics() const { return impl_->statistics(); }
 
 }  // namespace lockstep

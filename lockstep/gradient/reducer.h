@@ -5,19 +5,22 @@
 // Threads: hooks run on autograd's threads, one at a time; call everything else from one thread
 // Ranks:   every rank constructs it with the same parameters, and makes the same calls in the same order
 //
-// The result is S1's weighted mean  sum_j (m_j / n) grad_j  over ranks j with m_j samples each, n = sum_j m_j: exact for
-// uneven parts. One step:
-//   begin()   starts to all-reduce (m_j, m_j loss_j): 16 bytes
-//   hooks     a gradient is ready: times m_j / s into its bucket. Bucket full, and those before it sent: all-reduce
-//   finish()  buckets that never filled are sent too; waits; times s / n the sums go back into .grad
-// n is not known while backward runs, and waiting for it would put a round trip before the first gradient. So gradients
-// are scaled by what every rank knows already: s, the power of two below the last step's n. It keeps small dtypes from
-// overflowing.
+// The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
 //
-// Parameters that took no part on some ranks count as zero there. Beside its gradients a bucket carries one flag per
-// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. They
-// would keep their buckets back until backward() is over; so once a step has left some out, begin() walks the graph
-// and packs those first that this backward() will not reach.
+// Note [A step through buckets]
+//   begin()   starts to all-reduce (m_j, m_j loss_j): 16 bytes
+//   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
+//             all-reduce starts
+//   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
+// n is not known while backward() runs, and waiting for it would put a round trip before the first gradient. So
+// gradients are scaled by s, which every rank knows already: the largest power of two that is at most n of the previous
+// step. It keeps small dtypes from overflowing.
+//
+// Note [Unused parameters]
+// A parameter that took no part on some ranks counts as zero there. Besides its gradients a bucket carries one flag per
+// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. Such
+// parameters would hold their buckets back until the end of backward(); so once a step has left some out, begin() walks
+// the graph and packs at once those that this backward() will not reach.
 #pragma once
 
 #include <torch/types.h>
@@ -29,9 +32,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/communication_hook.h"
 #include "lockstep/batch_totals.h"
-#include "lockstep/gradient/accumulated_batches.h"
+#include "lockstep/communication_hook.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 
@@ -42,17 +44,17 @@ struct ReducerOptions {
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
   Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 
-  // Every step is like the first in which parameters take part and how often each gradient becomes ready, more than
-  // once with a backward() inside of backward() (activation checkpointing). The first exchange then begins when
+  // Every step uses the same parameters as the first, and each gradient becomes ready as often as in the first: more
+  // than once if backward() contains another backward() (activation checkpointing). The first exchange then begins when
   // backward() is over.
   bool static_graph = false;
 
-  // After an exchange .grad lies in the bucket: one copy of the gradients less, as long as gradients are zeroed in
-  // place.
+  // After an exchange .grad is a view of the bucket, which saves one copy of the gradients as long as gradients are
+  // zeroed in place.
   bool gradient_as_bucket_view = false;
 
-  std::set<std::string>
-      sparse{};  // parameters with gradients of few rows (gradient/sparse_exchange.h): no hook, no overlap
+  // Parameters whose gradients have few rows (gradient/sparse_exchange.h): exchanged after backward(), without a hook.
+  std::set<std::string> sparse{};
 };
 
 struct ReducerStatistics {      // since the start, on this rank
@@ -64,28 +66,26 @@ class Reducer {
  public:
   using OnFinished = std::function<void(const BatchTotals&)>;
 
-  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the
-  // first exchange in the order in which rank 0's really became ready. `on_finished` is called at the end of each
-  // finish(), also of the one that a plain loss.backward() makes by itself.
+  // Parameters are put into buckets in reverse order, the order in which backward() tends to reach them; after the first
+  // exchange in the order in which those of rank 0 became ready. `on_finished` is called at the end of each finish(),
+  // also of the one at the end of a plain loss.backward(). Sends nothing.
   Reducer(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options = {},
           OnFinished on_finished = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Before backward(): this rank's number of samples and mean loss. Returns what to run it with: loss.backward(that).
-  // Blocks only in the first step, to learn s.
-  // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
+  // Before backward(): this rank's number of samples and mean loss. Returns the gradient to start it with:
+  // loss.backward(result). Blocks only in the first step, to learn s. Throws UsageError after a backward() that failed:
+  // the ranks no longer agree on what was exchanged.
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss);
 
-  // Instead of begin(), for a backward() whose gradients only add up in .grad until a later one exchanges them all; no
-  // finish() follows. Sends nothing. Call resume() after the backward(), also if it throws.
-  torch::Tensor begin_without_exchange(std::int64_t samples, const torch::Tensor& loss);
-  void resume();
-
-  // After backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all.
-  // Throws PeerLost.
+  // After that backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all. Throws PeerLost.
   BatchTotals finish();
+
+  // Instead of both: runs loss.backward(), whose gradients add to .grad until a later backward() exchanges the sum.
+  // Sends nothing. Throws what backward() throws, and as begin().
+  void accumulate(std::int64_t samples, const torch::Tensor& loss);
 
   const ReducerStatistics& statistics() const;
 

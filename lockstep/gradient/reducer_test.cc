@@ -29,7 +29,7 @@ torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return 
 // Powers of two as sample counts, so that the weighted mean is exact.
 std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
 
-TEST_P(ReducerOfSize, gives_every_rank_the_mean_weighted_by_samples_S1) {
+TEST_P(ReducerOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({3, 5});
     Reducer reducer(world, {{"p", p}});
@@ -281,7 +281,7 @@ TEST_P(ReducerOfSize, takes_branches_that_change_from_step_to_step) {
     const std::vector<NamedTensor> branches = {{"0", parameter({3})}, {"1", parameter({4})}, {"2", parameter({5})}};
     Reducer reducer(world, branches, {.bucket_bytes = 8});
     for (int step = 0; step < 5; ++step) {
-      const auto branch_of = [&](int rank) { return static_cast<std::size_t>((rank + step) % 3); };
+      const auto branch_of = [&](int rank) -> std::size_t { return (rank + step) % 3; };
       const torch::Tensor loss = loss_with_gradient(branches[branch_of(world.rank())].tensor, 6);
       reducer.begin(1, loss);
       loss.backward();

@@ -71,8 +71,8 @@ void Adam::update(const Group& group, const Run<double>& run) const { update_ada
 void Adam::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const AdamOptions& options = options_of<AdamOptions>(group);
   at::_fused_adam_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                   step_tensors(tensors), options.lr, options.beta1, options.beta2,
-                   options.weight_decay, options.eps, /*amsgrad=*/false, /*maximize=*/false);
+                   step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
+                   /*amsgrad=*/false, /*maximize=*/false);
 }
 
 AdamW::AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options)
@@ -85,8 +85,8 @@ void AdamW::update(const Group& group, const Run<double>& run) const { update_ad
 void AdamW::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const AdamWOptions& options = options_of<AdamWOptions>(group);
   at::_fused_adamw_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                    step_tensors(tensors), options.lr, options.beta1, options.beta2,
-                    options.weight_decay, options.eps, /*amsgrad=*/false, /*maximize=*/false);
+                    step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
+                    /*amsgrad=*/false, /*maximize=*/false);
 }
 
 }  // namespace lockstep

@@ -2,85 +2,28 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/optimizer/mean.h"
+#include "lockstep/optimizer/pieces.h"
+#include "lockstep/optimizer/side_array.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kPiecesPerTask = 8;
+constexpr std::int64_t kPiecesPerTask = 8;  // of a thread
 
-bool is_16_bit(const torch::Tensor& tensor) { return tensor.element_size() == 2; }
-
-torch::ScalarType computed_in(const torch::Tensor& parameter) {
-  return parameter.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32;
-}
-
-// An array beside each of some parameters, in one piece of memory.
-class SideArray {
- public:
-  SideArray() = default;
-  template <class Wanted>
-  SideArray(SharedMemory& memory, const std::vector<FlatUpdate::Parameter>& parameters, Wanted wanted) {
-    std::size_t bytes = 0;
-    for (const auto& [tensor, group] : parameters) {
-      offsets_.push_back(bytes);
-      if (wanted(tensor))
-        bytes += round_up(static_cast<std::size_t>(tensor.numel()) * c10::elementSize(computed_in(tensor)), kCacheLine);
-    }
-    data_ = memory.allocate_common(bytes);
-  }
-
-  explicit operator bool() const { return data_ != nullptr; }
-
-  template <class T>
-  T* of(std::size_t parameter) const {
-    return reinterpret_cast<T*>(data_.get() + offsets_[parameter]);
-  }
-
-  torch::Tensor view(std::size_t parameter, const torch::Tensor& like) const {
-    return torch::from_blob(
-        of<std::byte>(parameter), like.sizes(), like.strides(), [keep = data_](void*) {},
-        torch::TensorOptions().dtype(computed_in(like)));
-  }
-
- private:
-  std::shared_ptr<std::byte> data_;
-  std::vector<std::size_t> offsets_;
-};
-
-// Elements [begin, begin + count) of a parameter.
-struct Piece {
-  std::size_t parameter;
-  std::int64_t begin;
-  std::int64_t count;
-};
-
-// Squares of 2-norms over one piece, as its owner found them.
+// Squares of 2-norms over one piece, written by the rank that owns the piece.
 struct Norms {
   double gradient;
   double parameter;
   double direction;
 };
 
-std::vector<Piece> cut(const std::vector<FlatUpdate::Parameter>& parameters) {
-  std::vector<Piece> pieces;
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    for (std::int64_t begin = 0; begin < parameters[i].tensor.numel(); begin += kMaxRun)
-      pieces.push_back({i, begin, std::min(kMaxRun, parameters[i].tensor.numel() - begin)});
-  return pieces;
-}
-
-// The first piece of each rank: equal numbers of elements, as far as pieces allow.
-std::size_t first_of(int rank, int ranks, const std::vector<Piece>& pieces) {
-  std::int64_t all = 0;
-  for (const Piece& piece : pieces) all += piece.count;
-  std::int64_t before = 0;
-  std::size_t i = 0;
-  for (; i < pieces.size() && before * ranks < all * rank; ++i) before += pieces[i].count;
-  return i;
+std::vector<std::int64_t> sizes_of(const std::vector<torch::Tensor>& parameters) {
+  std::vector<std::int64_t> sizes;
+  for (const torch::Tensor& parameter : parameters) sizes.push_back(parameter.numel());
+  return sizes;
 }
 
 template <class T>
@@ -91,7 +34,7 @@ double square_norm(const T* values, std::int64_t count) {
 }
 
 template <class T>
-void scale_and_cut(T* __restrict gradient, std::int64_t count, double factor, double max_value) {
+void scale_and_clamp(T* __restrict gradient, std::int64_t count, double factor, double max_value) {
   const T scale = static_cast<T>(factor);
   const T limit = max_value > 0 ? static_cast<T>(max_value) : std::numeric_limits<T>::infinity();
   for (std::int64_t i = 0; i < count; ++i) gradient[i] = std::clamp(scale * gradient[i], -limit, limit);
@@ -110,22 +53,41 @@ void convert(const From* __restrict from, std::int64_t count, To* __restrict to)
 
 }  // namespace
 
+// Note [The fused pass]
+// All ranks run the step at the same time. Each reads the gradients of all ranks, and writes parameters, state and
+// scratch memory of its own pieces only, so no element has two writers and the result does not depend on timing.
+//
+// Without norms there is one pass and no barrier: for each own piece, sum the gradients into a buffer on the stack,
+// apply the rule to parameter and state, store.
+//
+// With norms (clipping by norm, loss scaling, layerwise rules) nothing may be updated before all gradients are known:
+//   reduce()            own pieces: the mean gradient into scratch memory, the square of its norm into norms_
+//                       barrier: all norms are written
+//                       every rank adds up the norms of all pieces in their order, and so decides the same
+//   find_directions()   layerwise rules: own pieces: the direction into scratch memory, norms into norms_
+//                       barrier, then every rank computes the same trust ratio of each parameter
+//   update_from_scratch_memory()  own pieces: apply the rule
+// norms_ needs no third barrier: the two phases write different fields, and the next step writes only after
+// GradientSource::end_update(), which every rank calls when it has read them.
 class FlatUpdate::Impl {
  public:
-  Impl(std::shared_ptr<SharedMemory> memory, std::vector<Parameter> parameters, const Options& options)
-      : memory_(std::move(memory)), parameters_(std::move(parameters)), options_(options), pieces_(cut(parameters_)) {
+  Impl(std::shared_ptr<SharedMemory> memory, std::vector<torch::Tensor> parameters, Options options)
+      : memory_(std::move(memory)),
+        parameters_(std::move(parameters)),
+        options_(std::move(options)),
+        pieces_(cut_into_pieces(sizes_of(parameters_))),
+        first_(first_piece_of(memory_->rank(), memory_->size(), pieces_)),
+        last_(first_piece_of(memory_->rank() + 1, memory_->size(), pieces_)),
+        steps_(parameters_.size()),
+        data_(parameters_.size()) {
     const auto every = [](const torch::Tensor&) { return true; };
-    for (std::size_t i = 0; i < options.states; ++i) states_.emplace_back(*memory_, parameters_, every);
-    if (options.ema_decay > 0) average_ = SideArray(*memory_, parameters_, every);
-    if (std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_16_bit(p.tensor); }))
+    for (std::size_t i = 0; i < options_.states; ++i) states_.emplace_back(*memory_, parameters_, every);
+    if (options_.ema_decay > 0) average_ = SideArray(*memory_, parameters_, every);
+    if (std::any_of(parameters_.begin(), parameters_.end(), is_16_bit))
       masters_ = SideArray(*memory_, parameters_, is_16_bit);
-    first_ = first_of(memory_->rank(), memory_->size(), pieces_);
-    last_ = first_of(memory_->rank() + 1, memory_->size(), pieces_);
-    steps_.resize(parameters_.size());
-    data_.resize(parameters_.size());
   }
 
-  bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const StepGradients& gradients,
+  bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const WeightedGradients& gradients,
            const GradientTreatment& treatment) {
     const Step step{rule, groups, gradients, treatment};
     begin(step);
@@ -138,18 +100,14 @@ class FlatUpdate::Impl {
     if (treatment.skip_if_not_finite && !std::isfinite(gradient_norm_)) return false;
     count_steps();
     if (rule.layerwise()) find_directions(step);
-    update_from_scratch(step);
+    update_from_scratch_memory(step);
     return true;
   }
 
-  torch::Tensor state(std::size_t i, std::size_t number) const {
-    return states_[number].view(i, parameters_[i].tensor);
-  }
-  torch::Tensor average(std::size_t i) const {
-    return average_ ? average_.view(i, parameters_[i].tensor) : torch::Tensor();
-  }
+  torch::Tensor state(std::size_t i, std::size_t number) const { return states_[number].view(i, parameters_[i]); }
+  torch::Tensor average(std::size_t i) const { return average_ ? average_.view(i, parameters_[i]) : torch::Tensor(); }
   torch::Tensor master(std::size_t i) const {
-    return is_16_bit(parameters_[i].tensor) ? masters_.view(i, parameters_[i].tensor) : torch::Tensor();
+    return is_16_bit(parameters_[i]) ? masters_.view(i, parameters_[i]) : torch::Tensor();
   }
   std::int64_t& steps(std::size_t i) { return steps_[i]; }
   double gradient_norm() const { return gradient_norm_; }
@@ -158,64 +116,62 @@ class FlatUpdate::Impl {
   struct Step {
     const UpdateRule& rule;
     const std::vector<UpdateRule::Group>& groups;
-    const StepGradients& gradients;
+    const WeightedGradients& gradients;
     const GradientTreatment& treatment;
   };
 
   void begin(const Step& step) {
     const std::size_t sources = step.gradients.weights.size();
-    active_.assign(parameters_.size(), false);
+    is_updated_.assign(parameters_.size(), false);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      data_[i] = static_cast<std::byte*>(parameters_[i].tensor.mutable_data_ptr());
+      data_[i] = static_cast<std::byte*>(parameters_[i].mutable_data_ptr());
       for (std::size_t s = 0; s < sources; ++s)
-        active_[i] = active_[i] || step.gradients.pointers[i * sources + s] != nullptr;
+        is_updated_[i] = is_updated_[i] || step.gradients.pointers[i * sources + s] != nullptr;
     }
   }
 
   void count_steps() {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) steps_[i] += active_[i] ? 1 : 0;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) steps_[i] += is_updated_[i] ? 1 : 0;
   }
 
-  // Calls each(piece, number, T()) for this rank's pieces that take part, T being what the parameter is computed in.
+  // Calls each(number, piece, T()) for this rank's pieces of parameters that are updated in this step, on several
+  // threads. T is the type that the parameter is computed in.
   template <class Each>
   void for_own_pieces(const Step& step, const Each& each) {
-    const auto part = [&](std::int64_t from, std::int64_t to) {
-      for (auto i = static_cast<std::size_t>(from); i < static_cast<std::size_t>(to); ++i) {
+    const auto part = [&](std::size_t from, std::size_t to) {
+      for (std::size_t i = from; i < to; ++i) {
         const Piece& piece = pieces_[i];
-        if (!active_[piece.parameter]) continue;
-        if (computed_in(parameters_[piece.parameter].tensor) == torch::kFloat64)
-          each(piece, i, double());
+        if (!is_updated_[piece.parameter]) continue;
+        if (computed_in(parameters_[piece.parameter]) == torch::kFloat64)
+          each(i, piece, double());
         else
-          each(piece, i, float());
+          each(i, piece, float());
       }
     };
-    const auto begin = static_cast<std::int64_t>(first_);
-    const auto end = static_cast<std::int64_t>(last_);
-    step.gradients.parallel_for(begin, end, kPiecesPerTask, part);
+    step.gradients.parallel_for(first_, last_, kPiecesPerTask, part);
   }
 
   void update_in_one_pass(const Step& step) {
-    for_own_pieces(step, [&](const Piece& piece, std::size_t, auto type) {
+    for_own_pieces(step, [&](std::size_t, const Piece& piece, auto type) {
       using T = decltype(type);
       alignas(kCacheLine) T gradient[kMaxRun];
-      take_mean(piece, step, gradient);
-      if (step.treatment.max_value > 0) scale_and_cut(gradient, piece.count, 1, step.treatment.max_value);
-      update(piece, step, gradient, 1);
+      sum_gradients(step, piece, gradient);
+      if (step.treatment.max_value > 0) scale_and_clamp(gradient, piece.count, 1, step.treatment.max_value);
+      update(step, piece, gradient, /*trust=*/1);
     });
   }
 
-  // The mean gradient of every own piece into scratch memory, and its norm over all ranks.
   void reduce(const Step& step) {
     make_room_for_norms();
-    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      take_mean(piece, step, gradient);
+      sum_gradients(step, piece, gradient);
       norms()[number].gradient = square_norm(gradient, piece.count);
     });
     memory_->barrier();
     double sum = 0;
-    for (std::size_t i = 0; i < pieces_.size(); ++i) sum += active_[pieces_[i].parameter] ? norms()[i].gradient : 0;
+    for (std::size_t i = 0; i < pieces_.size(); ++i) sum += is_updated_[pieces_[i].parameter] ? norms()[i].gradient : 0;
     gradient_norm_ = std::sqrt(sum);
   }
 
@@ -226,59 +182,63 @@ class FlatUpdate::Impl {
 
   void find_directions(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      scale_and_cut(gradient, piece.count, factor, step.treatment.max_value);
-      const Run<T> run = run_of(piece, gradient, 1);
-      step.rule.direct(group_of(piece, step), run);
+      scale_and_clamp(gradient, piece.count, factor, step.treatment.max_value);
+      const Run<T> run = run_of(piece, gradient, /*trust=*/1);
+      step.rule.direct(group_of(step, piece), run);
       norms()[number].parameter = square_norm(run.parameter, piece.count);
       norms()[number].direction = square_norm(gradient, piece.count);
     });
     memory_->barrier();
-    trust_.assign(parameters_.size(), 0);
-    std::vector<double> direction(parameters_.size());
-    for (std::size_t i = 0; i < pieces_.size(); ++i) {
-      trust_[pieces_[i].parameter] += norms()[i].parameter;
-      direction[pieces_[i].parameter] += norms()[i].direction;
-    }
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      trust_[i] =
-          step.rule.trust_ratio(step.groups[parameters_[i].group], std::sqrt(trust_[i]), std::sqrt(direction[i]));
+    find_trust_ratios(step);
   }
 
-  void update_from_scratch(const Step& step) {
+  void find_trust_ratios(const Step& step) {
+    std::vector<double> parameter(parameters_.size()), direction(parameters_.size());
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
+      parameter[pieces_[i].parameter] += norms()[i].parameter;
+      direction[pieces_[i].parameter] += norms()[i].direction;
+    }
+    trust_.resize(parameters_.size());
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      trust_[i] =
+          step.rule.trust_ratio(step.groups[options_.group_of[i]], std::sqrt(parameter[i]), std::sqrt(direction[i]));
+  }
+
+  void update_from_scratch_memory(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces(step, [&](const Piece& piece, std::size_t number, auto type) {
+    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      if (!step.rule.layerwise()) scale_and_cut(gradient, piece.count, factor, step.treatment.max_value);
-      update(piece, step, gradient, step.rule.layerwise() ? trust_[piece.parameter] : 1);
+      if (!step.rule.layerwise()) scale_and_clamp(gradient, piece.count, factor, step.treatment.max_value);
+      update(step, piece, gradient, step.rule.layerwise() ? trust_[piece.parameter] : 1);
     });
   }
 
+  // mean[i]: the weighted sum over all sources, the loss scale divided out.
   template <class T>
-  void take_mean(const Piece& piece, const Step& step, T* mean) const {
+  void sum_gradients(const Step& step, const Piece& piece, T* mean) const {
     const auto& weights = step.gradients.weights;
-    const auto& pointers = step.gradients.pointers;
     thread_local std::vector<Term> terms;
     terms.clear();
     for (std::size_t s = 0; s < weights.size(); ++s)
-      terms.push_back({pointers[piece.parameter * weights.size() + s], weights[s] / step.treatment.loss_scale});
-    const torch::Tensor& parameter = parameters_[piece.parameter].tensor;
-    weighted_sum<T>(terms, parameter.scalar_type(), piece.begin, piece.count, mean);
+      terms.push_back(
+          {step.gradients.pointers[piece.parameter * weights.size() + s], weights[s] / step.treatment.loss_scale});
+    weighted_sum<T>(terms, parameters_[piece.parameter].scalar_type(), piece.begin, piece.count, mean);
   }
 
   template <class T>
-  void update(const Piece& piece, const Step& step, T* gradient, double trust) {
+  void update(const Step& step, const Piece& piece, T* gradient, double trust) {
     const Run<T> run = run_of(piece, gradient, trust);
-    step.rule.update(group_of(piece, step), run);
-    if (average_) follow(piece, run);
+    step.rule.update(group_of(step, piece), run);
+    if (average_) update_average(piece, run);
     if constexpr (std::is_same_v<T, float>) store_16_bit(piece, run.parameter);
   }
 
-  const UpdateRule::Group& group_of(const Piece& piece, const Step& step) const {
-    return step.groups[parameters_[piece.parameter].group];
+  const UpdateRule::Group& group_of(const Step& step, const Piece& piece) const {
+    return step.groups[options_.group_of[piece.parameter]];
   }
 
   template <class T>
@@ -290,18 +250,17 @@ class FlatUpdate::Impl {
     return run;
   }
 
-  // Where the rule finds the parameter: itself, or the float32 master of a 16-bit one, which its first step makes.
+  // What the rule updates: the parameter itself, or the float32 master of a 16-bit one, which its first step fills.
   template <class T>
   T* values(const Piece& piece) {
-    const torch::Tensor& parameter = parameters_[piece.parameter].tensor;
-    if (!is_16_bit(parameter)) return reinterpret_cast<T*>(data_[piece.parameter]) + piece.begin;
+    const torch::Tensor& parameter = parameters_[piece.parameter];
+    if (!is_16_bit(parameter)) return stored<T>(piece);
     T* const master = masters_.of<T>(piece.parameter) + piece.begin;
-    if (steps_[piece.parameter] == 1) {
-      if (parameter.scalar_type() == torch::kBFloat16)
-        convert(stored<c10::BFloat16>(piece), piece.count, master);
-      else
-        convert(stored<c10::Half>(piece), piece.count, master);
-    }
+    if (steps_[piece.parameter] != 1) return master;
+    if (parameter.scalar_type() == torch::kBFloat16)
+      convert(stored<c10::BFloat16>(piece), piece.count, master);
+    else
+      convert(stored<c10::Half>(piece), piece.count, master);
     return master;
   }
 
@@ -311,13 +270,13 @@ class FlatUpdate::Impl {
   }
 
   void store_16_bit(const Piece& piece, const float* master) const {
-    const torch::ScalarType dtype = parameters_[piece.parameter].tensor.scalar_type();
+    const torch::ScalarType dtype = parameters_[piece.parameter].scalar_type();
     if (dtype == torch::kBFloat16) convert(master, piece.count, stored<c10::BFloat16>(piece));
     if (dtype == torch::kFloat16) convert(master, piece.count, stored<c10::Half>(piece));
   }
 
   template <class T>
-  void follow(const Piece& piece, const Run<T>& run) {
+  void update_average(const Piece& piece, const Run<T>& run) {
     T* const average = average_.of<T>(piece.parameter) + piece.begin;
     if (run.step == 1)
       std::copy_n(run.parameter, piece.count, average);
@@ -325,12 +284,13 @@ class FlatUpdate::Impl {
       move_average(average, run.parameter, piece.count, options_.ema_decay);
   }
 
-  // Scratch memory is this rank's own: piece by piece, 8 bytes per element.
+  // Where the gradient of an own piece is kept between two passes: private memory, 8 bytes for each element.
   template <class T>
   T* scratch(std::size_t piece) {
     return reinterpret_cast<T*>(scratch_.data() + (piece - first_) * kMaxRun * sizeof(double));
   }
 
+  // Collective, in the first step that needs norms.
   void make_room_for_norms() {
     if (norms_ != nullptr) return;
     norms_ = memory_->allocate_common(std::max<std::size_t>(pieces_.size(), 1) * sizeof(Norms));
@@ -340,29 +300,29 @@ class FlatUpdate::Impl {
   Norms* norms() const { return reinterpret_cast<Norms*>(norms_.get()); }
 
   std::shared_ptr<SharedMemory> memory_;
-  std::vector<Parameter> parameters_;
+  std::vector<torch::Tensor> parameters_;
   Options options_;
   std::vector<Piece> pieces_;
-  std::size_t first_ = 0;  // of the pieces that are this rank's
-  std::size_t last_ = 0;
+  std::size_t first_;  // this rank owns pieces [first_, last_)
+  std::size_t last_;
   std::vector<SideArray> states_;
   SideArray average_;
   SideArray masters_;
   std::vector<std::int64_t> steps_;
-  std::vector<std::byte*> data_;  // of each parameter, in this step
-  std::vector<char> active_;      // which parameters take part in this step
-  std::shared_ptr<std::byte> norms_;
+  std::vector<std::byte*> data_;      // of each parameter, in this step
+  std::vector<char> is_updated_;      // in this step, each parameter: some source has a gradient for it
+  std::shared_ptr<std::byte> norms_;  // a Norms for each piece, shared
   std::vector<std::byte> scratch_;
-  std::vector<double> trust_;
+  std::vector<double> trust_;  // of each parameter
   double gradient_norm_ = 0;
 };
 
-FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, std::vector<Parameter> parameters, const Options& options)
-    : impl_(std::make_unique<Impl>(std::move(memory), std::move(parameters), options)) {}
+FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, std::vector<torch::Tensor> parameters, Options options)
+    : impl_(std::make_unique<Impl>(std::move(memory), std::move(parameters), std::move(options))) {}
 FlatUpdate::~FlatUpdate() = default;
 
 bool FlatUpdate::run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups,
-                     const StepGradients& gradients, const GradientTreatment& treatment) {
+                     const WeightedGradients& gradients, const GradientTreatment& treatment) {
   return impl_->run(rule, groups, gradients, treatment);
 }
 torch::Tensor FlatUpdate::state(std::size_t parameter, std::size_t number) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -30,7 +31,10 @@ void add(const T* __restrict addend, std::int64_t count, T* __restrict sum) {
   for (std::int64_t i = 0; i < count; ++i) sum[i] += addend[i];
 }
 
-// The left half of a tree takes as many terms as the largest power of two below all: neighbours stay together.
+// The tree's left half has as many terms as the largest power of two below their number, so a pair of neighbours is
+// never separated. This is what makes virtual shards independent of the number of ranks: with V shards there are V
+// terms in the same order, whichever rank computed which, hence the same tree and the same bits. Each level needs one
+// buffer of a piece on the stack: log2(terms) times 16 or 32 KiB.
 template <class Data, class T>
 void sum_tree(std::span<const Term> terms, std::int64_t begin, std::int64_t count, T* sum) {
   if (terms.size() == 1 && terms[0].data == nullptr) return static_cast<void>(std::fill_n(sum, count, T(0)));
@@ -38,7 +42,7 @@ void sum_tree(std::span<const Term> terms, std::int64_t begin, std::int64_t coun
   const bool both = terms[0].data != nullptr && terms[1].data != nullptr;
   if (terms.size() == 2 && both) return scale_pair<Data>(terms[0], terms[1], begin, count, sum);
   const std::size_t left = std::bit_floor(terms.size() - 1);
-  alignas(64) T right_sum[kMaxRun];
+  alignas(kCacheLine) T right_sum[kMaxRun];
   sum_tree<Data>(terms.first(left), begin, count, sum);
   sum_tree<Data>(terms.subspan(left), begin, count, right_sum);
   add(right_sum, count, sum);

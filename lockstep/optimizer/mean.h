@@ -1,5 +1,5 @@
 // optimizer/mean.h: the weighted sum of the same range of several gradients, in an order that depends only on how many
-// there are: whoever computes it, the bits are the same.
+// there are: every rank that computes it gets the same bits.
 //
 // Threads: pure functions
 // Ranks:   no communication
@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <span>
 
+#include "lockstep/optimizer/pieces.h"
+
 namespace lockstep {
 
 // One summand: weight * data[begin ... begin + count); data nullptr counts as zero.
@@ -18,10 +20,9 @@ struct Term {
   double weight;
 };
 
-// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxRun, in neighbouring pairs:
-// ((0+1)+(2+3))+... dtype: of the data: float32, float64, float16 or bfloat16. sum: float, for float64 data double.
-// Throws UsageError: another dtype.
-inline constexpr std::int64_t kMaxRun = 4096;
+// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxRun, as a binary tree of neighbours:
+// ((0+1)+(2+3))+((4+5)+(6+7)). dtype: of the data: float32, float64, float16 or bfloat16. sum: float; double for float64
+// data. Throws UsageError: another dtype.
 template <class T>
 void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count, T* sum);
 

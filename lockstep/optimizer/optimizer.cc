@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include <torch/csrc/autograd/variable.h>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/step_gradients.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/world.h"
@@ -29,41 +27,18 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
   return found->second;
 }
 
-// Without DistributedDataParallel: .grad is what there is.
-class OwnGradients : public MeanGradients {
- public:
-  OwnGradients() : MeanGradients(SharedMemory::alone()) {}
-
-  StepGradients take(const std::vector<torch::Tensor>& parameters) override {
-    StepGradients gradients = MeanGradients::take(parameters);
-    written_.clear();
-    for (std::size_t i = 0; i < parameters.size(); ++i)
-      if (gradients.pointers[i] != nullptr) written_.push_back(parameters[i]);
-    return gradients;
-  }
-
-  // A graph made before the step shall fail with an error, as after any write in place.
-  void updated() override {
-    MeanGradients::updated();
-    for (const torch::Tensor& parameter : written_) torch::autograd::impl::bump_version(parameter);
-  }
-
- private:
-  std::vector<torch::Tensor> written_;
-};
-
 }  // namespace
 
-// Parameters and their state, from the first step on.
+// The parameters of all groups and their state; made by attach() or in the first step.
 struct Optimizer::Layout {
-  std::size_t given = 0;                  // to the groups
-  std::vector<torch::Tensor> parameters;  // of all groups; one that has two names once
+  std::size_t given = 0;                  // number of parameters in the groups, duplicates included
+  std::vector<torch::Tensor> parameters;  // each once, also if it has two names
   std::vector<std::size_t> group_of;
-  std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> number
+  std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
 
   std::unique_ptr<FlatUpdate> flat;                // on the CPU
-  std::vector<std::vector<torch::Tensor>> states;  // elsewhere: name by name, parameter by parameter
-  std::vector<std::int64_t> device_steps;
+  std::vector<std::vector<torch::Tensor>> states;  // elsewhere: [name][parameter]
+  std::vector<std::int64_t> device_steps;          // elsewhere
 
   std::int64_t& steps(std::size_t i) { return flat ? flat->steps(i) : device_steps[i]; }
   torch::Tensor state(std::size_t number, std::size_t i) const {
@@ -79,31 +54,36 @@ Optimizer::~Optimizer() = default;
 Optimizer::Layout& Optimizer::layout() {
   if (layout_) return *layout_;
   auto layout = std::make_unique<Layout>();
-  std::vector<FlatUpdate::Parameter> parameters;
   for (std::size_t group = 0; group < param_groups_.size(); ++group)
     for (const torch::Tensor& parameter : param_groups_[group].params()) {
       ++layout->given;
       if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
-      static_cast<void>(dense_view(parameter));
+      static_cast<void>(dense_view(parameter));  // throws if it has gaps
       layout->parameters.push_back(parameter);
       layout->group_of.push_back(group);
-      parameters.push_back({parameter, group});
     }
   for (const torch::Tensor& parameter : layout->parameters)
     require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
-  if (layout->parameters.empty() || layout->parameters.front().is_cpu()) {
-    if (!source_) source_ = std::make_shared<OwnGradients>();
-    layout->flat =
-        std::make_unique<FlatUpdate>(source_->memory(), std::move(parameters),
-                                     FlatUpdate::Options{.states = state_names_.size(), .ema_decay = ema_decay_});
-  } else {
-    layout->states.resize(state_names_.size());
-    for (auto& state : layout->states)
-      for (const torch::Tensor& parameter : layout->parameters) state.push_back(torch::zeros_like(parameter.detach()));
-    layout->device_steps.resize(layout->parameters.size());
-  }
+  if (layout->parameters.empty() || layout->parameters.front().is_cpu())
+    make_state_in_memory(*layout);
+  else
+    make_state_on_device(*layout);
   layout_ = std::move(layout);
   return *layout_;
+}
+
+void Optimizer::make_state_in_memory(Layout& all) {
+  if (!source_) source_ = std::make_shared<LocalGradients>();
+  all.flat = std::make_unique<FlatUpdate>(
+      source_->memory(), all.parameters,
+      FlatUpdate::Options{.group_of = all.group_of, .states = state_names_.size(), .ema_decay = ema_decay_});
+}
+
+void Optimizer::make_state_on_device(Layout& all) const {
+  all.states.resize(state_names_.size());
+  for (auto& state : all.states)
+    for (const torch::Tensor& parameter : all.parameters) state.push_back(torch::zeros_like(parameter.detach()));
+  all.device_steps.resize(all.parameters.size());
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {
@@ -130,20 +110,22 @@ std::size_t Optimizer::number_of_parameters() const {
   return count;
 }
 
+// begin_update() waits until all ranks have published their gradients, if backward() has not done so; run() waits for
+// norms of all ranks if it needs them; end_update() waits until all ranks have updated their slice.
 void Optimizer::step_in_memory(Layout& all) {
-  const StepGradients gradients = source_->take(all.parameters);
+  const WeightedGradients gradients = source_->begin_update(all.parameters);
   skipped_ = !all.flat->run(*this, param_groups_, gradients,
-                            {.max_norm = clipping_.max_norm,
-                             .max_value = clipping_.max_value,
-                             .loss_scale = loss_scale_.value_or(1),
-                             .skip_if_not_finite = loss_scale_.has_value()});
-  source_->updated();
+                            {.loss_scale = loss_scale_.value_or(1),
+                             .skip_if_not_finite = loss_scale_.has_value(),
+                             .max_norm = clipping_.max_norm,
+                             .max_value = clipping_.max_value});
+  source_->end_update();
 }
 
 void Optimizer::step_on_device(Layout& all) {
   if (clipping_.max_norm > 0 || clipping_.max_value > 0 || loss_scale_ || ema_decay_ > 0)
     throw UsageError(
-        {.what = "clipping, loss scaling and averages inside of step() work on CPU tensors",
+        {.what = "clipping, loss scaling and averages inside step() work on CPU tensors only",
          .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     WholeTensors tensors;
@@ -181,12 +163,19 @@ Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) cons
   if (!layout_) return {};
   const std::size_t i = layout_->index_of.at(parameter.unsafeGetTensorImpl());
   if (layout_->steps(i) == 0) return {};
-  StateTensors state{{"step", torch::full({}, static_cast<double>(layout_->steps(i)), torch::kFloat32)}};
+  StateTensors state = state_tensors(*layout_, i);
+  state["step"] = torch::full({}, static_cast<double>(layout_->steps(i)), torch::kFloat32);
+  return state;
+}
+
+// All but the number of steps.
+Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
+  StateTensors state;
   for (std::size_t number = 0; number < state_names_.size(); ++number)
-    state[state_names_[number]] = layout_->state(number, i);
-  if (!layout_->flat) return state;
-  if (const torch::Tensor average = layout_->flat->average(i); average.defined()) state["ema"] = average;
-  if (const torch::Tensor master = layout_->flat->master(i); master.defined()) state["master"] = master;
+    state[state_names_[number]] = all.state(number, i);
+  if (!all.flat) return state;
+  if (const torch::Tensor average = all.flat->average(i); average.defined()) state["ema"] = average;
+  if (const torch::Tensor master = all.flat->master(i); master.defined()) state["master"] = master;
   return state;
 }
 
@@ -196,32 +185,20 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps(i) = 0;
   if (state.empty()) return;
-  const auto restore = [&](const std::string& name, torch::Tensor into) {
-    if (into.defined()) into.copy_(saved(state, name, into));
-  };
-  for (std::size_t number = 0; number < state_names_.size(); ++number)
-    restore(state_names_[number], all.state(number, i));
-  if (all.flat) restore("ema", all.flat->average(i));
-  if (all.flat) restore("master", all.flat->master(i));
+  for (auto& [name, tensor] : state_tensors(all, i)) torch::Tensor(tensor).copy_(saved(state, name, tensor));
   all.steps(i) = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
 }
 
 void Optimizer::broadcast_state(const World& world, int root) {
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  const auto send = [&](const torch::Tensor& tensor) {
-    if (tensor.defined()) world.broadcast(dense_view(tensor), root);
-  };
   torch::Tensor steps = torch::empty({static_cast<std::int64_t>(all.parameters.size())}, torch::kInt64);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) steps.mutable_data_ptr<std::int64_t>()[i] = all.steps(i);
   world.broadcast(steps, root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     all.steps(i) = steps.const_data_ptr<std::int64_t>()[i];
     if (all.steps(i) == 0) continue;
-    for (std::size_t number = 0; number < state_names_.size(); ++number) send(all.state(number, i));
-    if (!all.flat) continue;
-    send(all.flat->average(i));
-    send(all.flat->master(i));
+    for (const auto& [name, tensor] : state_tensors(all, i)) world.broadcast(dense_view(tensor), root);
   }
 }
 

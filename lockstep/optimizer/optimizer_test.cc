@@ -9,7 +9,7 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/gradient/step_gradients.h"
+#include "lockstep/gradient/gradient_source.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/schedule.h"
@@ -62,7 +62,7 @@ class NotingRule : public UpdateRule {
     threads_.insert(std::this_thread::get_id());
   }
   void update(const Group&, const Run<double>&) const override {}
-  std::size_t threads() const { return threads_.size(); }
+  int threads() const { return static_cast<int>(threads_.size()); }
 
  private:
   mutable std::mutex mutex_;
@@ -72,15 +72,15 @@ class NotingRule : public UpdateRule {
 TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   const torch::Tensor parameter = torch::zeros({1 << 18});
   const torch::Tensor gradient = torch::ones_like(parameter);
-  FlatUpdate flat(SharedMemory::alone(), {{.tensor = parameter}}, {});
-  StepGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
+  FlatUpdate flat(SharedMemory::alone(), {parameter}, {.group_of = {0}});
+  WeightedGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
   const std::vector<UpdateRule::Group> groups{torch::optim::OptimizerParamGroup({parameter})};
   const int before = at::get_num_threads();
   for (const int threads : {2, 1}) {
     at::set_num_threads(threads);
     const NotingRule rule;
     flat.run(rule, groups, gradients, {});
-    EXPECT_EQ(rule.threads(), static_cast<std::size_t>(threads));
+    EXPECT_EQ(rule.threads(), threads);
   }
   at::set_num_threads(before);
   std::int64_t pieces = 0;
@@ -90,7 +90,7 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   };
   const NotingRule rule;
   flat.run(rule, groups, gradients, {});
-  EXPECT_EQ(rule.threads(), 1U);
+  EXPECT_EQ(rule.threads(), 1);
   EXPECT_EQ(pieces, (1 << 18) / 4096);
 }
 
@@ -118,7 +118,7 @@ TEST(AdamW, follows_libtorchs_adamw) {
   expect_same_course(adamw, mine, reference, theirs);
 }
 
-TEST(Adam, follows_libtorchs_adam_S3) {
+TEST(Adam, follows_libtorchs_adam) {
   const Tensors mine = make_parameters();
   const Tensors theirs = make_parameters();
   Adam adam(mine, {.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.1});
@@ -375,7 +375,7 @@ TEST(Schedule, warms_up_linearly_and_then_follows_its_kind) {
   EXPECT_DOUBLE_EQ(schedule_factor({}, 1000), 1);
 }
 
-TEST(Schedule, scales_with_the_batch_S3) {
+TEST(Schedule, scales_with_the_batch) {
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kSqrt, 400, 100), 0.002);
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kLinear, 400, 100), 0.004);
   EXPECT_DOUBLE_EQ(scaled_learning_rate(0.001, LrScaling::kNone, 400, 100), 0.001);

@@ -144,12 +144,10 @@ class Averaging : public ReplicaStrategy {
     return *losses;
   }
 
-  BatchTotals over_all_ranks(const BatchMean& mine) const {
-    if (world_.size() == 1) return mine.totals();
-    const BatchTotals totals = mine.totals();
-    const auto samples = static_cast<double>(totals.samples);
-    const torch::Tensor sums =
-        torch::tensor({samples, totals.samples > 0 ? totals.mean_loss * samples : 0.0}, torch::kFloat64);
+  BatchTotals over_all_ranks(const BatchTotals& mine) const {
+    if (world_.size() == 1) return mine;
+    const auto samples = static_cast<double>(mine.samples);
+    const torch::Tensor sums = torch::tensor({samples, mine.mean_loss * samples}, torch::kFloat64);
     world_.all_reduce(sums);
     const auto* sum = sums.const_data_ptr<double>();
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};

@@ -5,7 +5,11 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/strategy/ddp/gradient_exchange.h"
+#include "lockstep/strategy/ddp/virtual_shards.h"
 
 namespace lockstep {
 namespace {
@@ -20,23 +24,11 @@ std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector
   return tensors;
 }
 
-// Every tensor on rank 0's values; before that, nothing that could hang or corrupt is sent.
-void synchronise(const World& world, std::vector<NamedTensor> tensors, const std::vector<NamedTensor>& more) {
-  tensors.insert(tensors.end(), more.begin(), more.end());
-  for (const auto& [name, tensor] : tensors) require_device(tensor, world.device(), name);
-  require_same_model(world, tensors);
-  broadcast_tensors(world, tensors);
-}
-
-void require_own_parameters(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
-  const auto own = module.parameters();
+std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<torch::Tensor> parameters;
   for (const auto& group : optimizer.param_groups())
-    for (const torch::Tensor& parameter : group.params())
-      if (std::none_of(own.begin(), own.end(), [&](const torch::Tensor& mine) { return mine.is_same(parameter); }))
-        throw UsageError({.what = concat("the optimizer holds a tensor of shape ", parameter.sizes(),
-                                         " that is not a parameter of the module"),
-                          .likely = "an optimizer made before the module was replaced or its parameters were",
-                          .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  return parameters;
 }
 
 void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
@@ -47,127 +39,75 @@ void require_known_names(const torch::nn::Module& module, const std::set<std::st
                         .next = "give names as module.named_parameters() lists them"});
 }
 
-void require_not_ignored(const std::vector<NamedTensor>& all, const std::set<std::string>& ignored,
+void require_own_parameters(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
+  const auto own = module.parameters();
+  for (const torch::Tensor& parameter : parameters_of(optimizer))
+    if (std::none_of(own.begin(), own.end(), [&](const torch::Tensor& mine) { return mine.is_same(parameter); }))
+      throw UsageError({.what = concat("the optimizer holds a tensor of shape ", parameter.sizes(),
+                                       " that is not a parameter of the module"),
+                        .likely = "an optimizer made before the module was replaced or its parameters were",
+                        .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
+}
+
+void require_not_ignored(const torch::nn::Module& module, const std::set<std::string>& ignored,
                          const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups())
-    for (const torch::Tensor& parameter : group.params())
-      for (const auto& [name, tensor] : all)
-        if (tensor.is_same(parameter) && ignored.contains(name))
-          throw UsageError(
-              {.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
-               .next = "give it an optimizer of its own, or share_parameters = false"});
+  for (const torch::Tensor& parameter : parameters_of(optimizer))
+    for (const auto& [name, tensor] : named_parameters(module))
+      if (tensor.is_same(parameter) && ignored.contains(name))
+        throw UsageError({.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
+                          .next = "give it an optimizer of its own, or share_parameters = false"});
 }
 
-std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
-  std::vector<torch::Tensor> copies;
-  for (const auto& [name, tensor] : tensors) copies.push_back(tensor.detach().clone());
-  return copies;
+// The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
+Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Optimizer* optimizer,
+                                          const DistributedDataParallelOptions& options) {
+  return options.share_parameters && world.device().is_cpu() ? dynamic_cast<Optimizer*>(optimizer) : nullptr;
 }
-
-void set_values(const std::vector<NamedTensor>& tensors, const std::vector<torch::Tensor>& values) {
-  const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i].tensor).copy_(values[i]);
-}
-
-void require_shards_for(const World& world, const DistributedDataParallelOptions& options) {
-  const int shards = options.virtual_shards;
-  if (shards == 0) return;
-  const auto refuse = [&](const std::string& why, const std::string& next) {
-    throw UsageError({.what = concat(shards, " virtual shards on ", world.size(), " ranks: ", why),
-                      .here = world.describe(),
-                      .next = next});
-  };
-  if (shards < 0 || shards % world.size() != 0) refuse("the ranks do not divide them", "take a multiple of the ranks");
-  if (options.algorithm != Algorithm::kDirect) refuse("an algorithm by name sums buckets", "one of the two");
-  if (options.hook) refuse("a communication hook sums gradients its own way", "one of the two");
-  if (!options.share_parameters) refuse("parameters are separate", "share_parameters = true, a lockstep optimizer");
-  if (!world.device().is_cpu() || world.local_size() != world.size())
-    refuse("not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
-}
-
-// Parameters in the block: before a step they have to be there, untouched; afterwards they are new.
-class GradientsForBlock : public GradientSource {
- public:
-  GradientsForBlock(std::shared_ptr<GradientSource> gradients, std::shared_ptr<ParameterBlock> block)
-      : gradients_(std::move(gradients)), block_(std::move(block)) {}
-
-  const std::shared_ptr<SharedMemory>& memory() const override { return gradients_->memory(); }
-
-  StepGradients take(const std::vector<torch::Tensor>& parameters) override {
-    block_->require_in_place();
-    return gradients_->take(parameters);
-  }
-
-  void updated() override {
-    gradients_->updated();
-    block_->mark_written();
-  }
-
- private:
-  std::shared_ptr<GradientSource> gradients_;
-  std::shared_ptr<ParameterBlock> block_;
-};
 
 }  // namespace
 
-// Two ways to exchange: through a Reducer, which leaves the mean in .grad, or, where all ranks are on one machine and
-// share parameters, by publishing gradients for the one pass of reduction and update in step().
 class DistributedDataParallel::Impl {
  public:
-  Impl(World world, torch::nn::Module& module, const Options& options)
-      : world_(std::move(world)),
-        options_(options),
-        parameters_(without(options.ignored, named_parameters(module))),
-        buffers_(without(options.ignored, named_buffers(module))) {
-    require_known_names(module, options.ignored);
-    require_known_names(module, options.sparse_parameters);
+  Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
+      : world_(std::move(world)), options_(options) {
+    Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
+    check(module, optimizer, sharing);
+    parameters_ = without(options.ignored, named_parameters(module));
+    buffers_ = without(options.ignored, named_buffers(module));
     options_.sparse_parameters.merge(sparse_parameters(module));
-    synchronise(world_, parameters_, buffers_);
+    take_values_of_rank_0();
     if (!options.broadcast_buffers) buffers_.clear();
-    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
-  }
-
-  void reduce_into_gradients() {
-    reducer_.emplace(world_, trainable(parameters_),
-                     ReducerOptions{.bucket_bytes = options_.bucket_bytes,
-                                    .hook = options_.hook,
-                                    .algorithm = options_.algorithm,
-                                    .static_graph = options_.static_graph,
-                                    .gradient_as_bucket_view = options_.gradient_as_bucket_view,
-                                    .sparse = options_.sparse_parameters},
-                     [this](const BatchTotals& totals) { finish_backward(totals); });
-  }
-
-  void share_parameters(Optimizer& optimizer) {
-    memory_ = SharedMemory::of(world_);
-    block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
-    const bool as_they_lie = !options_.hook && options_.algorithm == Algorithm::kDirect;
-    if (memory_->size() == world_.size() && as_they_lie)
-      published_ = std::make_shared<PublishedGradients>(
-          memory_, trainable(parameters_), [this](const BatchTotals& totals) { finish_backward(totals); },
-          options_.virtual_shards / world_.size());
-    else
-      reduce_into_gradients();
-    std::shared_ptr<GradientSource> source = published_;
-    if (!source) source = std::make_shared<MeanGradients>(memory_);
-    optimizer.attach(std::make_shared<GradientsForBlock>(std::move(source), block_));
+    shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
+    if (sharing != nullptr) share_parameters();
+    exchange_ = make_exchange();
+    if (sharing == nullptr) return;
+    sharing->attach(exchange_->source());
     give_back_freed_memory();  // where the parameters were before
   }
 
+  // A training step is backward(), then the optimizer's step(). What it waits for, in order:
+  //
+  //   backward()  in shared memory: SharedGradients::finish, barrier 1: all ranks have published their gradients.
+  //               through buckets: Reducer::finish: the all-reduce of every bucket and of the sample counts; sparse
+  //               gradients are gathered row by row. The first exchange also waits in Reducer::begin, for the sample
+  //               counts, and at its end for rank 0's order of the buckets.
+  //               finish_exchange: rank 0's buffers, one broadcast for each dtype, if the module has buffers.
+  //   step()      with shared parameters: FlatUpdate, a barrier for the norms of clipping, loss scaling, LAMB and LARS;
+  //               LAMB and LARS a second one for their trust ratios; then end_update(), barrier 2: all ranks have
+  //               updated their slice. With separate parameters nothing.
+  //
+  // After a plain loss.backward() in shared memory, step() begins with the waits of backward().
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
-    compute_gradients(loss, samples);
     exchange_seconds_ = 0;
-    if (no_sync_ || !finish_shard()) return;
+    exchange_->backward(loss, samples, /*exchanges=*/!no_sync_);
+    if (no_sync_ || !shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
-    const Stopwatch exchange;
-    if (published_)
-      published_->finish();
-    else
-      reducer_->finish();
-    exchange_seconds_ = exchange.seconds();
+    const Stopwatch waiting;
+    exchange_->finish();
+    exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
   } catch (const std::exception& error) {
-    if (memory_) memory_->fail(concat("backward() failed: ", error.what()));
+    if (memory_) memory_->fail(concat("backward() failed: ", error.what()));  // the other ranks need not wait for us
     throw;
   }
 
@@ -177,7 +117,7 @@ class DistributedDataParallel::Impl {
     block_->mark_written();
   }
 
-  // Once nobody has samples, everybody sees it at the same time.
+  // All ranks see in the same step that no rank has samples.
   void join(torch::optim::Optimizer& optimizer) {
     while (true) {
       backward({}, 0);
@@ -189,53 +129,57 @@ class DistributedDataParallel::Impl {
 
   Statistics statistics() const {
     Statistics statistics = statistics_;
-    statistics.bytes = reducer_ ? reducer_->statistics().bytes : published_bytes_;
-    statistics.exchange_seconds = reducer_ ? reducer_->statistics().exchange_seconds : statistics_.waiting_seconds;
+    statistics.bytes = exchange_->bytes();
+    statistics.exchange_seconds = exchange_->seconds();
     return statistics;
   }
   bool& no_sync() { return no_sync_; }
+  bool mean_in_grad() const { return exchange_->mean_in_grad(); }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
-  // After each backward() of a step: true once it was the last. Each shard's forward begins with the same buffers,
-  // and those of the first are kept.
-  bool finish_shard() {
-    if (options_.virtual_shards == 0) return true;
-    const int shards = options_.virtual_shards / world_.size();
-    if (shards_done_ == 0) first_shards_buffers_ = copies_of(buffers_);
-    if (++shards_done_ < shards) {
-      set_values(buffers_, buffers_before_);
-      return false;
-    }
-    set_values(buffers_, first_shards_buffers_);
-    shards_done_ = 0;
-    return true;
+  void check(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
+             const Optimizer* sharing) const {
+    require_known_names(module, options_.ignored);
+    require_known_names(module, options_.sparse_parameters);
+    require_shards_possible(world_, sharing != nullptr, options_);
+    if (optimizer != nullptr) require_own_parameters(module, *optimizer);
+    if (sharing != nullptr) require_not_ignored(module, options_.ignored, *optimizer);
   }
 
-  void compute_gradients(const torch::Tensor& loss, std::int64_t samples) {
-    if (published_) return published_->backward(loss, samples);
-    if (no_sync_) return add_up_gradients(loss, samples);
-    const torch::Tensor seed = reducer_->begin(samples, loss);
-    if (samples > 0) loss.backward(seed);
+  // The models are compared first, so that nothing is sent that could hang or corrupt.
+  void take_values_of_rank_0() const {
+    std::vector<NamedTensor> tensors = parameters_;
+    tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
+    for (const auto& [name, tensor] : tensors) require_device(tensor, world_.device(), name);
+    require_same_model(world_, tensors);
+    broadcast_tensors(world_, tensors);
   }
 
-  void add_up_gradients(const torch::Tensor& loss, std::int64_t samples) {
-    const torch::Tensor seed = reducer_->begin_without_exchange(samples, loss);
-    try {
-      if (samples > 0) loss.backward(seed);
-    } catch (...) {
-      reducer_->resume();
-      throw;
-    }
-    reducer_->resume();
+  void share_parameters() {
+    memory_ = SharedMemory::of(world_);
+    block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
   }
 
-  std::int64_t gradient_bytes() const {
-    std::size_t bytes = 0;
-    for (const auto& [name, parameter] : parameters_)
-      if (parameter.grad().defined()) bytes += parameter.nbytes();
-    return static_cast<std::int64_t>(bytes);
+  // Ranks read each other's gradients where they can and nothing else was asked for.
+  std::unique_ptr<GradientExchange> make_exchange() {
+    const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
+    if (memory_ && memory_->size() == world_.size() && !options_.mean_in_grad && !options_.hook &&
+        options_.algorithm == Algorithm::kDirect)
+      return exchange_in_shared_memory(
+          memory_, trainable(parameters_),
+          {.block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
+    const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
+                                 .hook = options_.hook,
+                                 .algorithm = options_.algorithm,
+                                 .static_graph = options_.static_graph,
+                                 .gradient_as_bucket_view = options_.gradient_as_bucket_view,
+                                 .sparse = options_.sparse_parameters};
+    return exchange_through_buckets(
+        std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
+        memory_ ? std::make_shared<LocalGradients>(LocalGradientsOptions{.memory = memory_, .block = block_})
+                : nullptr);
   }
 
   void require_all_gradients() const {
@@ -251,55 +195,34 @@ class DistributedDataParallel::Impl {
          .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
   }
 
-  void finish_backward(const BatchTotals& totals) {
+  // At the end of each exchange, also of one that a plain loss.backward() has caused.
+  void finish_exchange(const BatchTotals& totals) {
     last_batch_ = totals;
     ++statistics_.exchanges;
-    if (published_) published_bytes_ += gradient_bytes();
     broadcast_tensors(world_, buffers_);
-    if (options_.virtual_shards > 0) buffers_before_ = copies_of(buffers_);
+    shard_buffers_.begin_step();
   }
 
   World world_;
   Options options_;
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;
-  std::optional<Reducer> reducer_;                 // one of these two
-  std::shared_ptr<PublishedGradients> published_;  // the optimizer holds it too
-  std::shared_ptr<SharedMemory> memory_;           // with the block: where parameters are shared
+  std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
+  std::unique_ptr<GradientExchange> exchange_;
+  ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
-  Statistics statistics_;  // what is counted here
-  std::int64_t published_bytes_ = 0;
+  Statistics statistics_;  // exchanges and waiting_seconds; exchange_ counts the rest
   bool no_sync_ = false;
-  int shards_done_ = 0;                        // of this step's virtual shards
-  std::vector<torch::Tensor> buffers_before_;  // at the beginning of the step
-  std::vector<torch::Tensor> first_shards_buffers_;
 };
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, const Options& options)
-    : impl_(std::make_unique<Impl>(std::move(world), module, options)) {
-  impl_->reduce_into_gradients();
-}
+    : impl_(std::make_unique<Impl>(std::move(world), module, nullptr, options)) {}
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module,
-                                                 const torch::optim::Optimizer& optimizer, const Options& options)
-    : DistributedDataParallel(std::move(world), module, options) {
-  require_own_parameters(module, optimizer);
-}
-
-DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, Optimizer& optimizer,
-                                                 const Options& options)
-    : impl_(std::make_unique<Impl>(world, module, options)) {
-  require_shards_for(world, options);
-  require_own_parameters(module, optimizer);
-  if (options.share_parameters && world.device().is_cpu()) {
-    require_not_ignored(named_parameters(module), options.ignored, optimizer);
-    impl_->share_parameters(optimizer);
-  } else {
-    impl_->reduce_into_gradients();
-  }
-}
+                                                 torch::optim::Optimizer& optimizer, const Options& options)
+    : impl_(std::make_unique<Impl>(std::move(world), module, &optimizer, options)) {}
 
 DistributedDataParallel::~DistributedDataParallel() = default;
 
@@ -308,6 +231,7 @@ void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t s
 }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
+bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }

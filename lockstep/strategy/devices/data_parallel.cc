@@ -104,7 +104,7 @@ class DataParallel : public ReplicaStrategy {
   }
 
  private:
-  std::shared_ptr<SummedGradients> gradients_;
+  std::shared_ptr<LocalGradients> gradients_;
   std::int64_t gathered_bytes_ = 0;
 };
 

@@ -129,13 +129,13 @@ ParameterLists gradients_of(const ParameterLists& all) {
 ParameterLists with_gradients(const Replicas& replicas) { return with_gradients(parameters_of(replicas)); }
 ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
 
-std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas) {
+std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
     auto parameters = replicas[r].model->parameters();
     for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
-  auto gradients = std::make_shared<SummedGradients>(on_all(devices));
+  auto gradients = std::make_shared<LocalGradients>(LocalGradientsOptions{.parallel_for = on_all(devices)});
   replicas.front().optimizer->attach(gradients);
   return gradients;
 }
@@ -178,8 +178,8 @@ std::vector<Batch> parts_of(const Batch& batch, int parts) {
   return all;
 }
 
-BatchMean mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
-  BatchMean mean;
+BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
+  BatchTotals mean;
   for (std::size_t i = 0; i < losses.size(); ++i)
     if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
   return mean;

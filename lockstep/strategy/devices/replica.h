@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/gradient/step_gradients.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy.h"
 #include "lockstep/towers.h"
 
@@ -39,7 +39,7 @@ void require_one_process(const World& world, const StrategyOptions& options);
 // Makes all replicas use the memory of the first one's parameters: devices that are sets of cores gain nothing from
 // copies. The first one's optimizer then updates for all, on the cores of all devices, with the sum of the gradients
 // that the result was given before step() (gradients_of()). `devices` must outlive the optimizer's last step.
-[[nodiscard]] std::shared_ptr<SummedGradients> share_parameters(Devices& devices, const Replicas& replicas);
+[[nodiscard]] std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas);
 
 // After a checkpoint was read into the first replica: copies its parameters and buffers, or these and the optimizer's
 // state, to the others.
@@ -74,22 +74,8 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
   return per_device[static_cast<std::size_t>(device.index())];
 }
 
-// A mean of what the devices found, weighted by samples.
-class BatchMean {
- public:
-  void add(std::int64_t samples, double mean_loss) {
-    samples_ += samples;
-    if (samples > 0) loss_ += mean_loss * static_cast<double>(samples);
-  }
-  BatchTotals totals() const { return {.samples = samples_, .mean_loss = loss_ / static_cast<double>(samples_)}; }
-
- private:
-  std::int64_t samples_ = 0;
-  double loss_ = 0;
-};
-
-// losses: undefined where a part is empty.
-BatchMean mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
+// The mean loss over all parts. losses: undefined where a part is empty.
+BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
 
 // ---- Memory, in bytes
 

@@ -25,7 +25,7 @@ class Towers : public ReplicaStrategy {
     const auto losses = timed(phases_.forward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     timed(phases_.backward, [&] { backward(*devices_, losses, shards); });
     timed(phases_.exchange, [&] { combine_gradients(); });
-    return mean_of(losses, shards).totals();
+    return mean_of(losses, shards);
   }
 
   void update() override {
@@ -52,7 +52,7 @@ class Towers : public ReplicaStrategy {
   Uneven uneven_;
   shm::Algorithm algorithm_;
   bool update_on_cpu_;
-  std::shared_ptr<SummedGradients> gradients_;  // with update_on_cpu_
+  std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
 };
 
 }  // namespace

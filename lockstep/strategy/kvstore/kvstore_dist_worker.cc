@@ -66,11 +66,10 @@ class KVStoreDistWorker : public KVStoreWorker {
   }
 
   // Where workers update, also: on how many of them each parameter has a gradient.
-  BatchTotals over_workers(const BatchMean& mine) override {
-    const BatchTotals own = mine.totals();
-    if (!setting_.in_step()) return {.samples = own.samples, .mean_loss = own.samples > 0 ? own.mean_loss : 0};
+  BatchTotals over_workers(const BatchTotals& own) override {
+    if (!setting_.in_step()) return own;
     const auto samples = static_cast<double>(own.samples);
-    std::vector<double> values{samples, own.samples > 0 ? own.mean_loss * samples : 0.0};
+    std::vector<double> values{samples, own.mean_loss * samples};
     if (!update_in_store())
       for (std::size_t i = 0; i < parameters().front().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
     const torch::Tensor sums = torch::tensor(values, torch::kFloat64);

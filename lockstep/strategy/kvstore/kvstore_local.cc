@@ -50,8 +50,7 @@ class KVStoreLocal : public KVStoreWorker {
       for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(store_.values()[i]);
   }
 
-  BatchTotals over_workers(const BatchMean& mine) override {
-    const BatchTotals totals = mine.totals();
+  BatchTotals over_workers(const BatchTotals& totals) override {
     statistics_.add_gradient({.samples = totals.samples, .devices = static_cast<std::int64_t>(replicas().size())}, 0);
     statistics_.add_update(totals.samples);
     return totals;

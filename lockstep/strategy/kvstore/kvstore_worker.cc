@@ -60,9 +60,8 @@ void KVStoreWorker::update() {
 }
 
 PushOptions KVStoreWorker::push_options() const {
-  const BatchTotals totals = last_.totals();
-  return {.samples = totals.samples,
-          .loss = totals.samples > 0 ? totals.mean_loss : 0,
+  return {.samples = last_.samples,
+          .loss = last_.mean_loss,
           .learning_rate = replicas_.front().optimizer->param_groups().front().options().get_lr()};
 }
 

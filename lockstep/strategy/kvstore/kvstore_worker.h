@@ -31,7 +31,7 @@ class KVStoreWorker : public Strategy {
   KVStoreWorker(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store);
 
   virtual KVStore& store() = 0;
-  virtual BatchTotals over_workers(const BatchMean& mine) = 0;
+  virtual BatchTotals over_workers(const BatchTotals& own) = 0;
   virtual void before_step() {}                                 // the weights are about to be used
   virtual void push_buffers(const PushOptions& /*options*/) {}  // what is no parameter
   virtual DeviceTensors gradients();
@@ -53,7 +53,7 @@ class KVStoreWorker : public Strategy {
   DeviceTensors parameters_;
   DeviceTensors buffers_;
   bool update_in_store_;
-  BatchMean last_;  // of this worker
+  BatchTotals last_;  // of this worker
   PhaseTimes phases_;
 };
 

@@ -211,11 +211,11 @@ class Pipeline : public ReplicaStrategy {
   struct {
     int begin = 0;
     int end = 0;
-  } own_stages_;                                // that this process has, of each of its replicas
-  Cut cut_;                                     // empty until the first batch has been measured
-  std::shared_ptr<SummedGradients> gradients_;  // of threads
-  std::optional<StageParameters> parameters_;   // of ranks
-  torch::Tensor usage_;                         // [device of this process][Usage]
+  } own_stages_;                               // that this process has, of each of its replicas
+  Cut cut_;                                    // empty until the first batch has been measured
+  std::shared_ptr<LocalGradients> gradients_;  // of threads
+  std::optional<StageParameters> parameters_;  // of ranks
+  torch::Tensor usage_;                        // [device of this process][Usage]
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "lockstep/gradient/published_gradients.h"
+#include "lockstep/gradient/shared_gradients.h"
 
 #include <torch/nn/modules/embedding.h>
 
@@ -11,8 +11,8 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-class PublishedOfSize : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, PublishedOfSize, ::testing::Values(1, 2, 3, 4, 7));
+class SharedGradientsOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, SharedGradientsOfSize, ::testing::Values(1, 2, 3, 4, 7));
 
 constexpr std::int64_t kLarge = 5000;  // float64: more than what is copied when it is published
 
@@ -25,24 +25,24 @@ torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return 
 std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
 
 // What an optimizer would read of the first parameter.
-torch::Tensor mean_of(PublishedGradients& gradients, const torch::Tensor& p) {
-  const StepGradients step = gradients.take({p});
+torch::Tensor mean_of(SharedGradients& gradients, const torch::Tensor& p) {
+  const WeightedGradients step = gradients.begin_update({p});
   std::vector<Term> terms;
   for (std::size_t s = 0; s < step.weights.size(); ++s) terms.push_back({step.pointers[s], step.weights[s]});
   const torch::Tensor mean = torch::empty({p.numel()}, torch::kFloat64);
   for (std::int64_t begin = 0; begin < p.numel(); begin += kMaxRun)
     weighted_sum<double>(terms, torch::kFloat64, begin, std::min(kMaxRun, p.numel() - begin),
                          mean.mutable_data_ptr<double>() + begin);
-  gradients.updated();
+  gradients.end_update();
   return mean;
 }
 
 torch::Tensor constant(std::int64_t size, double value) { return torch::full({size}, value, torch::kFloat64); }
 
-TEST_P(PublishedOfSize, gives_every_rank_the_mean_weighted_by_samples_S1) {
+TEST_P(SharedGradientsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(kLarge);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     for (int step = 0; step < 3; ++step) {
       double expected = 0, samples = 0;
       for (int rank = 0; rank < world.size(); ++rank) {
@@ -59,10 +59,10 @@ TEST_P(PublishedOfSize, gives_every_rank_the_mean_weighted_by_samples_S1) {
   });
 }
 
-TEST_P(PublishedOfSize, adds_up_several_backward_as_the_sum_of_their_means) {
+TEST_P(SharedGradientsOfSize, adds_up_several_backward_as_the_sum_of_their_means) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     // Two parts of 2 and 6 samples whose mean gradients are 4 and 8 on every rank: 2 (2 * 4 + 6 * 8) / 8.
     gradients.backward(loss_with_gradient(p, 4), 2);
     gradients.backward(loss_with_gradient(p, 8), 6);
@@ -71,10 +71,10 @@ TEST_P(PublishedOfSize, adds_up_several_backward_as_the_sum_of_their_means) {
   });
 }
 
-TEST_P(PublishedOfSize, counts_the_first_of_several_backward_also_where_it_has_no_samples) {
+TEST_P(SharedGradientsOfSize, counts_the_first_of_several_backward_also_where_it_has_no_samples) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     const bool without = world.size() > 1 && world.rank() == world.size() - 1;
     if (without)
       gradients.backward({}, 0);
@@ -89,10 +89,10 @@ TEST_P(PublishedOfSize, counts_the_first_of_several_backward_also_where_it_has_n
   });
 }
 
-TEST_P(PublishedOfSize, forgets_gradients_that_were_dropped_without_a_step) {
+TEST_P(SharedGradientsOfSize, forgets_gradients_that_were_dropped_without_a_step) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     gradients.backward(loss_with_gradient(p, 100), 5);
     gradients.finish();
     p.mutable_grad().reset();
@@ -102,10 +102,10 @@ TEST_P(PublishedOfSize, forgets_gradients_that_were_dropped_without_a_step) {
   });
 }
 
-TEST_P(PublishedOfSize, counts_a_rank_without_samples_for_nothing_even_if_it_holds_nan) {
+TEST_P(SharedGradientsOfSize, counts_a_rank_without_samples_for_nothing_even_if_it_holds_nan) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(4);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     const bool without = world.size() > 1 && world.rank() == world.size() - 1;
     if (without) {
       p.mutable_grad() = constant(4, std::numeric_limits<double>::quiet_NaN());
@@ -118,55 +118,55 @@ TEST_P(PublishedOfSize, counts_a_rank_without_samples_for_nothing_even_if_it_hol
   });
 }
 
-TEST_P(PublishedOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_zero_there) {
+TEST_P(SharedGradientsOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_zero_there) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor sometimes = parameter(2), never = parameter(2);
-    PublishedGradients gradients(SharedMemory::of(world), {{"sometimes", sometimes}, {"never", never}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"sometimes", sometimes}, {"never", never}});
     torch::Tensor loss = torch::zeros({}, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
     if (world.rank() == 0) loss = loss + loss_with_gradient(sometimes, world.size());
     gradients.backward(loss, 1);
     gradients.finish();
-    for (const void* pointer : gradients.take({never}).pointers) EXPECT_EQ(pointer, nullptr);
+    for (const void* pointer : gradients.begin_update({never}).pointers) EXPECT_EQ(pointer, nullptr);
     EXPECT_TRUE(torch::allclose(mean_of(gradients, sometimes), constant(2, 1), 1e-15, 0));
   });
 }
 
-TEST(PublishedGradients, takes_what_a_plain_backward_left_with_equal_weights) {
+TEST(SharedGradients, takes_what_a_plain_backward_left_with_equal_weights) {
   run_ranks(2, [](World& world) {
     const torch::Tensor p = parameter(kLarge);
-    PublishedGradients gradients(SharedMemory::of(world), {{"p", p}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     loss_with_gradient(p, 1.0 + world.rank()).backward();
     EXPECT_TRUE(torch::equal(mean_of(gradients, p), constant(kLarge, 1.5)));
   });
 }
 
-TEST(PublishedGradients, copies_nothing_where_autograd_writes_a_fresh_gradient) {
+TEST(SharedGradients, copies_nothing_where_autograd_writes_a_fresh_gradient) {
   run_ranks(2, [](World& world) {
     const auto memory = SharedMemory::of(world);
     const torch::Tensor large = parameter(kLarge), small = parameter(10);
-    GradientMemory in_sight(memory, {{"large", large}, {"small", small}});
+    GradientMemory gradient_memory(memory, {{"large", large}, {"small", small}});
     {
-      const GradientMemory::Scope scope(in_sight);
+      const GradientMemory::Scope scope(gradient_memory);
       ((large * large).sum() + (small * small).sum()).backward();
     }
-    EXPECT_TRUE(in_sight.place_of(large.grad()).has_value());
-    EXPECT_FALSE(in_sight.place_of(small.grad()).has_value());
-    const std::size_t taken = in_sight.bytes();
+    EXPECT_TRUE(gradient_memory.place_of(large.grad()).has_value());
+    EXPECT_FALSE(gradient_memory.place_of(small.grad()).has_value());
+    const std::size_t taken = gradient_memory.bytes();
     for (int step = 0; step < 5; ++step) {
       large.mutable_grad().reset();
-      const GradientMemory::Scope scope(in_sight);
+      const GradientMemory::Scope scope(gradient_memory);
       (large * large).sum().backward();
     }
-    EXPECT_EQ(in_sight.bytes(), taken) << "memory that a gradient gave back is used again";
+    EXPECT_EQ(gradient_memory.bytes(), taken) << "memory that a gradient gave back is used again";
     memory->barrier();
   });
 }
 
-TEST(PublishedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
+TEST(SharedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
   run_ranks(2, [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(6, 2).sparse(true));
     embedding->to(torch::kFloat64);
-    PublishedGradients gradients(SharedMemory::of(world), {{"weight", embedding->weight}}, {});
+    SharedGradients gradients(SharedMemory::of(world), {{"weight", embedding->weight}});
     gradients.backward(embedding(torch::tensor({world.rank(), 5})).sum(), 1);
     gradients.finish();
     const torch::Tensor mean = mean_of(gradients, embedding->weight).view({6, 2});
@@ -174,13 +174,13 @@ TEST(PublishedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
   });
 }
 
-TEST(PublishedGradients, says_so_if_a_gradient_was_changed_before_the_step) {
+TEST(SharedGradients, says_so_if_a_gradient_was_changed_before_the_step) {
   const torch::Tensor p = parameter(2);
-  PublishedGradients gradients(SharedMemory::alone(), {{"fc.weight", p}}, {});
+  SharedGradients gradients(SharedMemory::alone(), {{"fc.weight", p}});
   gradients.backward(loss_with_gradient(p, 1), 1);
   gradients.finish();
   p.mutable_grad().mul_(0.5);
-  const std::string message = message_of<UsageError>([&] { gradients.take({p}); });
+  const std::string message = message_of<UsageError>([&] { gradients.begin_update({p}); });
   EXPECT_TRUE(contains(message, "the gradient of fc.weight was changed"));
   EXPECT_TRUE(contains(message, "set_clipping"));
 }

@@ -1,0 +1,52 @@
+// gradient/local_gradients.h: gradients of this process: the sum of several lists, such as one per device; or .grad
+// alone, where it is the mean already or where there is one rank.
+//
+// Flow:    .grad, or set() -> begin_update() -> optimizer/
+// Owns:    copies of gradients that are sparse or in another memory order, during a step
+// Threads: one thread
+// Ranks:   where the parameters are shared, .grad is the same mean on every rank (gradient/reducer.h), and each rank
+//          updates a slice
+#pragma once
+
+#include <torch/types.h>
+
+#include <memory>
+#include <vector>
+
+#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/model/parameter_block.h"
+
+namespace lockstep {
+
+struct LocalGradientsOptions {
+  std::shared_ptr<SharedMemory> memory = SharedMemory::alone();
+  std::shared_ptr<ParameterBlock> block = nullptr;  // with shared parameters: checked before, marked after each step
+  ParallelFor parallel_for = on_own_cores;
+};
+
+class LocalGradients : public GradientSource {
+ public:
+  explicit LocalGradients(LocalGradientsOptions options = {}) : options_(std::move(options)) {}
+
+  // For the next step: lists[source][parameter], in the order of the optimizer's parameters; undefined: none. Without
+  // it a step uses each parameter's .grad.
+  void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
+
+  const std::shared_ptr<SharedMemory>& memory() const override { return options_.memory; }
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) override;
+  void end_update() override;
+
+ private:
+  LocalGradientsOptions options_;
+  std::vector<std::vector<torch::Tensor>> lists_;
+  std::vector<torch::Tensor> updated_;  // parameters of this step
+};
+
+// The gradient, dense and in the parameter's memory order: itself if it is so already, else a copy. Undefined if
+// `gradient` is.
+torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor& gradient);
+inline torch::Tensor gradient_like(const torch::Tensor& parameter) {
+  return gradient_like(parameter, parameter.grad());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,221 @@
+#include "lockstep/gradient/shared_gradients.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "lockstep/base/cache_line.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::uint64_t kNoGradient = std::numeric_limits<std::uint64_t>::max();
+
+// What one source publishes. The place of each parameter's gradient (8 bytes each) follows it in memory.
+struct Row {
+  double samples;
+  double weighted_loss;  // sum of m_t loss_t
+  double unit;           // AccumulatedBatches::unit
+  double backwards;      // 0: a shard that was not used
+
+  std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
+  const std::uint64_t* places() const { return reinterpret_cast<const std::uint64_t*>(this + 1); }
+};
+
+}  // namespace
+
+// Note [The publication table]
+// Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
+// rank's shard; a row of P parameters takes 32 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+// the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
+class SharedGradients::Table {
+ public:
+  Table(SharedMemory& memory, std::size_t sources, std::size_t parameters)
+      : sources_(sources),
+        rows_(sources * memory.size()),
+        first_(sources * memory.rank()),
+        row_bytes_(round_up(sizeof(Row) + sizeof(std::uint64_t) * parameters, kCacheLine)),
+        data_(memory.allocate_common(2 * rows_ * row_bytes_)) {}
+
+  void begin_exchange() { current_ = 1 - current_; }
+
+  std::size_t rows() const { return rows_; }  // one per source of each rank
+  Row& own(std::size_t source) { return *at(first_ + source); }
+  const Row& row(std::size_t index) const { return *at(index); }
+  int rank_of(std::size_t row) const { return static_cast<int>(row / sources_); }
+
+ private:
+  Row* at(std::size_t row) const { return reinterpret_cast<Row*>(data_.get() + (current_ * rows_ + row) * row_bytes_); }
+
+  std::size_t sources_;  // of each rank
+  std::size_t rows_;
+  std::size_t first_;  // row of this rank
+  std::size_t row_bytes_;
+  std::shared_ptr<std::byte> data_;
+  std::size_t current_ = 0;  // table
+};
+
+SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
+                                 SharedGradientsOptions options)
+    : memory_(std::move(memory)),
+      parameters_(std::move(parameters)),
+      options_(std::move(options)),
+      gradient_memory_(memory_, parameters_),
+      sources_(std::max(options_.shards, 1)),
+      copies_(sources_.size() * parameters_.size()),
+      table_(std::make_unique<Table>(*memory_, sources_.size(), parameters_.size())) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
+}
+SharedGradients::~SharedGradients() = default;
+
+void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+  if (failed_)
+    throw UsageError({.what = "backward() was called after one that failed half-way",
+                      .likely = "an exception in backward() that was caught and ignored",
+                      .next = "let it end the program, and go on from a checkpoint"});
+  forget_dropped_gradients();
+  Source& source = current_source();
+  const torch::Tensor start = source.batches.add(samples, loss);
+  if (samples > 0) {
+    failed_ = true;  // unless backward() returns
+    const GradientMemory::Scope in_shared_memory(gradient_memory_);
+    loss.backward(start);
+    failed_ = false;
+  }
+  if (options_.shards == 0) return;
+  take_grads(source);
+  for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
+}
+
+// After a zero_grad() without a step() before it, what was counted until then no longer counts.
+void SharedGradients::forget_dropped_gradients() {
+  if (options_.shards > 0 || sources_.front().batches.samples == 0) return;  // without samples there was no gradient
+  const bool any =
+      std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
+  if (!any) sources_.front() = {};
+}
+
+// The source that the next backward() adds to: the next unused shard, or the only source.
+SharedGradients::Source& SharedGradients::current_source() {
+  if (options_.shards == 0) return sources_.front();
+  const auto unused =
+      std::find_if(sources_.begin(), sources_.end(), [](const Source& s) { return s.batches.backwards == 0; });
+  if (unused == sources_.end())
+    throw UsageError(
+        {.what = concat("more than ", sources_.size(), " backward() in a step with as many shards on this rank"),
+         .next = "call step() after the last shard"});
+  return *unused;
+}
+
+void SharedGradients::take_grads(Source& source) const {
+  source.gradients.clear();
+  for (const auto& [name, parameter] : parameters_)
+    source.gradients.push_back(source.batches.samples > 0 ? parameter.grad() : torch::Tensor());
+}
+
+BatchTotals SharedGradients::finish() {
+  Source& first = sources_.front();
+  if (first.batches.backwards == 0) first.batches.add_unknown();  // after a plain loss.backward()
+  if (options_.shards == 0) take_grads(first);
+  table_->begin_exchange();
+  for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
+  remember_grads();
+  is_published_ = true;
+  memory_->barrier();  // barrier 1: all rows are written
+  double samples = 0, loss = 0;
+  for (std::size_t i = 0; i < table_->rows(); ++i) {
+    samples += table_->row(i).samples;
+    loss += table_->row(i).weighted_loss;
+  }
+  const BatchTotals totals{static_cast<std::int64_t>(samples), loss / samples};
+  if (options_.on_finished) options_.on_finished(totals);
+  return totals;
+}
+
+void SharedGradients::publish(std::size_t source) {
+  const auto& [batches, gradients] = sources_[source];
+  Row& row = table_->own(source);
+  row = {batches.samples, batches.loss(), batches.unit, static_cast<double>(batches.backwards)};
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
+    row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
+  }
+}
+
+// Where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
+// memory order, else in a copy.
+std::uint64_t SharedGradients::place_for_peers(std::size_t source, std::size_t i) {
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor& parameter = parameters_[i].tensor;
+  const torch::Tensor& gradient = sources_[source].gradients[i];
+  if (gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides())
+    if (const auto place = gradient_memory_.place_of(gradient)) return *place;
+  SharedMemory::Own& copy = copies_[source * parameters_.size() + i];
+  if (copy.data == nullptr) copy = memory_->allocate(parameter.nbytes());
+  torch::from_blob(copy.data.get(), parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false))
+      .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+  return copy.place;
+}
+
+void SharedGradients::remember_grads() {
+  when_published_.clear();
+  for (const auto& [name, parameter] : parameters_) {
+    const torch::Tensor& gradient = parameter.grad();
+    when_published_.push_back({gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0});
+  }
+}
+
+void SharedGradients::require_unchanged_grads() const {
+  for (std::size_t i = 0; i < when_published_.size(); ++i) {
+    const auto& [tensor, version] = when_published_[i];
+    const torch::Tensor& gradient = parameters_[i].tensor.grad();
+    if (gradient.unsafeGetTensorImpl() == tensor && (!gradient.defined() || gradient._version() == version)) continue;
+    throw UsageError(
+        {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
+         .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
+                   ".grad is this rank's own gradient, not yet the mean",
+         .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
+                 "mean_in_grad = true"});
+  }
+}
+
+WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters) {
+  if (options_.block) options_.block->require_in_place();
+  if (!is_published_) finish();
+  require_unchanged_grads();
+  WeightedGradients gradients{.weights = weights()};
+  for (const torch::Tensor& parameter : parameters) {
+    const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
+    for (std::size_t i = 0; i < table_->rows(); ++i) {
+      const std::uint64_t place = found == index_of_.end() ? kNoGradient : table_->row(i).places()[found->second];
+      gradients.pointers.push_back(place == kNoGradient ? nullptr
+                                                        : memory_->peer(table_->rank_of(i), place, parameter.nbytes()));
+    }
+  }
+  return gradients;
+}
+
+// The weight of a source with unit u is u T / n: n samples in all, T backward() per step. T is the smallest count of
+// any source, because a rank without samples also counts backward() whose gradients the others have dropped.
+std::vector<double> SharedGradients::weights() const {
+  std::vector<double> weights;
+  double samples = 0, backwards = std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < table_->rows(); ++i) {
+    const auto& row = table_->row(i);
+    samples += row.samples;
+    weights.push_back(row.unit);
+    if (row.backwards > 0) backwards = std::min(backwards, row.backwards);
+  }
+  for (double& weight : weights) weight = samples > 0 ? weight * backwards / samples : 0;
+  return weights;
+}
+
+void SharedGradients::end_update() {
+  memory_->barrier();  // barrier 2: no rank reads gradients any more, and all slices are updated
+  is_published_ = false;
+  for (Source& source : sources_) source = {};
+  if (options_.block) options_.block->mark_written();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,106 @@
+// gradient/shared_gradients.h: the exchange of gradients between ranks that share memory. No gradient is sent: each
+// rank publishes where its gradients are, and whoever updates a slice of the parameters reads that slice of all of them.
+//
+// Flow:    backward() -> GradientMemory -> finish(): a table of places, one barrier -> begin_update() -> optimizer/
+// Owns:    its table, and copies of the gradients that are not in memory that the other ranks can read
+// Threads: one thread
+// Ranks:   the ranks of one machine construct it with the same parameters and make the same calls in the same order
+//
+// The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
+// Several backward() before a step() add up, as in PyTorch: T of them give T times the mean over all their samples. A
+// caller that leaves out a step() calls zero_grad(), which makes the next backward() start again from nothing.
+//
+// Note [One step, two barriers]
+//   finish()        writes this rank's rows of the table, then barrier 1: every gradient of the machine is computed and
+//                   published, and no rank reads the parameters any more
+//   begin_update()  reads the other ranks' rows
+//   end_update()    barrier 2: every slice is updated, and no rank reads gradients any more
+// finish() may be called again without a step() in between, while another rank still reads the previous rows: so there
+// are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
+// there, so all have finished reading exchange k-2.
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/batch_totals.h"
+#include "lockstep/gradient/accumulated_batches.h"
+#include "lockstep/gradient/gradient_memory.h"
+#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/model/parameter_block.h"
+#include "lockstep/model/parameters.h"
+
+namespace lockstep {
+
+struct SharedGradientsOptions {
+  std::shared_ptr<ParameterBlock> block = nullptr;  // checked before and marked after each step, where there is one
+
+  // Number of backward() per step on this rank whose gradients are kept apart: the virtual shards of
+  // docs/design/fused-step.md. 0: the gradients of all backward() of a step add up.
+  int shards = 0;
+
+  // Called at the end of each finish(), also of the one that begin_update() makes after a plain loss.backward().
+  std::function<void(const BatchTotals&)> on_finished{};
+};
+
+class SharedGradients : public GradientSource {
+ public:
+  // Blocks. Throws SystemError, PeerLost.
+  SharedGradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
+                  SharedGradientsOptions options = {});
+  ~SharedGradients() override;
+
+  // Runs loss.backward(), which leaves the gradients where the other ranks can read them. loss: the mean over `samples`
+  // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
+  void backward(const torch::Tensor& loss, std::int64_t samples);
+
+  // Publishes the gradients of the backward() since the last step; after a plain loss.backward(), .grad as it is, and
+  // every rank counts as one sample. Blocks until all ranks have published. Returns the samples and mean loss of these
+  // backward() over all ranks. Throws PeerLost.
+  BatchTotals finish();
+
+  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) override;
+  void end_update() override;
+
+ private:
+  class Table;
+  // What this rank computed since the last step, or one shard of it.
+  struct Source {
+    AccumulatedBatches batches;
+    std::vector<torch::Tensor> gradients;  // of each parameter
+  };
+  struct PublishedGradient {
+    const void* tensor;
+    std::int64_t version;
+  };
+
+  Source& current_source();
+  void forget_dropped_gradients();
+  void take_grads(Source& source) const;
+  void publish(std::size_t source);
+  std::uint64_t place_for_peers(std::size_t source, std::size_t parameter);
+  void remember_grads();
+  void require_unchanged_grads() const;
+  std::vector<double> weights() const;
+
+  std::shared_ptr<SharedMemory> memory_;
+  std::vector<NamedTensor> parameters_;
+  SharedGradientsOptions options_;
+  std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
+  GradientMemory gradient_memory_;
+  std::vector<Source> sources_;
+  std::vector<SharedMemory::Own> copies_;  // [source][parameter]
+  std::unique_ptr<Table> table_;
+  bool is_published_ = false;                      // since the last step
+  std::vector<PublishedGradient> when_published_;  // .grad of each parameter
+  bool failed_ = false;
+};
+
+}  // namespace lockstep

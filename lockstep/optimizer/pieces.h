@@ -1,0 +1,29 @@
+// optimizer/pieces.h: parameters cut into pieces that fit into the first-level cache, and the share of each rank.
+//
+// Threads: pure functions
+// Ranks:   no communication; every rank cuts the same parameters into the same pieces
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace lockstep {
+
+inline constexpr std::int64_t kMaxRun = 4096;  // elements of a piece: two buffers of float32 fill a 32 KiB cache
+
+// Elements [begin, begin + count) of a parameter.
+struct Piece {
+  std::size_t parameter;
+  std::int64_t begin;
+  std::int64_t count;
+};
+
+// sizes: the elements of each parameter.
+std::vector<Piece> cut_into_pieces(const std::vector<std::int64_t>& sizes);
+
+// The first piece that `rank` owns; it owns all from there to first_piece_of(rank + 1). Every rank has 1/ranks of the
+// elements, up to a piece.
+std::size_t first_piece_of(int rank, int ranks, const std::vector<Piece>& pieces);
+
+}  // namespace lockstep

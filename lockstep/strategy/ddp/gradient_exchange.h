@@ -1,0 +1,64 @@
+// strategy/ddp/gradient_exchange.h: how the gradients of a step get from every rank's backward() to the optimizer: two
+// ways behind one interface.
+//
+//                  in shared memory                        through buckets
+//   where          all ranks on one machine, which         everywhere else; with a communication hook or an algorithm
+//                  share parameters                        by name
+//   backward()     autograd writes into shared memory      full buckets are all-reduced while it runs
+//   finish()       publishes places, one barrier           waits for the buckets
+//   .grad          this rank's own                         the mean
+//   step()         sums the gradients of all ranks         uses .grad
+//
+// Flow:    DistributedDataParallel -> here -> gradient/shared_gradients.h or gradient/reducer.h -> source()
+// Owns:    memory for the exchange
+// Threads: one thread
+// Ranks:   every rank makes it at the same time and makes the same calls in the same order
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "lockstep/batch_totals.h"
+#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/gradient/reducer.h"
+#include "lockstep/gradient/shared_gradients.h"
+#include "lockstep/model/parameter_block.h"
+#include "lockstep/model/parameters.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class GradientExchange {
+ public:
+  virtual ~GradientExchange() = default;
+
+  // Runs loss.backward(), which adds to .grad. exchanges: finish() follows; else a later backward() exchanges the sum.
+  // loss: the mean over `samples` samples of this rank; undefined with 0 samples. Throws what backward() throws.
+  virtual void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) = 0;
+
+  // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost.
+  virtual void finish() = 0;
+
+  // Where an optimizer that updates shared parameters takes gradients from.
+  virtual std::shared_ptr<GradientSource> source() = 0;
+
+  virtual bool mean_in_grad() const = 0;  // between finish() and step()
+
+  // Since the start, on this rank.
+  virtual std::int64_t bytes() const = 0;  // of gradients given into collectives, or published
+  virtual double seconds() const = 0;      // from the first bucket sent until all are back, or in finish()
+};
+
+std::unique_ptr<GradientExchange> exchange_in_shared_memory(std::shared_ptr<SharedMemory> memory,
+                                                            std::vector<NamedTensor> parameters,
+                                                            SharedGradientsOptions options);
+
+// The Reducer leaves the mean in .grad. source_options: of the source(), where the parameters are shared.
+std::unique_ptr<GradientExchange> exchange_through_buckets(std::unique_ptr<Reducer> reducer,
+                                                           std::shared_ptr<GradientSource> source);
+
+}  // namespace lockstep

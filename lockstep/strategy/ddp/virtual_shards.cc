@@ -1,0 +1,61 @@
+#include "lockstep/strategy/ddp/virtual_shards.h"
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& [name, tensor] : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+void set_values(const std::vector<NamedTensor>& tensors, const std::vector<torch::Tensor>& values) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i].tensor).copy_(values[i]);
+}
+
+}  // namespace
+
+void require_shards_possible(const World& world, bool shares, const DistributedDataParallelOptions& options) {
+  const int shards = options.virtual_shards;
+  if (shards == 0) return;
+  const auto require = [&](bool good, const std::string& why, const std::string& next) {
+    if (!good)
+      throw UsageError({.what = concat(shards, " virtual shards on ", world.size(), " ranks: ", why),
+                        .here = world.describe(),
+                        .next = next});
+  };
+  require(shards > 0 && shards % world.size() == 0, "the ranks do not divide them", "take a multiple of the ranks");
+  require(options.algorithm == Algorithm::kDirect, "an algorithm by name sums buckets", "leave one of the two out");
+  require(!options.hook, "a communication hook sums gradients its own way", "leave one of the two out");
+  require(!options.mean_in_grad, "mean_in_grad needs buckets", "leave one of the two out");
+  require(world.device().is_cpu() && world.local_size() == world.size(),
+          "not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
+  require(shares, "parameters are separate", "share_parameters = true, and an optimizer of lockstep's");
+}
+
+ShardBuffers::ShardBuffers(std::vector<NamedTensor> buffers, int shards)
+    : buffers_(std::move(buffers)), shards_(shards) {
+  begin_step();
+}
+
+bool ShardBuffers::finish_shard() {
+  if (shards_ == 0) return true;
+  if (done_ == 0) after_first_ = copies_of(buffers_);
+  if (++done_ < shards_) {
+    set_values(buffers_, at_beginning_);
+    return false;
+  }
+  set_values(buffers_, after_first_);
+  done_ = 0;
+  return true;
+}
+
+void ShardBuffers::begin_step() {
+  if (shards_ > 0) at_beginning_ = copies_of(buffers_);
+}
+
+}  // namespace lockstep
