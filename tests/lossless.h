@@ -33,7 +33,7 @@ inline std::vector<torch::Tensor> strategy_course(World& world, StrategyOptions 
   options.seed = 4;
   const auto strategy = make_strategy(world, small_task(), options);
   for (int step = 0; step < kSteps; ++step) {
-    strategy->compute(part_for(world, batch_of(step)));
+    strategy->forward_backward(part_for(world, batch_of(step)));
     strategy->update();
   }
   std::vector<torch::Tensor> values = values_of(strategy->model());

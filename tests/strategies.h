@@ -73,7 +73,7 @@ inline std::vector<torch::Tensor> values_of(torch::nn::Module& model) {
 inline Course course_of(Strategy& strategy, int steps = kSteps, std::int64_t samples = kBatch) {
   Course course;
   for (int step = 0; step < steps; ++step) {
-    course.losses.push_back(strategy.compute(batch_of(step, samples)).mean_loss);
+    course.losses.push_back(strategy.forward_backward(batch_of(step, samples)).mean_loss);
     strategy.update();
   }
   strategy.synchronise();

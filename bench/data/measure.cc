@@ -73,7 +73,7 @@ template <class NextBatch>
 double block_of_steps(Strategy& strategy, int steps, NextBatch&& next_batch) {
   const Stopwatch watch;
   for (int step = 0; step < steps; ++step) {
-    strategy.compute(next_batch());
+    strategy.forward_backward(next_batch());
     strategy.update();
   }
   return watch.seconds() / steps;

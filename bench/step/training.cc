@@ -66,7 +66,7 @@ class RankTraining {
   void step() {
     const PhaseTimes before = strategy_->phases();
     const Stopwatch watch;
-    strategy_->compute(batch_);
+    strategy_->forward_backward(batch_);
     strategy_->update();
     const PhaseTimes& after = strategy_->phases();
     keep("step", watch.seconds());

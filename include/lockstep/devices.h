@@ -1,21 +1,21 @@
-// lockstep/devices.h: the devices of one process, each with a thread of its own: 1 + N threads, as in S4.
+// lockstep/devices.h: the devices of one process. A device is a set of cores with a thread of its own.
 //
-// Flow:    one scheduling thread (the caller's) -> run() -> the same function on every device -> back
-// Owns:    N threads, each pinned to a disjoint set of cores: cpu:0 ... cpu:N-1
-// Threads: Devices from one thread; a Device only on its own
-// Ranks:   inside one process; between processes there is World
+//   scheduling thread (the caller's) --run(body)--> body on N device threads at the same time --> back to the caller
 //
-// Signals are atomics: a waiting thread spins for a moment, then sleeps in a futex until it is woken. A device says
-// that it is done after it has finished with everything that it was given.
+// Flow:    towers, data_parallel, averaging, pipeline, kvstore -> here -> a model's forward, backward and update
+// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1
+// Threads: call Devices from one thread; use a Device only on its own thread
+// Ranks:   inside one process; World connects processes
 //
-// What goes wrong: the first exception of any device ends all of them. Those that wait for another device, in a
-// collective or in Device::wait, leave with PeerLost within 100 ms; those that compute end when their function does;
-// then run() throws the first exception. A device that is not done within the timeout, and does not wait for another
-// one, is named in a PeerLost. Afterwards the devices are of no more use.
+// Failures. The first exception on any device ends the step on all of them: devices that wait for another one (in a
+// collective) throw PeerLost within 100 ms, devices that compute go on until their function returns. Then run() throws
+// the first exception. A device that is not done within the timeout is named in a PeerLost; devices that only wait for
+// it are not blamed. After a failure these Devices can't be used again.
 //
-// A function that never returns can't be ended from inside a process: its thread is left behind, and what it uses
-// must be its own (captured by value). A program that ends while such a thread is at work ends without destroying its
-// static objects: the thread may use them.
+// Functions that never return. A thread can't be ended from outside, so ~Devices logs a warning and leaves it running.
+// Functions must own what they use (capture by value), because it outlives the caller. It also uses static objects,
+// such as libtorch's operators, so main() must not return while it runs: if Devices::left_behind() is not 0, end the
+// program with std::_Exit(). lockstep::run() does so; a training loop of your own has to do it itself.
 #pragma once
 
 #include <torch/types.h>
@@ -28,88 +28,43 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 
 class DevicesState;
-class ThreadGenerator;
 
 struct DevicesOptions {
   int count = 1;
-  CoreSet cores = {};  // to be shared out; empty: all that this process may use
+  CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
 };
 
-// What a function that runs on a device has of it. Collectives are calls of all devices of a team, in the same order;
-// tensors: dense, the same shape, strides and dtype on all of them, and are read and written where they lie. They throw
-// PeerLost (another device failed or is too late) and MismatchError (devices that call different things).
+// What a function sees of the device that it runs on. Collectives are called by all devices of a team, in the same
+// order, with dense tensors of the same shape, strides and dtype, which are read and written in place. They block until
+// the team is done, and throw PeerLost (another device failed or is late) or MismatchError (different calls).
 class Device {
  public:
   int index() const { return index_; }
-  int count() const;
   std::string name() const;  // "cpu:1"
-  torch::Device where() const { return torch::kCPU; }
 
-  // Sum over the team, on all of its devices. central is S0's: onto the first device, then back to all. `root` counts
-  // within the team.
+  // The sum over the team, on all of its devices. `root` counts within the team.
   void all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm = shm::Algorithm::kDirect);
-  void reduce(const torch::Tensor& tensor, int root = 0);  // the sum on `root`; the others keep theirs
+  void reduce(const torch::Tensor& tensor, int root = 0);  // the sum on `root`; the others keep their values
   void broadcast(const torch::Tensor& tensor, int root = 0);
   void barrier();
 
-  // What dropout draws from on this device begins anew. seed_of(seed, index()) gives each device a sequence of its own.
+  // Restarts the random numbers that dropout draws on this device (lockstep/strategy/devices/thread_generator.h).
   void seed(std::uint64_t seed);
-  ThreadGenerator& generator() { return generator_; }
-
-  // Blocks until done(); `flag` is raised or rung when that may have become so. Throws PeerLost: another device failed,
-  // or the timeout is over (`what`: what is waited for).
-  template <class Done>
-  void wait(shm::Flag& flag, const std::string& what, const Done& done) {
-    for (int i = 0; i < kSpins; ++i) {
-      if (done()) return;
-      shm::pause();
-    }
-    const Deadline deadline = deadline_of_wait();
-    const Waiting waiting(*this);
-    while (true) {
-      const std::uint32_t seen = flag.load();
-      if (done()) return;
-      throw_if_hopeless(deadline, what);
-      flag.sleep_while(seen, kLongestSleep);
-    }
-  }
 
  private:
   friend class DevicesState;
-  Device(DevicesState& state, int index, ThreadGenerator& generator)
-      : state_(state), index_(index), generator_(generator) {}
-
-  // While this lives the device waits for others: it is not the one that is late.
-  class Waiting {
-   public:
-    explicit Waiting(const Device& device);
-    ~Waiting();
-    Waiting(const Waiting&) = delete;
-    Waiting& operator=(const Waiting&) = delete;
-
-   private:
-    const Device& device_;
-  };
-
-  Deadline deadline_of_wait() const;
-  void throw_if_hopeless(const Deadline& deadline, const std::string& what) const;
-
-  static constexpr int kSpins = 200;
-  static constexpr std::chrono::milliseconds kLongestSleep{10};
+  Device(DevicesState& state, int index) : state_(state), index_(index) {}
 
   DevicesState& state_;
   int index_;
-  ThreadGenerator& generator_;
 };
 
 class Devices {
@@ -117,35 +72,38 @@ class Devices {
   using Body = std::function<void(Device&)>;
 
   explicit Devices(const DevicesOptions& options);  // throws UsageError, SystemError
-  ~Devices();                                       // ends the threads; a function under way comes to its end first
+  ~Devices();  // ends the threads. Blocks until running functions return, at most for the timeout
   Devices(const Devices&) = delete;
   Devices& operator=(const Devices&) = delete;
 
   int size() const { return static_cast<int>(threads_.size()); }
   std::vector<std::string> names() const;
-  torch::Device where(int) const { return torch::kCPU; }
 
-  // `body` on every device at the same time. Blocks until all are done. Throws what the first device threw, PeerLost.
+  // Runs `body` on every device at the same time. Blocks until all are done, or the timeout has passed. Throws the
+  // first exception of any device; PeerLost.
   void run(Body body);
 
-  // Only on that device; the others rest.
+  // Runs `body` on one device; the others do nothing.
   void run_on(int index, const Body& body);
 
-  // Calls part(first, last) for pieces of [begin, end), one on each device, which spreads it over its cores in steps
-  // of at least `grain`. Blocks until none is at work on it any more, also after the timeout: so `part` may use what
-  // belongs to the caller, and has to come to its end by itself. Throws as run() does.
+  // Divides [begin, end) among the devices, which call part(first, last) on their cores for pieces of at least `grain`.
+  // Blocks until every call of `part` has returned, even after the timeout: `part` may use the caller's variables, and
+  // must return. Throws as run() does.
   void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& part);
 
-  // Seconds that each device has spent in bodies since the start.
+  // Seconds that each device has spent in bodies since it was made.
   std::vector<double> busy_seconds() const;
+
+  // Threads of this process that outlived their Devices and are still running. 0 unless a function hangs.
+  static int left_behind();
 
  private:
   std::shared_ptr<DevicesState> state_;
   std::vector<std::thread> threads_;
 };
 
-// devices.parallel_for, as what it is given to takes it. `devices` has to outlive it.
+// Adapts Devices::parallel_for to what an optimizer runs its loops with. `devices` must outlive it.
 inline auto on_all(Devices& devices) {
   return [&devices](std::int64_t begin, std::int64_t end, std::int64_t grain,
                     const std::function<void(std::int64_t, std::int64_t)>& part) {

@@ -1,46 +1,49 @@
-// lockstep/periodic_average.h: post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020):
-// after a beginning with gradients exchanged in each step, ranks go on by themselves and average their parameters now
-// and then. What is sent falls by `every`.
+// lockstep/periodic_average.h: post-local SGD for a training loop of your own (Lin et al., "Don't use large mini-batches,
+// use local SGD", ICLR 2020): after some steps that exchange gradients, ranks train alone and average their parameters
+// every few steps. The bytes sent fall by `every`.
 //
-//   auto guard = average.is_local() ? std::optional(ddp.no_sync()) : std::nullopt;   // needs share_parameters = false
+//   const auto guard = average.is_local() ? std::optional(ddp.no_sync()) : std::nullopt;
 //   ddp.backward(loss, samples);  optimizer.step();  optimizer.zero_grad();
 //   average.after_step();
 //
+// DistributedDataParallel needs share_parameters = false for this.
+//
+// Flow:    the module's parameters, after the optimizer's step -> World::all_reduce -> the same parameters
+// Owns:    a reference to each parameter
 // Threads: one thread
 // Ranks:   every rank makes the same calls in the same order
 #pragma once
 
+#include <torch/nn/module.h>
+#include <torch/types.h>
+
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
 struct PeriodicAverageOptions {
-  std::int64_t first_steps = 0;  // with exchanged gradients
+  std::int64_t first_steps = 0;  // that exchange gradients
   std::int64_t every = 8;        // steps between averages afterwards
 };
 
-// Throws UsageError if one of them has 16 bits: optimizers keep such parameters in float32 beside, and would not see an
-// average.
-void require_no_16_bits(const std::vector<NamedTensor>& parameters);
-
 class PeriodicAverage {
  public:
-  PeriodicAverage(World world, const torch::nn::Module& module,
-                  const PeriodicAverageOptions& options);  // throws UsageError
+  // Throws UsageError: options out of range, or parameters of 16 bits (optimizers keep a float32 copy of them, which
+  // would not see the average).
+  PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options);
 
-  bool is_local() const { return steps_ >= options_.first_steps; }  // the step that comes: without an exchange
+  bool is_local() const { return steps_ >= options_.first_steps; }  // the next step exchanges no gradients
 
-  // Averages the parameters if it is time: every rank has the same afterwards. Blocks then, and sends 2(N-1)/N K.
+  // Counts a step. If an average is due, blocks until every rank has the same mean parameters, and sends 2(N-1)/N K.
   // Throws PeerLost.
   void after_step();
 
  private:
   World world_;
-  std::vector<NamedTensor> parameters_;
+  std::vector<torch::Tensor> parameters_;
   PeriodicAverageOptions options_;
   std::int64_t steps_ = 0;
 };

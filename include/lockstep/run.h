@@ -10,7 +10,8 @@
 namespace lockstep {
 
 // Gives a program every option of `lockstep train` (--help lists them). Blocks until training is over. Prints errors to
-// stderr. Returns the exit code: 0; 2 for a usage error; a failed rank's own, 128 + n for a signal; 1 otherwise.
+// stderr. Returns the exit code: 0; 2 for a usage error; a failed rank's own, 128 + n for a signal; 1 otherwise. If a
+// device's thread hangs (lockstep/devices.h), it ends the process with that code instead, without destroying static objects.
 int run(int argc, char** argv, const Task& task);
 
 // The same for lockstep's own models, chosen with --model: `lockstep train`.

@@ -1,6 +1,6 @@
 // lockstep/strategy.h: how the replicas of a model stay one model. The training loop knows only this interface.
 //
-// Flow:    Task + Batch -> compute(): forward, backward, exchange -> update() -> parameters
+// Flow:    Task + Batch -> forward_backward(): forward, backward, exchange -> update() -> parameters
 // Owns:    the model and the optimizer
 // Threads: one thread
 // Ranks:   every rank makes the same calls in the same order
@@ -77,9 +77,9 @@ class Strategy {
 
   // Forward, backward and exchange for this rank's part of the global batch (which may be empty). The parameters stay
   // as they are. Returns the samples and the mean loss of the global batch: the same on every rank.
-  virtual BatchTotals compute(const Batch& batch) = 0;
+  virtual BatchTotals forward_backward(const Batch& batch) = 0;
 
-  // Applies what compute() found.
+  // Applies what forward_backward() found.
   virtual void update() = 0;
 
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;  // with the current parameters, for validation

@@ -6,9 +6,9 @@
 #include "lockstep/strategy/averaging/averaging.h"
 #include "lockstep/strategy/ddp/ddp_strategy.h"
 #include "lockstep/strategy/devices/data_parallel.h"
+#include "lockstep/strategy/devices/towers_strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/pipeline/pipeline.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {
@@ -25,15 +25,13 @@ Task in_precision(Task task, bool double_precision) {
   return task;
 }
 
-Batch part_of(const Batch& batch, const World& world, bool double_precision) {
-  const Range mine = even_part(batch.size(), world.rank(), world.size());
-  Batch part{batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
-  if (double_precision && part.data.is_floating_point()) part.data = part.data.to(torch::kFloat64);
-  if (double_precision && part.target.is_floating_point()) part.target = part.target.to(torch::kFloat64);
-  return part;
+Batch in_precision(Batch batch, bool double_precision) {
+  for (torch::Tensor* tensor : {&batch.data, &batch.target})
+    if (double_precision && tensor->is_floating_point()) *tensor = tensor->to(torch::kFloat64);
+  return batch;
 }
 
-// What rank 0 has after training on `ranks` ranks of one thread.
+// Rank 0's parameters after training on `ranks` ranks with one thread each.
 std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& batch_of, const VerifyOptions& options) {
   std::vector<NamedTensor> parameters;
   run_ranks(ranks, [&](World& world) {
@@ -41,7 +39,8 @@ std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& bat
     const auto strategy = make_strategy(world, in_precision(task, options.double_precision), options.strategy);
     if (options.strategy.virtual_shards == 0) strategy->model().eval();
     for (int step = 0; step < options.steps; ++step) {
-      strategy->compute(part_of(batch_of(step), world, options.double_precision));
+      const Batch part = part_of(batch_of(step), world.rank(), world.size());
+      strategy->forward_backward(in_precision(part, options.double_precision));
       strategy->update();
     }
     if (world.rank() == 0)
@@ -76,7 +75,7 @@ VerifyReport verify(const Task& task, const BatchOf& batch_of, const VerifyOptio
 VerifyReport verify(const Task& task, const VerifyOptions& options) {
   const SampleShape& sample = task.sample;
   if (sample.sizes.empty())
-    throw UsageError({.what = concat("verify(", task.name, ") does not know the shape of a sample"),
+    throw UsageError({.what = concat("verify(", task.name, "): the shape of a sample is unknown"),
                       .next = "give the Task its `sample`, or verify() a function that makes batches"});
   const auto random_batch = [&](int step) -> Batch {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));

@@ -134,7 +134,7 @@ void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double secon
 }
 
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
-  const BatchTotals totals = strategy_.compute(batch);
+  const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
   set_learning_rate(strategy_.optimizer(), learning_rate());
   strategy_.update();

@@ -1,6 +1,7 @@
 // train/loop.h: the training loop. It knows no strategy by name.
 //
-// Flow:    lockstep/loader.h -> Strategy::compute -> finite? -> learning rate -> Strategy::update -> metrics, checkpoints
+// Flow:    lockstep/loader.h -> Strategy::forward_backward -> finite? -> learning rate -> Strategy::update -> metrics,
+//          checkpoints
 // Owns:    the loader and the position in the run; the strategy is the caller's
 // Threads: one thread
 // Ranks:   every rank runs it; rank 0 writes and shows

@@ -1,6 +1,8 @@
 #include "lockstep/run.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <iostream>
 
@@ -10,6 +12,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/devices.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
@@ -176,6 +179,14 @@ int exit_code_of(const std::exception& error) {
   return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
 }
 
+// A device's thread that hangs still uses static objects, which returning from main() would destroy (lockstep/devices.h).
+int end_with(int exit_code) {
+  if (Devices::left_behind() == 0) return exit_code;
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::_Exit(exit_code);
+}
+
 // `name` as the user typed it; empty: the program's own.
 struct Program {
   std::string description;
@@ -196,7 +207,7 @@ int run_program(int argc, char** argv, const Program& program) {
     return app.exit(error) == 0 ? 0 : kUsageExit;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
-    return exit_code_of(error);
+    return end_with(exit_code_of(error));
   }
 }
 

@@ -59,7 +59,7 @@ TEST_P(AgainstPyTorch, ends_with_the_parameters_of_pytorchs_ddp) {
     const auto strategy =
         make_strategy(world, lenet_with_known_weights(), {.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}});
     for (int step = 0; step < kSteps; ++step) {
-      const double loss = strategy->compute(part_of_batch(step, world)).mean_loss;
+      const double loss = strategy->forward_backward(part_of_batch(step, world)).mean_loss;
       strategy->update();
       EXPECT_NEAR(loss, recorded.tensors.at("losses")[step].item<double>(), 1e-9) << "step " << step;
     }

@@ -4,16 +4,13 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/averaging/flat_block.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {
-
-std::size_t place_of(const Device& device) { return static_cast<std::size_t>(device.index()); }
 
 void require_sensible(const StrategyOptions& options) {
   if (options.average_every < 1)
@@ -23,7 +20,7 @@ void require_sensible(const StrategyOptions& options) {
                       .next = "give a positive rate and a momentum of at least 0"});
 }
 
-// The average as it is, or a step towards it.
+// DiLoCo's outer optimizer: takes the average as it is, or a step of Nesterov's SGD towards it.
 class OuterStep {
  public:
   OuterStep() = default;
@@ -33,15 +30,14 @@ class OuterStep {
     sgd_ = std::make_unique<SGD>(
         std::vector<torch::Tensor>{anchor_},
         SGDOptions{.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0});
-    // From the start, so that there is something to restore a checkpoint into.
+    // Made now, so that a checkpoint can be restored into it.
     Optimizer::StateTensors state{{"step", torch::ones({})}};
     if (options.outer_momentum > 0) state["momentum_buffer"] = torch::zeros_like(block);
     sgd_->set_state(anchor_, state);
   }
 
-  bool does_anything() const { return sgd_ != nullptr; }
-
-  // average: what the nets agreed on, replaced by where the outer step leads.
+  // Replaces the average by the result of the outer step. Its gradient is anchor - average, where the anchor is the
+  // result of the last step.
   void apply(const torch::Tensor& average) {
     if (!sgd_) return;
     const torch::NoGradGuard no_grad;
@@ -68,43 +64,35 @@ class OuterStep {
   std::unique_ptr<SGD> sgd_;
 };
 
-class Averaging : public Strategy {
+class Averaging : public ReplicaStrategy {
  public:
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
-      : world_(world),
-        task_(task),
+      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
+        world_(world),
         average_every_(options.average_every),
-        devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
-        nets_(make_replicas(options.devices, task, options)),
-        samples_(nets_.size()) {
+        samples_(replicas_.size()) {
     require_sensible(options);
     require_same_model(world, named_parameters(model()));
     broadcast_tensors(world, named_parameters(model()));
     broadcast_tensors(world, named_buffers(model()));
     make_blocks();
-    follow_first(nets_);
+    follow_first(replicas_);
     outer_ = OuterStep(blocks_.front(), options);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
-    const auto parts = parts_of(batch, devices_.size());
-    const Stopwatch watch;
-    const auto losses = forward_and_backward(parts);
-    phases_.backward += watch.seconds();
-    BatchTotals mean;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      samples_[i] += parts[i].size();
-      if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
-    }
-    return over_all_ranks(mean);
+  BatchTotals forward_backward(const Batch& batch) override {
+    const auto parts = parts_of(batch, devices_->size());
+    const auto losses = timed(phases_.backward, [&] { return losses_after_backward(parts); });
+    for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
+    return over_all_ranks(mean_of(losses, parts));
   }
 
   void update() override {
-    const Stopwatch watch;
-    follow_learning_rate(nets_);
-    devices_.run([nets = nets_](Device& device) { nets[place_of(device)].optimizer->step(); });
-    phases_.update += watch.seconds();
+    timed(phases_.update, [&] {
+      follow_learning_rate(replicas_);
+      lockstep::update(*devices_, replicas_);
+    });
     if (++batches_since_average_ == average_every_) average();
   }
 
@@ -114,20 +102,15 @@ class Averaging : public Strategy {
       broadcast_tensors(world_, named_buffers(model()));
       optimizer().broadcast_state(world_, 0);
     }
-    follow_first(nets_);
+    follow_first(replicas_);
   }
 
   void restored(std::int64_t) override {
-    follow_first(nets_);
+    follow_first(replicas_);
     outer_.restart_from(blocks_.front());
   }
 
-  torch::Tensor forward(const torch::Tensor& data) override { return nets_.front().forward(task_, data); }
-  torch::nn::Module& model() override { return *nets_.front().model; }
-  Optimizer& optimizer() override { return *nets_.front().optimizer; }
-  const PhaseTimes& phases() const override { return phases_; }
   std::vector<NamedTensor> state() override { return outer_.state(); }
-  std::vector<std::string> devices() const override { return devices_.names(); }
 
   Report report() const override {
     return {{"average_every", static_cast<double>(average_every_)},
@@ -138,50 +121,60 @@ class Averaging : public Strategy {
   }
 
  private:
-  // Net 0's lies where other processes can read it.
+  // Replica 0's block lies where other processes can read it.
   void make_blocks() {
-    for (std::size_t i = 0; i < nets_.size(); ++i)
-      blocks_.push_back(make_flat_block(*nets_[i].model, [&](torch::IntArrayRef sizes, const auto& options) {
-        return i == 0 ? world_.allocate(sizes, options) : torch::empty(sizes, options);
+    for (const Replica& replica : replicas_)
+      blocks_.push_back(make_flat_block(*replica.model, [&](torch::IntArrayRef sizes, const auto& options) {
+        return blocks_.empty() ? world_.allocate(sizes, options) : torch::empty(sizes, options);
       }));
   }
 
-  std::vector<torch::Tensor> forward_and_backward(const std::vector<Batch>& parts) {
+  std::vector<torch::Tensor> losses_after_backward(const std::vector<Batch>& parts) {
     const auto losses = std::make_shared<std::vector<torch::Tensor>>(parts.size());
-    devices_.run([losses, parts, task = task_, nets = nets_, seed = draw_seed()](Device& device) {
-      const std::size_t i = place_of(device);
-      nets[i].optimizer->zero_grad();
-      if (parts[i].size() == 0) return;
+    devices_->run([losses, parts, task = task_, replicas = replicas_, seed = draw_seed()](Device& device) {
+      const Replica& replica = for_device(replicas, device);
+      const Batch& part = for_device(parts, device);
+      replica.optimizer->zero_grad();
+      if (part.size() == 0) return;
       device.seed(seed_of(seed, device.index()));
-      const torch::Tensor loss = task.loss(nets[i].forward(task, parts[i].data), parts[i].target);
+      const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
       loss.backward();
-      (*losses)[i] = loss.detach();
+      for_device(*losses, device) = loss.detach();
     });
     return *losses;
   }
 
-  BatchTotals over_all_ranks(const BatchTotals& totals) const {
-    if (world_.size() == 1) return totals;
-    const auto samples = static_cast<double>(totals.samples);
-    const torch::Tensor sums =
-        torch::tensor({samples, totals.mean_loss * samples}, torch::kFloat64);
+  BatchTotals over_all_ranks(const BatchTotals& mine) const {
+    if (world_.size() == 1) return mine;
+    const auto samples = static_cast<double>(mine.samples);
+    const torch::Tensor sums = torch::tensor({samples, mine.mean_loss * samples}, torch::kFloat64);
     world_.all_reduce(sums);
     const auto* sum = sums.const_data_ptr<double>();
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 
+  // With N devices in each of R ranks and K bytes of parameters:
+  //
+  //   1  collect     each device scales its block by its share of all samples; then device d adds up part d of the N
+  //                  blocks into block 0: it reads K and writes K/N
+  //   2  all_reduce  block 0 over the ranks: each sends 2(R-1)/R K. It is the weighted mean of all R*N replicas now
+  //   3  outer step  on every rank with the same numbers, and so with the same result
+  //   4  copy back   each device copies block 0 into its own: K read, K written
+  //
+  // Steps 1 and 4 end with a wait for all devices (Devices::run). So replica 0 can't train on while others still copy
+  // from its block.
   void average() {
-    const Stopwatch watch;
-    const std::int64_t all = samples_of_all_ranks();
-    batches_since_average_ = 0;
-    if (all == 0) return;
-    collect_on_net_0(all);
-    world_.all_reduce(blocks_.front());
-    outer_.apply(blocks_.front());
-    copy_back();
-    std::fill(samples_.begin(), samples_.end(), 0);
-    ++averages_;
-    phases_.exchange += watch.seconds();
+    timed(phases_.exchange, [&] {
+      const std::int64_t all = samples_of_all_ranks();
+      batches_since_average_ = 0;
+      if (all == 0) return;
+      collect_in_block_0(all);
+      world_.all_reduce(blocks_.front());
+      outer_.apply(blocks_.front());
+      copy_back();
+      std::ranges::fill(samples_, 0);
+      ++averages_;
+    });
   }
 
   std::int64_t samples_of_all_ranks() const {
@@ -190,31 +183,27 @@ class Averaging : public Strategy {
     return samples.item<std::int64_t>();
   }
 
-  void collect_on_net_0(std::int64_t all) {
-    devices_.run([blocks = blocks_, samples = samples_, all](Device& device) {
-      const std::size_t i = place_of(device);
+  void collect_in_block_0(std::int64_t all) {
+    devices_->run([blocks = blocks_, samples = samples_, all](Device& device) {
       const torch::NoGradGuard no_grad;
-      torch::Tensor(blocks[i]).mul_(static_cast<double>(samples[i]) / static_cast<double>(all));
-      device.reduce(blocks[i]);
+      torch::Tensor block = for_device(blocks, device);
+      block.mul_(static_cast<double>(for_device(samples, device)) / static_cast<double>(all));
+      device.reduce(block);
     });
   }
 
   void copy_back() {
-    if (nets_.size() > 1)
-      devices_.run([blocks = blocks_](Device& device) { device.broadcast(blocks[place_of(device)]); });
+    if (replicas_.size() > 1)
+      devices_->run([blocks = blocks_](Device& device) { device.broadcast(for_device(blocks, device)); });
   }
 
   World world_;
-  Task task_;
   std::int64_t average_every_;
-  Devices devices_;
-  Replicas nets_;
-  std::vector<torch::Tensor> blocks_;
-  std::vector<std::int64_t> samples_;  // that each net saw since the last average
+  std::vector<torch::Tensor> blocks_;  // of each replica's parameters
+  std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
   OuterStep outer_;
   std::int64_t batches_since_average_ = 0;
   std::int64_t averages_ = 0;
-  PhaseTimes phases_;
 };
 
 }  // namespace

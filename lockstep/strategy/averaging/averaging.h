@@ -1,23 +1,23 @@
-// strategy/averaging/averaging.h: `averaging`: every device trains a net of its own, and the parameters are averaged every h
-// batches. S4.
+// strategy/averaging/averaging.h: `averaging`: every device trains a replica of its own, and the parameters are averaged
+// every h batches.
 //
 //   1 scheduling thread prepares a batch and hands each of N device threads its part
-//   N device threads    forward, backward and update of their own net, alone
-//   every h batches     net 0 = mean of all nets, weighted by the samples they saw; then copied to all
+//   N device threads    forward, backward and update of their own replica, without exchange
+//   every h batches     replica 0 = the mean of all replicas, weighted by the samples they saw; then copied to all
 //
-// With h = 1 and plain SGD that is data parallel training, step by step. Between processes and machines the average of
-// each one's nets is averaged once more, through World (local SGD: Stich, 2019): what is sent per batch falls by h.
-// With an outer learning rate or momentum the average is not taken as it is: its difference from the last one is a
-// gradient for Nesterov's step (DiLoCo: Douillard et al., 2023).
+// With h = 1 and plain SGD this is data parallel training, step by step. Between processes and machines the averages
+// are averaged once more, through World (local SGD: Stich, 2019): the bytes sent per batch fall by h. With an outer
+// learning rate or momentum, the difference between the last average and the new one is a gradient for a step with
+// Nesterov's momentum (DiLoCo: Douillard et al., 2023).
 //
-// Owns:    the devices' threads, a net and one flat block of its weights per device
-// Threads: one scheduling thread. A device says that it is done after its copy, not before: net 0 never trains on while
-//          others still read it
-// Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(N-1)/N * K every h batches, and 16
-//          bytes for the loss of each batch
+// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, and the
+// replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
+// checkpoint has the same bits as one that went on.
 //
-// Momentum is each net's own. synchronise() (validation, checkpoints) averages at once, and the nets of all ranks go on
-// with the momentum and the buffers of rank 0's net 0: a resumed run has the bits of one that was not interrupted.
+// Owns:    the devices' threads; per device a replica and one flat block of its parameters
+// Threads: one scheduling thread
+// Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
+//          and 16 bytes for the loss of each batch
 #pragma once
 
 #include <memory>

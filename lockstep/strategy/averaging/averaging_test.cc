@@ -5,8 +5,10 @@
 #include <map>
 #include <mutex>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/averaging/flat_block.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -22,49 +24,45 @@ StrategyOptions averaging(int devices, std::int64_t every = 1) {
 class AveragingOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, AveragingOfSize, ::testing::Values(1, 2, 3, 4));
 
-TEST_P(AveragingOfSize, S4_trains_as_one_device_does_when_it_averages_every_batch) {
+TEST_P(AveragingOfSize, trains_as_one_device_does_when_it_averages_every_batch) {
   expect_same_course(course_of(small_task(), averaging(GetParam())),
                      on_one_device(small_task(), averaging(GetParam())));
 }
 
-// By hand: nets of their own for h batches, then their mean.
-std::vector<torch::Tensor> local_sgd_by_hand(int nets, int every, int steps) {
+// By hand: replicas that train alone for h batches, then their mean.
+std::vector<torch::Tensor> local_sgd_by_hand(int replicas, int every, int steps) {
   const StrategyOptions options = averaging(1);
-  std::vector<std::unique_ptr<Strategy>> all;
-  for (int i = 0; i < nets; ++i) {
+  IntVector<std::unique_ptr<Strategy>> all;
+  for (int i = 0; i < replicas; ++i) {
     StrategyOptions single = options;
     single.name = "single";
     all.push_back(make_strategy(World::single(), small_task(), single));
   }
   const torch::NoGradGuard no_grad;
   for (int step = 0; step < steps; ++step) {
-    for (int i = 0; i < nets; ++i) {
+    for (int i = 0; i < replicas; ++i) {
       const torch::AutoGradMode grad(true);
-      const Batch batch = batch_of(step);
-      const Range part = even_part(batch.size(), i, nets);
-      all[static_cast<std::size_t>(i)]->compute(
-          {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
-      all[static_cast<std::size_t>(i)]->update();
+      all[i]->forward_backward(part_of(batch_of(step), i, replicas));
+      all[i]->update();
     }
     if ((step + 1) % every != 0) continue;
     for (std::size_t p = 0; p < values_of(all[0]->model()).size(); ++p) {
       torch::Tensor mean = torch::zeros_like(all[0]->model().parameters()[p]);
-      for (int i = 0; i < nets; ++i)
-        mean += all[static_cast<std::size_t>(i)]->model().parameters()[p] *
-                (static_cast<double>(even_part(kBatch, i, nets).size()) / kBatch);
-      for (auto& strategy : all) strategy->model().parameters()[p].copy_(mean);
+      for (int i = 0; i < replicas; ++i)
+        mean += all[i]->model().parameters()[p] * (static_cast<double>(even_part(kBatch, i, replicas).size()) / kBatch);
+      for (const auto& strategy : all) strategy->model().parameters()[p].copy_(mean);
     }
-    for (auto& strategy : all) strategy->restored(step + 1);
+    for (const auto& strategy : all) strategy->restored(step + 1);
   }
   return values_of(all[0]->model());
 }
 
-TEST(S4_averaging, is_local_sgd_when_it_averages_every_5_batches) {
+TEST(Averaging, is_local_sgd_when_it_averages_every_5_batches) {
   const Course course = course_of(small_task(), averaging(3, 5));
   expect_same_course({course.parameters, {}}, {local_sgd_by_hand(3, 5, kSteps), {}});
 }
 
-TEST(S4_averaging, averages_h_times_less_often) {
+TEST(Averaging, averages_h_times_less_often) {
   const auto averages = [](std::int64_t every) {
     const auto strategy = make_strategy(World::single(), small_task(), averaging(2, every));
     course_of(*strategy);
@@ -73,23 +71,20 @@ TEST(S4_averaging, averages_h_times_less_often) {
   };
   EXPECT_EQ(averages(1), 20);
   EXPECT_EQ(averages(5), 4);
-  EXPECT_EQ(averages(6), 4);  // and once more for the model of the end
+  EXPECT_EQ(averages(6), 4);  // three times, and once more in synchronise()
 }
 
-// Processes x devices: the same averages as 4 devices of one.
-TEST(S4_averaging, averages_over_ranks_too) {
+// 2 ranks of 2 devices: the same averages as 4 devices of one rank.
+TEST(Averaging, averages_over_ranks_too) {
   const Course one = course_of(small_task(), averaging(4, 2));
   std::mutex mutex;
   run_ranks(2, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), averaging(2, 2));
     Course course;
     for (int step = 0; step < kSteps; ++step) {
-      const Batch batch = batch_of(step);
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.
-      const Range part = even_part(batch.size(), world.rank(), world.size());
-      course.losses.push_back(
-          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
-              .mean_loss);
+      const Batch part = part_of(batch_of(step), world.rank(), world.size());
+      course.losses.push_back(strategy->forward_backward(part).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -102,16 +97,14 @@ TEST(S4_averaging, averages_over_ranks_too) {
   });
 }
 
-// Momentum is each net's own until the nets become one model, which is what a checkpoint has.
-TEST(S4_averaging, makes_the_nets_of_all_ranks_one_with_its_optimizers_state) {
+// Each replica has its own momentum until synchronise() makes the replicas one model, as a checkpoint needs it.
+TEST(Averaging, synchronises_parameters_and_optimizer_state_of_all_ranks) {
   StrategyOptions options = averaging(2, 3);
   options.sgd.momentum = 0.9;
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
     for (int step = 0; step < 4; ++step) {
-      const Batch batch = batch_of(step);
-      const Range part = even_part(batch.size(), world.rank(), world.size());
-      strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+      strategy->forward_backward(part_of(batch_of(step), world.rank(), world.size()));
       strategy->update();
     }
     strategy->synchronise();
@@ -128,7 +121,7 @@ TEST(S4_averaging, makes_the_nets_of_all_ranks_one_with_its_optimizers_state) {
   });
 }
 
-TEST(S4_averaging, refuses_parameters_of_16_bits) {
+TEST(Averaging, refuses_parameters_of_16_bits) {
   Task task = small_task();
   task.make_model = [] {
     torch::nn::Sequential net(torch::nn::Linear(6, 4));
@@ -139,12 +132,12 @@ TEST(S4_averaging, refuses_parameters_of_16_bits) {
                        "parameters of BFloat16 can't be averaged"));
 }
 
-TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
+TEST(Averaging, takes_the_outer_step_of_diloco) {
   StrategyOptions options = averaging(1, 10);
   options.outer_lr = 0.7;
   options.outer_momentum = 0.9;
   const Course course = course_of(small_task(), options);
-  // By hand: two rounds of ten steps of one net.
+  // By hand: two rounds of ten steps of one replica.
   StrategyOptions single = options;
   single.name = "single";
   const auto inner = make_strategy(World::single(), small_task(), single);
@@ -152,7 +145,7 @@ TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
   std::vector<torch::Tensor> velocity;
   for (const auto& value : anchor) velocity.push_back(torch::zeros_like(value));
   for (int step = 0; step < kSteps; ++step) {
-    inner->compute(batch_of(step));
+    inner->forward_backward(batch_of(step));
     inner->update();
     if ((step + 1) % 10 != 0) continue;
     const torch::NoGradGuard no_grad;
@@ -167,17 +160,17 @@ TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
   expect_same_course({course.parameters, {}}, {anchor, {}});
 }
 
-TEST(S4_averaging, ends_all_threads_with_the_exception_of_one) {
+TEST(Averaging, ends_all_threads_with_the_exception_of_one) {
   Task task = small_task();
   task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
     if (data.size(0) == 4) throw DataError({.what = "thrown on the device with 4 samples"});
     return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
   };
   const auto strategy = make_strategy(World::single(), task, averaging(3));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "with 4 samples"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "with 4 samples"));
 }
 
-TEST(S4_averaging, refuses_options_without_sense) {
+TEST(Averaging, refuses_options_out_of_range) {
   const auto refusal = [](const StrategyOptions& options) {
     return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
   };

@@ -3,8 +3,6 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/model/parameters.h"
-#include "lockstep/periodic_average.h"
 
 namespace lockstep {
 namespace {
@@ -15,13 +13,22 @@ std::int64_t place_after(std::int64_t offset, const torch::Tensor& parameter) {
 
 }  // namespace
 
+void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
+  for (const auto& [name, parameter] : parameters)
+    if (parameter.element_size() == 2)
+      throw UsageError(
+          {.what = concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
+           .likely = "the whole model was converted to 16 bits: its optimizer updates a float32 copy of the parameters",
+           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16, in_mixed_precision()"});
+}
+
 torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& allocate) {
   const torch::NoGradGuard no_grad;
   std::vector<NamedTensor> parameters = named_parameters(model);
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
   if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
-  require_no_16_bits(parameters);
+  refuse_16_bit_parameters(parameters);
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) {
     if (tensor.scalar_type() != dtype)

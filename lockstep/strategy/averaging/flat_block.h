@@ -1,4 +1,5 @@
-// strategy/averaging/flat_block.h: all weights of a network as one contiguous block, so that one copy moves a model. S4.
+// strategy/averaging/flat_block.h: all trained parameters of a model in one contiguous block, so that one copy moves a
+// model.
 //
 // Owns:    the block; the parameters become parts of it
 // Threads: one thread per module
@@ -9,14 +10,20 @@
 #include <torch/types.h>
 
 #include <functional>
+#include <vector>
+
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
-// Where a block of so many values gets its memory; torch::empty, or World::allocate.
+// Allocates a block: torch::empty or World::allocate.
 using AllocateBlock = std::function<torch::Tensor(torch::IntArrayRef sizes, const torch::TensorOptions& options)>;
 
-// Moves every trained parameter into one new block and returns it, (values) long. Names, shapes, strides and values
-// stay; each parameter begins on a cache line. Throws UsageError: parameters of several dtypes.
+// Moves every trained parameter into one new block of shape (values), which it returns. Names, shapes, strides and
+// values stay; each parameter begins on a cache line. Throws UsageError: parameters of several dtypes, or of 16 bits.
 torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& allocate);
+
+// Throws UsageError if a parameter has 16 bits: optimizers keep a float32 copy of it, which would not see the average.
+void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters);
 
 }  // namespace lockstep

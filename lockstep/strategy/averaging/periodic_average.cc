@@ -2,24 +2,18 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/averaging/flat_block.h"
 
 namespace lockstep {
 
-void require_no_16_bits(const std::vector<NamedTensor>& parameters) {
-  for (const auto& [name, parameter] : parameters)
-    if (parameter.element_size() == 2)
-      throw UsageError(
-          {.what = concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
-           .likely = "a model that was converted as a whole: optimizers keep such parameters in float32 beside",
-           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16, in_mixed_precision()"});
-}
-
 PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options)
-    : world_(std::move(world)), parameters_(named_parameters(module)), options_(options) {
+    : world_(std::move(world)), options_(options) {
   if (options.first_steps < 0 || options.every < 1)
     throw UsageError({.what = concat("averages every ", options.every, " steps after the first ", options.first_steps),
-                      .next = "at least every step, and no negative beginning"});
-  require_no_16_bits(parameters_);
+                      .next = "give every >= 1 and first_steps >= 0"});
+  const auto parameters = named_parameters(module);
+  refuse_16_bit_parameters(parameters);
+  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
 }
 
 void PeriodicAverage::after_step() {
@@ -27,7 +21,7 @@ void PeriodicAverage::after_step() {
   ++steps_;
   if (!was_local || (steps_ - options_.first_steps) % options_.every != 0) return;
   const torch::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : parameters_) world_.all_reduce(dense_view(parameter), ReduceOp::kMean);
+  for (const torch::Tensor& parameter : parameters_) world_.all_reduce(dense_view(parameter), ReduceOp::kMean);
 }
 
 }  // namespace lockstep

@@ -9,8 +9,8 @@
 #include "lockstep/devices.h"
 #include "lockstep/error.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {
@@ -30,7 +30,7 @@ class DdpStrategy : public Strategy {
     if (options.virtual_shards > 0) generator_.emplace(options.seed);
   }
 
-  BatchTotals compute(const Batch& batch) override {
+  BatchTotals forward_backward(const Batch& batch) override {
     replica_.optimizer->zero_grad();
     if (options_.virtual_shards > 0)
       compute_shards(batch);

@@ -58,7 +58,7 @@ Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOption
     const auto strategy = make_strategy(world, lenet_task(dtype), options);
     std::vector<double> losses;
     for (int step = 0; step < steps; ++step) {
-      losses.push_back(strategy->compute(part_of(global_batch(step, dtype), world)).mean_loss);
+      losses.push_back(strategy->forward_backward(part_of(global_batch(step, dtype), world)).mean_loss);
       strategy->update();
     }
     for (const auto& [name, tensor] : named_parameters(strategy->model())) {
@@ -100,7 +100,7 @@ TEST(Ddp, trains_when_a_batch_has_fewer_samples_than_ranks) {
       const auto strategy = make_strategy(world, lenet_task(torch::kFloat64), {.sgd = {.lr = 0.1}, .seed = 4});
       Batch batch = global_batch(0, torch::kFloat64);
       batch = {batch.data.slice(0, 0, 2), batch.target.slice(0, 0, 2)};
-      strategy->compute(part_of(batch, world));
+      strategy->forward_backward(part_of(batch, world));
       strategy->update();
       if (world.rank() == 0) weights[ranks == 1 ? 0 : 1] = strategy->model().parameters()[0].detach();
     });

@@ -1,5 +1,5 @@
-// strategy/devices/data_parallel.h: `data_parallel`: a thread per device and one of them the master, as torch's DataParallel
-// has it. S1.
+// strategy/devices/data_parallel.h: `data_parallel`: a thread per device, one of them the master, as in torch's
+// DataParallel.
 //
 //   scatter         the batch over the devices
 //   replicate       the parameters of device 0 on every device
@@ -10,8 +10,8 @@
 //   reduce          the gradients onto device 0
 //   update          of device 0's parameters
 //
-// It is a parameter server in disguise: what device 0 does grows with the number of devices, and report() says by how
-// much. The loss is one function of the whole batch, so that losses which are no mean over samples are exact too.
+// Device 0 acts as a parameter server: its work grows with the number of devices, and report() says by how much. The
+// loss is computed over the whole batch at once, so that losses that are not a mean over samples are exact too.
 //
 // Owns:    the devices' threads, a replica per device
 // Threads: one scheduling thread

@@ -17,46 +17,47 @@ StrategyOptions data_parallel(int devices) {
 class DataParallelOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, DataParallelOfSize, ::testing::Values(1, 2, 3, 4));
 
-TEST_P(DataParallelOfSize, S1_trains_as_one_device_does) {
+TEST_P(DataParallelOfSize, trains_as_one_device_does) {
   expect_same_course(course_of(small_task(), data_parallel(GetParam())),
                      on_one_device(small_task(), data_parallel(GetParam())));
 }
 
-// A loss that is no mean over samples: gathering the outputs makes it exact all the same.
-TEST_P(DataParallelOfSize, S1_computes_the_loss_over_the_whole_batch) {
+// Exact, though the loss is not a mean over samples: the outputs are gathered first.
+TEST_P(DataParallelOfSize, computes_the_loss_over_the_whole_batch) {
   Task task = small_task();
   task.loss = [](const torch::Tensor& output, const torch::Tensor&) { return output.std(); };
   expect_same_course(course_of(task, data_parallel(GetParam()), 5), on_one_device(task, data_parallel(GetParam()), 5));
 }
 
-TEST(S1_data_parallel, trains_a_layer_that_stands_in_two_places) {
+TEST(DataParallel, trains_a_layer_that_is_used_twice) {
   expect_same_course(course_of(tied_task(), data_parallel(2)), on_one_device(tied_task(), data_parallel(2)));
 }
 
-TEST(S1_data_parallel, trains_when_a_batch_has_fewer_samples_than_devices) {
+TEST(DataParallel, trains_with_fewer_samples_than_devices) {
   expect_same_course(course_of(small_task(), data_parallel(4), 5, 2),
                      on_one_device(small_task(), data_parallel(4), 5, 2));
 }
 
-TEST(S1_data_parallel, reports_what_device_0_has_more_than_the_others) {
+TEST(DataParallel, reports_how_much_more_device_0_holds) {
   const auto strategy = make_strategy(World::single(), small_task(), data_parallel(2));
   course_of(*strategy);
   const Report report = strategy->report();
   std::map<std::string, double> numbers(report.begin(), report.end());
   const double parameters = 8.0 * (6 * 8 + 8 + 8 * 7 + 7 + 7 * 5 + 5 + 5 * 4 + 4);
-  EXPECT_EQ(numbers["other_device_bytes"], parameters);                         // gradients
-  EXPECT_EQ(numbers["device_0_bytes"], 3 * parameters + 2 * 8.0 * 4 * kBatch);  // and weights, momentum, outputs
+  EXPECT_EQ(numbers["other_device_bytes"], parameters);  // gradients
+  EXPECT_EQ(numbers["device_0_bytes"],
+            3 * parameters + 2 * 8.0 * 4 * kBatch);  // gradients, parameters, momentum; outputs
   EXPECT_GT(numbers["device_0_busy_seconds"], 0);
   EXPECT_GT(numbers["other_device_busy_seconds"], 0);
 }
 
-TEST(S1_data_parallel, hands_on_what_the_loss_throws_on_device_0) {
+TEST(DataParallel, passes_on_what_the_loss_throws) {
   Task task = small_task();
   task.loss = [](const torch::Tensor&, const torch::Tensor&) -> torch::Tensor {
     throw DataError({.what = "thrown in the loss"});
   };
   const auto strategy = make_strategy(World::single(), task, data_parallel(2));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the loss"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the loss"));
 }
 
 }  // namespace

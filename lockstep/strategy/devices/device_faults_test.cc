@@ -1,9 +1,10 @@
-// Every strategy whose devices are threads, one of which is slow, throws or hangs in the middle of a step.
+// Every strategy whose devices are threads, while one of them is slow, throws or hangs in the middle of a step.
 #include <atomic>
 #include <filesystem>
 #include <thread>
 
 #include "lockstep/deadline.h"
+#include "lockstep/devices.h"
 #include "lockstep/error.h"
 #include "tests/shm/support.h"
 #include "tests/strategies.h"
@@ -15,30 +16,30 @@ namespace {
 using namespace testing;
 using namespace std::chrono_literals;
 
-// A layer that does something else first: what, depends on how many samples it is given.
-struct SpoiltTanhImpl : torch::nn::Module {
-  explicit SpoiltTanhImpl(std::function<void(std::int64_t samples)> spoil) : spoil_(std::move(spoil)) {}
+// A layer that first calls `fault` with the number of its samples, by which a test recognises the device.
+struct FaultyTanhImpl : torch::nn::Module {
+  explicit FaultyTanhImpl(std::function<void(std::int64_t samples)> fault) : fault_(std::move(fault)) {}
   torch::Tensor forward(const torch::Tensor& x) {
-    spoil_(x.size(0));
+    fault_(x.size(0));
     return x.tanh();
   }
 
  private:
-  std::function<void(std::int64_t)> spoil_;
+  std::function<void(std::int64_t)> fault_;
 };
-TORCH_MODULE(SpoiltTanh);
+TORCH_MODULE(FaultyTanh);
 
-Task spoilt_task(const std::function<void(std::int64_t samples)>& spoil) {
+Task faulty_task(const std::function<void(std::int64_t samples)>& fault) {
   Task task = small_task();
-  task.make_model = [spoil] {
-    torch::nn::Sequential net(torch::nn::Linear(6, 8), SpoiltTanh(spoil), torch::nn::Linear(8, 4));
+  task.make_model = [fault] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), FaultyTanh(fault), torch::nn::Linear(8, 4));
     net->to(torch::kFloat64);
     return net.ptr();
   };
   return task;
 }
 
-// A strategy; and the device on which the layer is spoilt, which alone gives it so many samples.
+// A strategy, and the device that has the fault: the only one whose layer gets `samples` samples.
 struct Arrangement {
   std::string name;
   StrategyOptions options;
@@ -69,20 +70,20 @@ const std::vector<Arrangement> kArrangements = {
      11},
 };
 
-class DevicesOf : public ::testing::TestWithParam<Arrangement> {
+class StrategyDevices : public ::testing::TestWithParam<Arrangement> {
  protected:
-  // What the spoilt device does instead, whenever it is its turn.
-  Task task(const std::function<void()>& instead) const {
-    return spoilt_task([instead, wanted = GetParam().samples](std::int64_t samples) {
-      if (samples == wanted) instead();
+  // The faulty device calls `fault` in every forward.
+  Task task(const std::function<void()>& fault) const {
+    return faulty_task([fault, wanted = GetParam().samples](std::int64_t samples) {
+      if (samples == wanted) fault();
     });
   }
   Batch batch(int step) const { return batch_of(step, GetParam().batch); }
 };
-INSTANTIATE_TEST_SUITE_P(Faults, DevicesOf, ::testing::ValuesIn(kArrangements),
+INSTANTIATE_TEST_SUITE_P(Faults, StrategyDevices, ::testing::ValuesIn(kArrangements),
                          [](const auto& test) { return test.param.name; });
 
-TEST_P(DevicesOf, which_one_is_slow_wait_for_it_and_train_as_ever) {
+TEST_P(StrategyDevices, wait_for_a_slow_one) {
   std::atomic<int> turns{0};
   const auto dawdle = [&turns] {
     ++turns;
@@ -93,19 +94,20 @@ TEST_P(DevicesOf, which_one_is_slow_wait_for_it_and_train_as_ever) {
   expect_same_bits(slow, course_of(task([] {}), GetParam().options, 4, GetParam().batch));
 }
 
-TEST_P(DevicesOf, which_one_throws_all_end_with_its_exception_within_a_second) {
+TEST_P(StrategyDevices, end_with_the_exception_of_one) {
   std::atomic<bool> throws{false};
   const Stopwatch watch;
   {
-    const auto spoilt = task([&throws] {
+    const auto faulty = task([&throws] {
       if (throws) throw DataError({.what = "thrown on one device"});
     });
-    const auto strategy = make_strategy(World::single(), spoilt, GetParam().options);
-    strategy->compute(batch(0));
+    const auto strategy = make_strategy(World::single(), faulty, GetParam().options);
+    strategy->forward_backward(batch(0));
     strategy->update();
     throws = true;
-    EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch(1)); }), "thrown on one device"));
-    EXPECT_TRUE(contains(message_of<UsageError>([&] { strategy->compute(batch(2)); }), "after one of them failed"));
+    EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch(1)); }), "thrown on one device"));
+    EXPECT_TRUE(
+        contains(message_of<UsageError>([&] { strategy->forward_backward(batch(2)); }), "after one of them failed"));
   }
   EXPECT_LT(watch.seconds(), 1.0 * LOCKSTEP_TEST_PATIENCE);
 }
@@ -114,10 +116,10 @@ std::ptrdiff_t threads_of_this_process() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
 }
 
-// What the thread that is left behind uses must still be there when it comes to its end.
-TEST_P(DevicesOf, which_one_hangs_name_it_within_the_timeout_and_are_gone_before_it) {
+// The thread that is left behind outlives the strategy: what it uses must still be there when its function returns.
+TEST_P(StrategyDevices, name_the_one_that_hangs) {
   const auto go_on = std::make_shared<std::atomic<bool>>(false);
-  std::thread([] {}).join();  // with the first one a sanitizer starts one of its own
+  std::thread([] {}).join();  // with the first thread, a sanitizer starts one of its own
   const std::ptrdiff_t threads_before = threads_of_this_process();
   const auto hang = [go_on] {
     while (!*go_on) std::this_thread::sleep_for(1ms);
@@ -125,14 +127,16 @@ TEST_P(DevicesOf, which_one_hangs_name_it_within_the_timeout_and_are_gone_before
   StrategyOptions options = GetParam().options;
   options.timeout = 200ms * LOCKSTEP_TEST_PATIENCE;
   const Stopwatch watch;
-  const auto train = [&] { make_strategy(World::single(), task(hang), options)->compute(batch(0)); };
+  const auto train = [&] { make_strategy(World::single(), task(hang), options)->forward_backward(batch(0)); };
   EXPECT_TRUE(contains(message_of<PeerLost>(train), GetParam().device + " is not done within "));
   EXPECT_GE(watch.seconds(), 0.2 * LOCKSTEP_TEST_PATIENCE);
   EXPECT_LT(watch.seconds(), 1.0 * LOCKSTEP_TEST_PATIENCE);
+  EXPECT_EQ(Devices::left_behind(), 1);
   *go_on = true;
   const Deadline deadline = Deadline::after(10s);
   while (threads_of_this_process() > threads_before && !deadline.passed()) std::this_thread::yield();
   EXPECT_LE(threads_of_this_process(), threads_before);
+  EXPECT_EQ(Devices::left_behind(), 0);
 }
 
 }  // namespace

@@ -3,11 +3,15 @@
 #include <torch/nn/functional/dropout.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 #include <thread>
 
+#include "lockstep/base/int_vector.h"
+#include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/devices/wait.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -23,34 +27,34 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DevicesOfSize, ::testing::Values(1, 2, 3, 4, 7))
 
 TEST_P(DevicesOfSize, run_a_function_once_on_each_thread) {
   Devices devices({.count = GetParam()});
-  std::vector<std::thread::id> threads(static_cast<std::size_t>(GetParam()));
+  IntVector<std::thread::id> threads(GetParam());
   for (int round = 0; round < 3; ++round) {
-    std::vector<int> calls(threads.size());
+    IntVector<int> calls(GetParam());
     devices.run([&](Device& device) {
-      const auto i = static_cast<std::size_t>(device.index());
+      const int i = device.index();
       ++calls[i];
       if (round > 0) {
         EXPECT_EQ(threads[i], std::this_thread::get_id());
       }
       threads[i] = std::this_thread::get_id();
     });
-    EXPECT_EQ(calls, std::vector<int>(threads.size(), 1));
+    EXPECT_EQ(calls, IntVector<int>(GetParam(), 1));
   }
-  EXPECT_EQ(std::set<std::thread::id>(threads.begin(), threads.end()).size(), threads.size());
+  EXPECT_EQ(std::set(threads.begin(), threads.end()).size(), threads.elements().size());
 }
 
-TEST_P(DevicesOfSize, share_a_range_between_their_threads) {
+TEST_P(DevicesOfSize, divide_a_range_among_their_threads) {
   Devices devices({.count = GetParam()});
   for (const std::int64_t count : {0, 1, 5, 1000}) {
-    std::vector<std::atomic<int>> visits(static_cast<std::size_t>(count) + 10);
-    devices.parallel_for(10, 10 + count, 1, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t i = first; i < last; ++i) ++visits[static_cast<std::size_t>(i)];
-    });
-    for (std::size_t i = 0; i < visits.size(); ++i) EXPECT_EQ(visits[i], i < 10 ? 0 : 1) << i << " of " << count;
+    const torch::Tensor visits = torch::zeros({10 + count}, torch::kInt64);  // each element is written by one thread
+    devices.parallel_for(10, 10 + count, 1,
+                         [&](std::int64_t first, std::int64_t last) { visits.slice(0, first, last).add_(1); });
+    EXPECT_TRUE(visits.slice(0, 0, 10).eq(0).all().item<bool>());
+    EXPECT_TRUE(visits.slice(0, 10).eq(1).all().item<bool>()) << count;
   }
 }
 
-TEST(Devices, share_a_range_between_the_cores_of_a_device) {
+TEST(Devices, divide_a_range_among_the_cores_of_a_device) {
   Devices devices({.count = 1});
   std::mutex mutex;
   std::set<std::thread::id> threads;
@@ -89,14 +93,14 @@ TEST_P(DevicesOfSize, reduce_onto_one_and_broadcast_from_one) {
 TEST(Devices, are_disjoint_sets_of_cores_with_names) {
   Devices devices({.count = 2, .cores = usable_cores()});
   EXPECT_EQ(devices.names(), (std::vector<std::string>{"cpu:0", "cpu:1"}));
-  std::vector<CoreSet> cores(2);
-  devices.run([&](Device& device) { cores[static_cast<std::size_t>(device.index())] = usable_cores(); });
+  IntVector<CoreSet> cores(2);
+  devices.run([&](Device& device) { cores[device.index()] = usable_cores(); });
   if (usable_cores().size() >= 2) {
     for (const int core : cores[0]) EXPECT_EQ(std::count(cores[1].begin(), cores[1].end(), core), 0);
   }
 }
 
-TEST(S4_devices, end_all_with_the_exception_of_one) {
+TEST(Devices, end_all_with_the_exception_of_one) {
   Devices devices({.count = 3});
   const auto throw_on_1 = [](Device& device) {
     if (device.index() == 1) throw DataError({.what = "thrown on a device"});
@@ -108,19 +112,19 @@ TEST(S4_devices, end_all_with_the_exception_of_one) {
   EXPECT_TRUE(contains(message_of<UsageError>([&] { devices.run(throw_on_1); }), "after one of them failed"));
 }
 
-TEST(S4_devices, end_a_wait_for_a_signal_when_another_device_throws) {
+TEST(Devices, stop_waiting_when_another_device_throws) {
   Devices devices({.count = 2});
   shm::Flag never;
   const Stopwatch watch;
   const auto body = [&](Device& device) {
     if (device.index() == 1) throw DataError({.what = "thrown on a device"});
-    device.wait(never, "a signal", [&] { return never.reached(1); });
+    wait_on(device, never, "a signal", [&] { return never.reached(1); });
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { devices.run(body); }), "thrown on a device"));
   EXPECT_LT(watch.seconds(), 1);
 }
 
-TEST(S4_devices, name_a_device_that_is_too_slow_within_the_timeout) {
+TEST(Devices, name_the_one_that_is_too_slow) {
   std::atomic<bool> go_on{false};
   Devices devices({.count = 2, .timeout = 200ms});
   const Stopwatch watch;
@@ -130,10 +134,24 @@ TEST(S4_devices, name_a_device_that_is_too_slow_within_the_timeout) {
   EXPECT_TRUE(contains(message_of<PeerLost>([&] { devices.run(body); }), "cpu:1 is not done within 200.0 ms"));
   EXPECT_GE(watch.seconds(), 0.2);
   EXPECT_LT(watch.seconds(), 1);
+  EXPECT_EQ(Devices::left_behind(), 0);
   go_on = true;
 }
 
-TEST(S4_devices, stop_at_once_when_idle) {
+TEST(Devices, count_the_threads_that_outlive_them) {
+  const auto go_on = std::make_shared<std::atomic<bool>>(false);
+  const auto body = [go_on](Device& device) {
+    while (device.index() == 1 && !*go_on) std::this_thread::yield();
+  };
+  EXPECT_THROW(Devices({.count = 2, .timeout = 50ms}).run(body), PeerLost);
+  EXPECT_EQ(Devices::left_behind(), 1);
+  *go_on = true;
+  const Deadline deadline = Deadline::after(10s);
+  while (Devices::left_behind() > 0 && !deadline.passed()) std::this_thread::yield();
+  EXPECT_EQ(Devices::left_behind(), 0);
+}
+
+TEST(Devices, stop_at_once_when_idle) {
   const Stopwatch watch;
   for (int round = 0; round < 20; ++round) Devices({.count = 4}).run([](Device&) {});
   EXPECT_LT(watch.seconds(), 2);
@@ -146,30 +164,44 @@ double pattern() {
   return kept.to(torch::kFloat64).mul(torch::arange(50).to(torch::kFloat64).exp2()).sum().item<double>();
 }
 
-std::vector<double> patterns(int count, std::uint64_t seed) {
+IntVector<double> patterns(int count, std::uint64_t seed) {
   Devices devices({.count = count});
-  std::vector<double> found(static_cast<std::size_t>(count));
+  IntVector<double> found(count);
   devices.run([&](Device& device) {
     device.seed(seed_of(seed, device.index()));
-    for (int i = 0; i < 3; ++i) found[static_cast<std::size_t>(device.index())] += pattern();
+    for (int i = 0; i < 3; ++i) found[device.index()] += pattern();
   });
   return found;
 }
 
-TEST(S0_dropout, differs_between_devices_and_repeats_with_the_seed) {
+TEST(ThreadGenerator, makes_dropout_differ_between_devices_and_repeat_with_the_seed) {
   const auto once = patterns(4, 7);
   EXPECT_EQ(once, patterns(4, 7));
   EXPECT_NE(once, patterns(4, 8));
   EXPECT_EQ(std::set<double>(once.begin(), once.end()).size(), 4U);
-  EXPECT_EQ(once[0], patterns(1, 7)[0]);  // whatever the others do
+  EXPECT_EQ(once[0], patterns(1, 7)[0]);  // whatever the other devices do
 }
 
-TEST(S0_dropout, leaves_torchs_own_generator_alone) {
+TEST(ThreadGenerator, leaves_torchs_own_generator_alone) {
   torch::manual_seed(5);
   const double before = pattern();
   torch::manual_seed(5);
   static_cast<void>(patterns(2, 7));
   EXPECT_EQ(pattern(), before);
+}
+
+// In a process of its own: the first ThreadGenerator reads the variable.
+TEST(ThreadGenerator, can_be_switched_off) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto draw_with_torchs_generator = [] {
+    ::setenv("LOCKSTEP_THREAD_GENERATORS", "0", 1);
+    torch::manual_seed(5);
+    const double before = pattern();
+    torch::manual_seed(5);
+    const ThreadGenerator generator(7);
+    std::_Exit(pattern() == before ? 0 : 1);
+  };
+  EXPECT_EXIT(draw_with_torchs_generator(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

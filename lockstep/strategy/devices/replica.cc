@@ -1,18 +1,17 @@
-#include "lockstep/towers.h"
+#include "lockstep/strategy/devices/replica.h"
 
 #include <algorithm>
 #include <mutex>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 
 namespace lockstep {
 namespace {
 
-// Ranks that are threads share torch's generator: nobody else touches it between the seed and the last parameter.
+// Ranks that are threads share torch's generator: held from the seed to the last parameter of a model.
 std::mutex generator_in_use;
 
 ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
@@ -56,7 +55,7 @@ void prepare_gradient(torch::Tensor& parameter) {
     parameter.mutable_grad() = gradient_like(parameter);
 }
 
-// One that has two names once, as optimizers have it.
+// A parameter that has two names once, as in an optimizer.
 ParameterLists parameters_of(const Replicas& replicas) {
   ParameterLists all;
   for (const Replica& replica : replicas) {
@@ -127,6 +126,7 @@ ParameterLists gradients_of(const ParameterLists& all) {
   return gradients;
 }
 
+ParameterLists with_gradients(const Replicas& replicas) { return with_gradients(parameters_of(replicas)); }
 ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
 
 std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas) {
@@ -160,14 +160,6 @@ void follow_learning_rate(const Replicas& replicas) {
   for (const Replica& replica : replicas) set_learning_rate(*replica.optimizer, lr);
 }
 
-void all_reduce_gradients(Devices& devices, const Replicas& replicas, shm::Algorithm algorithm) {
-  if (replicas.size() == 1) return;
-  devices.run([parameters = with_gradients(parameters_of(replicas)), algorithm](Device& device) {
-    for (const torch::Tensor& parameter : parameters[static_cast<std::size_t>(device.index())])
-      device.all_reduce(parameter.grad(), algorithm);
-  });
-}
-
 void require_one_process(const World& world, const StrategyOptions& options) {
   if (world.size() == 1) return;
   throw UsageError({.what = concat("strategy ", options.name, " has its devices in one process, but there are ",
@@ -175,13 +167,22 @@ void require_one_process(const World& world, const StrategyOptions& options) {
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 
-std::vector<Batch> parts_of(const Batch& batch, int devices) {
-  std::vector<Batch> parts;
-  for (int i = 0; i < devices; ++i) {
-    const Range part = even_part(batch.size(), i, devices);
-    parts.push_back({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
-  }
-  return parts;
+Batch part_of(const Batch& batch, int index, int parts) {
+  const Range part = even_part(batch.size(), index, parts);
+  return {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)};
+}
+
+std::vector<Batch> parts_of(const Batch& batch, int parts) {
+  std::vector<Batch> all;
+  for (int i = 0; i < parts; ++i) all.push_back(part_of(batch, i, parts));
+  return all;
+}
+
+BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
+  BatchTotals mean;
+  for (std::size_t i = 0; i < losses.size(); ++i)
+    if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
+  return mean;
 }
 
 std::int64_t parameter_bytes(const torch::nn::Module& model) { return bytes_of(named_parameters(model)); }
@@ -197,7 +198,7 @@ std::int64_t optimizer_bytes(const Replica& replica) {
   std::vector<NamedTensor> state;
   for (const torch::Tensor& parameter : replica.model->parameters())
     for (const auto& [name, tensor] : replica.optimizer->state_of(parameter))
-      if (tensor.dim() > 0) state.push_back({name, tensor});  // the step's number lies elsewhere
+      if (tensor.dim() > 0) state.push_back({name, tensor});  // without the number of steps
   return bytes_of(state);
 }
 

@@ -18,8 +18,8 @@ at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> g
   return at::native::bernoulli_(self, p, generator ? generator : this_threads_generator);
 }
 
-// The dispatcher warns of every kernel that takes another's place; here that is the purpose.
-void take_the_place_of_torchs_bernoulli() {
+// The dispatcher warns of every kernel that replaces another; here that is the purpose.
+void replace_torchs_bernoulli() {
   if (is_switched_off("LOCKSTEP_THREAD_GENERATORS")) return;
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -32,7 +32,7 @@ void take_the_place_of_torchs_bernoulli() {
 }  // namespace
 
 ThreadGenerator::ThreadGenerator(std::uint64_t seed) {
-  [[maybe_unused]] static const bool once = (take_the_place_of_torchs_bernoulli(), true);
+  [[maybe_unused]] static const bool once = (replace_torchs_bernoulli(), true);
   this_threads_generator = at::make_generator<at::CPUGeneratorImpl>(seed);
 }
 

@@ -1,15 +1,18 @@
 // strategy/devices/thread_generator.h: random numbers of a thread's own, for devices that are threads of one process.
 //
-// torch has one CPU generator for all threads: dropout on two of them would draw in an order that changes from run to
+// torch has one CPU generator for all threads: with dropout on two of them, the order of draws would change from run to
 // run, and each draw would wait for the generator's lock. While a ThreadGenerator lives, dropout and bernoulli_ on its
 // thread draw from it.
 //
 // Owns:    its generator
-// Threads: belongs to the thread that makes it, which must also destroy it; at most one per thread at a time
+// Threads: make, use and destroy it on one thread; at most one per thread at a time
 // Ranks:   no communication
 //
-// The first one puts lockstep's bernoulli_ for CPU tensors in the place of torch's, for the whole process: the same
-// kernel, asked to use this thread's generator where the caller names none and the thread has one.
+// Side effect on the whole process: the first ThreadGenerator registers lockstep's kernel for aten::bernoulli_.float on
+// the CPU in place of torch's. It runs torch's own code, but on a thread that has a ThreadGenerator, and where the
+// caller names no generator, it draws from that one. On other threads nothing changes. The environment variable
+// LOCKSTEP_THREAD_GENERATORS=0 switches it off: torch's kernel stays, all threads draw from torch's one generator, and
+// training with dropout on several devices no longer repeats to the bit.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +26,10 @@ class ThreadGenerator {
   ThreadGenerator(const ThreadGenerator&) = delete;
   ThreadGenerator& operator=(const ThreadGenerator&) = delete;
 
-  void seed(std::uint64_t seed);  // begins a sequence anew
+  static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
 };
 
-// A number from torch's own CPU generator, whose state checkpoints keep: what the devices of a step are seeded from.
+// A number from torch's own CPU generator, whose state checkpoints keep: the devices of a step are seeded from it.
 std::uint64_t draw_seed();
 
 // A seed for one of several that share `seed`. Neighbours are unrelated (data/loader/random.h).

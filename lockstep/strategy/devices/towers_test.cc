@@ -2,7 +2,7 @@
 
 #include <torch/nn/functional/dropout.h>
 
-#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -16,7 +16,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, TowersOfSize, ::testing::Values(1, 2, 3, 4));
 
 StrategyOptions towers(int devices) { return {.name = "towers", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices}; }
 
-TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
+TEST_P(TowersOfSize, train_as_one_device_does_with_every_algorithm) {
   StrategyOptions options = towers(GetParam());
   const Course one = on_one_device(small_task(), options);
   for (const char* algorithm : {"direct", "central", "ring", "tree"}) {
@@ -25,13 +25,13 @@ TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
   }
 }
 
-TEST_P(TowersOfSize, S0_train_as_one_device_does_with_momentum) {
+TEST_P(TowersOfSize, train_as_one_device_does_with_momentum) {
   StrategyOptions options = towers(GetParam());
   options.sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true};
   expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
 }
 
-TEST_P(TowersOfSize, S3_train_as_one_device_does_with_adam_and_variables_on_the_cpu) {
+TEST_P(TowersOfSize, train_as_one_device_does_with_adam_on_shared_parameters) {
   StrategyOptions options = towers(GetParam());
   options.update = "cpu";
   options.optimizer = "adamw";
@@ -39,11 +39,11 @@ TEST_P(TowersOfSize, S3_train_as_one_device_does_with_adam_and_variables_on_the_
   expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
 }
 
-TEST(S0_towers, train_as_one_device_does_when_a_batch_has_fewer_samples_than_devices) {
+TEST(Towers, train_with_fewer_samples_than_devices) {
   expect_same_course(course_of(small_task(), towers(4), 5, 2), on_one_device(small_task(), towers(4), 5, 2));
 }
 
-TEST(S0_towers, split_a_batch_unevenly_or_say_that_it_does_not_divide) {
+TEST(Towers, split_a_batch_unevenly_or_refuse_to) {
   const Devices devices({.count = 3});
   std::vector<std::int64_t> sizes;
   for (const Batch& shard : split_and_load(batch_of(0), devices)) sizes.push_back(shard.size());
@@ -53,7 +53,7 @@ TEST(S0_towers, split_a_batch_unevenly_or_say_that_it_does_not_divide) {
   EXPECT_EQ(split_and_load(batch_of(0, 9), devices, Uneven::kRefuse).size(), 3U);
 }
 
-TEST(S0_towers, get_params_copies_the_parameters_to_every_device_and_marks_them) {
+TEST(Towers, copy_the_parameters_to_every_device) {
   const Devices devices({.count = 3});
   const Replicas replicas = get_params(devices, small_task());
   const auto first = replicas[0].model->parameters(), last = replicas[2].model->parameters();
@@ -64,21 +64,21 @@ TEST(S0_towers, get_params_copies_the_parameters_to_every_device_and_marks_them)
   }
 }
 
-TEST(S0_towers, all_reduce_sums_each_gradient_on_all_devices) {
+TEST(Towers, sum_each_gradient_on_all_devices) {
   Devices devices({.count = 3});
   const Replicas replicas = get_params(devices, small_task());
-  for (std::size_t device = 0; device < 2; ++device) {  // the third has none: it counts as zero
+  for (std::size_t device = 0; device < 2; ++device) {  // the third device has no gradient: it counts as zero
     torch::Tensor weight = replicas[device].model->parameters()[0];
     weight.mutable_grad() = torch::full_like(weight, static_cast<double>(device) + 1).detach();
   }
   all_reduce_gradients(devices, replicas, shm::Algorithm::kCentral);
   for (const Replica& replica : replicas) {
     EXPECT_TRUE(replica.model->parameters()[0].grad().eq(3).all().item<bool>());
-    EXPECT_FALSE(replica.model->parameters()[1].grad().defined());  // nobody had one
+    EXPECT_FALSE(replica.model->parameters()[1].grad().defined());  // no device had one
   }
 }
 
-TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
+TEST(Towers, share_one_set_of_parameters) {
   Devices devices({.count = 2});
   const Replicas replicas = get_params(devices, small_task());
   const auto gradients = share_parameters(devices, replicas);
@@ -91,7 +91,7 @@ TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
   EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * StrategyOptions{}.sgd.lr));
 }
 
-TEST(S0_towers, train_a_layer_that_stands_in_two_places_as_one_device_does) {
+TEST(Towers, train_a_layer_that_is_used_twice) {
   for (const char* update : {"device", "cpu"}) {
     StrategyOptions options = towers(2);
     options.update = update;
@@ -99,13 +99,13 @@ TEST(S0_towers, train_a_layer_that_stands_in_two_places_as_one_device_does) {
   }
 }
 
-TEST(S0_towers, hand_on_what_the_task_throws_on_a_device) {
+TEST(Towers, pass_on_what_the_task_throws) {
   Task task = small_task();
   task.forward = [](torch::nn::Module&, const torch::Tensor&) -> torch::Tensor {
     throw DataError({.what = "thrown in forward"});
   };
   const auto strategy = make_strategy(World::single(), task, towers(2));
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in forward"));
+  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in forward"));
 }
 
 Task with_dropout() {
@@ -117,14 +117,14 @@ Task with_dropout() {
   return task;
 }
 
-TEST(S0_towers, repeat_a_course_with_dropout_to_the_bit) {
+TEST(Towers, repeat_training_with_dropout_to_the_bit) {
   expect_same_bits(course_of(with_dropout(), towers(3)), course_of(with_dropout(), towers(3)));
   StrategyOptions other = towers(3);
   other.seed = 5;
   EXPECT_NE(course_of(with_dropout(), towers(3)).losses, course_of(with_dropout(), other).losses);
 }
 
-TEST(S0_towers, refuse_what_there_is_not) {
+TEST(Towers, refuse_unknown_options) {
   const auto refusal = [](const StrategyOptions& options) {
     return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
   };

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {

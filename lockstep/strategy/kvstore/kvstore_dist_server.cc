@@ -1,10 +1,10 @@
 #include <map>
 
 #include "lockstep/deadline.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 #include "lockstep/strategy/kvstore/other_servers.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {
@@ -40,7 +40,7 @@ class KVStoreServer : public Strategy {
   }
 
   // The workers' step: over when all that are there have pushed it.
-  BatchTotals compute(const Batch&) override {
+  BatchTotals forward_backward(const Batch&) override {
     const Stopwatch watch;
     const BatchTotals totals = server_->wait_for_pushes(++pushes_);
     phases_.exchange += watch.seconds();

@@ -58,7 +58,7 @@ Trained train(
     Course course;
     for (int step = 0; step < steps; ++step) {
       before(world, *strategy, step);
-      course.losses.push_back(strategy->compute(part_of(batch_of(step, samples), *strategy, share)).mean_loss);
+      course.losses.push_back(strategy->forward_backward(part_of(batch_of(step, samples), *strategy, share)).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -147,7 +147,7 @@ TEST(S2_dist_sync, keeps_buffers_equal) {
     const auto strategy = make_strategy(world, task, dist("dist_sync"));
     const World share = strategy->data_world(world);
     for (int step = 0; step < 3; ++step) {
-      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
     }
     const torch::Tensor before = named_buffers(strategy->model())[0].tensor.clone();
@@ -208,7 +208,7 @@ TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worke
     const World share = strategy->data_world(world);
     for (int step = 0; step < 30; ++step) {
       slow_first_worker(servers)(world, *strategy, step);
-      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
     }
     if (strategy->has_data()) return;
@@ -233,7 +233,7 @@ TEST_P(DistBoundedBy, S2_no_worker_waits_for_ever_while_others_go_on) {
     const auto strategy = make_strategy(world, small_task(), options);
     const World share = strategy->data_world(world);
     for (int step = 0; step < kSteps; ++step) {
-      strategy->compute(part_of(batch_of(step), *strategy, share));
+      strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
       if (!strategy->has_data()) continue;
       const std::lock_guard lock(mutex);
@@ -260,7 +260,7 @@ TEST(S2_dist_async, with_several_servers_trains_for_longer_than_the_timeout) {
     const Stopwatch watch;
     std::int64_t steps = 0;
     for (; strategy->has_data() ? !enough : steps < 1; ++steps) {
-      strategy->compute(part_of(batch_of(0), *strategy, share));
+      strategy->forward_backward(part_of(batch_of(0), *strategy, share));
       strategy->update();
       if (watch.seconds() > 1.5 * std::chrono::duration<double>(options.timeout).count()) enough = true;
     }
@@ -334,7 +334,7 @@ TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
         strategy->restored(from);
       }
       for (int step = from; step < to; ++step) {
-        strategy->compute(part_of(batch_of(step), *strategy, share));
+        strategy->forward_backward(part_of(batch_of(step), *strategy, share));
         strategy->update();
       }
       strategy->synchronise();

@@ -1,7 +1,6 @@
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 
 #include "lockstep/deadline.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 namespace {
@@ -31,7 +30,7 @@ KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const Strateg
   }
 }
 
-BatchTotals KVStoreWorker::compute(const Batch& batch) {
+BatchTotals KVStoreWorker::forward_backward(const Batch& batch) {
   before_step();
   Stopwatch watch;
   const auto shards = split_and_load(batch, devices_);

@@ -1,8 +1,8 @@
 // strategy/kvstore/kvstore_worker.h: one training step over a store: the same for every kind of store.
 //
-//   compute   each device: forward and backward for its part of the batch, as towers do
-//   update    push the gradients, then pull   the weights: the store has updated them
-//                                        or   the gradients: every device updates itself
+//   forward_backward  each device: forward and backward for its part of the batch, as towers do
+//   update            push the gradients, then pull   the weights: the store has updated them
+//                                                or   the gradients: every device updates itself
 //
 // Flow:    Batch -> towers.h -> KVStore -> the devices' replicas
 // Owns:    the devices' threads, a replica per device, the store
@@ -13,13 +13,13 @@
 #include <memory>
 
 #include "lockstep/kvstore.h"
-#include "lockstep/towers.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 
 class KVStoreWorker : public Strategy {
  public:
-  BatchTotals compute(const Batch& batch) override;
+  BatchTotals forward_backward(const Batch& batch) override;
   void update() override;
   torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
   torch::nn::Module& model() override { return *replicas_.front().model; }

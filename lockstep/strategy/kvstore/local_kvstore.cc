@@ -5,7 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/towers.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {

@@ -60,7 +60,7 @@ TEST_P(LocalKindOfSize, goes_on_from_a_checkpoint_with_the_same_bits) {
   }
   after->restored(7);
   for (int step = 7; step < kSteps; ++step) {
-    after->compute(batch_of(step));
+    after->forward_backward(batch_of(step));
     after->update();
   }
   expect_same_bits({values_of(after->model()), {}}, {course.parameters, {}});

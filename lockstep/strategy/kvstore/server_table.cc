@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/device_sum.h"
-#include "lockstep/towers.h"
 
 namespace lockstep {
 

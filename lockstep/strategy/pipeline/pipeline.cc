@@ -5,195 +5,222 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/model/parameters.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/strategy/pipeline/channel.h"
-#include "lockstep/strategy/pipeline/pipeline_cut.h"
-#include "lockstep/strategy/pipeline/pipeline_processes.h"
-#include "lockstep/strategy/pipeline/pipeline_stage.h"
-#include "lockstep/towers.h"
+#include "lockstep/strategy/pipeline/cut.h"
+#include "lockstep/strategy/pipeline/stage.h"
+#include "lockstep/strategy/pipeline/stage_parameters.h"
 
 namespace lockstep {
 namespace {
 
-int stages_in(const Task& task, const StrategyOptions& options, const Replica& replica) {
-  return parse_stages(options.stages, options.devices, static_cast<int>(pieces_of(task, *replica.model).size())).stages;
+void require_possible(const World& world, const StrategyOptions& options) {
+  if (options.micro_batches < 1)
+    throw UsageError({.what = concat("--micro-batches ", options.micro_batches), .next = "give at least 1"});
+  if (world.size() == 1) return;
+  if (options.devices != 1)
+    throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),
+                      .next = "give --devices-per-worker 1, or one rank with all devices"});
+  if (options.clipping.max_norm > 0)
+    throw UsageError({.what = "clipping by norm with stages that are processes",
+                      .likely = "each stage has the norm of its own gradients only",
+                      .next = "leave out --devices-per-worker, so that stages are threads, or clip by value"});
 }
 
-// Between a stage and the next, as threads.
-struct Channels {
-  explicit Channels(std::size_t capacity) : forward(capacity), backward(capacity) {}
-  Channel<Tensors> forward;
-  Channel<Tensors> backward;
-};
-
-class ChannelLink : public StageLink {
- public:
-  ChannelLink(Device& device, Channel<Tensors>& out, Channel<Tensors>& in) : device_(device), out_(out), in_(in) {}
-  void send(Tensors tensors) override { out_.send(device_, std::move(tensors)); }
-  Tensors receive() override { return in_.receive(device_); }
-
- private:
-  Device& device_;
-  Channel<Tensors>& out_;
-  Channel<Tensors>& in_;
-};
-
-struct DeviceWork {
-  StageWork stage;
-  std::shared_ptr<Channels> before;
-  std::shared_ptr<Channels> behind;
-};
-
-StageResult run_on(Device& device, const Task& task, const DeviceWork& work) {
-  std::optional<ChannelLink> before, behind;
-  if (work.before) before.emplace(device, work.before->backward, work.before->forward);
-  if (work.behind) behind.emplace(device, work.behind->forward, work.behind->backward);
-  return run_stage(task, work.stage, {.before = before ? &*before : nullptr, .behind = behind ? &*behind : nullptr},
-                   device.generator());
+template <class Number>
+Number sum_over(const World& world, Number number) {
+  if (world.size() == 1) return number;
+  const torch::Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
+  world.all_reduce(sum);
+  return sum.item<Number>();
 }
 
-class Pipeline : public Strategy {
+// Devices are numbered over all ranks: either one rank has them all, as threads, or each rank is one.
+class Pipeline : public ReplicaStrategy {
  public:
   Pipeline(const World& world, const Task& task, const StrategyOptions& options)
-      : task_(task),
+      : ReplicaStrategy(task, {make_replica(task, options, world.size() > 1 ? world.device() : torch::kCPU)}),
+        ranks_{.all = world, .of_stage = world, .of_replica = world},
         schedule_(parse_schedule(options.pipeline_schedule)),
-        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches),
-        replicas_(make_replicas(1, task, options)),
-        stages_(stages_in(task, options, replicas_.front())),
-        devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = stages_}) {
-    if (micro_batches_ < 1)
-      throw UsageError({.what = concat("--micro-batches ", micro_batches_), .next = "give at least 1"});
-    if (replica_count() > 1) replicas_ = make_replicas(replica_count(), task, options);
-    gradients_ = share_parameters(devices_, replicas_);
-    for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task, *replica.model));
-    use(parse_stages(options.stages, options.devices, static_cast<int>(pieces_[0].size())).cut);
+        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches) {
+    require_possible(world, options);
+    pieces_ = {pieces_of(task, model())};
+    const int devices = world.size() * options.devices;
+    const auto [stages, cut] = parse_stages(options.stages, devices, static_cast<int>(pieces_[0].size()));
+    stages_ = stages;
+    replica_count_ = devices / stages;
+    world.size() > 1 ? become_a_rank() : start_threads(options);
+    usage_ = torch::zeros({devices / world.size(), kUsages}, torch::kFloat64);
+    use(cut);
     seed_steps(options.seed + 1);
   }
 
-  BatchTotals compute(const Batch& batch) override {
-    if (cut_.empty()) use(balanced_cut(measure_pieces(pieces_[0], model(), first_micro_batch(batch)), stages_));
+  BatchTotals forward_backward(const Batch& batch) override {
+    if (cut_.empty()) use(measured_cut(batch));
     for (const Replica& replica : replicas_) replica.model->zero_grad();
+    BatchTotals totals{.samples = sum_over(ranks_.of_stage, batch.size())};
     const Stopwatch watch;
-    const auto results = run_stages_on(batch);
+    const auto results = run_stages(batch, totals.samples);
     record(results, watch.seconds());
-    BatchTotals totals{.samples = batch.size()};
     for (const StageResult& result : results) totals.mean_loss += result.loss;
+    if (ranks_.all.size() == 1) return totals;
+    timed(phases_.exchange, [&] {
+      parameters_->sum_gradients(ranks_);
+      totals.mean_loss = sum_over(ranks_.all, totals.mean_loss);
+    });
     return totals;
   }
 
   void update() override {
-    const Stopwatch watch;
-    gradients_->set(gradients_of(replicas_));
-    replicas_.front().optimizer->step();
-    phases_.update += watch.seconds();
+    timed(phases_.update, [&] {
+      if (gradients_) gradients_->set(gradients_of(replicas_));
+      optimizer().step();
+    });
   }
 
-  torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
-  torch::nn::Module& model() override { return *replicas_.front().model; }
-  Optimizer& optimizer() override { return *replicas_.front().optimizer; }
-  const PhaseTimes& phases() const override { return phases_; }
+  void synchronise() override {
+    if (ranks_.all.size() == 1 || cut_.empty()) return;
+    parameters_->broadcast(ranks_);
+    parameters_->collect_state(ranks_, optimizer());
+  }
+
   void restored(std::int64_t) override { follow_model(replicas_); }
-  std::vector<std::string> devices() const override { return devices_.names(); }
+  World data_world(const World&) const override { return ranks_.of_stage; }
 
   // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
   // stages took the same time.
   Report report() const override {
+    const torch::Tensor of_devices = ranks_.all.all_gather(usage_).flatten(0, 1);
+    const torch::Tensor seconds = of_devices.sum(0);
     Report report = {{"stages", stages_},
-                     {"replicas", replica_count()},
+                     {"replicas", replica_count_},
                      {"micro_batches", static_cast<double>(micro_batches_)},
-                     {"bubble", 1 - busy_ / (wall_ * devices_.size())},
+                     {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
                      {"ideal_bubble", ideal_bubble(stages_, static_cast<int>(micro_batches_))}};
-    for (std::size_t stage = 0; stage < memory_.size(); ++stage) {
-      report.emplace_back(concat("stage_", stage, "_in_flight"), in_flight_[stage]);
-      report.emplace_back(concat("stage_", stage, "_bytes"), static_cast<double>(memory_[stage]));
+    const torch::Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);
+    for (int stage = 0; stage < stages_; ++stage) {
+      report.emplace_back(concat("stage_", stage, "_in_flight"), of_stages[stage][kInFlight].item<double>());
+      report.emplace_back(concat("stage_", stage, "_bytes"), of_stages[stage][kBytes].item<double>());
     }
     return report;
   }
 
  private:
-  int replica_count() const { return devices_.size() / stages_; }
+  enum Usage { kBusy, kWall, kInFlight, kBytes, kUsages };  // of a device: seconds, and the most so far
+
+  // The replicas share parameters; collectives are between the devices of a stage.
+  void start_threads(const StrategyOptions& options) {
+    devices_ = make_devices(ranks_.all, options, stages_);
+    if (replica_count_ > 1) replicas_ = make_replicas(replica_count_, task_, options);
+    gradients_ = share_parameters(*devices_, replicas_);
+    pieces_.clear();
+    for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task_, *replica.model));
+    own_stages_ = {0, stages_};
+  }
+
+  void become_a_rank() {
+    const World world = ranks_.all;
+    const int stage = world.rank() % stages_;
+    ranks_.of_stage = *world.split(stage, world.rank());
+    ranks_.of_replica = *world.split(world.rank() / stages_, world.rank());
+    own_stages_ = {stage, stage + 1};
+    auto tensors = named_parameters(model());
+    for (auto& buffer : named_buffers(model())) tensors.push_back(buffer);
+    require_same_model(world, tensors);
+    broadcast_tensors(world, tensors);
+  }
+
+  // Rank 0's measurement decides.
+  Cut measured_cut(const Batch& batch) {
+    torch::Tensor costs = torch::zeros({static_cast<std::int64_t>(pieces_[0].size())}, torch::kFloat64);
+    if (ranks_.all.rank() == 0) {
+      const auto parts = micro_batches_ * static_cast<std::int64_t>(replicas_.size());
+      const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / parts);
+      const torch::Tensor data = in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout);
+      costs = torch::tensor(measure_pieces(pieces_[0], model(), data), torch::kFloat64);
+    }
+    ranks_.all.broadcast(costs);
+    const auto* cost = costs.const_data_ptr<double>();
+    return balanced_cut({cost, cost + costs.numel()}, stages_);
+  }
 
   void use(const Cut& cut) {
     cut_ = cut;
-    if (!cut.empty()) log_debug(concat("pipeline stages: ", to_string(cut)));
+    if (cut.empty()) return;
+    log_debug(concat("pipeline stages: ", to_string(cut)));
+    if (ranks_.all.size() > 1) parameters_.emplace(pieces_[0], cut);
   }
 
-  torch::Tensor first_micro_batch(const Batch& batch) const {
-    const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count()));
-    return in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout);
-  }
-
-  std::vector<StageResult> run_stages_on(const Batch& batch) {
-    const auto work = std::make_shared<std::vector<DeviceWork>>();
-    const std::uint64_t seed = draw_seed();
-    for (const Batch& part : parts_of(batch, replica_count())) add_work(*work, part, batch.size(), seed);
-    const auto results = std::make_shared<std::vector<StageResult>>(work->size());
-    devices_.run([work, results, task = task_, models = replicas_](Device& device) {
-      const auto i = static_cast<std::size_t>(device.index());
-      (*results)[i] = run_on(device, task, (*work)[i]);
+  // Runs every stage of this process, all at the same time.
+  IntVector<StageResult> run_stages(const Batch& batch, std::int64_t samples) {
+    const auto work = std::make_shared<const IntVector<StageWork>>(work_of_stages(batch, samples));
+    if (!devices_) {
+      const ThreadGenerator generator((*work)[0].seed);
+      return {run_stage(task_, (*work)[0], message_links(ranks_.of_replica))};
+    }
+    std::size_t most = 1;  // micro-batches of a replica
+    for (const StageWork& each : *work) most = std::max(most, each.micro_batches.elements().size());
+    const auto links = std::make_shared<const ThreadLinks>(devices_->size(), stages_, most);
+    const auto results = std::make_shared<IntVector<StageResult>>(devices_->size());
+    // `models` keeps alive what the pieces point to, should a device be left behind.
+    devices_->run([work, links, results, task = task_, models = replicas_](Device& device) {
+      (*results)[device.index()] = run_stage(task, (*work)[device.index()], links->of(device));
     });
     return *results;
   }
 
-  // The work of each stage of the next replica.
-  void add_work(std::vector<DeviceWork>& work, const Batch& part, std::int64_t samples, std::uint64_t seed) const {
-    const std::size_t replica = work.size() / static_cast<std::size_t>(stages_);
-    std::vector<Batch> batches = micro_batches_of(part, micro_batches_);
-    for (Batch& each : batches) each.data = in_layout(each.data, replicas_[replica].layout);
-    std::shared_ptr<Channels> before;
-    for (int stage = 0; stage < stages_; ++stage) {
-      const Range range = cut_[static_cast<std::size_t>(stage)];
-      const auto pieces = pieces_[replica].begin();
-      const bool last = stage + 1 == stages_;
-      const auto behind = last ? nullptr : std::make_shared<Channels>(std::max<std::size_t>(batches.size(), 1));
-      work.push_back({.stage = {.pieces = {pieces + range.begin, pieces + range.end},
-                                .micro_batches = batches,
-                                .steps = steps_of_stage(schedule_, stage, stages_, static_cast<int>(batches.size())),
-                                .samples = samples,
-                                .seed = seed_of(seed, static_cast<int>(replica)),
-                                .first_piece = static_cast<int>(range.begin)},
-                      .before = before,
-                      .behind = behind});
-      before = behind;
+  // In the order of the devices: the stages of the first replica of this process, then those of the next.
+  IntVector<StageWork> work_of_stages(const Batch& batch, std::int64_t samples) const {
+    const std::uint64_t seed = draw_seed();
+    const int first_replica = ranks_.of_stage.rank();
+    const auto replicas = static_cast<int>(replicas_.size());
+    IntVector<StageWork> work;
+    for (int replica = 0; replica < replicas; ++replica) {
+      IntVector<Batch> micro_batches = micro_batches_of(part_of(batch, replica, replicas), micro_batches_);
+      for (Batch& each : micro_batches) each.data = in_layout(each.data, replicas_.front().layout);
+      for (int stage = own_stages_.begin; stage < own_stages_.end; ++stage)
+        work.push_back({.pieces = pieces_in(pieces_[replica], cut_[stage]),
+                        .micro_batches = micro_batches,
+                        .steps = steps_of_stage(schedule_, stage, stages_, micro_batches.size()),
+                        .samples = samples,
+                        .seed = seed_of(seed, first_replica + replica),
+                        .first_piece = static_cast<int>(cut_[stage].begin)});
     }
+    return work;
   }
 
-  void record(const std::vector<StageResult>& results, double seconds) {
-    wall_ += seconds;
-    memory_.resize(static_cast<std::size_t>(stages_));
-    in_flight_.resize(memory_.size());
-    for (std::size_t i = 0; i < results.size(); ++i) {
-      const std::size_t stage = i % memory_.size();
-      busy_ += results[i].busy;
-      memory_[stage] = std::max(memory_[stage], results[i].memory);
-      in_flight_[stage] = std::max(in_flight_[stage], results[i].in_flight);
-    }
+  void record(const IntVector<StageResult>& results, double seconds) {
     phases_.backward += seconds;  // forward and backward take turns
+    auto usage = usage_.accessor<double, 2>();
+    for (int i = 0; i < results.size(); ++i) {
+      usage[i][kBusy] += results[i].busy;
+      usage[i][kWall] += seconds;
+      usage[i][kInFlight] = std::max(usage[i][kInFlight], static_cast<double>(results[i].in_flight));
+      usage[i][kBytes] = std::max(usage[i][kBytes], static_cast<double>(results[i].memory));
+    }
   }
 
-  Task task_;
+  PipelineRanks ranks_;  // all three are the world where it has one rank
   PipelineSchedule schedule_;
   std::int64_t micro_batches_;
-  Replicas replicas_;
-  std::shared_ptr<LocalGradients> gradients_;
-  int stages_;
-  Devices devices_;
-  std::vector<std::vector<Piece>> pieces_;  // of each replica
-  Cut cut_;                                 // empty until the first batch has been measured
-  double wall_ = 0;
-  double busy_ = 0;
-  std::vector<std::int64_t> memory_;  // of each stage
-  std::vector<int> in_flight_;
-  PhaseTimes phases_;
+  IntVector<std::vector<Piece>> pieces_;  // of each replica of this process
+  int stages_ = 0;
+  int replica_count_ = 0;  // of all ranks
+  struct {
+    int begin = 0;
+    int end = 0;
+  } own_stages_;                               // that this process has, of each of its replicas
+  Cut cut_;                                    // empty until the first batch has been measured
+  std::shared_ptr<LocalGradients> gradients_;  // of threads
+  std::optional<StageParameters> parameters_;  // of ranks
+  torch::Tensor usage_;                        // [device of this process][Usage]
 };
 
 }  // namespace
 
 std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options) {
-  if (world.size() > 1) return make_pipeline_of_processes(world, task, options);
   return std::make_unique<Pipeline>(world, task, options);
 }
 

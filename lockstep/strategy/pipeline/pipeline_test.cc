@@ -10,8 +10,8 @@
 
 #include "lockstep/deadline.h"
 #include "lockstep/models.h"
-#include "lockstep/strategy/pipeline/pipeline_cut.h"
-#include "lockstep/strategy/pipeline/pipeline_schedule.h"
+#include "lockstep/strategy/pipeline/cut.h"
+#include "lockstep/strategy/pipeline/schedule.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -33,30 +33,30 @@ StrategyOptions pipeline(int devices, const std::string& schedule = "1f1b", cons
 class PipelineOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, PipelineOfSize, ::testing::Values(1, 2, 3, 4));
 
-TEST_P(PipelineOfSize, S1_trains_as_one_device_does_with_every_schedule) {
+TEST_P(PipelineOfSize, trains_as_one_device_does_with_every_schedule) {
   const Course one = on_one_device(small_task(), pipeline(GetParam()));
   for (const char* schedule : {"naive", "gpipe", "1f1b"})
     expect_same_course(course_of(small_task(), pipeline(GetParam(), schedule)), one);
 }
 
-TEST(S1_pipeline, trains_as_one_device_does_with_named_and_with_counted_stages) {
+TEST(Pipeline, trains_with_named_and_with_counted_stages) {
   const Course one = on_one_device(small_task(), pipeline(3));
   expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "0-0,1-4,5-6")), one);
   expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1,4,2")), one);
 }
 
-TEST(S1_pipeline, trains_as_one_device_does_with_replicas_of_each_stage) {
+TEST(Pipeline, trains_with_replicas_of_each_stage) {
   const Course one = on_one_device(small_task(), pipeline(4));
   expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2")), one);         // 2 x 2
   expect_same_course(course_of(small_task(), pipeline(6, "gpipe", "0-1,2-6")), one);  // 2 x 3
   expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "1")), one);         // 1 x 3
 }
 
-TEST(S1_pipeline, trains_a_layer_that_stands_in_two_stages) {
+TEST(Pipeline, trains_a_layer_that_two_stages_use) {
   expect_same_course(course_of(tied_task(), pipeline(3)), on_one_device(tied_task(), pipeline(3)));
 }
 
-TEST(S1_pipeline, trains_when_a_batch_has_fewer_samples_than_micro_batches) {
+TEST(Pipeline, trains_with_fewer_samples_than_micro_batches) {
   expect_same_course(course_of(small_task(), pipeline(4, "1f1b", "2"), 5, 1),
                      on_one_device(small_task(), pipeline(4), 5, 1));
 }
@@ -91,7 +91,7 @@ Task with_skip() {
   return task;
 }
 
-TEST(S1_pipeline, passes_skip_connections_over_a_cut) {
+TEST(Pipeline, passes_skip_connections_over_a_cut) {
   expect_same_course(course_of(with_skip(), pipeline(3)), on_one_device(with_skip(), pipeline(3)));
 }
 
@@ -99,7 +99,7 @@ Course course_on(const Task& task, const StrategyOptions& options, const Batch& 
   const auto strategy = make_strategy(World::single(), task, options);
   Course course;
   for (int step = 0; step < steps; ++step) {
-    course.losses.push_back(strategy->compute(batch).mean_loss);
+    course.losses.push_back(strategy->forward_backward(batch).mean_loss);
     strategy->update();
   }
   course.parameters = values_of(strategy->model());
@@ -120,7 +120,7 @@ StrategyOptions on_one(StrategyOptions options) {
   return options;
 }
 
-TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
+TEST(Pipeline, trains_a_gpt_with_a_shared_embedding) {
   const Task task =
       in_float64(gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0}));
   const torch::Tensor tokens = torch::randint(0, 11, {6, 5}, torch::kInt64);
@@ -130,7 +130,7 @@ TEST(S1_pipeline, trains_a_gpt_whose_ends_share_the_embedding) {
   expect_same_course(course_on(task, pipeline(4, "1f1b", "2"), batch, kSteps), one);
 }
 
-TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
+TEST(Pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
   Task task = small_task();
   task.stages = [](torch::nn::Module& model) {
     std::vector<Piece> stages = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
@@ -145,7 +145,7 @@ TEST(S1_pipeline, draws_the_same_dropout_wherever_the_model_is_cut) {
 }
 
 // One micro-batch, so that batch normalisation sees what it sees on one device.
-TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
+TEST(Pipeline, trains_a_resnet_over_ten_devices) {
   Task task = in_float64(
       classification_task<ResNet>("resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
   StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
@@ -157,12 +157,12 @@ TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
   expect_same_course(course_on(task, options, batch, 1), course_on(task, on_one(options), batch, 1));
 }
 
-TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe) {
+TEST(Pipeline, keeps_fewer_micro_batches_with_1f1b_than_with_gpipe) {
   const auto in_flight = [](const std::string& schedule) {
     StrategyOptions options = pipeline(2, schedule, "0-2,3-6");
     options.micro_batches = 8;
     const auto strategy = make_strategy(World::single(), small_task(), options);
-    strategy->compute(batch_of(0, 16));
+    strategy->forward_backward(batch_of(0, 16));
     const Report report = strategy->report();
     return std::map<std::string, double>(report.begin(), report.end());
   };
@@ -176,7 +176,7 @@ TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe)
   EXPECT_LT(one["bubble"], 1);
 }
 
-TEST(S1_pipeline, ends_every_stage_with_the_exception_of_one) {
+TEST(Pipeline, ends_with_the_exception_of_one_stage) {
   Task task = with_skip();
   task.stages = [stages = task.stages](torch::nn::Module& model) {
     auto pieces = stages(model);
@@ -185,18 +185,19 @@ TEST(S1_pipeline, ends_every_stage_with_the_exception_of_one) {
   };
   const auto strategy = make_strategy(World::single(), task, pipeline(3, "1f1b", "0-0,1-1,2-2"));
   const Stopwatch watch;
-  EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->compute(batch_of(0)); }), "thrown in the middle"));
+  EXPECT_TRUE(
+      contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the middle"));
   EXPECT_LT(watch.seconds(), 1);
 }
 
-// The slow stage comes to its end after the strategy has gone: what it uses must still be there.
+// The stage that hangs outlives the strategy: what it uses must still be there when its function returns.
 std::ptrdiff_t threads_of_this_process() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
 }
 
-TEST(S1_pipeline, names_a_stage_that_is_too_slow_and_outlives_it) {
-  const auto go_on = std::make_shared<std::atomic<bool>>(false);  // the one left behind reads it
-  std::thread([] {}).join();  // with the first one a sanitizer starts one of its own
+TEST(Pipeline, names_a_stage_that_hangs) {
+  const auto go_on = std::make_shared<std::atomic<bool>>(false);  // read by the thread that is left behind
+  std::thread([] {}).join();  // with the first thread, a sanitizer starts one of its own
   const std::ptrdiff_t threads_before = threads_of_this_process();
   Task task = with_skip();
   task.stages = [go_on, stages = task.stages](torch::nn::Module& model) {
@@ -211,15 +212,16 @@ TEST(S1_pipeline, names_a_stage_that_is_too_slow_and_outlives_it) {
   options.timeout = std::chrono::milliseconds(200);
   const Stopwatch watch;
   EXPECT_TRUE(contains(
-      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->compute(batch_of(0)); }), "cpu:"));
+      message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->forward_backward(batch_of(0)); }),
+      "cpu:"));
   EXPECT_LT(watch.seconds(), 2);
   *go_on = true;
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
   while (threads_of_this_process() > threads_before && !deadline.passed()) std::this_thread::yield();
-  EXPECT_LE(threads_of_this_process(), threads_before) << "the one left behind ends once its function returns";
+  EXPECT_LE(threads_of_this_process(), threads_before) << "a thread is still there after its function has returned";
 }
 
-TEST(S1_pipeline, refuses_a_model_that_can_not_be_cut) {
+TEST(Pipeline, refuses_a_model_that_can_not_be_cut) {
   Task task = small_task();
   task.make_model = [] { return torch::nn::Linear(6, 4).ptr(); };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, pipeline(2)); }),
@@ -239,13 +241,13 @@ TEST(PipelineSchedule, orders_the_steps_as_published) {
             (Steps{forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)}));
 }
 
-TEST(PipelineSchedule, keeps_at_most_as_many_in_flight_as_there_are_stages_behind) {
+TEST(PipelineSchedule, keeps_one_micro_batch_per_stage_behind_with_1f1b) {
   for (int stage = 0; stage < 4; ++stage)
     EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::k1F1B, stage, 4, 8)), 4 - stage);
   EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::kGPipe, 0, 4, 8)), 8);
 }
 
-TEST(PipelineCut, makes_the_dearest_stage_as_cheap_as_can_be) {
+TEST(PipelineCut, minimises_the_cost_of_the_dearest_stage) {
   EXPECT_EQ(to_string(balanced_cut({1, 1, 1, 1}, 2)), "0-1,2-3");
   EXPECT_EQ(to_string(balanced_cut({5, 1, 1, 1, 1}, 2)), "0-0,1-4");
   EXPECT_EQ(to_string(balanced_cut({1, 2, 3, 4, 5, 6}, 3)), "0-2,3-4,5-5");
@@ -259,7 +261,7 @@ TEST(PipelineCut, reads_numbers_ranges_and_counts) {
   EXPECT_EQ(to_string(parse_stages("3,1,3", 3, 7).cut), "0-2,3-3,4-6");
 }
 
-TEST(PipelineCut, says_what_is_wrong_with_stages) {
+TEST(PipelineCut, explains_bad_stages) {
   const auto refusal = [](const std::string& text, int devices = 2) {
     return message_of<UsageError>([&] { parse_stages(text, devices, 7); });
   };
@@ -271,7 +273,7 @@ TEST(PipelineCut, says_what_is_wrong_with_stages) {
   EXPECT_TRUE(contains(refusal("", 8), "8 stages of 7 pieces"));
 }
 
-TEST(PipelineCut, measures_every_piece_and_leaves_the_model_as_it_was) {
+TEST(PipelineCut, measures_every_piece_without_changing_the_model) {
   const Task task = small_task();
   const auto model = task.make_model();
   const auto before = values_of(*model);

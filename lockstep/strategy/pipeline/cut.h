@@ -1,4 +1,4 @@
-// strategy/pipeline/pipeline_cut.h: which pieces of a model each stage of a pipeline has.
+// strategy/pipeline/cut.h: which pieces of a model each stage of a pipeline has.
 //
 // Threads: pure functions; measure_pieces runs the model on the calling thread
 #pragma once
@@ -6,12 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/sampler.h"
 #include "lockstep/task.h"
 
 namespace lockstep {
 
-using Cut = std::vector<Range>;  // of pieces, one range per stage, without gaps
+using Cut = IntVector<Range>;  // of pieces, one range per stage, without gaps
 
 // The model's pieces: Task::stages, or the modules of a Sequential. Throws UsageError: a model that can't be cut.
 std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model);
@@ -25,17 +26,16 @@ struct StagesOption {
 // Throws UsageError: pieces left out, named twice or not there, or a number of stages that does not divide the devices.
 StagesOption parse_stages(const std::string& text, int devices, int pieces);
 
-// The cut into `stages` ranges whose dearest one is as cheap as can be; every stage gets a piece. Of several such
-// cuts the one whose stages grow latest. Throws UsageError: more stages than pieces.
+// The cut into `stages` ranges that minimises the cost of the dearest one; every stage gets a piece. Of several such
+// cuts, the one whose last stages begin earliest. Throws UsageError: more stages than pieces.
 Cut balanced_cut(const std::vector<double>& costs, int stages);
 
 // Seconds of each piece, forward and backward, on this batch: the median of three runs, in evaluation mode, so that
-// neither running statistics nor random numbers are touched. Gradients are forgotten afterwards.
+// neither running statistics nor random numbers change. Clears the model's gradients.
 std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model,
                                    const torch::Tensor& data);
 
-// Each stage's parameters; one that several stages use belongs to the first of them.
-std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Piece>& pieces, const Cut& cut);
+std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range);
 
 std::string to_string(const Cut& cut);  // "0-3,4-9"
 

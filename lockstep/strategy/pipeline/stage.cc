@@ -1,29 +1,22 @@
-#include "lockstep/strategy/pipeline/pipeline_stage.h"
+#include "lockstep/strategy/pipeline/stage.h"
 
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <map>
 
 #include "lockstep/deadline.h"
-#include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/replica.h"
+#include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/allocation_meter.h"
 
 namespace lockstep {
-namespace {
 
-// What the next stage gets: the same values, without this stage's graph.
 Tensors as_leaves(const Tensors& tensors) {
   Tensors leaves;
   for (const torch::Tensor& each : tensors)
     leaves.push_back(each.defined() ? each.detach().requires_grad_(each.requires_grad()) : each);
   return leaves;
-}
-
-Tensors gradients_of(const Tensors& inputs) {
-  Tensors gradients;
-  for (const torch::Tensor& input : inputs)
-    gradients.push_back(input.defined() && input.requires_grad() ? input.grad() : torch::Tensor());
-  return gradients;
 }
 
 void backward_from(const Tensors& outputs, const Tensors& gradients) {
@@ -36,15 +29,29 @@ void backward_from(const Tensors& outputs, const Tensors& gradients) {
   if (!roots.empty()) torch::autograd::backward(roots, seeds);
 }
 
+namespace {
+
+Tensors input_gradients(const Tensors& inputs) {
+  Tensors gradients;
+  for (const torch::Tensor& input : inputs)
+    gradients.push_back(input.defined() && input.requires_grad() ? input.grad() : torch::Tensor());
+  return gradients;
+}
+
 class StageRun {
  public:
-  StageRun(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator)
-      : task_(task), work_(work), links_(links), generator_(generator) {}
+  StageRun(const Task& task, const StageWork& work, const StageLinks& links)
+      : task_(task), work_(work), links_(links) {}
 
+  // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1, ...
+  // (schedule.h), so that messages arrive in the order in which they are asked for; and no send blocks, because a
+  // channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
     const AllocationMeter meter;
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
     result_.memory = meter.most_bytes();
+    if (links_.before) links_.before->finish();
+    if (links_.behind) links_.behind->finish();
     return result_;
   }
 
@@ -57,18 +64,18 @@ class StageRun {
   void forward(int micro_batch) {
     InFlight& kept = in_flight_[micro_batch];
     result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
-    kept.inputs = links_.before != nullptr ? links_.before->receive() : Tensors{batch(micro_batch).data};
+    kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
     const Stopwatch watch;
     kept.outputs = through_pieces(kept.inputs, micro_batch);
-    if (links_.behind == nullptr) kept.outputs = {loss_of(kept.outputs, micro_batch)};
+    if (!links_.behind) kept.outputs = {loss_of(kept.outputs, micro_batch)};
     result_.busy += watch.seconds();
-    if (links_.behind != nullptr) links_.behind->send(as_leaves(kept.outputs));
+    if (links_.behind) links_.behind->send(as_leaves(kept.outputs));
   }
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
     for (const Piece& piece : work_.pieces) {
-      generator_.seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      ThreadGenerator::seed(seed_of(seed_of(work_.seed, index++), micro_batch));
       tensors = piece.forward(tensors);
     }
     return tensors;
@@ -76,16 +83,15 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    const Tensors gradients =
-        links_.behind != nullptr ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
+    const Tensors gradients = links_.behind ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
     const Stopwatch watch;
     backward_from(kept.outputs, gradients);
     in_flight_.erase(micro_batch);
     result_.busy += watch.seconds();
-    if (links_.before != nullptr) links_.before->send(gradients_of(kept.inputs));
+    if (links_.before) links_.before->send(input_gradients(kept.inputs));
   }
 
-  // A mean over the micro-batch, as its share of the whole batch.
+  // The mean loss of the micro-batch, times its share of the whole batch.
   torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
     const double share = static_cast<double>(batch(micro_batch).size()) / static_cast<double>(work_.samples);
     const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch).target) * share;
@@ -93,30 +99,23 @@ class StageRun {
     return loss;
   }
 
-  const Batch& batch(int micro_batch) const { return work_.micro_batches[static_cast<std::size_t>(micro_batch)]; }
+  const Batch& batch(int micro_batch) const { return work_.micro_batches[micro_batch]; }
 
   const Task& task_;
   const StageWork& work_;
   const StageLinks& links_;
-  ThreadGenerator& generator_;
   std::map<int, InFlight> in_flight_;
   StageResult result_;
 };
 
 }  // namespace
 
-StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links, ThreadGenerator& generator) {
-  return StageRun(task, work, links, generator).run();
+StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links) {
+  return StageRun(task, work, links).run();
 }
 
-std::vector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
-  const auto count = static_cast<int>(std::min(most, batch.size()));
-  std::vector<Batch> parts;
-  for (int i = 0; i < count; ++i) {
-    const Range part = even_part(batch.size(), i, count);
-    parts.push_back({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
-  }
-  return parts;
+IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
+  return parts_of(batch, static_cast<int>(std::min(most, batch.size())));
 }
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-#include "lockstep/strategy/pipeline/pipeline_schedule.h"
+#include "lockstep/strategy/pipeline/schedule.h"
 
 #include <algorithm>
 
@@ -14,7 +14,10 @@ PipelineSchedule parse_schedule(const std::string& name) {
   throw UsageError({.what = concat("no such pipeline schedule: ", name), .next = "naive, gpipe or 1f1b"});
 }
 
-// A stage may be `ahead` forward steps before its first backward step; from then on it alternates.
+// Three phases. First `ahead` forward steps fill the stages behind: with 1f1b, stage s of p may be p - s micro-batches
+// ahead, because that many fit between it and the end of the pipeline and back. Then one backward and one forward step
+// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the case
+// of ahead = m: all forward, then all backward.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches) {
   const int ahead = schedule == PipelineSchedule::k1F1B ? std::min(stages - stage, micro_batches) : micro_batches;
   std::vector<PipelineStep> steps;

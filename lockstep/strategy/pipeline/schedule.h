@@ -1,12 +1,12 @@
-// strategy/pipeline/pipeline_schedule.h: in which order a stage of a pipeline works on its micro-batches.
+// strategy/pipeline/schedule.h: in which order a stage of a pipeline works on its micro-batches.
 //
 //   naive  the whole batch forward through all stages, then back: one stage works, the others wait
 //   gpipe  all micro-batches forward, then all back (Huang et al., 2019): every micro-batch is in flight at once
 //   1f1b   as many forward as it takes to fill the stages behind, then one forward and one back in turn (Narayanan et
 //          al., PipeDream, 2019; Megatron-LM, 2021): at most `stages` micro-batches are in flight
 //
-// Forward steps in the order 0, 1, ... and so do backward steps, on every stage: what is sent arrives in the order in
-// which it is asked for.
+// On every stage forward steps come in the order 0, 1, ..., and so do backward steps: messages arrive in the order in
+// which they are asked for.
 //
 // Threads: pure functions
 #pragma once

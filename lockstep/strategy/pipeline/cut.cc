@@ -1,15 +1,13 @@
-#include "lockstep/strategy/pipeline/pipeline_cut.h"
-
-#include <torch/csrc/autograd/autograd.h>
+#include "lockstep/strategy/pipeline/cut.h"
 
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <unordered_set>
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/pipeline/stage.h"
 
 namespace lockstep {
 namespace {
@@ -52,24 +50,16 @@ Cut parse_cut(const std::string& text, int pieces) {
   return cut;
 }
 
-// detach() and mark: a leaf of its own, as a stage gets it from the one before.
-Tensors detached(const Tensors& tensors) {
-  Tensors leaves;
-  for (const torch::Tensor& each : tensors) leaves.push_back(each.detach().requires_grad_(each.requires_grad()));
-  return leaves;
-}
-
+// Forward and backward of a piece, from gradients of ones; afterwards `tensors` are the inputs of the next piece.
 double seconds_of(const Piece& piece, Tensors& tensors) {
   const Stopwatch watch;
-  Tensors outputs = piece.forward(tensors), roots, gradients;
+  const Tensors outputs = piece.forward(tensors);
+  Tensors gradients;
   for (const torch::Tensor& output : outputs)
-    if (output.requires_grad()) {
-      roots.push_back(output);
-      gradients.push_back(torch::ones_like(output));
-    }
-  if (!roots.empty()) torch::autograd::backward(roots, gradients);
+    gradients.push_back(output.requires_grad() ? torch::ones_like(output) : torch::Tensor());
+  backward_from(outputs, gradients);
   const double seconds = watch.seconds();
-  tensors = detached(outputs);
+  tensors = as_leaves(outputs);
   return seconds;
 }
 
@@ -87,7 +77,7 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
   StagesOption option{.stages = devices, .cut = {}};
   if (text.find_first_of(",-") != std::string::npos) {
     option.cut = parse_cut(text, pieces);
-    option.stages = static_cast<int>(option.cut.size());
+    option.stages = option.cut.size();
   } else if (!text.empty()) {
     option.stages = number_in(text, text, pieces);
   }
@@ -98,32 +88,32 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
   return option;
 }
 
-// best[s][end]: the smallest cost of the dearest of s stages that share the pieces before `end`.
+// Dynamic programming over prefixes: best[s][end] is the smallest possible cost of the dearest of s stages that share the
+// pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
+// max(best[s-1][begin], cost of the pieces begin ... end-1). O(stages * pieces^2).
 Cut balanced_cut(const std::vector<double>& costs, int stages) {
-  const std::size_t pieces = costs.size();
-  if (stages < 1 || static_cast<std::size_t>(stages) > pieces)
-    throw UsageError({.what = concat(stages, " stages of ", pieces, " pieces")});
-  std::vector<double> before(pieces + 1);
+  const auto pieces = static_cast<int>(costs.size());
+  if (stages < 1 || stages > pieces) throw UsageError({.what = concat(stages, " stages of ", pieces, " pieces")});
+  IntVector<double> before(pieces + 1);  // cost of the pieces before
   std::partial_sum(costs.begin(), costs.end(), before.begin() + 1);
-  const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> best(static_cast<std::size_t>(stages) + 1,
-                                        std::vector<double>(pieces + 1, infinity));
-  std::vector<std::vector<std::size_t>> begin_of_last(best.size(), std::vector<std::size_t>(pieces + 1));
+  const IntVector<double> impossible(pieces + 1, std::numeric_limits<double>::infinity());
+  IntVector<IntVector<double>> best(stages + 1, impossible);
+  IntVector<IntVector<int>> begin_of_last(stages + 1, IntVector<int>(pieces + 1));
   best[0][0] = 0;
-  for (std::size_t s = 1; s < best.size(); ++s)
-    for (std::size_t end = s; end <= pieces; ++end)
-      for (std::size_t begin = s - 1; begin < end; ++begin) {
+  for (int s = 1; s <= stages; ++s)
+    for (int end = s; end <= pieces; ++end)
+      for (int begin = s - 1; begin < end; ++begin) {
         const double dearest = std::max(best[s - 1][begin], before[end] - before[begin]);
         if (dearest < best[s][end]) {
           best[s][end] = dearest;
           begin_of_last[s][end] = begin;
         }
       }
-  Cut cut(static_cast<std::size_t>(stages));
-  std::size_t end = pieces;
-  for (std::size_t s = cut.size(); s > 0; --s) {
-    const std::size_t begin = begin_of_last[s][end];
-    cut[s - 1] = {static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end)};
+  Cut cut(stages);
+  int end = pieces;
+  for (int s = stages; s > 0; --s) {
+    const int begin = begin_of_last[s][end];
+    cut[s - 1] = {begin, end};
     end = begin;
   }
   return cut;
@@ -147,16 +137,8 @@ std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::
   return medians;
 }
 
-std::vector<std::vector<torch::Tensor>> parameters_of_stages(const std::vector<Piece>& pieces, const Cut& cut) {
-  std::vector<std::vector<torch::Tensor>> stages;
-  std::unordered_set<const void*> taken;
-  for (const Range& range : cut) {
-    std::vector<torch::Tensor> own;
-    for (const torch::Tensor& parameter : parameters_of({pieces.begin() + range.begin, pieces.begin() + range.end}))
-      if (taken.insert(parameter.unsafeGetTensorImpl()).second) own.push_back(parameter);
-    stages.push_back(std::move(own));
-  }
-  return stages;
+std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range) {
+  return {pieces.begin() + range.begin, pieces.begin() + range.end};
 }
 
 std::string to_string(const Cut& cut) {

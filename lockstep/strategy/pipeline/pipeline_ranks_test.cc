@@ -1,10 +1,10 @@
-#include "lockstep/strategy/pipeline/pipeline_processes.h"
+#include "lockstep/strategy/pipeline/pipeline.h"
 
 #include <map>
 #include <mutex>
 
 #include "lockstep/models.h"
-#include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 #include "tests/strategies.h"
 #include "tests/worlds.h"
@@ -25,7 +25,7 @@ StrategyOptions pipeline(const std::string& schedule = "1f1b", const std::string
 
 using MakeBatch = std::function<Batch(int step)>;
 
-// What rank 0 ends with; every rank has the same.
+// The result of rank 0, after a check that every rank has the same parameters.
 Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const StrategyOptions& options,
                        const MakeBatch& make_batch) {
   Course course;
@@ -35,11 +35,8 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
     const World data_world = strategy->data_world(world);
     Course mine;
     for (int step = 0; step < kSteps; ++step) {
-      const Batch batch = make_batch(step);
-      const Range part = even_part(batch.size(), data_world.rank(), data_world.size());
-      mine.losses.push_back(
-          strategy->compute({batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)})
-              .mean_loss);
+      const Batch part = part_of(make_batch(step), data_world.rank(), data_world.size());
+      mine.losses.push_back(strategy->forward_backward(part).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -57,32 +54,32 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
 
 Batch ten(int step) { return batch_of(step); }
 
-class PipelineOfRanks : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, PipelineOfRanks, ::testing::Values(2, 3, 4));
+class PipelineRanksOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, PipelineRanksOfSize, ::testing::Values(2, 3, 4));
 
-TEST_P(PipelineOfRanks, S1_trains_as_one_device_does) {
+TEST_P(PipelineRanksOfSize, train_as_one_device_does) {
   const Course one = on_one_device(small_task(), pipeline());
   for (const char* schedule : {"naive", "gpipe", "1f1b"})
     expect_same_course(course_of_ranks(Fabric::kSharedMemory, GetParam(), small_task(), pipeline(schedule), ten), one);
 }
 
-TEST(S1_pipeline_of_ranks, trains_as_one_device_does_over_gloo) {
+TEST(PipelineRanks, train_over_gloo) {
   expect_same_course(course_of_ranks(Fabric::kLonelyHosts, 3, small_task(), pipeline("1f1b", "0-1,2-4,5-6"), ten),
                      on_one_device(small_task(), pipeline()));
 }
 
-TEST(S1_pipeline_of_ranks, trains_as_one_device_does_with_replicas_of_each_stage) {
+TEST(PipelineRanks, train_with_replicas_of_each_stage) {
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, small_task(), pipeline("1f1b", "2"), ten),
                      on_one_device(small_task(), pipeline()));
 }
 
-TEST(S1_pipeline_of_ranks, trains_when_a_replica_has_no_samples) {
+TEST(PipelineRanks, train_when_a_replica_has_no_samples) {
   const auto one_sample = [](int step) { return batch_of(step, 1); };
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, small_task(), pipeline("1f1b", "2"), one_sample),
                      on_one_device(small_task(), pipeline(), kSteps, 1));
 }
 
-TEST(S1_pipeline_of_ranks, trains_a_gpt_whose_ends_share_the_embedding) {
+TEST(PipelineRanks, train_a_gpt_with_a_shared_embedding) {
   Task task = gpt_task("gpt", {.vocabulary = 11, .context = 5, .layers = 2, .heads = 2, .width = 8, .dropout = 0});
   task.make_model = [make = task.make_model] {
     auto model = make();
@@ -98,7 +95,7 @@ TEST(S1_pipeline_of_ranks, trains_a_gpt_whose_ends_share_the_embedding) {
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, task, pipeline("gpipe", "2"), same_batch), one);
 }
 
-TEST(S1_pipeline_of_ranks, brings_the_optimizers_state_to_rank_0) {
+TEST(PipelineRanks, send_the_optimizers_state_to_rank_0) {
   const auto one = make_strategy(World::single(), small_task(), [] {
     StrategyOptions options = pipeline();
     options.name = "single";
@@ -116,7 +113,7 @@ TEST(S1_pipeline_of_ranks, brings_the_optimizers_state_to_rank_0) {
   });
 }
 
-TEST(S1_pipeline_of_ranks, ends_all_ranks_with_the_exception_of_one) {
+TEST(PipelineRanks, end_with_the_exception_of_one) {
   Task task = small_task();
   task.stages = [](torch::nn::Module& model) {
     auto stages = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
@@ -124,12 +121,12 @@ TEST(S1_pipeline_of_ranks, ends_all_ranks_with_the_exception_of_one) {
     return stages;
   };
   const auto train = [&](World& world) {
-    make_strategy(world, task, pipeline("1f1b", "0-1,2-6"))->compute(batch_of(0));
+    make_strategy(world, task, pipeline("1f1b", "0-1,2-6"))->forward_backward(batch_of(0));
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { run_ranks(2, train); }), "thrown in piece 5"));
 }
 
-TEST(S1_pipeline_of_ranks, refuses_what_it_can_not_do) {
+TEST(PipelineRanks, refuse_what_they_can_not_do) {
   const auto refusal = [](const StrategyOptions& options) {
     return message_of<UsageError>(
         [&] { run_ranks(2, [&](World& world) { make_strategy(world, small_task(), options); }); });
@@ -172,7 +169,7 @@ TEST(TensorMessages, carry_shapes_dtypes_and_undefined_tensors) {
   });
 }
 
-TEST(TensorMessages, refuse_what_no_header_holds) {
+TEST(TensorMessages, refuse_too_many_tensors) {
   run_ranks(2, [](World& world) {
     if (world.rank() != 0) return;
     TensorSender sender(world, 1, 0);

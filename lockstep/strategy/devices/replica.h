@@ -1,0 +1,86 @@
+// strategy/devices/replica.h: the copies of a model that the devices of one process train.
+//
+// Flow:    Task -> make_replicas -> gradients on every device -> combined by the functions here -> optimizer/
+// Owns:    nothing
+// Threads: as Devices: call from its scheduling thread
+// Ranks:   inside one process
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/strategy.h"
+#include "lockstep/towers.h"
+
+namespace lockstep {
+
+// ---- Making replicas
+
+// The optimizer that the options name. Throws UsageError.
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options);
+
+// A model on `device` in the layout of options.layout, with its optimizer. The same seed gives the same parameters.
+// Throws UsageError.
+Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
+
+// On the CPU, all with the parameters and buffers of the first.
+Replicas make_replicas(int count, const Task& task, const StrategyOptions& options);
+
+// Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
+void seed_steps(std::uint64_t seed);
+
+// Throws UsageError if `world` has several ranks.
+void require_one_process(const World& world, const StrategyOptions& options);
+
+// ---- Keeping them the same
+
+// Makes all replicas use the memory of the first one's parameters: devices that are sets of cores gain nothing from
+// copies. The first one's optimizer then updates for all, on the cores of all devices, with the sum of the gradients
+// that the result was given before step() (gradients_of()). `devices` must outlive the optimizer's last step.
+[[nodiscard]] std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas);
+
+// After a checkpoint was read into the first replica: copies its parameters and buffers, or these and the optimizer's
+// state, to the others.
+void follow_model(const Replicas& replicas);
+void follow_first(const Replicas& replicas);
+
+// Gives all optimizers the learning rate of the first, the only one that schedules change.
+void follow_learning_rate(const Replicas& replicas);
+
+// ---- Gradients
+
+using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
+
+// The parameters that have a gradient on some replica. Afterwards they have one on all replicas (zeros where there was
+// none), in the parameter's memory order, so that they agree element by element.
+ParameterLists with_gradients(const ParameterLists& all);
+ParameterLists with_gradients(const Replicas& replicas);
+
+// Undefined where there is none.
+ParameterLists gradients_of(const ParameterLists& all);
+ParameterLists gradients_of(const Replicas& replicas);
+
+// ---- Batches and losses
+
+// Part `index` of `parts`: contiguous, as even as possible, maybe empty; a view of the batch.
+Batch part_of(const Batch& batch, int index, int parts);
+std::vector<Batch> parts_of(const Batch& batch, int parts);
+
+// The element for this device of a vector with one element per device.
+template <class Vector>
+decltype(auto) for_device(Vector& per_device, const Device& device) {
+  return per_device[static_cast<std::size_t>(device.index())];
+}
+
+// The mean loss over all parts. losses: undefined where a part is empty.
+BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
+
+// ---- Memory, in bytes
+
+std::int64_t parameter_bytes(const torch::nn::Module& model);
+std::int64_t gradient_bytes(const torch::nn::Module& model);
+std::int64_t optimizer_bytes(const Replica& replica);
+
+}  // namespace lockstep

@@ -1,0 +1,56 @@
+// strategy/devices/replica_strategy.h: what strategies with replicas in this process have in common: the task, the
+// devices, the replicas and where a step's time goes. Validation, checkpoints and schedules see the first replica.
+//
+// Owns:    the devices' threads, if there are any, and the replicas
+// Threads: one scheduling thread
+// Ranks:   as the strategy says
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/deadline.h"
+#include "lockstep/strategy/devices/replica.h"
+
+namespace lockstep {
+
+class ReplicaStrategy : public Strategy {
+ public:
+  torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
+  torch::nn::Module& model() override { return *replicas_.front().model; }
+  Optimizer& optimizer() override { return *replicas_.front().optimizer; }
+  const PhaseTimes& phases() const override { return phases_; }
+  std::vector<std::string> devices() const override {
+    return devices_ ? devices_->names() : std::vector<std::string>();
+  }
+
+ protected:
+  ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
+      : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
+
+  Task task_;
+  std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
+  Replicas replicas_;                 // never empty
+  PhaseTimes phases_;
+};
+
+inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
+  return std::make_unique<Devices>(
+      DevicesOptions{.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = teams});
+}
+
+// Adds the seconds that `work` takes to `total`, and returns what it returns.
+template <class Work>
+auto timed(double& total, const Work& work) {
+  struct Adds {
+    double& total;
+    Stopwatch watch = {};
+    ~Adds() { total += watch.seconds(); }
+  };
+  const Adds adds{total};
+  return work();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,65 @@
+#include "lockstep/strategy/devices/towers_strategy.h"
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
+
+namespace lockstep {
+namespace {
+
+class Towers : public ReplicaStrategy {
+ public:
+  Towers(const World& world, const Task& task, const StrategyOptions& options)
+      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
+        uneven_(options.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
+        algorithm_(parse_algorithm(options.algorithm)),
+        update_on_cpu_(options.update == "cpu") {
+    if (!update_on_cpu_ && options.update != "device")
+      throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
+    if (update_on_cpu_) gradients_ = share_parameters(*devices_, replicas_);
+    seed_steps(options.seed + 1);
+  }
+
+  BatchTotals forward_backward(const Batch& batch) override {
+    const auto shards = split_and_load(batch, *devices_, uneven_);
+    const auto losses = timed(phases_.forward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    timed(phases_.backward, [&] { backward(*devices_, losses, shards); });
+    timed(phases_.exchange, [&] { combine_gradients(); });
+    return mean_of(losses, shards);
+  }
+
+  void update() override {
+    timed(phases_.update, [&] {
+      if (update_on_cpu_) {
+        optimizer().step();
+        return;
+      }
+      follow_learning_rate(replicas_);
+      lockstep::update(*devices_, replicas_);
+    });
+  }
+
+  void restored(std::int64_t) override { update_on_cpu_ ? follow_model(replicas_) : follow_first(replicas_); }
+
+ private:
+  void combine_gradients() {
+    if (update_on_cpu_)
+      gradients_->set(gradients_of(replicas_));
+    else
+      all_reduce_gradients(*devices_, replicas_, algorithm_);
+  }
+
+  Uneven uneven_;
+  shm::Algorithm algorithm_;
+  bool update_on_cpu_;
+  std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
+  require_one_process(world, options);
+  return std::make_unique<Towers>(world, task, options);
+}
+
+}  // namespace lockstep

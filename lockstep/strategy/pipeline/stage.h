@@ -1,0 +1,50 @@
+// strategy/pipeline/stage.h: what one stage of a pipeline does with one batch.
+//
+// Flow:    micro-batches, or the stage before -> here -> the stage behind, or the loss; gradients the other way
+// Owns:    what it keeps of a micro-batch between forward and backward
+// Threads: one, which has a ThreadGenerator
+// Ranks:   communicates through the links only
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/base/int_vector.h"
+#include "lockstep/dataset.h"
+#include "lockstep/strategy/pipeline/links.h"
+#include "lockstep/strategy/pipeline/schedule.h"
+#include "lockstep/task.h"
+
+namespace lockstep {
+
+struct StageWork {
+  std::vector<Piece> pieces;
+  IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
+  std::vector<PipelineStep> steps;
+  std::int64_t samples = 0;  // of the whole batch, over all replicas
+  std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
+  int first_piece = 0;       // so that dropout is the same wherever the model is cut
+};
+
+struct StageResult {
+  double loss = 0;          // last stage: its micro-batches' share of the mean loss
+  double busy = 0;          // seconds of forward and backward
+  std::int64_t memory = 0;  // bytes of tensors, at most
+  int in_flight = 0;        // micro-batches, at most
+};
+
+// Blocks until all steps are done. Throws what the pieces throw; PeerLost.
+StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links);
+
+// The same values without the graph that made them, as the next stage gets them. They require gradients as before.
+Tensors as_leaves(const Tensors& tensors);
+
+// Backward from the outputs whose gradient is defined.
+void backward_from(const Tensors& outputs, const Tensors& gradients);
+
+// The micro-batches of a batch, at most `most`: as even as possible, none of them empty; none at all of an empty batch.
+IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most);
+
+}  // namespace lockstep
