@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 namespace lockstep {
 namespace {
 
@@ -29,11 +31,13 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters) {
   if (block_) block_->require_in_place();
-  if (lists_.empty()) lists_ = {gradients_in_grad(parameters)};
-  WeightedGradients gradients{.weights = std::vector<double>(lists_.size(), 1), .parallel_for = parallel_for_};
+  current_ = std::exchange(lists_, {});
+  if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
+  updated_.clear();
+  WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
-    for (auto& list : lists_) {
+    for (auto& list : current_) {
       list[i] = gradient_like(parameters[i], list[i]);
       gradients.pointers.push_back(pointer_to(list[i]));
       any = any || gradients.pointers.back() != nullptr;
@@ -46,13 +50,12 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // The version counters of the updated parameters are raised, as by any write in place: a graph that was made before the
 // step then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
-  lists_.clear();
+  current_.clear();
   memory_->barrier();
   if (block_)
     block_->mark_written();
   else
     for (const torch::Tensor& parameter : updated_) torch::autograd::impl::bump_version(parameter);
-  updated_.clear();
 }
 
 }  // namespace lockstep

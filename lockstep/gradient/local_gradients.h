@@ -39,8 +39,9 @@ class LocalGradients : public GradientSource {
   ParallelFor parallel_for_;
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<ParameterBlock> block_;
-  std::vector<std::vector<torch::Tensor>> lists_;
-  std::vector<torch::Tensor> updated_;  // parameters of this step
+  std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
+  std::vector<std::vector<torch::Tensor>> current_;  // of this step
+  std::vector<torch::Tensor> updated_;               // parameters of this step
 };
 
 // The gradient, dense and in the parameter's memory order: itself if it is so already, else a copy. Undefined if
