@@ -134,7 +134,7 @@ class LocalKVStore : public KVStore {
 
 // local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `local` chooses.
 struct ChosenKind {
-  std::string kind;
+  KVStoreKind kind;
   std::string reason;
 };
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where);

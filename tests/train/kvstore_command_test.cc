@@ -36,7 +36,7 @@ std::string tensors_of(const std::filesystem::path& path) {
   return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
 }
 
-TEST(KVStoreCommand, S2_dist_sync_trains_as_one_rank_does_and_resumes_with_the_same_bits) {
+TEST(KVStoreCommand, dist_sync_equals_one_rank_and_resumes_bit_exactly) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
     const Ended ended = run(kvstore("dist_sync") +
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, KVStoreOutOfStep, ::testing::Values("dist_async"
                          [](const auto& test) { return std::string(test.param); });
 
 // One worker, so that the order of the updates is always the same.
-TEST_P(KVStoreOutOfStep, S2_resumes_with_the_weights_and_the_optimizers_state_of_all_servers) {
+TEST_P(KVStoreOutOfStep, resumes_with_the_state_of_all_servers) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
     const Ended ended = run(kvstore(GetParam()) +
@@ -86,13 +86,13 @@ TEST_P(KVStoreOutOfStep, S2_resumes_with_the_weights_and_the_optimizers_state_of
             tensors_of(folder / "parts" / "step-00000010.safetensors"));
 }
 
-TEST(KVStoreCommand, S2_servers_take_no_part_of_the_batch) {
+TEST(KVStoreCommand, servers_take_no_part_of_the_batch) {
   const Ended ended = run(kvstore("dist_sync") +
                           Words{"--servers", "4", "--ranks", "1", "--max-steps", "2", "--batch-size", "2", "--quiet"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
 }
 
-TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
+TEST(KVStoreCommand, local_logs_its_choice_and_prints_the_table) {
   const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: devices that are cores"));
@@ -102,7 +102,7 @@ TEST(KVStoreCommand, S2_local_says_what_it_chose_and_prints_the_table) {
 }
 
 // The same samples: at most 1.5 points less. `make soak` trains LeNet for longer.
-TEST(KVStoreCommand, S2_dist_async_learns_as_much_as_dist_sync_and_reports_the_delay) {
+TEST(KVStoreCommand, dist_async_learns_like_dist_sync_and_reports_delays) {
   const TempFolder folder;
   const int epochs = testing::rounds("LOCKSTEP_ASYNC_EPOCHS", 0);
   const auto accuracy = [&](const std::string& kind) {
@@ -168,7 +168,7 @@ class KVStoreLoss : public ::testing::Test {
   TempFolder folder;
 };
 
-TEST_F(KVStoreLoss, S2_dist_sync_ends_with_a_clear_error_when_a_worker_is_killed) {
+TEST_F(KVStoreLoss, dist_sync_ends_with_a_clear_error_when_a_worker_is_killed) {
   Child launcher(job("dist_sync", {"--epochs", "1000"}));
   signal_rank(launcher, 2, SIGKILL);
   const Stopwatch watch;
@@ -177,7 +177,7 @@ TEST_F(KVStoreLoss, S2_dist_sync_ends_with_a_clear_error_when_a_worker_is_killed
   EXPECT_TRUE(contains(launcher.error(), "rank 2 was ended by signal 9"));
 }
 
-TEST_F(KVStoreLoss, S2_dist_async_goes_on_when_a_worker_is_killed) {
+TEST_F(KVStoreLoss, dist_async_goes_on_when_a_worker_is_killed) {
   Child launcher(job("dist_async", {"--max-steps", "400"}));
   signal_rank(launcher, 2, SIGKILL);
   EXPECT_EQ(launcher.wait(), 0) << launcher.error();
@@ -189,7 +189,7 @@ TEST_F(KVStoreLoss, S2_dist_async_goes_on_when_a_worker_is_killed) {
   EXPECT_LT(last["updates"], 1200);
 }
 
-TEST_F(KVStoreLoss, S2_dist_bounded_goes_on_when_a_worker_stands_still) {
+TEST_F(KVStoreLoss, dist_bounded_goes_on_when_a_worker_is_stopped) {
   Child launcher(job("dist_bounded", {"--max-steps", "400", "--timeout", "2", "--staleness", "2"}));
   signal_rank(launcher, 3, SIGSTOP);
   const Stopwatch watch;
@@ -201,7 +201,7 @@ TEST_F(KVStoreLoss, S2_dist_bounded_goes_on_when_a_worker_stands_still) {
   EXPECT_LE(last["max_delay"], 2);
 }
 
-TEST_F(KVStoreLoss, S2_all_end_with_a_clear_error_when_the_server_is_killed) {
+TEST_F(KVStoreLoss, all_end_with_a_clear_error_when_the_server_is_killed) {
   Child launcher(job("dist_async", {"--epochs", "1000"}));
   signal_rank(launcher, 0, SIGKILL);
   const Stopwatch watch;

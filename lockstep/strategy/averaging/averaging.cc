@@ -5,6 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -12,9 +13,9 @@
 namespace lockstep {
 namespace {
 
-void require_sensible(const StrategyOptions& options) {
-  if (options.average_every < 1)
-    throw UsageError({.what = concat("--average-every ", options.average_every), .next = "give batches, at least 1"});
+void require_sensible(const AveragingOptions& options) {
+  if (options.every < 1)
+    throw UsageError({.what = concat("--average-every ", options.every), .next = "give batches, at least 1"});
   if (options.outer_lr <= 0 || options.outer_momentum < 0)
     throw UsageError({.what = concat("--outer-lr ", options.outer_lr, ", --outer-momentum ", options.outer_momentum),
                       .next = "give a positive rate and a momentum of at least 0"});
@@ -24,7 +25,7 @@ void require_sensible(const StrategyOptions& options) {
 class OuterStep {
  public:
   OuterStep() = default;
-  OuterStep(const torch::Tensor& block, const StrategyOptions& options) {
+  OuterStep(const torch::Tensor& block, const AveragingOptions& options) {
     if (options.outer_lr == 1 && options.outer_momentum == 0) return;
     anchor_ = block.clone().requires_grad_();
     sgd_ = std::make_unique<SGD>(
@@ -69,15 +70,15 @@ class Averaging : public ReplicaStrategy {
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
         world_(world),
-        average_every_(options.average_every),
+        average_every_(options.averaging.every),
         samples_(replicas_.size()) {
-    require_sensible(options);
+    require_sensible(options.averaging);
     require_same_model(world, named_parameters(model()));
     broadcast_tensors(world, named_parameters(model()));
     broadcast_tensors(world, named_buffers(model()));
     make_blocks();
     follow_first(replicas_);
-    outer_ = OuterStep(blocks_.front(), options);
+    outer_ = OuterStep(blocks_.front(), options.averaging);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 

@@ -18,7 +18,11 @@ namespace {
 using namespace testing;
 
 StrategyOptions averaging(int devices, std::int64_t every = 1) {
-  return {.name = "averaging", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices, .average_every = every};
+  return {.kind = StrategyKind::kAveraging,
+          .optimizer = SGDOptions{.lr = 0.1},
+          .seed = 4,
+          .devices = devices,
+          .averaging = {.every = every}};
 }
 
 class AveragingOfSize : public ::testing::TestWithParam<int> {};
@@ -35,14 +39,14 @@ std::vector<torch::Tensor> local_sgd_by_hand(int replicas, int every, int steps)
   IntVector<std::unique_ptr<Strategy>> all;
   for (int i = 0; i < replicas; ++i) {
     StrategyOptions single = options;
-    single.name = "single";
+    single.kind = StrategyKind::kSingle;
     all.push_back(make_strategy(World::single(), small_task(), single));
   }
   const torch::NoGradGuard no_grad;
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < replicas; ++i) {
       const torch::AutoGradMode grad(true);
-      all[i]->forward_backward(part_of(batch_of(step), i, replicas));
+      all[i]->forward_backward(lockstep::part_of(batch_of(step), i, replicas));
       all[i]->update();
     }
     if ((step + 1) % every != 0) continue;
@@ -83,8 +87,7 @@ TEST(Averaging, averages_over_ranks_too) {
     Course course;
     for (int step = 0; step < kSteps; ++step) {
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.
-      const Batch part = part_of(batch_of(step), world.rank(), world.size());
-      course.losses.push_back(strategy->forward_backward(part).mean_loss);
+      course.losses.push_back(strategy->forward_backward(part_of(batch_of(step), world)).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -100,11 +103,11 @@ TEST(Averaging, averages_over_ranks_too) {
 // Each replica has its own momentum until synchronise() makes the replicas one model, as a checkpoint needs it.
 TEST(Averaging, synchronises_parameters_and_optimizer_state_of_all_ranks) {
   StrategyOptions options = averaging(2, 3);
-  options.sgd.momentum = 0.9;
+  std::get<SGDOptions>(options.optimizer).momentum = 0.9;
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
     for (int step = 0; step < 4; ++step) {
-      strategy->forward_backward(part_of(batch_of(step), world.rank(), world.size()));
+      strategy->forward_backward(part_of(batch_of(step), world));
       strategy->update();
     }
     strategy->synchronise();
@@ -134,12 +137,12 @@ TEST(Averaging, refuses_parameters_of_16_bits) {
 
 TEST(Averaging, takes_the_outer_step_of_diloco) {
   StrategyOptions options = averaging(1, 10);
-  options.outer_lr = 0.7;
-  options.outer_momentum = 0.9;
+  options.averaging.outer_lr = 0.7;
+  options.averaging.outer_momentum = 0.9;
   const Course course = course_of(small_task(), options);
   // By hand: two rounds of ten steps of one replica.
   StrategyOptions single = options;
-  single.name = "single";
+  single.kind = StrategyKind::kSingle;
   const auto inner = make_strategy(World::single(), small_task(), single);
   auto anchor = values_of(inner->model());
   std::vector<torch::Tensor> velocity;
@@ -176,7 +179,7 @@ TEST(Averaging, refuses_options_out_of_range) {
   };
   EXPECT_TRUE(contains(refusal(averaging(2, 0)), "--average-every 0"));
   StrategyOptions options = averaging(2);
-  options.outer_lr = 0;
+  options.averaging.outer_lr = 0;
   EXPECT_TRUE(contains(refusal(options), "--outer-lr 0"));
 }
 

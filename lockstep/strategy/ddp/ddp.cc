@@ -7,6 +7,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"

@@ -1,7 +1,5 @@
 #include "lockstep/strategy/devices/towers_strategy.h"
 
-#include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 
 namespace lockstep {
@@ -11,11 +9,9 @@ class Towers : public ReplicaStrategy {
  public:
   Towers(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
-        uneven_(options.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
-        algorithm_(parse_algorithm(options.algorithm)),
-        update_on_cpu_(options.update == "cpu") {
-    if (!update_on_cpu_ && options.update != "device")
-      throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
+        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
+        algorithm_(options.algorithm),
+        update_on_cpu_(options.towers.update == UpdatePlace::kCpu) {
     if (update_on_cpu_) gradients_ = share_parameters(*devices_, replicas_);
     seed_steps(options.seed + 1);
   }
@@ -50,7 +46,7 @@ class Towers : public ReplicaStrategy {
   }
 
   Uneven uneven_;
-  shm::Algorithm algorithm_;
+  Algorithm algorithm_;
   bool update_on_cpu_;
   std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
 };

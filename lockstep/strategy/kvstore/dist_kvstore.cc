@@ -6,6 +6,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/optimizer_message.h"
 
 namespace lockstep {

@@ -106,7 +106,7 @@ TEST_P(DistStore, S2_updates_on_its_servers_in_every_consistency) {
         fabric(), here,
         [&](DistKVStore& store, int) {
           store.init({{"a", torch::zeros({6, 3})}, {"b", torch::zeros({2})}}, {{"plain", torch::zeros({1})}});
-          store.set_optimizer({.optimizer = "sgd", .sgd = {.lr = 1}});
+          store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
           const DeviceTensors into{{torch::ones({6, 3}), torch::ones({2}), torch::zeros({1})}};
           store.pull({"a", "b", "plain"}, into);
           for (int step = 0; step < 10; ++step)
@@ -220,7 +220,7 @@ INSTANTIATE_TEST_SUITE_P(Fabrics, DistStoreOver, ::testing::Values(Fabric::kShar
 void train(
     DistKVStore& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
   store.init({{"a", torch::zeros({6})}});
-  store.set_optimizer({.optimizer = "sgd", .sgd = {.lr = 1}});
+  store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
   const DeviceTensors into{{torch::zeros({6})}};
   store.pull({"a"}, into);
   for (int step = 0; step < steps; ++step) {

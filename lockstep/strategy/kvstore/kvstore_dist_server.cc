@@ -1,6 +1,7 @@
 #include <map>
 
 #include "lockstep/deadline.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
@@ -11,7 +12,7 @@ namespace {
 
 KVServerOptions server_options(const DistSetting& setting, const StrategyOptions& options) {
   return {.consistency = setting.consistency,
-          .staleness = options.staleness,
+          .staleness = options.kvstore.staleness,
           .workers = setting.roles.workers,
           .server = setting.roles.server_of(setting.world.rank()),
           .servers = static_cast<int>(setting.roles.servers.size()),

@@ -2,6 +2,7 @@
 
 #include "lockstep/error.h"
 #include "lockstep/kvstore.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 #include "lockstep/strategy/kvstore/slice_state.h"
@@ -9,13 +10,19 @@
 namespace lockstep {
 namespace {
 
+// Of two-bit compression; 0: none.
+double threshold_of(const CompressionOptions& compression) {
+  if (compression.kind != Compression::kTwoBit) return 0;
+  return compression.amount == 0 ? 0.5 : compression.amount;
+}
+
 DistKVStoreOptions store_options(const DistSetting& setting, const StrategyOptions& options) {
-  const bool layerwise = options.optimizer == "lars" || options.optimizer == "lamb";  // norms are of whole keys
   return {.consistency = setting.consistency,
           .worker = setting.roles.worker_of(setting.world.rank()),
-          .split_above = layerwise ? std::numeric_limits<std::int64_t>::max() : options.split_above,
-          .threshold =
-              options.compression == "2bit" ? (options.compression_amount == 0 ? 0.5 : options.compression_amount) : 0};
+          // The norms of a layerwise rule are of whole keys.
+          .split_above =
+              layerwise(options.optimizer) ? std::numeric_limits<std::int64_t>::max() : options.kvstore.split_above,
+          .threshold = threshold_of(options.compression)};
 }
 
 class KVStoreDistWorker : public KVStoreWorker {

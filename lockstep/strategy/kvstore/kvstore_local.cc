@@ -7,16 +7,17 @@
 #include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 #include "lockstep/strategy/kvstore/server_statistics.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
 namespace {
 
 class KVStoreLocal : public KVStoreWorker {
  public:
-  KVStoreLocal(const World& world, const Task& task, const StrategyOptions& options, const std::string& kind)
-      : KVStoreWorker(world, task, options, kind == "local_update_cpu"),
-        store_(kind == "local_allreduce_device" ? SumOn::kDevice : SumOn::kCpu, &threads()),
-        statistics_{.store = kind, .workers = 1} {
+  KVStoreLocal(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
+      : KVStoreWorker(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
+        store_(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu, &threads()),
+        statistics_{.store = name_of(kind), .workers = 1} {
     store_.init(trained_parameters(model()));
     if (update_in_store()) {
       store_.set_optimizer(options);
@@ -61,11 +62,11 @@ class KVStoreLocal : public KVStoreWorker {
 };
 
 // `local` makes its choice here.
-std::string kind_of(const World& world, const Task& task, const StrategyOptions& options) {
-  if (options.kvstore != "local") return options.kvstore;
+KVStoreKind kind_of(const World& world, const Task& task, const StrategyOptions& options) {
+  if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const auto [kind, reason] =
       choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
-  log_info(concat("kvstore local is ", kind, ": ", reason));
+  log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
 

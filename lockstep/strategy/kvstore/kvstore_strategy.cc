@@ -1,11 +1,10 @@
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
-#include <algorithm>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/kvstore_dist.h"
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
 namespace {
@@ -14,23 +13,23 @@ void require(bool good, const std::string& what, const std::string& next) {
   if (!good) throw UsageError({.what = what, .next = next});
 }
 
-Consistency consistency_of(const std::string& kind) {
-  if (kind == "dist_sync") return Consistency::kSync;
-  return kind == "dist_async" ? Consistency::kAsync : Consistency::kBounded;
+Consistency consistency_of(KVStoreKind kind) {
+  if (kind == KVStoreKind::kDistSync) return Consistency::kSync;
+  return kind == KVStoreKind::kDistAsync ? Consistency::kAsync : Consistency::kBounded;
 }
 
 void check(const StrategyOptions& o) {
-  require(std::ranges::find(kvstore_kinds(), o.kvstore) != kvstore_kinds().end(),
-          concat("no such kvstore: ", o.kvstore), concat("one of ", join(kvstore_kinds(), ", ")));
-  const bool exact = o.compression == "none";
-  require(exact || (o.compression == "2bit" && has_servers(o.kvstore)),
-          concat("--compression ", o.compression, " with kvstore ", o.kvstore), "none, or 2bit with a dist_ kvstore");
-  require(exact || o.compression_amount >= 0, "a negative --compression-amount", "give the threshold, such as 0.5");
-  require(o.update_on_kvstore || !goes_on_without_workers(o.kvstore),
-          concat("kvstore ", o.kvstore, " updates on its servers"),
+  const bool exact = o.compression.kind == Compression::kNone;
+  const std::string kind = name_of(o.kvstore.kind);
+  require(exact || (o.compression.kind == Compression::kTwoBit && has_servers(o.kvstore.kind)),
+          concat("--compression ", name_of(o.compression.kind), " with kvstore ", kind),
+          "none, or 2bit with a dist_ kvstore");
+  require(exact || o.compression.amount >= 0, "a negative --compression-amount", "give the threshold, such as 0.5");
+  require(o.kvstore.update_on_kvstore || !goes_on_without_workers(o.kvstore.kind),
+          concat("kvstore ", kind, " updates on its servers"),
           "leave out --update-on-kvstore false, or choose dist_sync");
-  require(o.staleness >= 0, concat("--staleness ", o.staleness), "give updates, 0 or more");
-  require(o.split_above > 0, concat("--split-above ", o.split_above), "give elements, such as 1000000");
+  require(o.kvstore.staleness >= 0, concat("--staleness ", o.kvstore.staleness), "give updates, 0 or more");
+  require(o.kvstore.split_above > 0, concat("--split-above ", o.kvstore.split_above), "give elements, such as 1000000");
 }
 
 // A server knows its slices only.
@@ -46,11 +45,11 @@ LinkPatience patience_for(Consistency consistency, std::chrono::milliseconds tim
 }
 
 std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const StrategyOptions& options) {
-  const bool serves = options.serves.value_or(world.rank() < options.servers);
+  const bool serves = options.kvstore.serves.value_or(world.rank() < options.kvstore.servers);
   const DistSetting setting{.world = world,
                             .roles = agree_on_roles(world, serves),
-                            .consistency = consistency_of(options.kvstore),
-                            .update_in_store = options.update_on_kvstore};
+                            .consistency = consistency_of(options.kvstore.kind),
+                            .update_in_store = options.kvstore.update_on_kvstore};
   check_clipping(options, setting.roles, setting.update_in_store);
   Links links = connect_links(world, setting.roles, patience_for(setting.consistency, options.timeout));
   const World peers = *world.split(serves ? 0 : 1);
@@ -60,19 +59,12 @@ std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const 
 
 }  // namespace
 
-const std::vector<std::string>& kvstore_kinds() {
-  static const std::vector<std::string> kKinds = {
-      "local",     "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device",
-      "dist_sync", "dist_async",       "dist_bounded"};
-  return kKinds;
-}
-
-bool has_servers(const std::string& kind) { return kind.starts_with("dist_"); }
-bool goes_on_without_workers(const std::string& kind) { return has_servers(kind) && kind != "dist_sync"; }
+bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
+bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
 
 std::unique_ptr<Strategy> make_kvstore(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
-  return has_servers(options.kvstore) ? make_dist(world, task, options) : make_local_kvstore(world, task, options);
+  return has_servers(options.kvstore.kind) ? make_dist(world, task, options) : make_local_kvstore(world, task, options);
 }
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #include "lockstep/strategy/kvstore/kvstore_worker.h"
 
 #include "lockstep/deadline.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 namespace {

@@ -1,24 +1,21 @@
-// strategy/kvstore/optimizer_message.h: an optimizer's options as bytes of fixed size, for the way to the servers.
+// strategy/kvstore/optimizer_message.h: what a server's optimizer is made from, as bytes of fixed size.
 #pragma once
-
-#include <array>
 
 #include "lockstep/strategy.h"
 
 namespace lockstep {
 
 struct OptimizerMessage {
-  std::array<char, 8> name{};
-  SGDOptions sgd;
-  AdamOptions adam;
-  AdamWOptions adamw;
-  LAMBOptions lamb;
-  LARSOptions lars;
+  OptimizerOptions optimizer;
   ClippingOptions clipping;
   double ema_decay = 0;
 };
 
-OptimizerMessage to_message(const StrategyOptions& options);  // what of it is about the optimizer
-StrategyOptions from_message(const OptimizerMessage& message);
+inline OptimizerMessage to_message(const StrategyOptions& options) {
+  return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
+}
+inline StrategyOptions from_message(const OptimizerMessage& message) {
+  return {.optimizer = message.optimizer, .clipping = message.clipping, .ema_decay = message.ema_decay};
+}
 
 }  // namespace lockstep

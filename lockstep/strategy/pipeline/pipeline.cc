@@ -17,8 +17,8 @@ namespace lockstep {
 namespace {
 
 void require_possible(const World& world, const StrategyOptions& options) {
-  if (options.micro_batches < 1)
-    throw UsageError({.what = concat("--micro-batches ", options.micro_batches), .next = "give at least 1"});
+  if (options.pipeline.micro_batches < 1)
+    throw UsageError({.what = concat("--micro-batches ", options.pipeline.micro_batches), .next = "give at least 1"});
   if (world.size() == 1) return;
   if (options.devices != 1)
     throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),
@@ -43,12 +43,12 @@ class Pipeline : public ReplicaStrategy {
   Pipeline(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, {make_replica(task, options, world.size() > 1 ? world.device() : torch::kCPU)}),
         ranks_{.all = world, .of_stage = world, .of_replica = world},
-        schedule_(parse_schedule(options.pipeline_schedule)),
-        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches) {
+        schedule_(options.pipeline.schedule),
+        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches) {
     require_possible(world, options);
     pieces_ = {pieces_of(task, model())};
     const int devices = world.size() * options.devices;
-    const auto [stages, cut] = parse_stages(options.stages, devices, static_cast<int>(pieces_[0].size()));
+    const auto [stages, cut] = parse_stages(options.pipeline.stages, devices, static_cast<int>(pieces_[0].size()));
     stages_ = stages;
     replica_count_ = devices / stages;
     world.size() > 1 ? become_a_rank() : start_threads(options);

@@ -2,17 +2,7 @@
 
 #include <algorithm>
 
-#include "lockstep/base/text.h"
-#include "lockstep/error.h"
-
 namespace lockstep {
-
-PipelineSchedule parse_schedule(const std::string& name) {
-  if (name == "naive") return PipelineSchedule::kNaive;
-  if (name == "gpipe") return PipelineSchedule::kGPipe;
-  if (name == "1f1b") return PipelineSchedule::k1F1B;
-  throw UsageError({.what = concat("no such pipeline schedule: ", name), .next = "naive, gpipe or 1f1b"});
-}
 
 // Three phases. First `ahead` forward steps fill the stages behind: with 1f1b, stage s of p may be p - s micro-batches
 // ahead, because that many fit between it and the end of the pipeline and back. Then one backward and one forward step
