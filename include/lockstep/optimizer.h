@@ -1,13 +1,14 @@
 // lockstep/optimizer.h: what lockstep's optimizers have in common. They are torch::optim::Optimizers, so schedulers
-// and parameter groups work as usual; their step() reduces the gradients of all ranks of the machine and updates in
-// one pass.
+// and parameter groups work as usual. Given to a DistributedDataParallel, their step() sums the gradients of the ranks
+// of a machine and updates the parameters in one pass over memory (docs/design/fused-step.md).
 //
-// Flow:    gradient/ says where gradients are -> step() -> parameters
+// Flow:    a GradientSource says where gradients are -> step() -> parameters
 // Owns:    its state; the parameters are shared with the module
 // Threads: one thread
-// Ranks:   by itself it does not communicate, and takes each parameter's .grad. Attached to a
-//          DistributedDataParallel, every rank calls step() in the same order, and updates a slice of the parameters
-//          that all of them share
+// Ranks:   on its own it does not communicate and uses each parameter's .grad. Attached to a DistributedDataParallel,
+//          every rank calls step() in the same order and updates a slice of the parameters that all of them share
+//
+// A new optimizer derives from Optimizer, and implements UpdateRule and update_on_device(): see lockstep/optimizers.h.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -21,18 +22,25 @@
 #include <vector>
 
 #include "lockstep/error.h"
-#include "lockstep/gradient/step_gradients.h"
-#include "lockstep/optimizer/flat_update.h"
-#include "lockstep/optimizer/update_rule.h"
+#include "lockstep/update_rule.h"
 
 namespace lockstep {
 
+class GradientSource;
 class World;
 
-// Applied to the mean gradient inside of step(): clipping .grad by hand would clip one rank's share.
+// Applied to the mean gradient inside step(): clipping .grad by hand would clip one rank's share.
 struct ClippingOptions {
   double max_norm = 0;   // of all gradients together (2-norm), as torch::nn::utils::clip_grad_norm_; 0: off
-  double max_value = 0;  // of each element, as clip_grad_value_; 0: off
+  double max_value = 0;  // of each element, as clip_grad_value_, after max_norm; 0: off
+};
+
+// The parameters of a group that have a gradient, where they are not on the CPU.
+struct WholeTensors {
+  std::vector<torch::Tensor> parameters;
+  std::vector<torch::Tensor> gradients;           // one per parameter, in its memory order
+  std::vector<std::vector<torch::Tensor>> state;  // [name][parameter], in the order of the optimizer's state names
+  std::vector<std::int64_t> steps;                // of each parameter, from 1
 };
 
 class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
@@ -41,12 +49,12 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
 
   ~Optimizer() override;
 
-  // One update of every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it
-  // blocks until all ranks have updated. Throws UsageError (a parameter group that was added after the first step; a
-  // gradient or parameter that was changed by hand while attached), PeerLost.
+  // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it blocks
+  // until all ranks have updated: HACKING.md lists the waits. Throws UsageError (a parameter group that was added after
+  // the first step; a gradient or parameter that was changed by hand while attached), PeerLost.
   torch::Tensor step(LossClosure closure = nullptr) final;
 
-  // From now on. The same on every rank.
+  // Holds from the next step on. The same on every rank.
   void set_clipping(const ClippingOptions& options) { clipping_ = options; }
 
   // The 2-norm of the last step's mean gradient before clipping; 0 if no clipping by norm is set.
@@ -56,8 +64,8 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   // parameter after each step; state_of() has it as "ema". Throws UsageError: not in (0, 1), or too late.
   void keep_average(double decay);
 
-  // Gradients are divided by `scale`, and if any element on any rank is not finite then the step changes nothing and
-  // skipped() says so, on every rank. What lockstep/gradient_scaler.h does. nullopt: not any more.
+  // From the next step on gradients are divided by `scale`; if any element on any rank is not finite, the step changes
+  // nothing on any rank, and skipped() returns true. GradientScaler calls this. nullopt: off.
   void set_loss_scale(std::optional<double> scale);
   bool skipped() const { return skipped_; }
 
@@ -68,23 +76,22 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   // Throws CheckpointError: tensors that are missing or of another shape.
   void set_state(const torch::Tensor& parameter, const StateTensors& state);
 
-  // Everybody's state becomes that of `root`; for optimizers of one kind and the same parameters, whose state is each
-  // rank's own. All ranks call. Blocks. Throws PeerLost.
+  // Every rank's state becomes that of `root`. For the same optimizer with the same parameters on every rank, where each
+  // rank has its own state. All ranks call. Blocks. Throws PeerLost.
   void broadcast_state(const World& world, int root);
 
-  // What DistributedDataParallel does: from now on gradients come from `source`, and state lies where its ranks share
-  // it. Blocks. Throws UsageError: it has stepped already.
+  // Called by DistributedDataParallel: from now on step() takes gradients from `source`, and the state is in memory that
+  // the source's ranks share. Blocks. Throws UsageError: it has stepped already.
   void attach(std::shared_ptr<GradientSource> source);
+
+  using UpdateRule::layerwise;
 
  protected:
   Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
             std::vector<std::string> state_names);
 
-  // The same formula for tensors that are not on the CPU. state: as state_names, one tensor per parameter each.
-  virtual void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                                const std::vector<torch::Tensor>& gradients,
-                                const std::vector<std::vector<torch::Tensor>>& state,
-                                const std::vector<std::int64_t>& steps) const = 0;
+  // The rule's formula for tensors that are not on the CPU.
+  virtual void update_on_device(const Group& group, const WholeTensors& tensors) const = 0;
 
  private:
   struct Layout;
@@ -99,14 +106,14 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   double ema_decay_ = 0;
   std::optional<double> loss_scale_;
   bool skipped_ = false;
-  std::shared_ptr<GradientSource> source_;  // from the first step on, or attach()
-  std::unique_ptr<Layout> layout_;          // from the first step on
+  std::shared_ptr<GradientSource> source_;  // set by attach(), else in the first step
+  std::unique_ptr<Layout> layout_;          // made by attach(), else in the first step
 };
 
-// For all groups; what schedules do each step.
+// Sets the learning rate of all groups, as a schedule does before each step.
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
 
-// Options as plain values, in the form in which torch keeps them per parameter group.
+// Wraps plain options such as SGDOptions in the type that torch keeps per parameter group.
 template <class Values>
 class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions<Values>> {
  public:
@@ -121,7 +128,7 @@ const Values& options_of(const torch::optim::OptimizerParamGroup& group) {
   const auto* options = dynamic_cast<const GroupOptions<Values>*>(&group.options());
   if (options == nullptr)
     throw UsageError({.what = "a parameter group has options of another optimizer",
-                      .next = "make it with lockstep::parameter_group(parameters, options)"});
+                      .next = "make the group with lockstep::parameter_group(parameters, options)"});
   return options->values;
 }
 

@@ -1,14 +1,31 @@
-// lockstep/optimizers.h: SGD, Adam, AdamW, LAMB and LARS.
+// lockstep/optimizers.h: SGD, Adam, AdamW, LAMB and LARS, and how to choose one of them at run time.
+//
+// Flow:    options -> an Optimizer -> step()
+// Owns:    as lockstep/optimizer.h
+// Threads: one thread
+// Ranks:   every rank makes the same optimizer with the same options
+//
+// All update 16-bit parameters through a float32 original. Notation: parameter p, gradient g, step t from 1; norms |.|
+// are 2-norms over one parameter. Constructors throw UsageError: negative values, a beta outside [0, 1).
+//
+// To add an optimizer: its options and its class here, its options in OptimizerOptions below, and one entry in
+// lockstep/optimizer/registry.cc. The command line, checkpoints, servers and `lockstep verify` then know it.
 #pragma once
+
+#include <torch/types.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
 
 #include "lockstep/optimizer.h"
 
-// ---- stochastic gradient descent with momentum, Nesterov's momentum and weight decay, as
-// torch::optim::SGD computes it (Sutskever et al., 2013). 16-bit parameters are updated through a float32 original.
-
 namespace lockstep {
 
-// g += weight_decay p;  v = momentum v + g;  p -= lr (nesterov ? g + momentum v : v)
+// Stochastic gradient descent with momentum (Sutskever et al., 2013), as torch::optim::SGD computes it.
+//   g += weight_decay p;  v = momentum v + g;  p -= lr (nesterov ? g + momentum v : v)
 struct SGDOptions {
   double lr = 0.01;
   double momentum = 0;
@@ -16,28 +33,9 @@ struct SGDOptions {
   double weight_decay = 0;
 };
 
-class SGD : public Optimizer {  // state: momentum_buffer, if there is momentum
- public:
-  // Throws UsageError: negative values, Nesterov without momentum.
-  SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options);
-
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                        const std::vector<torch::Tensor>& gradients,
-                        const std::vector<std::vector<torch::Tensor>>& state,
-                        const std::vector<std::int64_t>& steps) const override;
-};
-
-}  // namespace lockstep
-
-// ---- Adam (Kingma and Ba, 2015) and AdamW, with decoupled weight decay (Loshchilov and Hutter, 2019), as
-// torch::optim computes them. 16-bit parameters are updated through a float32 original. S3 uses Adam.
-
-namespace lockstep {
-
-// m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  p -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+// Adam (Kingma and Ba, 2015), as torch::optim::Adam computes it.
+//   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+//   p -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 struct AdamOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -46,6 +44,7 @@ struct AdamOptions {
   double weight_decay = 0;  // added to the gradient: g += weight_decay p
 };
 
+// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch::optim::AdamW computes it.
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -54,41 +53,10 @@ struct AdamWOptions {
   double weight_decay = 1e-2;  // applied to the parameter: p -= lr weight_decay p
 };
 
-class Adam : public Optimizer {  // state: exp_avg, exp_avg_sq
- public:
-  Adam(std::vector<torch::Tensor> parameters, const AdamOptions& options);  // throws UsageError
-
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                        const std::vector<torch::Tensor>& gradients,
-                        const std::vector<std::vector<torch::Tensor>>& state,
-                        const std::vector<std::int64_t>& steps) const override;
-};
-
-class AdamW : public Optimizer {  // state: exp_avg, exp_avg_sq
- public:
-  AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options);  // throws UsageError
-
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                        const std::vector<torch::Tensor>& gradients,
-                        const std::vector<std::vector<torch::Tensor>>& state,
-                        const std::vector<std::int64_t>& steps) const override;
-};
-
-}  // namespace lockstep
-
-// ---- LAMB, layer-wise adaptive moments for large batches (You et al., "Large Batch Optimization for Deep
-// Learning", ICLR 2020, algorithm 2, with phi the identity).
-
-namespace lockstep {
-
-// m and v as in Adam, corrected for bias; u = m / (sqrt(v) + eps) + weight_decay p;  p -= lr (|p| / |u|) u, norms over
-// each parameter; a ratio with a norm of 0 is 1.
+// LAMB, layerwise adaptive moments for large batches (You et al., "Large Batch Optimization for Deep Learning",
+// ICLR 2020, algorithm 2 with phi the identity).
+//   m and v as in Adam, corrected for bias;  u = m / (sqrt(v) + eps) + weight_decay p
+//   p -= lr (|p| / |u|) u; the ratio is 1 where a norm is 0
 struct LAMBOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -97,9 +65,50 @@ struct LAMBOptions {
   double weight_decay = 1e-2;
 };
 
+// LARS, layerwise adaptive rate scaling for large batches (You, Gitman and Ginsburg, "Large Batch Training of
+// Convolutional Networks", 2017, algorithm 1).
+//   ratio = trust |p| / (|g| + weight_decay |p|); 1 where |p| or |g| is 0
+//   v = momentum v + lr ratio (g + weight_decay p);  p -= v
+struct LARSOptions {
+  double lr = 0.1;
+  double momentum = 0.9;
+  double weight_decay = 1e-4;
+  double trust = 1e-3;
+};
+
+class SGD : public Optimizer {  // state: momentum_buffer, if there is momentum
+ public:
+  SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options);  // throws also: nesterov without momentum
+
+ private:
+  void update(const Group& group, const Run<float>& run) const override;
+  void update(const Group& group, const Run<double>& run) const override;
+  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
+};
+
+class Adam : public Optimizer {  // state: exp_avg, exp_avg_sq
+ public:
+  Adam(std::vector<torch::Tensor> parameters, const AdamOptions& options);
+
+ private:
+  void update(const Group& group, const Run<float>& run) const override;
+  void update(const Group& group, const Run<double>& run) const override;
+  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
+};
+
+class AdamW : public Optimizer {  // state: exp_avg, exp_avg_sq
+ public:
+  AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options);
+
+ private:
+  void update(const Group& group, const Run<float>& run) const override;
+  void update(const Group& group, const Run<double>& run) const override;
+  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
+};
+
 class LAMB : public Optimizer {  // state: exp_avg, exp_avg_sq
  public:
-  LAMB(std::vector<torch::Tensor> parameters, const LAMBOptions& options);  // throws UsageError
+  LAMB(std::vector<torch::Tensor> parameters, const LAMBOptions& options);
 
  private:
   bool layerwise() const override { return true; }
@@ -108,41 +117,40 @@ class LAMB : public Optimizer {  // state: exp_avg, exp_avg_sq
   double trust_ratio(const Group& group, double parameter_norm, double direction_norm) const override;
   void update(const Group& group, const Run<float>& run) const override;
   void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                        const std::vector<torch::Tensor>& gradients,
-                        const std::vector<std::vector<torch::Tensor>>& state,
-                        const std::vector<std::int64_t>& steps) const override;
-};
-
-}  // namespace lockstep
-
-// ---- LARS, layer-wise adaptive rate scaling for large batches (You, Gitman and Ginsburg, "Large Batch
-// Training of Convolutional Networks", 2017, algorithm 1).
-
-namespace lockstep {
-
-// ratio = trust |p| / (|g| + weight_decay |p|), norms over each parameter; 1 where |p| or |g| is 0
-// v = momentum v + lr ratio (g + weight_decay p);  p -= v
-struct LARSOptions {
-  double lr = 0.1;
-  double momentum = 0.9;
-  double weight_decay = 1e-4;
-  double trust = 1e-3;
+  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
 };
 
 class LARS : public Optimizer {  // state: momentum_buffer
  public:
-  LARS(std::vector<torch::Tensor> parameters, const LARSOptions& options);  // throws UsageError
+  LARS(std::vector<torch::Tensor> parameters, const LARSOptions& options);
 
  private:
   bool layerwise() const override { return true; }
   double trust_ratio(const Group& group, double parameter_norm, double gradient_norm) const override;
   void update(const Group& group, const Run<float>& run) const override;
   void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                        const std::vector<torch::Tensor>& gradients,
-                        const std::vector<std::vector<torch::Tensor>>& state,
-                        const std::vector<std::int64_t>& steps) const override;
+  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
 };
+
+// ---- Choosing one at run time
+
+// Says which optimizer, and with which options. Plain bytes: may be copied with memcpy between processes of one
+// program.
+using OptimizerOptions = std::variant<SGDOptions, AdamOptions, AdamWOptions, LAMBOptions, LARSOptions>;
+static_assert(std::is_trivially_copyable_v<OptimizerOptions>);
+
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options);
+
+std::string name_of(const OptimizerOptions& options);  // "sgd"
+bool layerwise(const OptimizerOptions& options);       // its steps depend on norms over whole parameters
+const std::vector<std::string>& optimizer_names();     // in the order of OptimizerOptions
+
+// Every option by the name of its field, such as {"lr", 0.1}; false is 0.
+using OptionValues = std::map<std::string, double>;
+OptionValues values_of(const OptimizerOptions& options);
+
+// The options of the optimizer called `name`: its defaults, but for those of `values` that it has. Throws UsageError
+// naming those there are.
+OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values = {});
 
 }  // namespace lockstep

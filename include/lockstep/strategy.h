@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/gradient/reducer.h"
+#include "lockstep/batch_totals.h"
 #include "lockstep/layout.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizers.h"

@@ -17,7 +17,7 @@ constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
 struct PublishedGradients::Row {
   double samples;
   double weighted_loss;
-  double unit;       // LocalBatch's
+  double unit;       // AccumulatedBatches'
   double backwards;  // 0: an unused shard
 
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }

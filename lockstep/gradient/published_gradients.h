@@ -26,7 +26,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "lockstep/gradient/batch_totals.h"
+#include "lockstep/batch_totals.h"
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/gradient_memory.h"
 #include "lockstep/gradient/step_gradients.h"
 #include "lockstep/model/parameters.h"
@@ -59,7 +60,7 @@ class PublishedGradients : public GradientSource {
  private:
   // A source of gradients: what this rank computed since the last step, or one shard of it.
   struct Source {
-    LocalBatch batch;
+    AccumulatedBatches batch;
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
   struct Seen {

@@ -31,7 +31,7 @@ struct Exchange {
 };
 
 // (m, m loss) in float64, on the parameters' device: so that a GPU need not be waited for.
-torch::Tensor make_totals(const LocalBatch& batch, torch::Device device) {
+torch::Tensor make_totals(const AccumulatedBatches& batch, torch::Device device) {
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
   const torch::Tensor loss =
       batch.weighted_loss.defined() ? batch.weighted_loss.reshape({}).to(options) : torch::zeros({}, options);
@@ -303,7 +303,7 @@ class Reducer::Impl {
   std::mutex mutex_;      // guards what follows, and the buckets: autograd may have a thread per device
   bool active_ = false;   // between begin and finish
   bool paused_ = false;   // gradients only add up
-  LocalBatch batch_;      // m_j and the loss, since the last exchange
+  AccumulatedBatches batch_;      // m_j and the loss, since the last exchange
   torch::Tensor totals_;  // (n, sum of m_j loss_j) once totals_work_ is done
   std::optional<Work> totals_work_;
   std::optional<Stopwatch> first_sent_;  // when the first bucket of this exchange was

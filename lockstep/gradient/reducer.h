@@ -30,7 +30,8 @@
 #include <vector>
 
 #include "lockstep/communication_hook.h"
-#include "lockstep/gradient/batch_totals.h"
+#include "lockstep/batch_totals.h"
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 

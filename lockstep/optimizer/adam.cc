@@ -51,12 +51,12 @@ void update_adamw(const UpdateRule::Group& group, const Run<T>& run) {
   update_run(options, run, /*coupled=*/0, /*decoupled=*/options.weight_decay);
 }
 
-// As libtorch's fused kernels want them.
-std::vector<torch::Tensor> step_tensors(const std::vector<std::int64_t>& steps, torch::Device device) {
-  std::vector<torch::Tensor> tensors;
-  for (const std::int64_t step : steps)
-    tensors.push_back(torch::full({}, static_cast<double>(step), torch::TensorOptions(device).dtype(torch::kFloat32)));
-  return tensors;
+// libtorch's fused kernels take the step of each parameter as a tensor.
+std::vector<torch::Tensor> step_tensors(const WholeTensors& tensors) {
+  const auto options = torch::TensorOptions(tensors.parameters.front().device()).dtype(torch::kFloat32);
+  std::vector<torch::Tensor> steps;
+  for (const std::int64_t step : tensors.steps) steps.push_back(torch::full({}, static_cast<double>(step), options));
+  return steps;
 }
 
 }  // namespace
@@ -68,13 +68,10 @@ Adam::Adam(std::vector<torch::Tensor> parameters, const AdamOptions& options)
 void Adam::update(const Group& group, const Run<float>& run) const { update_adam(group, run); }
 void Adam::update(const Group& group, const Run<double>& run) const { update_adam(group, run); }
 
-void Adam::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                            const std::vector<torch::Tensor>& gradients,
-                            const std::vector<std::vector<torch::Tensor>>& state,
-                            const std::vector<std::int64_t>& steps) const {
+void Adam::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const AdamOptions& options = options_of<AdamOptions>(group);
-  at::_fused_adam_(parameters, gradients, state[0], state[1], /*max_exp_avg_sqs=*/{},
-                   step_tensors(steps, parameters.front().device()), options.lr, options.beta1, options.beta2,
+  at::_fused_adam_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
+                   step_tensors(tensors), options.lr, options.beta1, options.beta2,
                    options.weight_decay, options.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
@@ -85,13 +82,10 @@ AdamW::AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options)
 void AdamW::update(const Group& group, const Run<float>& run) const { update_adamw(group, run); }
 void AdamW::update(const Group& group, const Run<double>& run) const { update_adamw(group, run); }
 
-void AdamW::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                             const std::vector<torch::Tensor>& gradients,
-                             const std::vector<std::vector<torch::Tensor>>& state,
-                             const std::vector<std::int64_t>& steps) const {
+void AdamW::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const AdamWOptions& options = options_of<AdamWOptions>(group);
-  at::_fused_adamw_(parameters, gradients, state[0], state[1], /*max_exp_avg_sqs=*/{},
-                    step_tensors(steps, parameters.front().device()), options.lr, options.beta1, options.beta2,
+  at::_fused_adamw_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
+                    step_tensors(tensors), options.lr, options.beta1, options.beta2,
                     options.weight_decay, options.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 

@@ -23,7 +23,7 @@
 
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/gradient/step_gradients.h"
-#include "lockstep/optimizer/update_rule.h"
+#include "lockstep/update_rule.h"
 
 namespace lockstep {
 

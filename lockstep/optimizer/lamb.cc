@@ -67,11 +67,9 @@ void LAMB::update(const Group& group, const Run<double>& run) const {
   follow_direction(options_of<LAMBOptions>(group).lr, run);
 }
 
-void LAMB::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                            const std::vector<torch::Tensor>& gradients,
-                            const std::vector<std::vector<torch::Tensor>>& state,
-                            const std::vector<std::int64_t>& steps) const {
+void LAMB::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const LAMBOptions& options = options_of<LAMBOptions>(group);
+  const auto& [parameters, gradients, state, steps] = tensors;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto step = static_cast<double>(steps[i]);
     state[0][i].mul_(options.beta1).add_(gradients[i], 1 - options.beta1);

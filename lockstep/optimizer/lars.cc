@@ -43,11 +43,9 @@ double LARS::trust_ratio(const Group& group, double parameter_norm, double gradi
 void LARS::update(const Group& group, const Run<float>& run) const { update_run(options_of<LARSOptions>(group), run); }
 void LARS::update(const Group& group, const Run<double>& run) const { update_run(options_of<LARSOptions>(group), run); }
 
-void LARS::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                            const std::vector<torch::Tensor>& gradients,
-                            const std::vector<std::vector<torch::Tensor>>& state,
-                            const std::vector<std::int64_t>&) const {
+void LARS::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const LARSOptions& options = options_of<LARSOptions>(group);
+  const auto& [parameters, gradients, state, steps] = tensors;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const torch::Tensor p = parameters[i].norm();
     const torch::Tensor g = gradients[i].norm();

@@ -7,7 +7,9 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/step_gradients.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/optimizer/flat_update.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -144,17 +146,16 @@ void Optimizer::step_on_device(Layout& all) {
         {.what = "clipping, loss scaling and averages inside of step() work on CPU tensors",
          .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    std::vector<torch::Tensor> parameters, gradients;
-    std::vector<std::vector<torch::Tensor>> state(state_names_.size());
-    std::vector<std::int64_t> steps;
+    WholeTensors tensors;
+    tensors.state.resize(state_names_.size());
     for (std::size_t i = 0; i < all.parameters.size(); ++i) {
       if (all.group_of[i] != group || !all.parameters[i].grad().defined()) continue;
-      parameters.push_back(all.parameters[i]);
-      gradients.push_back(gradient_like(all.parameters[i]));
-      for (std::size_t s = 0; s < state.size(); ++s) state[s].push_back(all.states[s][i]);
-      steps.push_back(++all.device_steps[i]);
+      tensors.parameters.push_back(all.parameters[i]);
+      tensors.gradients.push_back(gradient_like(all.parameters[i]));
+      for (std::size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(all.states[s][i]);
+      tensors.steps.push_back(++all.device_steps[i]);
     }
-    if (!parameters.empty()) update_on_device(param_groups_[group], parameters, gradients, state, steps);
+    if (!tensors.parameters.empty()) update_on_device(param_groups_[group], tensors);
   }
 }
 

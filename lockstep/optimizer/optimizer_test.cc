@@ -9,6 +9,8 @@
 #include <set>
 #include <thread>
 
+#include "lockstep/gradient/step_gradients.h"
+#include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/schedule.h"
 #include "tests/support.h"
@@ -323,6 +325,24 @@ TEST(SGD, refuses_options_that_make_no_sense) {
   EXPECT_THROW(SGD(make_parameters(), {.lr = -1}), UsageError);
   EXPECT_THROW(SGD(make_parameters(), {.lr = 1, .nesterov = true}), UsageError);
   EXPECT_THROW(AdamW(make_parameters(), {.beta1 = 1}), UsageError);
+}
+
+TEST(OptimizerOptions, choose_the_optimizer_by_name_and_keep_every_value) {
+  EXPECT_EQ(optimizer_names(), (std::vector<std::string>{"sgd", "adam", "adamw", "lamb", "lars"}));
+  for (const std::string& name : optimizer_names()) {
+    const OptimizerOptions options = optimizer_options(name, {{"lr", 0.25}, {"weight_decay", 0.5}, {"no such", 1}});
+    EXPECT_EQ(name_of(options), name);
+    const OptionValues values = values_of(options);
+    EXPECT_EQ(values.at("lr"), 0.25);
+    EXPECT_EQ(values.at("weight_decay"), 0.5);
+    EXPECT_FALSE(values.contains("no such"));
+    EXPECT_EQ(values_of(optimizer_options(name, values)), values);
+    const auto optimizer = make_optimizer(make_parameters(), options);
+    EXPECT_EQ(optimizer->param_groups().front().options().get_lr(), 0.25);
+    EXPECT_EQ(layerwise(options), name == "lamb" || name == "lars");
+  }
+  EXPECT_TRUE(std::get<SGDOptions>(optimizer_options("sgd", {{"nesterov", 1}, {"momentum", 0.5}})).nesterov);
+  EXPECT_TRUE(contains(message_of<UsageError>([] { optimizer_options("adagrad"); }), "sgd, adam, adamw, lamb, lars"));
 }
 
 TEST(SGD, runs_a_closure_and_returns_its_loss) {

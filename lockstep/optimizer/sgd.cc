@@ -69,13 +69,10 @@ SGD::SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options)
 void SGD::update(const Group& group, const Run<float>& run) const { update_run(options_of<SGDOptions>(group), run); }
 void SGD::update(const Group& group, const Run<double>& run) const { update_run(options_of<SGDOptions>(group), run); }
 
-void SGD::update_on_device(const Group& group, const std::vector<torch::Tensor>& parameters,
-                           const std::vector<torch::Tensor>& gradients,
-                           const std::vector<std::vector<torch::Tensor>>& state,
-                           const std::vector<std::int64_t>&) const {
+void SGD::update_on_device(const Group& group, const WholeTensors& tensors) const {
   const SGDOptions& options = options_of<SGDOptions>(group);
-  const std::vector<torch::Tensor> buffers = state.empty() ? std::vector<torch::Tensor>{} : state[0];
-  at::_fused_sgd_(parameters, gradients, buffers, options.weight_decay, options.momentum, options.lr,
+  const std::vector<torch::Tensor> buffers = tensors.state.empty() ? std::vector<torch::Tensor>{} : tensors.state[0];
+  at::_fused_sgd_(tensors.parameters, tensors.gradients, buffers, options.weight_decay, options.momentum, options.lr,
                   /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);
 }
 

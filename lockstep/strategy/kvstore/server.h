@@ -29,7 +29,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/gradient/batch_totals.h"
+#include "lockstep/batch_totals.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/server_statistics.h"
 #include "lockstep/strategy/kvstore/server_table.h"

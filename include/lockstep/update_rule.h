@@ -1,6 +1,8 @@
-// optimizer/update_rule.h: one optimizer's formula, over a run of elements that lie next to each other. What an
-// optimizer is made of; which elements, from which gradients and on which rank is up to flat_update.h.
+// lockstep/update_rule.h: the formula of an optimizer, applied to consecutive elements. This is what a new optimizer
+// has to write; which elements, from which gradients and on which rank is decided by Optimizer::step().
 //
+// Flow:    Optimizer::step() -> update() for each run of at most 4096 elements -> parameters and state
+// Owns:    nothing
 // Threads: called for different runs from several threads at once
 // Ranks:   no communication
 #pragma once
@@ -14,6 +16,7 @@ namespace lockstep {
 
 inline constexpr std::size_t kMaxStates = 2;
 
+// Consecutive elements of one parameter.
 template <class T>
 struct Run {
   std::int64_t count;
@@ -21,7 +24,7 @@ struct Run {
   T* gradient;                         // of the mean loss over the global batch; may be overwritten
   std::array<T*, kMaxStates> state{};  // zero before the first step
   std::int64_t step;                   // of this parameter, from 1
-  double trust = 1;                    // layer-wise rules: what trust_ratio() gave
+  double trust = 1;                    // layerwise rules: what trust_ratio() gave
 };
 
 class UpdateRule {
@@ -29,12 +32,12 @@ class UpdateRule {
   using Group = torch::optim::OptimizerParamGroup;  // where the options are
   virtual ~UpdateRule() = default;
 
-  // T is float (also for 16-bit parameters, which are kept in float32 beside) or double.
+  // T is float (also for 16-bit parameters, of which a float32 original is kept) or double.
   virtual void update(const Group& group, const Run<float>& run) const = 0;
   virtual void update(const Group& group, const Run<double>& run) const = 0;
 
-  // Rules that scale each parameter's step by norms over all of it. direct() may turn the gradient into a direction;
-  // trust_ratio() then gets the norms of the parameter and of that direction.
+  // A layerwise rule scales each parameter's step by norms over the whole parameter. direct() may turn the gradient
+  // into a direction; trust_ratio() then gets the norms of the parameter and of that direction.
   virtual bool layerwise() const { return false; }
   virtual void direct(const Group&, const Run<float>&) const {}
   virtual void direct(const Group&, const Run<double>&) const {}

@@ -1,0 +1,24 @@
+// lockstep/batch_totals.h: the size and the mean loss of a global batch.
+//
+// Threads: a value
+// Ranks:   what a strategy returns is the same on every rank
+#pragma once
+
+#include <cstdint>
+
+namespace lockstep {
+
+struct BatchTotals {
+  std::int64_t samples = 0;
+  double mean_loss = 0;  // weighted by samples; NaN where the loss is not known, or where there are no samples
+
+  // Adds a part of the batch, or one of several batches. samples: 0 adds nothing, whatever the loss is.
+  void add(std::int64_t more, double loss) {
+    if (more == 0) return;
+    const double sum = mean_loss * static_cast<double>(samples) + loss * static_cast<double>(more);
+    samples += more;
+    mean_loss = sum / static_cast<double>(samples);
+  }
+};
+
+}  // namespace lockstep

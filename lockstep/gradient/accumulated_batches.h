@@ -1,0 +1,51 @@
+// gradient/accumulated_batches.h: what one rank counts of the batches whose gradients add up in its .grad, so that the
+// mean over all ranks is exact for batches of different sizes.
+//
+// Threads: a value
+// Ranks:   no communication; each rank counts its own
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace lockstep {
+
+// T calls of backward() since the last exchange, the t-th over m_t samples. Each adds the gradient of a mean, so the
+// t-th is scaled by m_t / unit. .grad is then the gradient of (sum_t m_t loss_t) / unit: the sum over ranks of
+// unit * .grad, divided by the samples of all ranks, is the mean over all samples.
+struct AccumulatedBatches {
+  double samples = 0;           // sum of m_t
+  torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
+  double unit = 0;              // m_1; 0: no samples yet
+  std::int64_t backwards = 0;   // T
+
+  // Counts a backward() that is about to run. Returns the gradient to start it with: loss.backward(result).
+  torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {
+    ++backwards;
+    if (more == 0) return {};
+    const auto count = static_cast<double>(more);
+    if (unit == 0) unit = count;
+    samples += count;
+    const torch::Tensor known = loss.detach().to(torch::kFloat64) * count;
+    weighted_loss = weighted_loss.defined() ? weighted_loss + known : known;
+    return count == unit ? torch::Tensor() : torch::full_like(loss, count / unit);
+  }
+
+  // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
+  void add_unknown() {
+    ++backwards;
+    unit = 1;
+    samples += 1;
+    weighted_loss = torch::full({}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
+  }
+
+  // The factor of this rank's .grad in the sum over ranks, before division by all ranks' samples. Over T backward() the
+  // result is the sum of their means, as in PyTorch.
+  double weight() const { return unit * static_cast<double>(backwards); }
+
+  double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
+};
+
+}  // namespace lockstep
