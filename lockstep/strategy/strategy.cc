@@ -29,7 +29,7 @@ constexpr Entry kEntries[] = {
     {{"ddp", "gradients exchanged after or during backward"}, make_ddp},
     {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
     {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
-    {{"kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore},
+    {{"kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
     {{"averaging", "nets of their own, averaged; --average-every", true}, make_averaging},
     {{"pipeline", "layers on different devices; --stages", true}, make_pipeline},
 };

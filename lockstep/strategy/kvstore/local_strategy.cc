@@ -1,30 +1,28 @@
 // The strategy `kvstore` with its local kinds: devices of one process.
-#include <map>
-
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/kvstore.h"
-#include "lockstep/strategy/kvstore/kvstore_worker.h"
-#include "lockstep/strategy/kvstore/server_statistics.h"
+#include "lockstep/strategy/kvstore/local_store.h"
+#include "lockstep/strategy/kvstore/statistics.h"
+#include "lockstep/strategy/kvstore/store_strategy.h"
 
 namespace lockstep {
 namespace {
 
-class KVStoreLocal : public KVStoreWorker {
+class LocalStrategy : public StoreStrategy {
  public:
-  KVStoreLocal(const World& world, const Task& task, const StrategyOptions& options, const std::string& kind)
-      : KVStoreWorker(world, task, options, kind == "local_update_cpu"),
+  LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, const std::string& kind)
+      : StoreStrategy(world, task, options, kind == "local_update_cpu"),
         store_(kind == "local_allreduce_device" ? SumOn::kDevice : SumOn::kCpu, &threads()),
         statistics_{.store = kind, .workers = 1} {
     store_.init(trained_parameters(model()));
     if (update_in_store()) {
-      store_.set_optimizer(options);
+      store_.set_optimizer(update_options(options));
       share_values();
     }
     seed_steps(options.seed + 1);
   }
 
+  // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
   void synchronise() override {
     if (!update_in_store()) return;
     for (std::size_t i = 0; i < store_.values().size(); ++i)
@@ -42,7 +40,7 @@ class KVStoreLocal : public KVStoreWorker {
   std::string table() const override { return statistics_.table(); }
 
  private:
-  KVStore& store() override { return store_; }
+  Store& store() override { return store_; }
 
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
@@ -52,16 +50,15 @@ class KVStoreLocal : public KVStoreWorker {
 
   BatchTotals over_workers(const BatchMean& mine) override {
     const BatchTotals totals = mine.totals();
-    statistics_.add_gradient({.samples = totals.samples, .devices = static_cast<std::int64_t>(replicas().size())}, 0);
+    statistics_.add_gradient(totals.samples, std::ssize(replicas()), /*delay=*/0);
     statistics_.add_update(totals.samples);
     return totals;
   }
 
-  LocalKVStore store_;
-  ServerStatistics statistics_;
+  LocalStore store_;
+  StoreStatistics statistics_;
 };
 
-// `local` makes its choice here.
 std::string kind_of(const World& world, const Task& task, const StrategyOptions& options) {
   if (options.kvstore != "local") return options.kvstore;
   const auto [kind, reason] =
@@ -72,9 +69,9 @@ std::string kind_of(const World& world, const Task& task, const StrategyOptions&
 
 }  // namespace
 
-std::unique_ptr<Strategy> make_local_kvstore(const World& world, const Task& task, const StrategyOptions& options) {
+std::unique_ptr<Strategy> make_local_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
-  return std::make_unique<KVStoreLocal>(world, task, options, kind_of(world, task, options));
+  return std::make_unique<LocalStrategy>(world, task, options, kind_of(world, task, options));
 }
 
 }  // namespace lockstep

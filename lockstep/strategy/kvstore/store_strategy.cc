@@ -1,10 +1,9 @@
-#include "lockstep/strategy/kvstore/kvstore_worker.h"
+#include "lockstep/strategy/kvstore/store_strategy.h"
 
 #include "lockstep/deadline.h"
-#include "lockstep/towers.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
-namespace {
 
 std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
   std::vector<torch::Tensor> tensors;
@@ -12,15 +11,22 @@ std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
   return tensors;
 }
 
-}  // namespace
-
 std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   std::vector<NamedTensor> parameters = named_parameters(model);
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
   return parameters;
 }
 
-KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
+UpdateOptions update_options(const StrategyOptions& options) {
+  OptimizerOptions chosen = options.sgd;
+  if (options.optimizer == "adam") chosen = options.adam;
+  if (options.optimizer == "adamw") chosen = options.adamw;
+  if (options.optimizer == "lamb") chosen = options.lamb;
+  if (options.optimizer == "lars") chosen = options.lars;
+  return {.optimizer = chosen, .clipping = options.clipping, .ema_decay = options.ema_decay};
+}
+
+StoreStrategy::StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
     : task_(task),
       devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
       replicas_(make_replicas(options.devices, task, options)),
@@ -31,7 +37,7 @@ KVStoreWorker::KVStoreWorker(const World& world, const Task& task, const Strateg
   }
 }
 
-BatchTotals KVStoreWorker::forward_backward(const Batch& batch) {
+BatchTotals StoreStrategy::forward_backward(const Batch& batch) {
   before_step();
   Stopwatch watch;
   const auto shards = split_and_load(batch, devices_);
@@ -46,12 +52,14 @@ BatchTotals KVStoreWorker::forward_backward(const Batch& batch) {
   return over_workers(last_);
 }
 
-void KVStoreWorker::update() {
+// A key has a gradient on every device, or on none.
+void StoreStrategy::update() {
   Stopwatch watch;
-  const DeviceTensors pushed = gradients();
-  push_buffers(push_options());
-  store().push_pull(trained_keys(), pushed, update_in_store_ ? parameters_ : pushed, push_options());
-  if (update_in_store_) pull_buffers();
+  before_push(push_options());
+  static_cast<void>(with_gradients(parameters_));
+  const DeviceTensors gradients = gradients_of(parameters_);
+  store().push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, push_options());
+  if (update_in_store_ && buffer_keys().size() > 0) store().pull(buffer_keys(), buffers_);
   phases_.exchange += watch.seconds();
   if (update_in_store_) return;
   watch = Stopwatch();
@@ -60,28 +68,16 @@ void KVStoreWorker::update() {
   phases_.update += watch.seconds();
 }
 
-PushOptions KVStoreWorker::push_options() const {
+PushOptions StoreStrategy::push_options() const {
   const BatchTotals totals = last_.totals();
   return {.samples = totals.samples,
           .loss = totals.samples > 0 ? totals.mean_loss : 0,
           .learning_rate = replicas_.front().optimizer->param_groups().front().options().get_lr()};
 }
 
-void KVStoreWorker::pull_weights() {
+void StoreStrategy::pull_weights() {
   store().pull(trained_keys(), parameters_);
-  pull_buffers();
-}
-
-// A local store has none.
-void KVStoreWorker::pull_buffers() {
-  const KeyRange keys{trained_keys().last, static_cast<std::int64_t>(store().keys().size())};
-  if (keys.size() > 0) store().pull(keys, buffers_);
-}
-
-// Each key's on every device, or on none.
-DeviceTensors KVStoreWorker::gradients() {
-  static_cast<void>(with_gradients(parameters_));
-  return gradients_of(parameters_);
+  if (buffer_keys().size() > 0) store().pull(buffer_keys(), buffers_);
 }
 
 }  // namespace lockstep
