@@ -18,7 +18,8 @@
 // Flow:    strategy/kvstore/store_strategy.h, or a user's loop -> here -> optimizer
 // Owns:    the stored values and the optimizer's state (dist_*: on the servers)
 // Threads: one thread
-// Ranks:   local kinds: one process. dist_*: a worker each; what dist_sync merges, every worker pushes
+// Ranks:   local kinds: one process. dist_*: one store per worker. dist_sync: every worker pushes the same keys in the same
+//          order
 //
 // Notation: K bytes of the keys in a call, N workers, S servers. local: nothing is sent. dist_*: a push sends K and a
 // pull receives K, spread over the servers; each server receives and sends N K / S. With 2-bit compression a push of

@@ -151,11 +151,11 @@ void StoreServer::leave(int client) {
   changed_.notify_all();
 }
 
-void StoreServer::lose(int client, const std::string& why) {
+void StoreServer::lose(int client, const std::exception& error) {
   const Lock lock(mutex_);
   clients_[client].here = false;
   if (failure_) return;
-  const std::string what = concat(name_of(client), " is lost: ", why);
+  const std::string what = concat(name_of(client), " is lost: ", first_line(error));
   if (is_worker(client) && options_.consistency != Consistency::kSync) {
     gate_.leave(client);
     changed_.notify_all();

@@ -13,8 +13,9 @@
 //   5. release the lock, send the reply   from the client's own outbox
 //
 // No thread sends or receives while it holds the lock, so a slow or lost client delays only those that the consistency
-// lets wait for it. Every wait in 3 is for a push or a read of another client, whose thread never waits for this one's
-// client: so it cannot deadlock, and a client that does not come ends the wait by its link's timeout.
+// lets wait for it. Every wait in 3 ends. dist_sync: workers push the same keys in the same order, so the worker that is
+// furthest behind never waits, and its pushes end the others' waits. dist_bounded: see staleness_gate.h. If a client does
+// not come, its link's timeout ends the wait.
 //
 // Flow:    messages.h -> here -> server_table.h -> optimizer/
 // Owns:    the table, its threads, its ends of the links
@@ -130,7 +131,7 @@ class StoreServer {
   void wait_for_keys(Lock& lock);
   void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
-  void lose(int client, const std::string& why);
+  void lose(int client, const std::exception& error);
   std::exception_ptr loss(const std::string& what) const;
   std::exception_ptr too_late(const std::string& what) const;
   void fail(std::exception_ptr error);

@@ -26,8 +26,7 @@ void StoreServer::serve(int client) {
     }
     leave(client);
   } catch (const std::exception& error) {
-    const auto* known = dynamic_cast<const Error*>(&error);
-    lose(client, known != nullptr ? known->text().what : error.what());
+    lose(client, error);
   }
 }
 
