@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bench/benchmarks.h"
-#include "cli/guarded.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

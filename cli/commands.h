@@ -1,5 +1,5 @@
-// cli/commands.h: the subcommands that are part of `lockstep` itself. Each gets argv from its own name on, and returns
-// the exit code; lockstep::Error is main's to print.
+// cli/commands.h: the subcommands that are part of `lockstep` itself. Each gets argv from its own name on and returns
+// the exit code. Exceptions are main's to print.
 #pragma once
 
 namespace lockstep {

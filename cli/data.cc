@@ -1,10 +1,10 @@
-// lockstep-data: `lockstep data pack` writes packed records out of any dataset of --data, `lockstep data info`
-// describes them.
+// lockstep-data: `lockstep data pack` writes any dataset of --data as packed records, `lockstep data info` describes
+// them.
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <iostream>
 
-#include "cli/guarded.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/datasets.h"
@@ -111,17 +111,11 @@ int run(int argc, char** argv) {
   add_pack(app, arguments);
   add_info(app, arguments);
   app.require_subcommand(1);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
-  return app.got_subcommand("pack") ? pack_command(arguments) : info_command(arguments);
+  return parse_and_run(app, argc, argv,
+                       [&] { return app.got_subcommand("pack") ? pack_command(arguments) : info_command(arguments); });
 }
 
 }  // namespace
 }  // namespace lockstep
 
-int main(int argc, char** argv) {
-  return lockstep::guarded([&] { return lockstep::run(argc, argv); });
-}
+int main(int argc, char** argv) { return lockstep::run(argc, argv); }

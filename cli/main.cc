@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/guarded.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/guarded.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
@@ -87,7 +87,7 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   return options;
 }
 
-// PROGRAM and its arguments: what CLI11 has left over, with "--" before them or without.
+// PROGRAM and its arguments: what CLI11 has not parsed, with or without a leading "--".
 std::vector<std::string> command_of(const CLI::App& app) {
   std::vector<std::string> command = app.remaining();
   if (command.empty()) return command;
@@ -107,15 +107,12 @@ int run_command(int argc, char** argv) {
   RunArguments arguments;
   add_job_options(app, arguments);
   add_rank_options(app, arguments);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsage;
-  }
-  const LaunchOptions options = launch_options(arguments);
-  const LaunchResult result = launch(options, command_of(app));
-  if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
-  return result.exit_code;
+  return parse_and_run(app, argc, argv, [&] {
+    const LaunchOptions options = launch_options(arguments);
+    const LaunchResult result = launch(options, command_of(app));
+    if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
+    return result.exit_code;
+  });
 }
 
 }  // namespace lockstep

@@ -2,18 +2,15 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
-#include "cli/guarded.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/models.h"
 #include "lockstep/verify.h"
 
+namespace lockstep {
 namespace {
 
-int verify(int argc, char** argv) {
-  lockstep::VerifyOptions options{.strategy = {.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 1}};
-  std::string model = "lenet";
-  CLI::App app("Trains a model for a few steps on one rank and on several, and reports whether the same comes out.",
-               "lockstep verify");
-  app.add_option("--model", model, "which model")->check(CLI::IsMember(lockstep::model_names()))->capture_default_str();
+void add_options(CLI::App& app, std::string& model, VerifyOptions& options) {
+  app.add_option("--model", model, "which model")->check(CLI::IsMember(model_names()))->capture_default_str();
   app.add_option("--ranks", options.ranks, "ranks, as threads of one process")
       ->check(CLI::Range(2, 64))
       ->capture_default_str();
@@ -21,26 +18,36 @@ int verify(int argc, char** argv) {
   app.add_option("--batch-size", options.batch_size, "global batch")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
-  app.add_option("--optimizer", options.strategy.optimizer, "update rule")
-      ->check(CLI::IsMember({"sgd", "adam", "adamw", "lamb", "lars"}))
-      ->capture_default_str();
-  app.add_option("--virtual-shards", options.strategy.virtual_shards, "expect the same bits; 0: off")
+  OptimizerOptions& optimizer = options.strategy.optimizer;
+  const auto choose = [&optimizer](const std::string& name) {
+    if (name != name_of(optimizer)) optimizer = optimizer_options(name);
+  };
+  app.add_option_function<std::string>("--optimizer", choose, "update rule")
+      ->check(CLI::IsMember(optimizer_names()))
+      ->default_str(name_of(optimizer));
+  app.add_option("--virtual-shards", options.strategy.ddp.virtual_shards, "expect the same bits; 0: off")
       ->capture_default_str();
   app.add_option("--tolerance", options.tolerance, "of each parameter's norm, in float64")->capture_default_str();
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : lockstep::kUsage;
-  }
-  const lockstep::VerifyReport report = lockstep::verify(lockstep::model_task(model), options);
-  const bool good = options.strategy.virtual_shards > 0 ? report.same_bits : report.equal;
+}
+
+int verify_model(const std::string& model, const VerifyOptions& options) {
+  const VerifyReport report = verify(model_task(model), options);
   std::cout << model << " on 1 and on " << options.ranks << " ranks, " << options.steps
             << " steps: " << report.describe() << '\n';
-  return good ? 0 : lockstep::kFailed;
+  const bool good = options.strategy.ddp.virtual_shards > 0 ? report.same_bits : report.equal;
+  return good ? 0 : kFailed;
+}
+
+int run_verify(int argc, char** argv) {
+  VerifyOptions options{.strategy = {.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1}};
+  std::string model = "lenet";
+  CLI::App app("Trains a model for a few steps on one rank and on several, and reports whether the same comes out.",
+               "lockstep verify");
+  add_options(app, model, options);
+  return parse_and_run(app, argc, argv, [&] { return verify_model(model, options); });
 }
 
 }  // namespace
+}  // namespace lockstep
 
-int main(int argc, char** argv) {
-  return lockstep::guarded([&] { return verify(argc, argv); });
-}
+int main(int argc, char** argv) { return lockstep::run_verify(argc, argv); }

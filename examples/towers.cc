@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
   const int epochs = argc > 1 ? std::atoi(argv[1]) : 2;
   lockstep::Devices devices({.count = 2});  // cpu:0 and cpu:1: half of the cores each
   const auto lenet = lockstep::model_task("lenet");
-  const auto towers = lockstep::get_params(devices, lenet, {.sgd = {.lr = 0.2}, .seed = 1});
+  const auto towers = lockstep::get_params(devices, lenet, {.optimizer = lockstep::SGDOptions{.lr = 0.2}, .seed = 1});
 
   auto world = lockstep::World::single();
   auto loader = lockstep::make_loader(world, lockstep::FashionMNIST(), {.batch_size = 256, .seed = 1});

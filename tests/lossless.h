@@ -24,17 +24,12 @@ namespace lockstep::testing {
 
 using Courses = std::map<std::string, std::vector<torch::Tensor>>;  // by option: the parameters afterwards
 
-inline Batch part_for(const World& world, const Batch& batch) {
-  const Range mine = even_part(batch.size(), world.rank(), world.size());
-  return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
-}
-
 inline std::vector<torch::Tensor> strategy_course(World& world, StrategyOptions options) {
-  options.name = "ddp";
+  options.kind = StrategyKind::kDdp;
   options.seed = 4;
   const auto strategy = make_strategy(world, small_task(), options);
   for (int step = 0; step < kSteps; ++step) {
-    strategy->forward_backward(part_for(world, batch_of(step)));
+    strategy->forward_backward(part_of(batch_of(step), world));
     strategy->update();
   }
   std::vector<torch::Tensor> values = values_of(strategy->model());
@@ -118,7 +113,7 @@ inline std::vector<torch::Tensor> ddp_course(World& world, const DdpCase& one) {
     ddp = std::make_unique<DistributedDataParallel>(world, *net, adam, one.options);
   torch::optim::Optimizer& optimizer = one.ours ? static_cast<torch::optim::Optimizer&>(sgd) : adam;
   for (int step = 0; step < kSteps; ++step) {
-    backward_in_parts(*ddp, net, part_for(world, batch_of(step, 28)), one.parts, step);
+    backward_in_parts(*ddp, net, part_of(batch_of(step, 28), world), one.parts, step);
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -128,14 +123,16 @@ inline std::vector<torch::Tensor> ddp_course(World& world, const DdpCase& one) {
 inline Courses lossless_courses(World& world) {
   Courses courses;
   const std::map<std::string, StrategyOptions> strategies = {
-      {"sgd", {.sgd = {.lr = 0.05}}},
-      {"sgd, nesterov, weight decay", {.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true, .weight_decay = 0.01}}},
-      {"adam", {.optimizer = "adam"}},
-      {"adamw", {.optimizer = "adamw"}},
-      {"lamb, clipped", {.optimizer = "lamb", .clipping = {.max_norm = 0.5}}},
-      {"lars, clipped", {.optimizer = "lars", .clipping = {.max_norm = 0.5, .max_value = 0.1}}},
-      {"average of the parameters", {.sgd = {.lr = 0.05}, .ema_decay = 0.9}},
-      {"lamb on separate parameters", {.optimizer = "lamb", .clipping = {.max_norm = 0.5}, .share_parameters = false}}};
+      {"sgd", {.optimizer = SGDOptions{.lr = 0.05}}},
+      {"sgd, nesterov, weight decay",
+       {.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true, .weight_decay = 0.01}}},
+      {"adam", {.optimizer = AdamOptions{}}},
+      {"adamw", {.optimizer = AdamWOptions{}}},
+      {"lamb, clipped", {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 0.5}}},
+      {"lars, clipped", {.optimizer = LARSOptions{}, .clipping = {.max_norm = 0.5, .max_value = 0.1}}},
+      {"average of the parameters", {.optimizer = SGDOptions{.lr = 0.05}, .ema_decay = 0.9}},
+      {"lamb on separate parameters",
+       {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 0.5}, .ddp = {.share_parameters = false}}}};
   for (const auto& [name, options] : strategies) courses[name] = strategy_course(world, options);
   const std::map<std::string, DdpCase> cases = {
       {"shared parameters", {}},

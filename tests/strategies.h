@@ -11,6 +11,7 @@
 #include <cmath>
 #include <vector>
 
+#include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep::testing {
@@ -59,9 +60,22 @@ inline Batch batch_of(int step, std::int64_t samples = kBatch) {
           torch::randint(0, 4, {samples}, generator, torch::kInt64)};
 }
 
+// A rank's part of the global batch, as the loader cuts it.
+inline Batch part_of(const Batch& batch, const World& world) {
+  const Range mine = even_part(batch.size(), world.rank(), world.size());
+  return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
+}
+
+// The same where some ranks train on nothing; `workers`: those that do.
+inline Batch part_of(const Batch& batch, const Strategy& strategy, const World& workers) {
+  if (strategy.has_data()) return part_of(batch, workers);
+  return {batch.data.slice(0, 0, 0), batch.target.slice(0, 0, 0)};
+}
+
+// What comes out of a few steps of training.
 struct Course {
   std::vector<torch::Tensor> parameters;
-  std::vector<double> losses;
+  std::vector<double> losses;  // of each step
 };
 
 inline std::vector<torch::Tensor> values_of(torch::nn::Module& model) {
@@ -88,7 +102,7 @@ inline Course course_of(const Task& task, const StrategyOptions& options, int st
 
 inline Course on_one_device(const Task& task, StrategyOptions options, int steps = kSteps,
                             std::int64_t samples = kBatch) {
-  options.name = "single";
+  options.kind = StrategyKind::kSingle;
   options.devices = 1;
   return course_of(task, options, steps, samples);
 }

@@ -82,7 +82,8 @@ double block_of_steps(Strategy& strategy, int steps, NextBatch&& next_batch) {
 StepSeconds measure_rank(World& world, int blocks) {
   constexpr int kSteps = 20;
   at::set_num_threads(1);
-  const auto strategy = make_strategy(world, classification_task<LeNet>("lenet"), {.name = "ddp", .sgd = {.lr = 0.01}});
+  const auto strategy = make_strategy(world, classification_task<LeNet>("lenet"),
+                                      {.kind = StrategyKind::kDdp, .optimizer = SGDOptions{.lr = 0.01}});
   Loader loader = make_loader(world, FashionMNIST(), {.batch_size = kBatch, .seed = 1});
   std::vector<double> loaded;
   std::vector<double> repeated;

@@ -21,6 +21,7 @@
 #include "lockstep/memory.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::bench {
 namespace {
@@ -96,11 +97,10 @@ class Training {
  private:
   static std::unique_ptr<Strategy> make(const World& world, const StepCase& one, const StepRun& run) {
     return make_strategy(world, task_of(one),
-                         {.sgd = {.lr = 1e-3, .momentum = 0.9},
+                         {.optimizer = SGDOptions{.lr = 1e-3, .momentum = 0.9},
                           .seed = 1,
-                          .layout = one.layout,
-                          .share_parameters = run.share_parameters,
-                          .virtual_shards = run.virtual_shards});
+                          .layout = value_named<std::optional<Layout>>(one.layout, "--layout"),
+                          .ddp = {.share_parameters = run.share_parameters, .virtual_shards = run.virtual_shards}});
   }
 
   static Batch own_part(const World& world, const StepCase& one) {

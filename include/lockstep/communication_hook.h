@@ -62,8 +62,14 @@ std::shared_ptr<CommunicationHook> two_bit_hook(double threshold = 0.5);  // thr
 // compression", ICLR 2018, without its momentum correction).
 std::shared_ptr<CommunicationHook> top_k_hook(double share = 0.01);  // throws UsageError: not in (0, 1]
 
-// none | fp16 | bf16 | powersgd | 2bit | topk; `amount`: rank, threshold or share, 0: its default. Null for none.
-// Throws UsageError.
-std::shared_ptr<CommunicationHook> make_hook(const std::string& name, double amount = 0);
+enum class Compression { kNone, kFloat16, kBFloat16, kPowerSGD, kTwoBit, kTopK };
+
+struct CompressionOptions {
+  Compression kind = Compression::kNone;
+  double amount = 0;  // PowerSGD: rank, two bits: threshold, top-k: share; 0: its default
+};
+
+// The hook of these options; null for kNone. Throws UsageError: an amount out of range.
+std::shared_ptr<CommunicationHook> make_hook(const CompressionOptions& options);
 
 }  // namespace lockstep

@@ -153,7 +153,4 @@ inline auto on_all(Devices& devices) {
   };
 }
 
-// direct | central | ring | tree. Throws UsageError.
-shm::Algorithm parse_algorithm(const std::string& name);
-
 }  // namespace lockstep

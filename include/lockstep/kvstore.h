@@ -85,11 +85,11 @@ class KVStore {
   virtual std::int64_t bytes_pulled() const { return 0; }
 };
 
-// The store of the kind options.kvstore. devices: those that push and pull; null: one, and the calling thread makes all
+// The store of the kind options.kvstore.kind; of `options` also kvstore, compression and timeout count. devices: those that push and pull; null: one, and the calling thread makes all
 // copies.
 //
 // local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
-// dist_*: all ranks of `world` call it. The first options.servers of them (or those with options.serves) are servers: for
+// dist_*: all ranks of `world` call it. The first kvstore.servers of them (or those with kvstore.serves) are servers: for
 // them it returns null once every worker has destroyed its store. Throws UsageError (no worker, no server, options
 // without sense), PeerLost.
 std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions& options, Devices* devices = nullptr);

@@ -1,28 +1,47 @@
-// lockstep/lockstep.h: the whole public interface. HACKING.md walks through it.
+// lockstep/lockstep.h: the whole public interface, in reading order. HACKING.md walks through it.
 #pragma once
 
-#include "lockstep/checkpoint.h"          // IWYU pragma: export
-#include "lockstep/communication_hook.h"  // IWYU pragma: export
-#include "lockstep/dataset.h"             // IWYU pragma: export
-#include "lockstep/datasets.h"            // IWYU pragma: export
-#include "lockstep/ddp.h"                 // IWYU pragma: export
-#include "lockstep/devices.h"             // IWYU pragma: export
-#include "lockstep/error.h"               // IWYU pragma: export
-#include "lockstep/gradient_scaler.h"     // IWYU pragma: export
-#include "lockstep/images.h"              // IWYU pragma: export
-#include "lockstep/kvstore.h"             // IWYU pragma: export
-#include "lockstep/layout.h"              // IWYU pragma: export
-#include "lockstep/loader.h"              // IWYU pragma: export
-#include "lockstep/memory.h"              // IWYU pragma: export
-#include "lockstep/models.h"              // IWYU pragma: export
-#include "lockstep/optimizers.h"          // IWYU pragma: export
-#include "lockstep/periodic_average.h"    // IWYU pragma: export
-#include "lockstep/run.h"                 // IWYU pragma: export
-#include "lockstep/sampler.h"             // IWYU pragma: export
-#include "lockstep/schedule.h"            // IWYU pragma: export
-#include "lockstep/strategy.h"            // IWYU pragma: export
-#include "lockstep/sync_batch_norm.h"     // IWYU pragma: export
-#include "lockstep/task.h"                // IWYU pragma: export
-#include "lockstep/towers.h"              // IWYU pragma: export
-#include "lockstep/verify.h"              // IWYU pragma: export
-#include "lockstep/world.h"               // IWYU pragma: export
+// clang-format off
+// IWYU pragma: begin_exports
+
+// A whole program, with every option of `lockstep train`:
+#include "lockstep/run.h"                 // main(): command line, ranks, training, exit code
+#include "lockstep/task.h"                // what to train: a model, its forward, its loss
+#include "lockstep/models.h"              // lockstep's own models as tasks
+#include "lockstep/verify.h"              // does the task train the same on one rank and on several?
+
+// A training loop of your own:
+#include "lockstep/world.h"               // the ranks of a job and their collectives
+#include "lockstep/ddp.h"                 // DistributedDataParallel
+#include "lockstep/optimizers.h"          // SGD, Adam, AdamW, LAMB, LARS; clipping, moving averages
+#include "lockstep/schedule.h"            // learning rates
+#include "lockstep/communication_hook.h"  // compressed gradients
+#include "lockstep/sync_batch_norm.h"     // batch norm over all ranks
+#include "lockstep/gradient_scaler.h"     // loss scaling for float16
+#include "lockstep/periodic_average.h"    // local SGD in a loop of your own
+#include "lockstep/layout.h"              // channels last or not
+
+// Data:
+#include "lockstep/loader.h"              // batches of this rank, loaded ahead
+#include "lockstep/sampler.h"             // which samples, in which order
+#include "lockstep/dataset.h"             // samples by number: the interface
+#include "lockstep/datasets.h"            // the formats there are
+#include "lockstep/images.h"              // transforms of images
+
+// Checkpoints:
+#include "lockstep/checkpoint.h"          // safetensors files and folders of them
+
+// Devices of one process, and strategies by name:
+#include "lockstep/devices.h"             // a thread for each device, and their collectives
+#include "lockstep/towers.h"              // data parallel training in four steps
+#include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
+#include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses
+
+// What the others are made of:
+#include "lockstep/error.h"               // what is thrown: what happened, where, the likely cause, what to do next
+#include "lockstep/memory.h"              // keeps freed memory, for speed
+#include "lockstep/deadline.h"            // deadlines and stopwatches
+#include "lockstep/cores.h"               // the cores that this process may use
+
+// IWYU pragma: end_exports
+// clang-format on

@@ -1,16 +1,24 @@
 // lockstep/run.h: a whole training program: command line, ranks, training, exit code.
 //
 // Flow:    main() of a user's program or of `lockstep train` -> here -> launch/, strategy/, train/loop.h
-// Threads: call from main(), before other threads are started (it may fork)
-// Ranks:   called once per process; starts the ranks of --ranks where no launcher has
+// Owns:    the process: may fork ranks, sets the number of torch's threads, keeps freed memory (lockstep/memory.h), and
+//          ignores SIGPIPE unless the program has a handler for it (where several machines are connected by Gloo)
+// Threads: call from main(), before other threads are started
+// Ranks:   called once per process; starts the ranks of --ranks. Under mpirun, srun or torchrun, the launcher's ranks
+//          are used
 #pragma once
 
 #include "lockstep/task.h"
 
 namespace lockstep {
 
-// Gives a program every option of `lockstep train` (--help lists them). Blocks until training is over. Prints errors to
-// stderr. Returns the exit code: 0; 2 for a usage error; a failed rank's own, 128 + n for a signal; 1 otherwise.
+// Gives a program every option of `lockstep train` (--help lists them). Blocks until training is over. Prints results to
+// stdout and errors to stderr; throws nothing. Returns the exit code:
+//
+//   0        trained, or --help
+//   1        an error, such as a lost rank or unreadable data
+//   2        a usage error: an unknown option, a value out of range, options that do not go together
+//   else     of ranks that were started here: the first failed rank's own code, or 128 + n if signal n ended it
 int run(int argc, char** argv, const Task& task);
 
 // The same for lockstep's own models, chosen with --model: `lockstep train`.

@@ -15,8 +15,9 @@
 #include <vector>
 
 #include "lockstep/batch_totals.h"
+#include "lockstep/communication_hook.h"
 #include "lockstep/layout.h"
-#include "lockstep/model/parameters.h"
+#include "lockstep/named_tensor.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/task.h"
 #include "lockstep/world.h"
@@ -31,43 +32,87 @@ struct PhaseTimes {
   double update = 0;
 };
 
-struct StrategyOptions {
-  std::string name = "ddp";
-  std::string optimizer = "sgd";  // sgd | adam | adamw | lamb | lars
-  SGDOptions sgd;
-  AdamOptions adam;
-  AdamWOptions adamw;
-  LAMBOptions lamb;
-  LARSOptions lars;
-  ClippingOptions clipping;
-  double ema_decay = 0;  // 0: no moving average of the parameters
-  std::uint64_t seed = 0;
-  std::string precision = "float32";  // or bfloat16: what forward computes in (model/mixed_precision.h)
-  std::string layout = "auto";        // auto | contiguous | channels_last
-  bool share_parameters = true;       // one copy per machine (lockstep/ddp.h)
-  std::string compression = "none";   // of gradients between ranks: none | fp16 | bf16 | powersgd | 2bit | topk
-  double compression_amount = 0;      // powersgd: rank, 2bit: threshold, topk: share; 0: its default
-  int virtual_shards = 0;             // the same bits whatever the number of ranks (lockstep/ddp.h); 0: off
+// ---- what a strategy is made from. The names of the enumerators on the command line are in option_names.h.
 
-  // Strategies whose devices are threads of this process:
-  int devices = 1;
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
-  std::string algorithm = "direct";                             // towers, ddp: direct | central | ring | tree
-  std::string update = "device";                                // towers: on every device (S0), or once on the cpu (S3)
-  bool refuse_uneven = false;              // towers: a batch that the devices do not divide is an error
-  std::int64_t average_every = 1;          // averaging: batches
-  double outer_lr = 1;                     // averaging: 1 and momentum 0 take the average as it is
-  double outer_momentum = 0;               // averaging: Nesterov's
-  std::string kvstore = "local";           // kvstore: its kind (strategy/kvstore/kvstore_strategy.h)
-  int servers = 1;                         // kvstore dist_*: the first ranks of the world are servers ...
-  std::optional<bool> serves;              // ... unless each rank says whether it is one
-  bool update_on_kvstore = true;           // kvstore dist_sync: servers update, else workers do
-  std::int64_t staleness = 4;              // kvstore dist_bounded: the largest delay, in updates
-  std::int64_t split_above = 1'000'000;    // kvstore: elements of a key that is split over servers
-  std::string stages;                      // pipeline: "4" stages, or "0-3,4-9": which pieces each has
-  std::int64_t micro_batches = 4;          // pipeline
-  std::string pipeline_schedule = "1f1b";  // pipeline: naive | gpipe | 1f1b
+enum class StrategyKind { kSingle, kDdp, kTowers, kDataParallel, kKVStore, kAveraging, kPipeline };
+
+// What forward and backward compute in; parameters, gradients and the update stay in float32.
+enum class Precision { kFloat32, kBFloat16 };
+
+struct DdpOptions {
+  bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)
+  int virtual_shards = 0;        // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
+
+enum class UpdatePlace {
+  kDevice,  // every device updates its own copy
+  kCpu      // the parameters exist once, and are updated once
+};
+
+struct TowersOptions {
+  UpdatePlace update = UpdatePlace::kDevice;
+  bool refuse_uneven = false;  // a batch that the devices do not divide is an error
+};
+
+struct AveragingOptions {
+  std::int64_t every = 1;     // steps between two averages
+  double outer_lr = 1;        // with outer_momentum 0: takes the average as it is
+  double outer_momentum = 0;  // Nesterov's; with it this is DiLoCo (Douillard et al., 2023)
+};
+
+// Where pushed gradients are summed and who updates; docs/strategies/kvstore.md compares them.
+enum class KVStoreKind {
+  kLocal,  // one of the next three, whichever suits the model
+  kLocalUpdateCpu,
+  kLocalAllReduceCpu,
+  kLocalAllReduceDevice,
+  kDistSync,
+  kDistAsync,
+  kDistBounded
+};
+
+struct KVStoreOptions {
+  KVStoreKind kind = KVStoreKind::kLocal;
+  int servers = 1;                       // dist_*: the first ranks of the world are servers ...
+  std::optional<bool> serves{};          // ... unless each rank says whether it is one
+  bool update_on_kvstore = true;         // dist_sync: servers update; false: workers do
+  std::int64_t staleness = 4;            // dist_bounded: the largest delay of a gradient, in updates
+  std::int64_t split_above = 1'000'000;  // elements from which a weight is split over the servers
+};
+
+// The order in which a stage works on its micro-batches.
+enum class PipelineSchedule {
+  kNaive,  // the whole batch forward, then back
+  kGPipe,  // all micro-batches forward, then all back (Huang et al., 2019)
+  k1F1B    // one forward and one back in turn (Narayanan et al., 2019)
+};
+
+struct PipelineOptions {
+  std::string stages{};            // how many: "4"; or the pieces of each: "0-3,4-9", "1,4,2"; empty: one per device
+  std::int64_t micro_batches = 4;  // parts of each batch
+  PipelineSchedule schedule = PipelineSchedule::k1F1B;
+};
+
+struct StrategyOptions {
+  StrategyKind kind = StrategyKind::kDdp;
+  OptimizerOptions optimizer{};
+  ClippingOptions clipping{};
+  double ema_decay = 0;    // 0: no moving average of the parameters
+  std::uint64_t seed = 0;  // of the initial parameters
+  Precision precision = Precision::kFloat32;
+  std::optional<Layout> layout{};                               // none: preferred_layout()
+  int devices = 1;                                              // threads of this process; `single` and `ddp` have one
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
+  Algorithm algorithm = Algorithm::kDirect;                     // towers, ddp: how gradients are summed
+  CompressionOptions compression{};                             // ddp, kvstore dist_*: of gradients between ranks
+  DdpOptions ddp{};
+  TowersOptions towers{};
+  AveragingOptions averaging{};
+  KVStoreOptions kvstore{};
+  PipelineOptions pipeline{};
+};
+
+// ---- the interface
 
 using Report = std::vector<std::pair<std::string, double>>;  // what a strategy measured, by name
 
@@ -113,14 +158,15 @@ class Strategy {
 };
 
 struct StrategyInfo {
-  const char* name;
+  StrategyKind kind;
+  const char* name;         // of --strategy
   const char* description;  // one line of a table: at most 54 characters
   bool threads = false;     // its devices are threads of one process: that is what --ranks counts
 };
 const std::vector<StrategyInfo>& strategies();
-const StrategyInfo& strategy_info(const std::string& name);  // throws UsageError naming those there are
+const StrategyInfo& strategy_info(StrategyKind kind);
 
-// Throws UsageError (no such strategy or optimizer), and what the strategy throws when it is made.
+// Throws UsageError (options that do not go together), and what the strategy throws when it is made.
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options);
 
 }  // namespace lockstep

@@ -221,14 +221,17 @@ std::shared_ptr<CommunicationHook> top_k_hook(double share) {
   return std::make_shared<TopKHook>(share);
 }
 
-std::shared_ptr<CommunicationHook> make_hook(const std::string& name, double amount) {
-  if (name == "none") return nullptr;
-  if (name == "fp16") return sixteen_bit_hook(torch::kFloat16);
-  if (name == "bf16") return sixteen_bit_hook(torch::kBFloat16);
-  if (name == "powersgd") return power_sgd_hook({.rank = amount == 0 ? 4 : static_cast<std::int64_t>(amount)});
-  if (name == "2bit") return two_bit_hook(amount == 0 ? 0.5 : amount);
-  if (name == "topk") return top_k_hook(amount == 0 ? 0.01 : amount);
-  throw UsageError({.what = concat("no such compression: ", name), .next = "none, fp16, bf16, powersgd, 2bit or topk"});
+std::shared_ptr<CommunicationHook> make_hook(const CompressionOptions& options) {
+  const double amount = options.amount;
+  switch (options.kind) {
+    case Compression::kNone: return nullptr;
+    case Compression::kFloat16: return sixteen_bit_hook(torch::kFloat16);
+    case Compression::kBFloat16: return sixteen_bit_hook(torch::kBFloat16);
+    case Compression::kPowerSGD: return power_sgd_hook({.rank = amount == 0 ? 4 : static_cast<std::int64_t>(amount)});
+    case Compression::kTwoBit: return two_bit_hook(amount == 0 ? 0.5 : amount);
+    case Compression::kTopK: return top_k_hook(amount == 0 ? 0.01 : amount);
+  }
+  return nullptr;
 }
 
 }  // namespace lockstep

@@ -12,14 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
-
-struct NamedTensor {
-  std::string name;
-  torch::Tensor tensor;
-};
 
 // In the module's order, a tensor that has two names only once, under its first.
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);

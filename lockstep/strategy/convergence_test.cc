@@ -47,12 +47,12 @@ Learned learn(int ranks, const StrategyOptions& options) {
   return learned;
 }
 
-const StrategyOptions kDdp{.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 2};
+const StrategyOptions kDdp{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 2};
 
 TEST(Convergence, bfloat16_compute_learns_what_float32_does) {
   StrategyOptions options = kDdp;
   const Learned exact = learn(2, options);
-  options.precision = "bfloat16";
+  options.precision = Precision::kBFloat16;
   const Learned rounded = learn(2, options);
   EXPECT_LT(exact.last_loss, 0.01 * exact.first_loss);
   EXPECT_LT(rounded.last_loss, 0.01 * rounded.first_loss);
@@ -63,19 +63,19 @@ TEST(Convergence, bfloat16_compute_learns_what_float32_does) {
 
 TEST(Convergence, local_steps_learn_what_synchronous_ones_do) {
   for (const int every : {1, 4}) {
-    const Learned learned =
-        learn(2, {.name = "averaging", .sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 2, .average_every = every});
+    const Learned learned = learn(2, {.kind = StrategyKind::kAveraging,
+                                      .optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9},
+                                      .seed = 2,
+                                      .averaging = {.every = every}});
     EXPECT_LT(learned.last_loss, 0.1 * learned.first_loss) << "averaged every " << every;
   }
 }
 
 TEST(Convergence, an_outer_step_with_momentum_learns_too) {
-  const Learned learned = learn(2, {.name = "averaging",
-                                    .sgd = {.lr = 0.05, .momentum = 0.9},
+  const Learned learned = learn(2, {.kind = StrategyKind::kAveraging,
+                                    .optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9},
                                     .seed = 2,
-                                    .average_every = 4,
-                                    .outer_lr = 0.7,
-                                    .outer_momentum = 0.5});
+                                    .averaging = {.every = 4, .outer_lr = 0.7, .outer_momentum = 0.5}});
   EXPECT_LT(learned.last_loss, 0.1 * learned.first_loss);
 }
 

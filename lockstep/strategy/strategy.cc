@@ -24,30 +24,27 @@ struct Entry {
   std::unique_ptr<Strategy> (*make)(const World&, const Task&, const StrategyOptions&);
 };
 
+// Every strategy, once: the command line, its help, the metrics and make_strategy() read this table.
 constexpr Entry kEntries[] = {
-    {{"single", "one device, nothing to exchange"}, make_single},
-    {{"ddp", "gradients exchanged after or during backward"}, make_ddp},
-    {{"towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
-    {{"data_parallel", "outputs, loss and gradients meet on device 0", true}, make_data_parallel},
-    {{"kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
-    {{"averaging", "nets of their own, averaged; --average-every", true}, make_averaging},
-    {{"pipeline", "layers on different devices; --stages", true}, make_pipeline},
+    {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single},
+    {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp},
+    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
+    {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
+     make_data_parallel},
+    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
+    {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true}, make_averaging},
+    {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true}, make_pipeline},
 };
 
-const Entry& entry_of(const std::string& name) {
-  std::vector<std::string> names;
-  for (const Entry& entry : kEntries) {
-    if (name == entry.info.name) return entry;
-    names.emplace_back(entry.info.name);
-  }
-  throw UsageError({.what = concat("no such strategy: ", name), .next = concat("one of ", join(names, ", "))});
+const Entry& entry_of(StrategyKind kind) {
+  for (const Entry& entry : kEntries)
+    if (entry.info.kind == kind) return entry;
+  throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
 Task in_precision(const Task& task, const StrategyOptions& options) {
-  if (options.precision == "float32") return task;
-  if (options.precision != "bfloat16")
-    throw UsageError({.what = concat("no such precision: ", options.precision), .next = "float32 or bfloat16"});
-  if (options.name == "pipeline")
+  if (options.precision == Precision::kFloat32) return task;
+  if (options.kind == StrategyKind::kPipeline)
     throw UsageError(
         {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
          .next = "leave precision float32, or choose another strategy"});
@@ -65,10 +62,10 @@ const std::vector<StrategyInfo>& strategies() {
   return kInfos;
 }
 
-const StrategyInfo& strategy_info(const std::string& name) { return entry_of(name).info; }
+const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).info; }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  return entry_of(options.name).make(world, in_precision(task, options), options);
+  return entry_of(options.kind).make(world, in_precision(task, options), options);
 }
 
 }  // namespace lockstep

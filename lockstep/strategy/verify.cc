@@ -8,6 +8,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 
 namespace lockstep {
@@ -39,7 +40,7 @@ std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& bat
   run_ranks(ranks, [&](World& world) {
     at::set_num_threads(1);
     const auto strategy = make_strategy(world, in_precision(task, options.double_precision), options.strategy);
-    if (options.strategy.virtual_shards == 0) strategy->model().eval();
+    if (options.strategy.ddp.virtual_shards == 0) strategy->model().eval();
     for (int step = 0; step < options.steps; ++step) {
       strategy->forward_backward(part_of(batch_of(step), world, options.double_precision));
       strategy->update();

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/base/text.h"
+#include "lockstep/strategy/option_names.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -44,13 +45,13 @@ TEST_P(VirtualShardsOn, ranks_give_the_same_bits_on_any_number_of_ranks) {
       .ranks = GetParam(),
       .steps = 4,
       .double_precision = false,
-      .strategy = {.optimizer = "lamb", .clipping = {.max_norm = 1}, .seed = 3, .virtual_shards = 4}};
+      .strategy = {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 1}, .seed = 3, .ddp = {.virtual_shards = 4}}};
   const VerifyReport report = verify(classification_task<NoisyNet>("noisy"), batch_of_5, options);
   EXPECT_TRUE(report.same_bits) << report.describe();
 }
 
 TEST(VirtualShards, are_refused_if_the_ranks_do_not_divide_them) {
-  const auto make = [](World& world) { make_strategy(world, small_task(), {.virtual_shards = 4}); };
+  const auto make = [](World& world) { make_strategy(world, small_task(), {.ddp = {.virtual_shards = 4}}); };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(3, make); }), "4 virtual shards on 3 ranks"));
 }
 
@@ -72,18 +73,19 @@ TEST(Verify, names_the_first_parameter_that_differs) {
   EXPECT_TRUE(contains(report.describe(), "first parameter that differs is 0.weight")) << report.describe();
 }
 
-TEST(Strategy, refuses_unknown_names_and_says_what_there_is) {
-  const auto refusal = [](const StrategyOptions& options) {
-    return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
-  };
-  EXPECT_TRUE(contains(refusal({.name = "dpp"}), "one of single, ddp"));
-  EXPECT_TRUE(contains(refusal({.optimizer = "adagrad"}), "no such optimizer: adagrad"));
-  EXPECT_TRUE(contains(refusal({.precision = "float8"}), "no such precision: float8"));
-  EXPECT_TRUE(contains(refusal({.layout = "nhwc"}), "no such layout: nhwc"));
+TEST(Options, refuse_an_unknown_name_and_list_the_known_ones) {
+  const auto precision = [] { value_named<Precision>("float8", "--precision"); };
+  EXPECT_TRUE(contains(message_of<UsageError>(precision), "--precision float8: there is no such value"));
+  EXPECT_TRUE(contains(message_of<UsageError>(precision), "float32, bfloat16"));
+  EXPECT_THROW(value_named<Algorithm>("star", "--algorithm"), UsageError);
+  EXPECT_THROW(value_named<Compression>("zip", "--compression"), UsageError);
+  EXPECT_THROW(value_named<KVStoreKind>("remote", "--kvstore"), UsageError);
+  EXPECT_THROW(value_named<UpdatePlace>("gpu", "--update"), UsageError);
+  EXPECT_THROW(value_named<std::optional<Layout>>("nhwc", "--layout"), UsageError);
 }
 
 TEST(Strategy, single_refuses_several_ranks) {
-  const auto make = [](World& world) { make_strategy(world, small_task(), {.name = "single"}); };
+  const auto make = [](World& world) { make_strategy(world, small_task(), {.kind = StrategyKind::kSingle}); };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, make); }), "there are 2"));
 }
 

@@ -27,20 +27,21 @@ Datasets synthetic_tokens(const SampleShape& sample) {
   return {.train = std::make_shared<TensorDataset>("synthetic", data, next), .validation = nullptr};
 }
 
-Datasets opened(const TrainOptions& options, const std::string& data) {
-  TrainAndValidation both = open_dataset({.data = data, .folder = options.data_dir, .augment = options.augment});
+Datasets opened(DataSource source, const std::string& data) {
+  source.data = data;
+  TrainAndValidation both = open_dataset(source);
   return {.train = std::move(both.train), .validation = std::move(both.validation)};
 }
 
-// Samples that fit the task.
-Datasets synthetic(const TrainOptions& options, const Task& task) {
+// Random samples of the shape that the task takes.
+Datasets synthetic(const DataSource& source, const Task& task) {
   const SampleShape& sample = task.sample;
   if (sample.sizes.empty())
     throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
                       .next = "set Task::sample, or give the shape: --data synthetic:1024x3x32x32"});
   if (sample.tokens) return synthetic_tokens(sample);
-  return opened(options, concat("synthetic:", kSyntheticSamples, "x", sample.sizes[0], "x", sample.sizes[1], "x",
-                                sample.sizes[2], "?classes=", sample.classes));
+  return opened(source, concat("synthetic:", kSyntheticSamples, "x", sample.sizes[0], "x", sample.sizes[1], "x",
+                               sample.sizes[2], "?classes=", sample.classes));
 }
 
 torch::Tensor first_sample(const Dataset& dataset) try {
@@ -63,10 +64,10 @@ void require_fitting(const Datasets& datasets, const Task& task) {
 
 std::vector<std::string> dataset_names() { return dataset_kinds(); }
 
-Datasets builtin_datasets(const TrainOptions& options, const Task& task) {
-  if (options.data == "auto" && takes_fashion_mnist(task.sample)) return opened(options, "fashion-mnist");
-  if (options.data == "auto" || options.data == "synthetic") return synthetic(options, task);
-  Datasets datasets = opened(options, options.data);
+Datasets builtin_datasets(const DataSource& source, const Task& task) {
+  if (source.data == "auto" && takes_fashion_mnist(task.sample)) return opened(source, "fashion-mnist");
+  if (source.data == "auto" || source.data == "synthetic") return synthetic(source, task);
+  Datasets datasets = opened(source, source.data);
   require_fitting(datasets, task);
   return datasets;
 }

@@ -1,11 +1,15 @@
-// train/builtin.h: the datasets that `lockstep train` knows by name.
+// train/builtin.h: the datasets that `lockstep train` knows by name, and what --data auto chooses.
+//
+// Flow:    --data -> here -> lockstep/datasets.h -> train/loop.h
+// Threads: any
+// Ranks:   no communication; every rank gets the same datasets
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "lockstep/datasets.h"
 #include "lockstep/task.h"
-#include "lockstep/train/options.h"
 
 namespace lockstep {
 
@@ -13,6 +17,6 @@ std::vector<std::string> dataset_names();  // for --help
 
 // "auto" is Fashion-MNIST where the task takes its images or does not say what it takes, else synthetic data.
 // Throws UsageError naming the datasets there are, or that the task takes another shape; DataError.
-Datasets builtin_datasets(const TrainOptions& options, const Task& task);
+Datasets builtin_datasets(const DataSource& source, const Task& task);
 
 }  // namespace lockstep

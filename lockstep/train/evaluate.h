@@ -1,6 +1,8 @@
-// train/evaluate.h: loss and accuracy over a validation set, which the ranks share.
+// train/evaluate.h: loss and accuracy over a validation set.
 //
-// Ranks:   every rank calls it; each computes its part, and all get the same exact result
+// Flow:    the validation set -> Strategy::forward -> Task::loss and Task::correct -> sums over all ranks
+// Threads: one thread
+// Ranks:   every rank calls it and computes its part; all get the same exact result
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,8 @@ struct Evaluation {
   std::int64_t samples = 0;
 };
 
-// In evaluation mode and without gradients, in order, in batches of options.batch_size per rank. Each sample counts
-// once, whatever the number of ranks. Blocks; sends 24 bytes. S0.
+// Runs the model in evaluation mode, without gradients, over the samples in order, in batches of options.batch_size per
+// rank. Each sample counts once, whatever the number of ranks. Blocks; sends 24 bytes.
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options);
 

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
+#include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/snapshot.h"
 
@@ -18,36 +19,28 @@ namespace {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kStepsThatTell = 20;
 
-ScheduleOptions schedule_options(const TrainOptions& options, std::int64_t steps_per_epoch) {
-  static const std::map<std::string, ScheduleKind> kKinds = {
-      {"constant", ScheduleKind::kConstant}, {"cosine", ScheduleKind::kCosine}, {"step", ScheduleKind::kStep}};
+ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
+  const LearningRateOptions& rate = options.learning_rate;
   const auto steps = static_cast<double>(steps_per_epoch);
-  return {.kind = kKinds.at(options.schedule),
-          .warmup_steps = options.warmup_epochs * steps,
+  return {.kind = rate.schedule,
+          .warmup_steps = rate.warmup_epochs * steps,
           .total_steps = static_cast<double>(options.epochs) * steps,
-          .drop_every = options.drop_every_epochs * steps,
-          .drop_factor = options.drop_factor};
+          .drop_every = rate.drop_every_epochs * steps,
+          .drop_factor = rate.drop_factor};
 }
 
+// --lr, scaled to the batch.
 double base_learning_rate(const TrainOptions& options) {
-  static const std::map<std::string, LrScaling> kScalings = {
-      {"none", LrScaling::kNone}, {"sqrt", LrScaling::kSqrt}, {"linear", LrScaling::kLinear}};
-  return scaled_learning_rate(options.lr, kScalings.at(options.lr_scaling), options.batch_size,
-                              options.lr_base_batch_size);
+  const double lr = values_of(options.strategy.optimizer).at("lr");
+  const LearningRateOptions& rate = options.learning_rate;
+  return scaled_learning_rate(lr, rate.scaling, options.loader.batch_size, rate.base_batch_size);
 }
 
-LoaderOptions loader_options(const TrainOptions& options) {
-  return {.batch_size = options.batch_size,
-          .seed = options.seed,
-          .workers = options.workers,
-          .prefetch = options.prefetch,
-          .skip_bad = options.skip_bad};
-}
-
-LoaderOptions training_loader_options(const Strategy& strategy, const TrainOptions& options) {
-  LoaderOptions loading = loader_options(options);
-  loading.empty = !strategy.has_data();
-  return loading;
+LoaderOptions loader_options(const TrainOptions& options, bool has_data = true) {
+  LoaderOptions loader = options.loader;
+  loader.seed = options.strategy.seed;
+  loader.empty = !has_data;
+  return loader;
 }
 
 std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
@@ -59,10 +52,11 @@ std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
 
 std::string headline(const World& world, const Loader& loader, const std::vector<std::string>& devices,
                      const TrainOptions& options) {
-  return concat(options.model, " on ", loader.dataset().name(), ": ", options.strategy, ", ", world.size(),
-                world.size() == 1 ? " rank" : " ranks", " on ",
-                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.batch_size, ", ",
-                options.optimizer, " lr ", base_learning_rate(options), ", ", options.schedule);
+  return concat(options.model, " on ", loader.dataset().name(), ": ", strategy_info(options.strategy.kind).name, ", ",
+                world.size(), world.size() == 1 ? " rank" : " ranks", " on ",
+                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.loader.batch_size,
+                ", ", name_of(options.strategy.optimizer), " lr ", base_learning_rate(options), ", ",
+                name_of(options.learning_rate.schedule));
 }
 
 }  // namespace
@@ -70,12 +64,12 @@ std::string headline(const World& world, const Loader& loader, const std::vector
 TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                            const TrainOptions& options)
     : world_(world),
-      together_(strategy.loop_world(world)),
+      step_world_(strategy.loop_world(world)),
       task_(task),
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(strategy.data_world(world), datasets.train, training_loader_options(strategy, options)),
+      loader_(strategy.data_world(world), datasets.train, loader_options(options, strategy.has_data())),
       progress_(Progress::Style::kNone),
       last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
   if (world.rank() == 0) {
@@ -84,14 +78,6 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
-}
-
-void TrainingLoop::open_checkpoints() {
-  checkpoints_.emplace(options_.checkpoint_dir);
-  if (!options_.resume && !checkpoints_->empty())
-    throw CheckpointError({.what = concat(options_.checkpoint_dir, " holds checkpoints of another run"),
-                           .likely = "the same command as before, without --resume",
-                           .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
 RunMetrics TrainingLoop::run() {
@@ -123,15 +109,8 @@ void TrainingLoop::train_epoch() {
   if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
 }
 
-// Once a run: what is slow in one epoch is slow in all of them. The first steps of a run wait for the first batches.
-void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double seconds) {
-  const LoadingStatistics now = loader_.statistics() - before;
-  if (world_.rank() != 0 || hinted_ || now.batches < kStepsThatTell) return;
-  const std::string hint = loader_.hint(now, seconds);
-  hinted_ = !hint.empty();
-  if (hinted_) log_warning(hint);
-}
-
+// One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
+// on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
@@ -141,7 +120,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
 }
 
-// Before the update: the parameters are still good. All ranks see the same loss, so all of them stop here.
+// Before the update, so that parameters and checkpoints stay good.
 void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
   if (std::isfinite(totals.mean_loss)) return;
   std::string first = first_non_finite(named_parameters(strategy_.model()));
@@ -162,7 +141,7 @@ void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
 
 double TrainingLoop::learning_rate() const {
   return base_learning_rate(options_) *
-         schedule_factor(schedule_options(options_, loader_.steps_per_epoch()), position_.step);
+         schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), position_.step);
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
@@ -181,7 +160,18 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
   progress_.step(metrics);
 }
 
-// How many steps the whole run has.
+// ---- around the steps
+
+// Warns once a run that steps wait for data. Not before kStepsThatTell: the first steps wait for the first batches.
+void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double seconds) {
+  const LoadingStatistics now = loader_.statistics() - before;
+  if (world_.rank() != 0 || hinted_ || now.batches < kStepsThatTell) return;
+  const std::string hint = loader_.hint(now, seconds);
+  hinted_ = !hint.empty();
+  if (hinted_) log_warning(hint);
+}
+
+// The number of steps of the whole run.
 std::int64_t TrainingLoop::last_step() const {
   const std::int64_t all = options_.epochs * loader_.steps_per_epoch();
   return options_.max_steps > 0 ? std::min(all, options_.max_steps) : all;
@@ -195,7 +185,7 @@ void TrainingLoop::finish_epoch() {
                  .val_loss = kNaN,
                  .val_accuracy = kNaN};
   if (validation_ && !stands_aside()) {
-    const Evaluation found = evaluate(together_, task_, strategy_, validation_, loader_options(options_));
+    const Evaluation found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
     last_epoch_.val_loss = found.loss;
     last_epoch_.val_accuracy = found.accuracy;
   }
@@ -205,17 +195,25 @@ void TrainingLoop::finish_epoch() {
   if (options_.checkpoint_every == 0) save_checkpoint();
 }
 
-// Where every rank goes at its own pace the first one validates and saves for all.
-bool TrainingLoop::stands_aside() const { return together_.size() < world_.size() && world_.rank() != 0; }
+// Where each rank steps at its own pace (asynchronous servers), rank 0 validates and saves for all.
+bool TrainingLoop::stands_aside() const { return step_world_.size() < world_.size() && world_.rank() != 0; }
 
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
-  const TensorFile file = take_snapshot(together_, strategy_, position_, options_);
+  const TensorFile file = take_snapshot(step_world_, strategy_, position_, options_);
   if (checkpoints_) checkpoints_->save(position_.step, file);
   saved_step_ = position_.step;
 }
 
-// Rank 0 chooses and reads the file, so that the machines need no common disk.
+void TrainingLoop::open_checkpoints() {
+  checkpoints_.emplace(options_.checkpoint_dir);
+  if (!options_.resume && !checkpoints_->empty())
+    throw CheckpointError({.what = concat(options_.checkpoint_dir, " holds checkpoints of another run"),
+                           .likely = "the same command as before, without --resume",
+                           .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
+}
+
+// Rank 0 finds and reads the newest file and sends it to all ranks, so that machines need no shared disk.
 void TrainingLoop::resume() {
   std::string bytes;
   std::string origin = "the checkpoint of rank 0";
@@ -239,7 +237,7 @@ void TrainingLoop::resume() {
 RunMetrics TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
   const auto devices = strategy_.devices();
-  return {.strategy = options_.strategy,
+  return {.strategy = strategy_info(options_.strategy.kind).name,
           .model = options_.model,
           .data = loader_.dataset().name(),
           .ranks = world_.size() * static_cast<int>(std::max<std::size_t>(devices.size(), 1)),

@@ -22,7 +22,7 @@
 
 namespace lockstep {
 
-// Where a run stands; everything that a checkpoint has to know beside tensors.
+// Where a run stands: what a checkpoint keeps beside tensors.
 struct Position {
   std::int64_t epoch = 0;
   std::int64_t step_in_epoch = 0;
@@ -41,18 +41,18 @@ class TrainingLoop {
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
 
-  // Trains to the end of the last epoch, or to --max-steps. Returns what the run's last metrics line says.
+  // Trains to the end of the last epoch, or to --max-steps. Blocks. Returns what the last line of the metrics says.
   // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
   // SystemError (a checkpoint or metrics file that can't be written).
   RunMetrics run();
 
  private:
   void train_epoch();
-  void hint_at_loading(const LoadingStatistics& before, double seconds);
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;
   void record_step(const BatchTotals& totals, double seconds);
+  void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
   std::int64_t last_step() const;
 
@@ -64,7 +64,7 @@ class TrainingLoop {
   bool stands_aside() const;
 
   World world_;
-  World together_;  // the ranks that take each step at the same time
+  World step_world_;  // the ranks that take each step at the same time
   Task task_;
   std::shared_ptr<const Dataset> validation_;
   Strategy& strategy_;

@@ -67,9 +67,11 @@ TrainOptions small_options() {
   TrainOptions options;
   options.model = "points";
   options.epochs = 3;
-  options.batch_size = 8;
-  options.lr = 0.1;
-  options.schedule = "cosine";
+  options.loader.batch_size = 8;
+  options.strategy.kind = StrategyKind::kSingle;
+  options.strategy.optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9};
+  options.strategy.pipeline.micro_batches = 2;
+  options.learning_rate.schedule = ScheduleKind::kCosine;
   options.quiet = true;
   return options;
 }
@@ -79,20 +81,9 @@ struct Outcome {
   RunMetrics metrics;
 };
 
-Outcome run_alone(const TrainOptions& options, const Datasets& datasets, StrategyOptions how = {.name = "single"}) {
+Outcome run_alone(const TrainOptions& options, const Datasets& datasets) {
   const World world = World::single();
-  const auto strategy = make_strategy(world, dropout_task(),
-                                      {.name = how.name,
-                                       .optimizer = options.optimizer,
-                                       .sgd = {.lr = options.lr, .momentum = options.momentum},
-                                       .seed = options.seed,
-                                       .devices = how.devices,
-                                       .update = how.update,
-                                       .average_every = how.average_every,
-                                       .outer_lr = how.outer_lr,
-                                       .outer_momentum = how.outer_momentum,
-                                       .stages = how.stages,
-                                       .micro_batches = 2});
+  const auto strategy = make_strategy(world, dropout_task(), options.strategy);
   Outcome outcome;
   outcome.metrics = TrainingLoop(world, dropout_task(), datasets, *strategy, options).run();
   for (const auto& parameter : strategy->model().parameters()) outcome.parameters.push_back(parameter.detach().clone());
@@ -119,7 +110,7 @@ INSTANTIATE_TEST_SUITE_P(Points, Resuming,
 TEST_P(Resuming, continues_with_the_bits_of_an_uninterrupted_run) {
   const TempFolder folder;
   TrainOptions options = small_options();
-  options.optimizer = std::get<0>(GetParam());
+  options.strategy.optimizer = optimizer_options(std::get<0>(GetParam()), {{"lr", 0.1}, {"momentum", 0.9}});
   const Outcome uninterrupted = run_alone(options, points());
 
   options.checkpoint_dir = folder.path();
@@ -131,35 +122,45 @@ TEST_P(Resuming, continues_with_the_bits_of_an_uninterrupted_run) {
   expect_same_bits(run_alone(options, points()), uninterrupted);
 }
 
-std::string name_of(const ::testing::TestParamInfo<StrategyOptions>& info) {
-  return info.param.name + std::to_string(info.index);
-}
+struct StrategyCase {
+  std::string name;
+  void (*choose)(StrategyOptions& options);
+};
 
-class ResumingWith : public ::testing::TestWithParam<StrategyOptions> {};
+class ResumingWith : public ::testing::TestWithParam<StrategyCase> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, ResumingWith,
     ::testing::Values(
-        StrategyOptions{.name = "towers", .devices = 2},
-        StrategyOptions{.name = "towers", .devices = 3, .update = "cpu"},
-        StrategyOptions{.name = "data_parallel", .devices = 3},
-        StrategyOptions{.name = "averaging", .devices = 2, .average_every = 3},
-        StrategyOptions{.name = "averaging", .devices = 2, .average_every = 2, .outer_lr = 0.7, .outer_momentum = 0.9},
-        StrategyOptions{.name = "pipeline", .devices = 2, .stages = "1"}),
-    name_of);
+        StrategyCase{"towers", [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 2; }},
+        StrategyCase{
+            "towers_updated_on_the_cpu",
+            [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdatePlace::kCpu; }},
+        StrategyCase{"data_parallel", [](auto& o) { o.kind = StrategyKind::kDataParallel, o.devices = 3; }},
+        StrategyCase{"averaging",
+                     [](auto& o) { o.kind = StrategyKind::kAveraging, o.devices = 2, o.averaging.every = 3; }},
+        StrategyCase{"averaging_with_an_outer_step",
+                     [](auto& o) {
+                       o.kind = StrategyKind::kAveraging, o.devices = 2;
+                       o.averaging = {.every = 2, .outer_lr = 0.7, .outer_momentum = 0.9};
+                     }},
+        StrategyCase{"pipeline",
+                     [](auto& o) { o.kind = StrategyKind::kPipeline, o.devices = 2, o.pipeline.stages = "1"; }}),
+    [](const auto& test) { return test.param.name; });
 
-// Both runs save at the same steps: averaging makes its nets one model there.
+// Both runs save at the same steps: averaging makes its replicas one model there.
 TEST_P(ResumingWith, continues_with_the_bits_of_an_uninterrupted_run) {
   const TempFolder whole, parts;
   TrainOptions options = small_options();
+  GetParam().choose(options.strategy);
   options.checkpoint_every = 4;
   options.checkpoint_dir = whole.path();
-  const Outcome uninterrupted = run_alone(options, points(), GetParam());
+  const Outcome uninterrupted = run_alone(options, points());
   options.checkpoint_dir = parts.path();
   options.max_steps = 12;
-  run_alone(options, points(), GetParam());
+  run_alone(options, points());
   options.max_steps = 0;
   options.resume = true;
-  expect_same_bits(run_alone(options, points(), GetParam()), uninterrupted);
+  expect_same_bits(run_alone(options, points()), uninterrupted);
 }
 
 TEST(TrainingLoop, resumes_from_the_checkpoint_before_a_damaged_one) {
@@ -181,11 +182,11 @@ TEST(TrainingLoop, refuses_to_resume_with_other_options) {
   options.checkpoint_dir = folder.path();
   run_alone(options, points());
   options.resume = true;
-  options.lr = 0.7;
+  std::get<SGDOptions>(options.strategy.optimizer).lr = 0.7;
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }),
                        "the checkpoint was made with lr = 0.1, now it is 0.7"));
-  options.lr = 0.1;
-  options.drop_factor = 0.5;
+  std::get<SGDOptions>(options.strategy.optimizer).lr = 0.1;
+  options.learning_rate.drop_factor = 0.5;
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "drop_factor"));
 }
 
@@ -258,7 +259,7 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
       task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
         return dynamic_cast<torch::nn::LinearImpl&>(model).forward(data);
       };
-      const auto strategy = make_strategy(world, task, {.sgd = {.lr = options.lr, .momentum = 0.9}});
+      const auto strategy = make_strategy(world, task, options.strategy);
       const RunMetrics metrics = TrainingLoop(world, task, points(), *strategy, options).run();
       const std::lock_guard lock(mutex);
       if (world.rank() != 0) return;
@@ -268,6 +269,7 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
     return outcome;
   };
   TrainOptions options = small_options();
+  options.strategy.kind = StrategyKind::kDdp;
   const Outcome uninterrupted = run_on_3(options);
   options.checkpoint_dir = folder.path();
   options.checkpoint_every = 3;

@@ -11,12 +11,12 @@
 namespace lockstep {
 namespace {
 
-constexpr int kBarWidth = 24;
+constexpr std::size_t kBarWidth = 24;
 constexpr double kBarEvery = 0.1;     // seconds
 constexpr double kPlainEvery = 10.0;  // seconds
 
 std::string bar(std::int64_t done, std::int64_t steps) {
-  const auto filled = static_cast<std::size_t>(done * kBarWidth / steps);
+  const std::size_t filled = std::uint64_t(done) * kBarWidth / std::uint64_t(steps);
   return concat('[', std::string(filled, '#'), std::string(kBarWidth - filled, '.'), ']');
 }
 

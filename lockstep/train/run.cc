@@ -7,7 +7,7 @@
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 
-#include "lockstep/base/log.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
 #include "lockstep/error.h"
@@ -25,36 +25,30 @@ namespace {
 
 using MakeTask = std::function<Task(const TrainOptions&)>;
 
-constexpr int kUsageExit = 2;
-constexpr int kFailureExit = 1;
-
-// auto: a GPU for every rank of this machine, or the CPU for all.
-torch::DeviceType chosen_device(const std::string& name, int local_size) {
-  const bool cuda = name == "cuda" || (name == "auto" && cuda_device_count() >= local_size);
-  return cuda ? torch::kCUDA : torch::kCPU;
+// --device, or a GPU for every rank of this machine if it has as many, else the CPU for all.
+torch::DeviceType chosen_device(const TrainOptions& options, int local_size) {
+  return options.device.value_or(cuda_device_count() >= local_size ? torch::kCUDA : torch::kCPU);
 }
 
 // --threads, else what OMP_NUM_THREADS says (a launcher's doing), else a thread for each of this rank's cores.
 void use_threads(const TrainOptions& options, const World& world) {
   const char* told = std::getenv("OMP_NUM_THREADS");
   int threads = options.threads;
-  if (threads == 0 && options.virtual_shards > 0) threads = 1;  // the same in every arrangement: more change the bits
+  if (threads == 0 && options.strategy.ddp.virtual_shards > 0)
+    threads = 1;  // the same in every arrangement: more change the bits
   if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
     threads = static_cast<int>(world.cores().size());
   at::set_num_threads(threads);
 }
 
 Datasets load_data(const Task& task, const TrainOptions& options) {
-  return task.make_data ? task.make_data(options.data_dir) : builtin_datasets(options, task);
-}
-
-std::chrono::milliseconds timeout_of(const TrainOptions& options) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1000));
+  return task.make_data ? task.make_data(options.source.folder) : builtin_datasets(options.source, task);
 }
 
 // Where devices are threads of one process, --ranks counts them.
 bool ranks_are_devices(const TrainOptions& options) {
-  return strategy_info(options.strategy).threads && options.devices_per_worker.empty() && server_count(options) == 0;
+  return strategy_info(options.strategy.kind).threads && options.devices_per_worker.empty() &&
+         server_count(options) == 0;
 }
 
 // The first ranks of each machine that the launcher started as servers, or the first of all.
@@ -70,7 +64,7 @@ int worker_number(const TrainOptions& options, const JobEnvironment& job) {
 }
 
 int devices_of_rank(const TrainOptions& options, const JobEnvironment& job) {
-  if (!strategy_info(options.strategy).threads || is_server(options, job)) return 1;
+  if (!strategy_info(options.strategy.kind).threads || is_server(options, job)) return 1;
   if (ranks_are_devices(options)) return job.launcher == "none" ? rank_count(options) : 1;
   return std::max(1, devices_of_worker(options, worker_number(options, job)));
 }
@@ -79,40 +73,12 @@ int ranks_to_start(const TrainOptions& options) {
   return ranks_are_devices(options) ? 1 : server_count(options) + rank_count(options);
 }
 
-StrategyOptions strategy_options(const TrainOptions& o, const JobEnvironment& job) {
-  return {.name = o.strategy,
-          .optimizer = o.optimizer,
-          .sgd = {.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay},
-          .adam = {.lr = o.lr, .weight_decay = o.weight_decay},
-          .adamw = {.lr = o.lr, .weight_decay = o.weight_decay},
-          .lamb = {.lr = o.lr, .weight_decay = o.weight_decay},
-          .lars = {.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay},
-          .clipping = {.max_norm = o.clip_norm, .max_value = o.clip_value},
-          .ema_decay = o.ema_decay,
-          .seed = o.seed,
-          .precision = o.precision,
-          .layout = o.layout,
-          .share_parameters = !o.separate_parameters,
-          .compression = o.compression,
-          .compression_amount = o.compression_amount,
-          .virtual_shards = o.virtual_shards,
-          .devices = devices_of_rank(o, job),
-          .timeout = timeout_of(o),
-          .algorithm = o.algorithm,
-          .update = o.update,
-          .refuse_uneven = o.refuse_uneven,
-          .average_every = o.average_every,
-          .outer_lr = o.outer_lr,
-          .outer_momentum = o.outer_momentum,
-          .kvstore = o.kvstore,
-          .servers = o.servers,
-          .serves = is_server(o, job),
-          .update_on_kvstore = o.update_on_kvstore,
-          .staleness = o.staleness,
-          .split_above = o.split_above,
-          .stages = o.stages,
-          .micro_batches = o.micro_batches,
-          .pipeline_schedule = o.pipeline_schedule};
+// With what depends on this rank.
+StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job) {
+  StrategyOptions strategy = options.strategy;
+  strategy.devices = devices_of_rank(options, job);
+  strategy.kvstore.serves = is_server(options, job);
+  return strategy;
 }
 
 // One rank, from its first connection to its last step.
@@ -122,7 +88,7 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const Datasets datasets = load_data(task, options);
   const JobEnvironment job = read_job_environment();
   const World world =
-      World::from_env({.device = chosen_device(options.device, job.local_size), .timeout = timeout_of(options)});
+      World::from_env({.device = chosen_device(options, job.local_size), .timeout = options.strategy.timeout});
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options, job));
   TrainingLoop(world, task, datasets, *strategy, options).run();
@@ -133,7 +99,7 @@ LaunchOptions launch_options(const TrainOptions& options, int ranks) {
   LaunchOptions launch;
   launch.ranks = ranks;
   launch.servers = server_count(options);
-  launch.workers_may_fail = options.strategy == "kvstore" && goes_on_without_workers(options.kvstore);
+  launch.workers_may_fail = server_count(options) > 0 && goes_on_without_workers(options.strategy.kvstore.kind);
   launch.threads_per_rank = options.threads;
   launch.output = RankOutput::kFirst;
   return launch;
@@ -148,7 +114,7 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
 
 // That share a global batch.
 int devices_in_all(const TrainOptions& options, int ranks) {
-  if (!strategy_info(options.strategy).threads) return ranks;
+  if (!strategy_info(options.strategy.kind).threads) return ranks;
   if (ranks_are_devices(options)) return ranks == 1 ? rank_count(options) : ranks;
   int devices = 0;
   for (int worker = 0; worker < ranks - server_count(options); ++worker)
@@ -159,7 +125,7 @@ int devices_in_all(const TrainOptions& options, int ranks) {
 // What every rank would complain about is said once, before any is started.
 void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
   static_cast<void>(make_task(options));
-  require_batch_for_ranks(options.batch_size, devices_in_all(options, ranks));
+  require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
@@ -170,10 +136,6 @@ int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   if (start_here || job.rank == 0)
     check_before_start(options, make_task, start_here ? ranks_to_start(options) : job.world_size);
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
-}
-
-int exit_code_of(const std::exception& error) {
-  return dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageExit : kFailureExit;
 }
 
 // `name` as the user typed it; empty: the program's own.
@@ -189,15 +151,7 @@ int run_program(int argc, char** argv, const Program& program) {
   CLI::App app(program.description, program.name);
   TrainOptions options = program.defaults;
   add_options(app, options, program.choices);
-  try {
-    app.parse(argc, argv);
-    return run_parsed(options, program.make_task);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsageExit;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-    return exit_code_of(error);
-  }
+  return parse_and_run(app, argc, argv, [&] { return run_parsed(options, program.make_task); });
 }
 
 }  // namespace

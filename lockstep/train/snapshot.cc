@@ -9,11 +9,14 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 namespace {
 
-using Json = nlohmann::ordered_json;
+// Keys of the file's metadata.
+constexpr const char* kPosition = "lockstep.position";
+constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
 
 // What a rank draws from: the CPU's generator, and its GPU's where it has one.
 std::vector<torch::Device> devices_with_generators(const World& world) {
@@ -40,39 +43,6 @@ std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) 
   return tensors;
 }
 
-// What decides the run's course; a resumed run must have the same.
-Json course(const TrainOptions& options) {
-  return {{"model", options.model},
-          {"data", options.data},
-          {"batch_size", options.batch_size},
-          {"augment", options.augment},
-          {"seed", options.seed},
-          {"optimizer", options.optimizer},
-          {"lr", options.lr},
-          {"momentum", options.momentum},
-          {"nesterov", options.nesterov},
-          {"weight_decay", options.weight_decay},
-          {"lr_scaling", options.lr_scaling},
-          {"lr_base_batch_size", options.lr_base_batch_size},
-          {"schedule", options.schedule},
-          {"warmup_epochs", options.warmup_epochs},
-          {"drop_every_epochs", options.drop_every_epochs},
-          {"drop_factor", options.drop_factor},
-          {"precision", options.precision},
-          {"layout", options.layout},
-          {"clip_norm", options.clip_norm},
-          {"clip_value", options.clip_value},
-          {"ema_decay", options.ema_decay},
-          {"virtual_shards", options.virtual_shards},
-          {"compression", options.compression},
-          {"compression_amount", options.compression_amount},
-          {"average_every", options.average_every},
-          {"kvstore", options.strategy == "kvstore" ? options.kvstore : ""},
-          {"outer_lr", options.outer_lr},
-          {"outer_momentum", options.outer_momentum},
-          {"epochs", options.schedule == "cosine" ? options.epochs : 0}};  // only cosine depends on the length
-}
-
 Json to_json(const Position& p) {
   return {{"epoch", p.epoch},
           {"step_in_epoch", p.step_in_epoch},
@@ -93,14 +63,15 @@ Position to_position(const Json& json) {
           .epoch_seconds = json.at("epoch_seconds")};
 }
 
-void require_same_course(const Json& saved, const TrainOptions& options) {
-  const Json now = course(options);
-  for (const auto& [option, value] : saved.items())
-    if (!now.contains(option) || now[option] != value)
-      throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(),
-                                            ", now it is ", now.contains(option) ? now[option].dump() : "unknown"),
-                             .likely = "--resume with other options than the run was started with",
-                             .next = "give the same options, or start a new run in another --checkpoint-dir"});
+// A value that is null on either side belongs to an option that the chosen optimizer does not have.
+void require_same_fingerprint(const Json& saved, const Json& now) {
+  for (const auto& [option, value] : saved.items()) {
+    if (now.contains(option) && (now[option] == value || now[option].is_null() || value.is_null())) continue;
+    throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
+                                          now.contains(option) ? now[option].dump() : "unknown"),
+                           .likely = "--resume with other options than the run was started with",
+                           .next = "give the same options, or start a new run in another --checkpoint-dir"});
+  }
 }
 
 void copy_saved(const TensorFile& file, const std::string& name, const torch::Tensor& into) {
@@ -142,7 +113,7 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
     for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
   }
   if (world.rank() != 0) return {};
-  file.metadata = {{"lockstep.position", to_json(position).dump()}, {"lockstep.course", course(options).dump()}};
+  file.metadata = {{kPosition, to_json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) file.tensors["model." + name] = tensor;
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
@@ -154,12 +125,12 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
 Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy,
                           const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
-  require_same_course(Json::parse(file.metadata.at("lockstep.course")), options);
+  require_same_fingerprint(Json::parse(file.metadata.at(kFingerprint)), resume_fingerprint(options));
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
   for (const auto& [name, tensor] : strategy.state()) copy_saved(file, "strategy." + name, tensor);
-  const Position position = to_position(Json::parse(file.metadata.at("lockstep.position")));
+  const Position position = to_position(Json::parse(file.metadata.at(kPosition)));
   strategy.restored(position.step);
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = file.tensors.find(generator_name(device, world.rank()));

@@ -1,11 +1,11 @@
-// train/snapshot.h: everything that training depends on, as one TensorFile: a resumed run has the bits of one that was
-// never interrupted.
+// train/snapshot.h: everything that training depends on, as one TensorFile. Resuming is bit-exact, except with lossy
+// compression or asynchronous servers.
 //
 //   model.NAME               parameters and buffers
 //   optimizer.NAME.KEY       the optimizer's state of a parameter
 //   strategy.NAME            what the strategy keeps beside those
 //   rng.DEVICE.RANK          the state of a rank's random generators
-//   metadata                 position in the run, and the options that must not change
+//   metadata                 position in the run; the values of the options that must not change (resume_fingerprint())
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
@@ -21,12 +21,13 @@
 
 namespace lockstep {
 
-// Every rank gives its generator's state; rank 0 gets the whole file, the others an empty one.
+// Gathers every rank's generator state (a few KB each). Rank 0 gets the whole file, the others an empty one. Blocks.
 // Throws NonFiniteError naming the first parameter that is not finite: such a model is not worth keeping.
 TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
-// Puts model, optimizer, generator and position back. A rank that the file knows no generator of keeps its own.
-// Throws CheckpointError: a tensor that is missing or of another shape, another model, batch size, seed or optimizer.
+// Puts model, optimizer, generator and position back. A rank without a saved generator keeps its own.
+// Throws CheckpointError: a tensor that is missing or of another shape, another model,
+// or an option that must not change and has.
 Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
 // Rank 0's bytes on every rank.

@@ -6,6 +6,7 @@
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "tests/reference/ramp.h"
+#include "tests/strategies.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -34,8 +35,7 @@ Task lenet_with_known_weights() {
 Batch part_of_batch(int step, const World& world) {
   const torch::Tensor data = ramp(kBatch * 784, 1000 + step).reshape({kBatch, 1, 28, 28});
   const torch::Tensor target = (torch::arange(kBatch) * 3 + step).remainder(10);
-  const Range mine = even_part(kBatch, world.rank(), world.size());
-  return {data.slice(0, mine.begin, mine.end), target.slice(0, mine.begin, mine.end)};
+  return testing::part_of({data, target}, world);
 }
 
 void expect_as_recorded(Strategy& strategy, const TensorFile& recorded) {
@@ -56,8 +56,8 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AgainstPyTorch, ::testing::Values(1, 2, 3, 4, 7)
 TEST_P(AgainstPyTorch, ends_with_the_parameters_of_pytorchs_ddp) {
   const TensorFile recorded = load_safetensors(REFERENCE_FILE);
   run_ranks(GetParam(), [&](World& world) {
-    const auto strategy =
-        make_strategy(world, lenet_with_known_weights(), {.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}});
+    const auto strategy = make_strategy(world, lenet_with_known_weights(),
+                                        {.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true}});
     for (int step = 0; step < kSteps; ++step) {
       const double loss = strategy->forward_backward(part_of_batch(step, world)).mean_loss;
       strategy->update();

@@ -37,15 +37,15 @@ std::unique_ptr<Optimizer> train(const Tensors& parameters, const MakeOptimizer&
   return optimizer;
 }
 
-void expect_as_recorded(const Tensors& found, const std::string& course) {
+void expect_as_recorded(const Tensors& found, const std::string& name) {
   const TensorFile recorded = load_safetensors(OPTIMIZER_REFERENCE);
   for (std::size_t i = 0; i < found.size(); ++i) {
-    const torch::Tensor& expected = recorded.tensors.at(course + "/" + std::to_string(i));
-    EXPECT_TRUE(torch::allclose(found[i].detach(), expected, 1e-12, 1e-13)) << course << ", parameter " << i;
+    const torch::Tensor& expected = recorded.tensors.at(name + "/" + std::to_string(i));
+    EXPECT_TRUE(torch::allclose(found[i].detach(), expected, 1e-12, 1e-13)) << name << ", parameter " << i;
   }
 }
 
-struct Course {
+struct Case {
   const char* name;
   MakeOptimizer make;
 };
@@ -59,7 +59,7 @@ MakeOptimizer of(const Options& options, const ClippingOptions& clipping = {}) {
   };
 }
 
-const Course kCourses[] = {
+const Case kCases[] = {
     {"sgd", of<SGD>(SGDOptions{.lr = 0.1})},
     {"momentum", of<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01})},
     {"nesterov", of<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true, .weight_decay = 0.01})},
@@ -72,10 +72,10 @@ const Course kCourses[] = {
 };
 
 TEST(OptimizersAgainstPyTorch, end_with_the_recorded_parameters) {
-  for (const Course& course : kCourses) {
+  for (const Case& one : kCases) {
     const Tensors parameters = make_parameters();
-    train(parameters, course.make);
-    expect_as_recorded(parameters, course.name);
+    train(parameters, one.make);
+    expect_as_recorded(parameters, one.name);
   }
 }
 

@@ -1,4 +1,4 @@
-// tests/train/command.h: words of a command that is really started, and what it wrote into its metrics.
+// tests/train/command.h: the command line of a program that a test starts, and the metrics it wrote.
 #pragma once
 
 #include <filesystem>
@@ -34,7 +34,7 @@ inline std::vector<nlohmann::json> metrics_in(const std::filesystem::path& path)
   return lines;
 }
 
-// The losses of the steps: what tells whether two ways to start make the same training.
+// The loss of every step: equal losses mean equal training.
 inline std::vector<double> losses_in(const std::filesystem::path& path) {
   std::vector<double> losses;
   for (const auto& line : metrics_in(path))
@@ -42,11 +42,11 @@ inline std::vector<double> losses_in(const std::filesystem::path& path) {
   return losses;
 }
 
-// How many steps a run that is under way has written.
+// How many steps a running program has written.
 inline std::size_t steps_in(const std::filesystem::path& path) {
   try {
     return losses_in(path).size();
-  } catch (const std::exception&) {  // not there yet, or a line half written
+  } catch (const std::exception&) {  // no file yet, or a line half written
     return 0;
   }
 }

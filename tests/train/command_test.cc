@@ -1,4 +1,4 @@
-// `lockstep train` and a user's program, really started: what they print, how they end, and what a user's mistakes say.
+// Starts `lockstep train` and a user's program: what they print, how they end, and the errors for common mistakes.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -72,7 +72,7 @@ TEST_F(StartedRanks, train_as_one_rank_does_under_lockstep_run) {
   expect_close(losses_in(folder / "run.jsonl"), losses_of_one_rank());
 }
 
-TEST_F(StartedRanks, leave_no_meeting_file_behind) {
+TEST_F(StartedRanks, leave_no_rendezvous_file_behind) {
   const TempFolder runtime;
   const Words mpirun = {"mpirun.mpich", "-np", "2"};
   const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
@@ -93,7 +93,7 @@ TEST(Train, prints_a_table_with_a_line_per_epoch) {
   EXPECT_TRUE(contains(ended.output, "done: 120 steps"));
 }
 
-TEST(Train, is_silent_when_told_to) {
+TEST(Train, prints_nothing_when_quiet) {
   const Ended ended = run(kProgram + Words{"--epochs", "1", "--max-steps", "2", "--ranks", "2", "--quiet"});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(ended.output, "");
@@ -124,7 +124,7 @@ TEST_P(StartedStrategy, trains_on_two_devices_and_reports_them) {
   EXPECT_EQ(last["ranks"], 2);
 }
 
-TEST(Train, runs_the_stages_of_a_pipeline_as_processes_and_saves_all_of_them) {
+TEST(Train, runs_pipeline_stages_as_processes_and_saves_all_of_them) {
   const TempFolder folder;
   const auto train = [&](const std::string& metrics, const Words& more) {
     return run(kTrain +
@@ -141,7 +141,7 @@ TEST(Train, runs_the_stages_of_a_pipeline_as_processes_and_saves_all_of_them) {
   EXPECT_EQ(losses_in(folder / "two").size(), 2U);
 }
 
-TEST(Train, averages_over_processes_with_devices_of_their_own) {
+TEST(Train, averages_over_processes_with_several_devices_each) {
   const TempFolder folder;
   const Ended ended =
       run(kTrain + Words{"--strategy", "averaging", "--ranks", "2", "--devices-per-worker", "2", "--average-every", "2",
@@ -160,7 +160,7 @@ TEST(Train, reads_options_from_a_toml_file) {
   EXPECT_EQ(losses_in(folder / "m").size(), 2U);
 }
 
-TEST(Train, resumes_ranks_with_the_bits_of_an_uninterrupted_run) {
+TEST(Train, resumes_several_ranks_bit_exactly) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
     const Ended ended =
@@ -186,7 +186,7 @@ TEST(Train, resumes_ranks_with_the_bits_of_an_uninterrupted_run) {
   EXPECT_EQ(tensors(a), tensors(b));
 }
 
-// What a user does wrong, and what lockstep says.
+// ---- What a user does wrong, and what the error says.
 
 TEST(Mistake, no_such_data) {
   const Ended folder = run(kTrain + Words{"--data-dir", "/no/such/folder", "--ranks", "2"});
@@ -257,7 +257,7 @@ TEST(Mistake, port_in_use) {
   EXPECT_TRUE(contains(ended.error, "MASTER_PORT"));
 }
 
-TEST(Mistake, rank_0_does_not_come) {
+TEST(Mistake, rank_0_is_missing) {
   const Ended ended = run(with_variables({{"RANK", "1"},
                                           {"WORLD_SIZE", "2"},
                                           {"LOCAL_RANK", "1"},
@@ -281,7 +281,7 @@ TEST(Mistake, a_master_address_that_other_machines_cannot_reach) {
   EXPECT_TRUE(contains(ended.error, "MASTER_ADDR=localhost is a loopback address here"));
 }
 
-TEST(Mistake, variables_of_a_launcher_that_are_incomplete) {
+TEST(Mistake, incomplete_launcher_variables) {
   const Ended ended = run(with_variables({{"RANK", "1"}, {"WORLD_SIZE", "2"}}, kTrain));
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(contains(ended.error, "MASTER_ADDR"));

@@ -1,4 +1,4 @@
-// `lockstep data`, and training on what it wrote: really started.
+// Starts `lockstep data`, and trains on what it wrote.
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
@@ -91,7 +91,7 @@ TEST_F(PackedTraining, reports_the_loading_in_the_metrics) {
   EXPECT_EQ(run.at("data_skipped").get<int>(), 0);
 }
 
-TEST_F(PackedTraining, leaves_damaged_records_out_by_choice) {
+TEST_F(PackedTraining, skips_damaged_records_if_told_to) {
   const auto shard = folder / "p/train/00000.lsr";
   std::string bytes = read_file(shard);
   bytes[100] ^= 1;
@@ -104,7 +104,7 @@ TEST_F(PackedTraining, leaves_damaged_records_out_by_choice) {
   EXPECT_EQ(lines_of(folder / "m", "run").at(0).at("data_skipped").get<int>(), 2);  // once an epoch
 }
 
-TEST(DataCommand, says_what_it_does_not_understand) {
+TEST(DataCommand, refuses_unknown_data_and_folders) {
   EXPECT_EQ(lockstep_command({"data", "pack", "--data", "nothing", "--to", "/tmp/x"}).exit_code, 2);
   EXPECT_EQ(lockstep_command({"data"}).exit_code, 2);
   const Ended info = lockstep_command({"data", "info", "/no/such/folder"});

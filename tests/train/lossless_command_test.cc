@@ -39,7 +39,7 @@ std::map<std::string, torch::Tensor> trained_in_shards(const testing::TempFolder
   return from_safetensors(newest->bytes, newest->path).tensors;
 }
 
-TEST(VirtualShards, give_the_same_bits_after_going_on_at_another_number_of_ranks) {
+TEST(VirtualShards, resume_bit_exactly_on_another_number_of_ranks) {
   const testing::TempFolder alone, changing;
   const auto uninterrupted = trained_in_shards(alone, 1, 6);
   trained_in_shards(changing, 2, 2);

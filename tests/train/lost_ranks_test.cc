@@ -1,5 +1,5 @@
-// Every strategy whose ranks are processes, one of which is killed, stands still, throws or is slow. docs/strategies/
-// says what the others do then.
+// Every strategy with a rank or device that is killed, stopped, throws, hangs or is slow. docs/strategies/ says what the
+// other ranks do then.
 #include <signal.h>
 
 #include "lockstep/deadline.h"
@@ -22,7 +22,7 @@ constexpr double kTimeout = 1.0 * LOCKSTEP_TEST_PATIENCE;  // --timeout
 
 constexpr std::chrono::seconds kPatience{static_cast<int>(4 * kTimeout + 20)};
 
-// A strategy, and which of its ranks is struck.
+// A strategy, and which of its ranks is lost.
 struct Arrangement {
   std::string name;
   int ranks;
@@ -58,15 +58,15 @@ void expect_that_others_name(int victim, Ranks& ranks) {
   }
 }
 
-class RanksOf : public ::testing::TestWithParam<Arrangement> {
+class LostRank : public ::testing::TestWithParam<Arrangement> {
  protected:
   Words program(const Words& more) const { return kProgram + GetParam().options + more; }
   int victim() const { return GetParam().victim; }
 };
-INSTANTIATE_TEST_SUITE_P(Lost, RanksOf, ::testing::ValuesIn(kArrangements),
+INSTANTIATE_TEST_SUITE_P(Strategies, LostRank, ::testing::ValuesIn(kArrangements),
                          [](const auto& test) { return test.param.name; });
 
-TEST_P(RanksOf, which_one_is_killed_all_end_within_a_second) {
+TEST_P(LostRank, killed_is_named_by_the_others_within_a_second) {
   Ranks ranks(GetParam().ranks, program({"--epochs", "1000"}));
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
   ranks[victim()].signal(SIGKILL);
@@ -75,7 +75,7 @@ TEST_P(RanksOf, which_one_is_killed_all_end_within_a_second) {
   EXPECT_LT(watch.seconds(), kPrompt);
 }
 
-TEST_P(RanksOf, which_one_stands_still_all_end_after_the_timeout) {
+TEST_P(LostRank, stopped_is_named_by_the_others_after_the_timeout) {
   Ranks ranks(GetParam().ranks, program({"--epochs", "1000", "--timeout", std::to_string(kTimeout)}));
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
   ranks[victim()].signal(SIGSTOP);
@@ -85,7 +85,7 @@ TEST_P(RanksOf, which_one_stands_still_all_end_after_the_timeout) {
   EXPECT_LT(watch.seconds(), kTimeout + kPrompt);
 }
 
-TEST_P(RanksOf, which_one_throws_all_end_within_a_second) {
+TEST_P(LostRank, throwing_is_named_by_the_others_within_a_second) {
   Ranks ranks(GetParam().ranks, program({"--epochs", "1000"}), {{"MISBEHAVE", "throw"}});
   EXPECT_EQ(ranks[1].wait(), 1);
   const Stopwatch watch;
@@ -97,7 +97,7 @@ TEST_P(RanksOf, which_one_throws_all_end_within_a_second) {
   EXPECT_LT(watch.seconds(), kPrompt);
 }
 
-TEST_P(RanksOf, which_one_is_slow_wait_for_it_and_train_as_ever) {
+TEST_P(LostRank, slow_is_waited_for_and_changes_nothing) {
   const Words steps = {"--max-steps", "150", "--timeout", "20"};
   Ranks quick(GetParam().ranks, program(steps));
   for (int rank = 0; rank < quick.count(); ++rank) EXPECT_EQ(quick[rank].wait(), 0) << quick[rank].error();
@@ -110,12 +110,12 @@ TEST_P(RanksOf, which_one_is_slow_wait_for_it_and_train_as_ever) {
   EXPECT_EQ(ranks.losses(), quick.losses());
 }
 
-// ---- Servers, without which no worker can go on.
+// ---- Servers: no worker can go on without them.
 
 class ServerOfTwo : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Lost, ServerOfTwo, ::testing::Values(0, 1));
+INSTANTIATE_TEST_SUITE_P(Servers, ServerOfTwo, ::testing::Values(0, 1));
 
-TEST_P(ServerOfTwo, is_killed_and_all_end_within_a_second) {
+TEST_P(ServerOfTwo, killed_ends_all_ranks_within_a_second) {
   Ranks ranks(4, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "2", "--split-above",
                                   "5000", "--epochs", "1000"});
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
@@ -125,7 +125,7 @@ TEST_P(ServerOfTwo, is_killed_and_all_end_within_a_second) {
   EXPECT_LT(watch.seconds(), kPrompt);
 }
 
-TEST(Server, that_stands_still_ends_all_after_three_times_the_timeout) {
+TEST(Server, stopped_ends_all_ranks_after_three_timeouts) {
   Ranks ranks(3, kProgram + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--servers", "1", "--epochs",
                                   "1000", "--timeout", std::to_string(kTimeout)});
   ASSERT_TRUE(ranks.have_made(10)) << ranks[0].error();
@@ -135,14 +135,14 @@ TEST(Server, that_stands_still_ends_all_after_three_times_the_timeout) {
   EXPECT_LT(watch.seconds(), 3 * kTimeout + kPrompt);
 }
 
-// ---- Devices that are threads: a thread at work can't be ended, but its program can.
+// ---- Devices that are threads: a busy thread can't be ended, but its program can.
 
-class DevicesOfAProgram : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Lost, DevicesOfAProgram,
+class HangingDevice : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Strategies, HangingDevice,
                          ::testing::Values("towers", "data_parallel", "kvstore", "averaging", "pipeline"),
                          [](const auto& test) { return std::string(test.param); });
 
-TEST_P(DevicesOfAProgram, one_of_which_hangs_end_it_after_the_timeout) {
+TEST_P(HangingDevice, ends_its_program_after_the_timeout) {
   const Stopwatch watch;
   const Ended ended =
       run(with_variables({{"MISBEHAVE", "hang"}, {"ASAN_OPTIONS", "detect_leaks=0"}},

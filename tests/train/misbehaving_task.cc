@@ -1,7 +1,7 @@
-// A training program that a test can spoil, on rank 1 or, where there are no ranks, on one device:
+// A training program that misbehaves on rank 1 or, without ranks, on one device:
 //
-//   MISBEHAVE=exit|kill|throw|hang   one call of its middle layer, the tenth, does that
-//   MISBEHAVE=other_model            its model is another one than the others'
+//   MISBEHAVE=exit|kill|throw|hang   in the tenth call of its middle layer
+//   MISBEHAVE=other_model            its model differs from the others'
 #include <signal.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ bool misbehaves(const std::string& how) {
   return told != nullptr && how == told && (rank == nullptr || std::string(rank) == "1");
 }
 
-// At work for ever, as a function of a task that never comes to its end.
+// Computes for ever.
 [[noreturn]] void hang() {
   const torch::NoGradGuard no_grad;
   for (torch::Tensor some = torch::ones({64, 64});; some = some.mm(some).sigmoid()) {

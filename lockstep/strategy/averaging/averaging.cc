@@ -6,6 +6,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/towers.h"
@@ -15,9 +16,9 @@ namespace {
 
 std::size_t place_of(const Device& device) { return static_cast<std::size_t>(device.index()); }
 
-void require_sensible(const StrategyOptions& options) {
-  if (options.average_every < 1)
-    throw UsageError({.what = concat("--average-every ", options.average_every), .next = "give batches, at least 1"});
+void require_sensible(const AveragingOptions& options) {
+  if (options.every < 1)
+    throw UsageError({.what = concat("--average-every ", options.every), .next = "give batches, at least 1"});
   if (options.outer_lr <= 0 || options.outer_momentum < 0)
     throw UsageError({.what = concat("--outer-lr ", options.outer_lr, ", --outer-momentum ", options.outer_momentum),
                       .next = "give a positive rate and a momentum of at least 0"});
@@ -27,7 +28,7 @@ void require_sensible(const StrategyOptions& options) {
 class OuterStep {
  public:
   OuterStep() = default;
-  OuterStep(const torch::Tensor& block, const StrategyOptions& options) {
+  OuterStep(const torch::Tensor& block, const AveragingOptions& options) {
     if (options.outer_lr == 1 && options.outer_momentum == 0) return;
     anchor_ = block.clone().requires_grad_();
     sgd_ = std::make_unique<SGD>(
@@ -73,17 +74,17 @@ class Averaging : public Strategy {
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
       : world_(world),
         task_(task),
-        average_every_(options.average_every),
+        average_every_(options.averaging.every),
         devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
         nets_(make_replicas(options.devices, task, options)),
         samples_(nets_.size()) {
-    require_sensible(options);
+    require_sensible(options.averaging);
     require_same_model(world, named_parameters(model()));
     broadcast_tensors(world, named_parameters(model()));
     broadcast_tensors(world, named_buffers(model()));
     make_blocks();
     follow_first(nets_);
-    outer_ = OuterStep(blocks_.front(), options);
+    outer_ = OuterStep(blocks_.front(), options.averaging);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 

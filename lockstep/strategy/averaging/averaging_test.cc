@@ -16,7 +16,11 @@ namespace {
 using namespace testing;
 
 StrategyOptions averaging(int devices, std::int64_t every = 1) {
-  return {.name = "averaging", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices, .average_every = every};
+  return {.kind = StrategyKind::kAveraging,
+          .optimizer = SGDOptions{.lr = 0.1},
+          .seed = 4,
+          .devices = devices,
+          .averaging = {.every = every}};
 }
 
 class AveragingOfSize : public ::testing::TestWithParam<int> {};
@@ -33,7 +37,7 @@ std::vector<torch::Tensor> local_sgd_by_hand(int nets, int every, int steps) {
   std::vector<std::unique_ptr<Strategy>> all;
   for (int i = 0; i < nets; ++i) {
     StrategyOptions single = options;
-    single.name = "single";
+    single.kind = StrategyKind::kSingle;
     all.push_back(make_strategy(World::single(), small_task(), single));
   }
   const torch::NoGradGuard no_grad;
@@ -84,13 +88,8 @@ TEST(S4_averaging, averages_over_ranks_too) {
     const auto strategy = make_strategy(world, small_task(), averaging(2, 2));
     Course course;
     for (int step = 0; step < kSteps; ++step) {
-      const Batch batch = batch_of(step);
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.
-      const Range part = even_part(batch.size(), world.rank(), world.size());
-      course.losses.push_back(strategy
-                                  ->forward_backward({batch.data.slice(0, part.begin, part.end),
-                                                      batch.target.slice(0, part.begin, part.end)})
-                                  .mean_loss);
+      course.losses.push_back(strategy->forward_backward(part_of(batch_of(step), world)).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -106,14 +105,11 @@ TEST(S4_averaging, averages_over_ranks_too) {
 // Momentum is each net's own until the nets become one model, which is what a checkpoint has.
 TEST(S4_averaging, makes_the_nets_of_all_ranks_one_with_its_optimizers_state) {
   StrategyOptions options = averaging(2, 3);
-  options.sgd.momentum = 0.9;
+  std::get<SGDOptions>(options.optimizer).momentum = 0.9;
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
     for (int step = 0; step < 4; ++step) {
-      const Batch batch = batch_of(step);
-      const Range part = even_part(batch.size(), world.rank(), world.size());
-      strategy->forward_backward(
-          {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)});
+      strategy->forward_backward(part_of(batch_of(step), world));
       strategy->update();
     }
     strategy->synchronise();
@@ -143,12 +139,12 @@ TEST(S4_averaging, refuses_parameters_of_16_bits) {
 
 TEST(S4_averaging, takes_nesterovs_outer_step_of_diloco) {
   StrategyOptions options = averaging(1, 10);
-  options.outer_lr = 0.7;
-  options.outer_momentum = 0.9;
+  options.averaging.outer_lr = 0.7;
+  options.averaging.outer_momentum = 0.9;
   const Course course = course_of(small_task(), options);
   // By hand: two rounds of ten steps of one net.
   StrategyOptions single = options;
-  single.name = "single";
+  single.kind = StrategyKind::kSingle;
   const auto inner = make_strategy(World::single(), small_task(), single);
   auto anchor = values_of(inner->model());
   std::vector<torch::Tensor> velocity;
@@ -185,7 +181,7 @@ TEST(S4_averaging, refuses_options_without_sense) {
   };
   EXPECT_TRUE(contains(refusal(averaging(2, 0)), "--average-every 0"));
   StrategyOptions options = averaging(2);
-  options.outer_lr = 0;
+  options.averaging.outer_lr = 0;
   EXPECT_TRUE(contains(refusal(options), "--outer-lr 0"));
 }
 

@@ -2,6 +2,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 

@@ -6,6 +6,7 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/memory.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 namespace {

@@ -22,17 +22,17 @@ class DdpStrategy : public Strategy {
       : world_(world), task_(task), options_(options), replica_(make_replica(task, options, world.device())) {
     ddp_ = std::make_unique<DistributedDataParallel>(
         world, *replica_.model, *replica_.optimizer,
-        DistributedDataParallelOptions{.share_parameters = options.share_parameters,
-                                       .hook = make_hook(options.compression, options.compression_amount),
-                                       .algorithm = parse_algorithm(options.algorithm),
-                                       .virtual_shards = options.virtual_shards});
+        DistributedDataParallelOptions{.share_parameters = options.ddp.share_parameters,
+                                       .hook = make_hook(options.compression),
+                                       .algorithm = options.algorithm,
+                                       .virtual_shards = options.ddp.virtual_shards});
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
-    if (options.virtual_shards > 0) generator_.emplace(options.seed);
+    if (options.ddp.virtual_shards > 0) generator_.emplace(options.seed);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
     replica_.optimizer->zero_grad();
-    if (options_.virtual_shards > 0)
+    if (options_.ddp.virtual_shards > 0)
       compute_shards(batch);
     else
       forward_and_backward(batch);
@@ -69,10 +69,10 @@ class DdpStrategy : public Strategy {
     const torch::Tensor samples = torch::tensor({batch.size()});
     world_.all_reduce(samples);
     const auto all = samples.item<std::int64_t>();
-    const int shards = options_.virtual_shards / world_.size();
+    const int shards = options_.ddp.virtual_shards / world_.size();
     const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
-      const Range part = even_part(all, shard, options_.virtual_shards);
+      const Range part = even_part(all, shard, options_.ddp.virtual_shards);
       generator_->seed(
           mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
       forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),

@@ -11,18 +11,22 @@
 #include <mutex>
 
 #include "lockstep/gradient_scaler.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 #include "lockstep/periodic_average.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/sync_batch_norm.h"
+#include "tests/strategies.h"
 #include "tests/support.h"
 
 namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::Course;
 using testing::message_of;
+using testing::part_of;
 
 using Tensors = std::vector<torch::Tensor>;
 
@@ -44,16 +48,6 @@ Batch global_batch(int step, torch::ScalarType dtype) {
   return {torch::randn({kBatch, 1, 28, 28}, generator, torch::TensorOptions().dtype(torch::kFloat64)).to(dtype),
           torch::randint(0, 10, {kBatch}, generator, torch::kInt64)};
 }
-
-Batch part_of(const Batch& batch, const World& world) {
-  const Range mine = even_part(batch.size(), world.rank(), world.size());
-  return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
-}
-
-struct Course {
-  Tensors parameters;
-  std::vector<double> losses;
-};
 
 // Trains on `ranks` ranks and returns what rank 0 ended with; all ranks must agree to the bit.
 Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOptions& options) {
@@ -92,17 +86,17 @@ class DdpOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
-  const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
   expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
 }
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
-  const StrategyOptions options{.optimizer = "adamw", .adamw = {.lr = 1e-3}, .seed = 4};
+  const StrategyOptions options{.optimizer = AdamWOptions{.lr = 1e-3}, .seed = 4};
   expect_close(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
 }
 
 TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {
-  const StrategyOptions options{.sgd = {.lr = 0.05, .momentum = 0.9}, .seed = 4};
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 4};
   expect_close(train(GetParam(), 1, torch::kFloat32, options), train(1, 1, torch::kFloat32, options), 1e-5);
 }
 
@@ -110,7 +104,8 @@ TEST(Ddp, trains_when_a_batch_has_fewer_samples_than_ranks) {
   std::vector<torch::Tensor> weights(2);
   for (const int ranks : {1, 4}) {
     run_ranks(ranks, [&](World& world) {
-      const auto strategy = make_strategy(world, lenet_task(torch::kFloat64), {.sgd = {.lr = 0.1}, .seed = 4});
+      const auto strategy =
+          make_strategy(world, lenet_task(torch::kFloat64), {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4});
       Batch batch = global_batch(0, torch::kFloat64);
       batch = {batch.data.slice(0, 0, 2), batch.target.slice(0, 0, 2)};
       strategy->forward_backward(part_of(batch, world));

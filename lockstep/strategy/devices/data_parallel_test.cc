@@ -11,7 +11,10 @@ namespace {
 using namespace testing;
 
 StrategyOptions data_parallel(int devices) {
-  return {.name = "data_parallel", .sgd = {.lr = 0.1, .momentum = 0.9}, .seed = 4, .devices = devices};
+  return {.kind = StrategyKind::kDataParallel,
+          .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9},
+          .seed = 4,
+          .devices = devices};
 }
 
 class DataParallelOfSize : public ::testing::TestWithParam<int> {};

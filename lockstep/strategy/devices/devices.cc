@@ -362,11 +362,4 @@ std::vector<double> Devices::busy_seconds() const {
   return seconds;
 }
 
-shm::Algorithm parse_algorithm(const std::string& name) {
-  using enum shm::Algorithm;
-  for (const shm::Algorithm algorithm : {kDirect, kCentral, kRing, kTree})
-    if (name == shm::to_string(algorithm)) return algorithm;
-  throw UsageError({.what = concat("no such algorithm: ", name), .next = "direct, central, ring or tree"});
-}
-
 }  // namespace lockstep

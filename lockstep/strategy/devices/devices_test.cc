@@ -64,8 +64,8 @@ TEST(Devices, share_a_range_between_the_cores_of_a_device) {
 TEST_P(DevicesOfSize, reduce_with_every_algorithm) {
   Devices devices({.count = GetParam()});
   const double sum = GetParam() * (GetParam() + 1) / 2;
-  for (const char* name : {"direct", "central", "ring", "tree"}) {
-    const auto algorithm = parse_algorithm(name);
+  using enum shm::Algorithm;
+  for (const auto algorithm : {kDirect, kCentral, kRing, kTree}) {
     devices.run([sum, algorithm](Device& device) {
       const torch::Tensor tensor = torch::full({3, 5}, device.index() + 1, torch::kFloat64);
       device.all_reduce(tensor, algorithm);

@@ -20,23 +20,6 @@ ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
   return task.make_model();
 }
 
-Layout chosen_layout(const std::string& name, const torch::nn::Module& model, torch::Device device) {
-  if (name == "auto") return preferred_layout(model, device);
-  if (name == "contiguous") return Layout::kContiguous;
-  if (name == "channels_last") return Layout::kChannelsLast;
-  throw UsageError({.what = concat("no such layout: ", name), .next = "auto, contiguous or channels_last"});
-}
-
-std::shared_ptr<Optimizer> find_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options) {
-  const std::string& name = options.optimizer;
-  if (name == "sgd") return std::make_shared<SGD>(std::move(parameters), options.sgd);
-  if (name == "adam") return std::make_shared<Adam>(std::move(parameters), options.adam);
-  if (name == "adamw") return std::make_shared<AdamW>(std::move(parameters), options.adamw);
-  if (name == "lamb") return std::make_shared<LAMB>(std::move(parameters), options.lamb);
-  if (name == "lars") return std::make_shared<LARS>(std::move(parameters), options.lars);
-  throw UsageError({.what = concat("no such optimizer: ", name), .next = "sgd, adam, adamw, lamb or lars"});
-}
-
 void copy_values(const std::vector<NamedTensor>& from, const std::vector<NamedTensor>& into) {
   const torch::NoGradGuard no_grad;
   for (std::size_t i = 0; i < from.size(); ++i)
@@ -74,7 +57,7 @@ std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
 }  // namespace
 
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options) {
-  auto optimizer = find_optimizer(std::move(parameters), options);
+  auto optimizer = make_optimizer(std::move(parameters), options.optimizer);
   optimizer->set_clipping(options.clipping);
   if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
   return optimizer;
@@ -83,7 +66,7 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
   Replica replica{.model = make_seeded_model(task, options.seed)};
   replica.model->to(device);
-  replica.layout = chosen_layout(options.layout, *replica.model, device);
+  replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
   set_layout(*replica.model, replica.layout);
   replica.optimizer = make_optimizer(replica.model->parameters(), options);
   return replica;
@@ -169,8 +152,8 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, shm::Algor
 
 void require_one_process(const World& world, const StrategyOptions& options) {
   if (world.size() == 1) return;
-  throw UsageError({.what = concat("strategy ", options.name, " has its devices in one process, but there are ",
-                                   world.size(), " ranks"),
+  throw UsageError({.what = concat("strategy ", strategy_info(options.kind).name,
+                                   " has its devices in one process, but there are ", world.size(), " ranks"),
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 

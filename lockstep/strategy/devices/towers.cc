@@ -61,11 +61,9 @@ class Towers : public Strategy {
       : task_(task),
         devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout}),
         replicas_(get_params(devices_, task, options)),
-        uneven_(options.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
-        algorithm_(parse_algorithm(options.algorithm)),
-        update_on_cpu_(options.update == "cpu") {
-    if (!update_on_cpu_ && options.update != "device")
-      throw UsageError({.what = concat("no such place to update: ", options.update), .next = "device or cpu"});
+        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
+        algorithm_(options.algorithm),
+        update_on_cpu_(options.towers.update == UpdatePlace::kCpu) {
     if (update_on_cpu_) gradients_ = share_parameters(devices_, replicas_);
     seed_steps(options.seed + 1);
   }

@@ -2,6 +2,7 @@
 
 #include <torch/nn/functional/dropout.h>
 
+#include "lockstep/strategy/option_names.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -13,12 +14,14 @@ using namespace testing;
 class TowersOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, TowersOfSize, ::testing::Values(1, 2, 3, 4));
 
-StrategyOptions towers(int devices) { return {.name = "towers", .sgd = {.lr = 0.1}, .seed = 4, .devices = devices}; }
+StrategyOptions towers(int devices) {
+  return {.kind = StrategyKind::kTowers, .optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .devices = devices};
+}
 
 TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
   StrategyOptions options = towers(GetParam());
   const Course one = on_one_device(small_task(), options);
-  for (const char* algorithm : {"direct", "central", "ring", "tree"}) {
+  for (const auto& [name, algorithm] : kNames<Algorithm>) {
     options.algorithm = algorithm;
     expect_same_course(course_of(small_task(), options), one);
   }
@@ -26,15 +29,14 @@ TEST_P(TowersOfSize, S0_train_as_one_device_does_with_every_algorithm) {
 
 TEST_P(TowersOfSize, S0_train_as_one_device_does_with_momentum) {
   StrategyOptions options = towers(GetParam());
-  options.sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true};
+  options.optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true};
   expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
 }
 
 TEST_P(TowersOfSize, S3_train_as_one_device_does_with_adam_and_variables_on_the_cpu) {
   StrategyOptions options = towers(GetParam());
-  options.update = "cpu";
-  options.optimizer = "adamw";
-  options.adamw = {.lr = 0.01, .weight_decay = 0};
+  options.towers.update = UpdatePlace::kCpu;
+  options.optimizer = AdamWOptions{.lr = 0.01, .weight_decay = 0};
   expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
 }
 
@@ -87,13 +89,13 @@ TEST(S3_towers, share_one_set_of_variables_on_the_cpu) {
   for (const Replica& replica : replicas) replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
   gradients->set(gradients_of(replicas));
   replicas[0].optimizer->step();
-  EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * StrategyOptions{}.sgd.lr));
+  EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * SGDOptions{}.lr));
 }
 
 TEST(S0_towers, train_a_layer_that_stands_in_two_places_as_one_device_does) {
-  for (const char* update : {"device", "cpu"}) {
+  for (const UpdatePlace update : {UpdatePlace::kDevice, UpdatePlace::kCpu}) {
     StrategyOptions options = towers(2);
-    options.update = update;
+    options.towers.update = update;
     expect_same_course(course_of(tied_task(), options), on_one_device(tied_task(), options));
   }
 }
@@ -127,12 +129,6 @@ TEST(S0_towers, refuse_what_there_is_not) {
   const auto refusal = [](const StrategyOptions& options) {
     return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
   };
-  StrategyOptions options = towers(2);
-  options.algorithm = "star";
-  EXPECT_TRUE(contains(refusal(options), "no such algorithm: star"));
-  options = towers(2);
-  options.update = "gpu";
-  EXPECT_TRUE(contains(refusal(options), "no such place to update: gpu"));
   EXPECT_TRUE(contains(refusal(towers(0)), "0 devices"));
   const auto make = [](World& world) { make_strategy(world, small_task(), towers(2)); };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, make); }), "has its devices in one process"));

@@ -41,7 +41,7 @@ void StoreClient::exchange(const Ask& ask, const Hear& hear) {
       }
   };
   const std::span<Server> all(servers_);
-  const std::size_t first = options_.consistency == Consistency::kBounded ? 1 : all.size();
+  const std::size_t first = options_.kind == KVStoreKind::kDistBounded ? 1 : all.size();
   for (const auto& some : {all.first(first), all.subspan(first)}) {
     each(some, ask);
     each(some, finish);
@@ -163,7 +163,7 @@ void StoreClient::push(KeyRange keys, const DeviceTensors& values, const PushOpt
 // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server_requests.cc).
 void StoreClient::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                             const PushOptions& options) {
-  if (options_.consistency != Consistency::kSync || !in_parts_) return Store::push_pull(keys, values, into, options);
+  if (options_.kind != KVStoreKind::kDistSync || !in_parts_) return Store::push_pull(keys, values, into, options);
   const torch::NoGradGuard no_grad;
   const Push push = make_push(keys, values, options);
   exchange([&](Server& server) { start_push_pull(server, push); },

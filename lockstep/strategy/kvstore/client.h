@@ -13,7 +13,7 @@
 namespace lockstep {
 
 struct StoreClientOptions {
-  Consistency consistency = Consistency::kSync;
+  KVStoreKind kind = KVStoreKind::kDistSync;
   int worker = 0;  // the first one's values count in init()
   std::int64_t split_above = 1'000'000;
   double threshold = 0;  // of 2-bit compression; 0: none

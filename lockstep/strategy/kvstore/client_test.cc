@@ -17,7 +17,7 @@ using testing::Fabric;
 struct Cluster {
   int servers = 1;
   int workers = 2;
-  Consistency consistency = Consistency::kSync;
+  KVStoreKind kind = KVStoreKind::kDistSync;
   std::int64_t staleness = 0;
   std::int64_t split_above = 4;
   double threshold = 0;
@@ -35,7 +35,7 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                                                   {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
                       if (const int number = roles.server_of(world.rank()); number >= 0) {
                         for (const Link& other : links.servers) other.send(RequestHeader{.request = Request::kGoodbye});
-                        StoreServer server({.consistency = cluster.consistency,
+                        StoreServer server({.kind = cluster.kind,
                                             .staleness = cluster.staleness,
                                             .workers = roles.workers,
                                             .server = number,
@@ -44,7 +44,7 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                                            std::move(links.clients));
                         if (check) check(server);
                       } else {
-                        StoreClient store({.consistency = cluster.consistency,
+                        StoreClient store({.kind = cluster.kind,
                                            .worker = roles.worker_of(world.rank()),
                                            .split_above = cluster.split_above,
                                            .threshold = cluster.threshold},
@@ -97,9 +97,9 @@ TEST_P(DistStore, gives_every_worker_the_first_ones_values_then_the_weighted_mea
 }
 
 TEST_P(DistStore, updates_on_its_servers_in_every_consistency) {
-  for (const Consistency consistency : {Consistency::kSync, Consistency::kAsync, Consistency::kBounded}) {
+  for (const KVStoreKind kind : {KVStoreKind::kDistSync, KVStoreKind::kDistAsync, KVStoreKind::kDistBounded}) {
     Cluster here = cluster();
-    here.consistency = consistency;
+    here.kind = kind;
     here.staleness = 1;
     std::mutex mutex;
     run_cluster(
@@ -114,7 +114,7 @@ TEST_P(DistStore, updates_on_its_servers_in_every_consistency) {
           store.push({"plain"}, {{torch::full({1}, 5.0F)}});
           store.pull({"plain"}, {{into[0][2]}});
           EXPECT_EQ(into[0][2].item<float>(), 5);
-          if (consistency == Consistency::kSync) {
+          if (kind == KVStoreKind::kDistSync) {
             EXPECT_TRUE(torch::equal(into[0][0], torch::full({6, 3}, -10.0F)));
           }
         },
@@ -122,12 +122,12 @@ TEST_P(DistStore, updates_on_its_servers_in_every_consistency) {
           server.wait_for_pushes(10);
           const std::lock_guard lock(mutex);
           const StoreStatistics found = server.statistics();
-          const int updates = consistency == Consistency::kSync ? 10 : 10 * here.workers;
+          const int updates = kind == KVStoreKind::kDistSync ? 10 : 10 * here.workers;
           EXPECT_EQ(found.updates, updates);
           EXPECT_EQ(found.delays.gradients(), 10 * here.workers);
-          EXPECT_LE(found.delays.max(), consistency == Consistency::kSync      ? 0
-                                        : consistency == Consistency::kBounded ? 1
-                                                                               : 1000);
+          EXPECT_LE(found.delays.max(), kind == KVStoreKind::kDistSync      ? 0
+                                        : kind == KVStoreKind::kDistBounded ? 1
+                                                                            : 1000);
           for (const SliceState& slice : server.states())
             EXPECT_TRUE(slice.value.size(0) == 1 || torch::equal(slice.value, torch::full_like(slice.value, -updates)));
         });
@@ -205,7 +205,8 @@ TEST(StoreClient, refuses_what_servers_with_parts_of_keys_cannot_do) {
 TEST(KVStore, is_made_on_workers_while_servers_serve) {
   std::atomic<int> servers{0};
   run_ranks(5, [&](World& world) {
-    const auto store = make_kvstore(world, {.kvstore = "dist_sync", .servers = 2, .split_above = 4});
+    const auto store =
+        make_kvstore(world, {.kvstore = {.kind = KVStoreKind::kDistSync, .servers = 2, .split_above = 4}});
     if (store == nullptr) {
       ++servers;
       return;
@@ -299,7 +300,7 @@ TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
   const std::string text = trouble_of(
       [&] {
         run_cluster(
-            GetParam(), {.workers = 3, .consistency = Consistency::kAsync},
+            GetParam(), {.workers = 3, .kind = KVStoreKind::kDistAsync},
             [&](StoreClient& store, int worker) {
               train(store, 50, [&](int step) {
                 if (worker == 1 && step == 5) throw Loss();
@@ -321,7 +322,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
   trouble_of(
       [&] {
         run_cluster(
-            GetParam(), {.workers = 2, .consistency = Consistency::kAsync},
+            GetParam(), {.workers = 2, .kind = KVStoreKind::kDistAsync},
             [&](StoreClient& store, int) {
               try {
                 train(store, 1000000);
@@ -350,7 +351,7 @@ TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_i
         run_cluster(
             Fabric::kSharedMemory,
             {.workers = 3,
-             .consistency = Consistency::kBounded,
+             .kind = KVStoreKind::kDistBounded,
              .staleness = 2,
              .timeout = std::chrono::milliseconds(1500)},
             [&](StoreClient& store, int worker) {

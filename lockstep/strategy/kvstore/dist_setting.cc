@@ -8,14 +8,9 @@ namespace {
 
 constexpr double kDefaultThreshold = 0.5;
 
-Consistency consistency_of(const std::string& kind) {
-  if (kind == "dist_sync") return Consistency::kSync;
-  return kind == "dist_async" ? Consistency::kAsync : Consistency::kBounded;
-}
-
 // Workers in step wait for each other, too: with dist_sync they find out first who is lost, and tell the servers.
-LinkTimeouts timeouts_for(Consistency consistency, std::chrono::milliseconds timeout) {
-  return {.of_servers = consistency == Consistency::kSync ? 2 * timeout : timeout, .of_clients = 3 * timeout};
+LinkTimeouts timeouts_for(KVStoreKind kind, std::chrono::milliseconds timeout) {
+  return {.of_servers = kind == KVStoreKind::kDistSync ? 2 * timeout : timeout, .of_clients = 3 * timeout};
 }
 
 }  // namespace
@@ -31,16 +26,16 @@ void DistSetting::broadcast_model(const torch::nn::Module& model, int root) cons
 }
 
 StoreClientOptions DistSetting::client_options(const StrategyOptions& options) const {
-  const double amount = options.compression_amount == 0 ? kDefaultThreshold : options.compression_amount;
-  return {.consistency = consistency,
+  const double amount = options.compression.amount == 0 ? kDefaultThreshold : options.compression.amount;
+  return {.kind = kind,
           .worker = roles.worker_of(world.rank()),
-          .split_above = options.split_above,
-          .threshold = options.compression == "2bit" ? amount : 0};
+          .split_above = options.kvstore.split_above,
+          .threshold = options.compression.kind == Compression::kTwoBit ? amount : 0};
 }
 
 StoreServerOptions DistSetting::server_options(const StrategyOptions& options) const {
-  return {.consistency = consistency,
-          .staleness = options.staleness,
+  return {.kind = kind,
+          .staleness = options.kvstore.staleness,
           .workers = roles.workers,
           .server = roles.server_of(world.rank()),
           .servers = static_cast<int>(roles.servers.size()),
@@ -48,17 +43,17 @@ StoreServerOptions DistSetting::server_options(const StrategyOptions& options) c
 }
 
 DistSetting connect_store(const World& world, const StrategyOptions& options) {
-  const bool serves = options.serves.value_or(world.rank() < options.servers);
+  const bool serves = options.kvstore.serves.value_or(world.rank() < options.kvstore.servers);
   DistSetting setting{.world = world,
                       .roles = agree_on_roles(world, serves),
                       .links = {},
                       .serves = serves,
-                      .consistency = consistency_of(options.kvstore),
-                      .update_in_store = options.update_on_kvstore};
+                      .kind = options.kvstore.kind,
+                      .update_in_store = options.kvstore.update_on_kvstore};
   if (options.clipping.max_norm > 0 && setting.roles.servers.size() > 1 && setting.update_in_store)
     throw UsageError({.what = "--clip-norm where several servers update: none of them knows the norm of all gradients",
                       .next = "take one server, or dist_sync with --update-on-kvstore false"});
-  setting.links = connect_links(world, setting.roles, timeouts_for(setting.consistency, options.timeout));
+  setting.links = connect_links(world, setting.roles, timeouts_for(setting.kind, options.timeout));
   return setting;
 }
 

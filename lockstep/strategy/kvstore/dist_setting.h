@@ -20,10 +20,10 @@ struct DistSetting {
   Roles roles;
   Links links;
   bool serves = false;  // this rank
-  Consistency consistency = Consistency::kSync;
+  KVStoreKind kind = KVStoreKind::kDistSync;
   bool update_in_store = true;
 
-  bool in_step() const { return consistency == Consistency::kSync; }
+  bool in_step() const { return kind == KVStoreKind::kDistSync; }
   int first_worker() const { return roles.workers.front(); }
 
   // The ranks of the training loop: without dist_sync every rank goes at its own pace.

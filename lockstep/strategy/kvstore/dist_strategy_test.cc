@@ -12,7 +12,9 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy/option_names.h"
 #include "tests/shm/support.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
@@ -23,19 +25,11 @@ namespace {
 using namespace testing;
 
 StrategyOptions dist(const std::string& kind, int servers = 1) {
-  return {.name = "kvstore",
-          .sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true},
+  return {.kind = StrategyKind::kKVStore,
+          .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true},
           .seed = 4,
           .timeout = std::chrono::seconds(20),
-          .kvstore = kind,
-          .servers = servers,
-          .split_above = 40};
-}
-
-Batch part_of(const Batch& batch, const Strategy& strategy, const World& share) {
-  if (!strategy.has_data()) return {batch.data.slice(0, 0, 0), batch.target.slice(0, 0, 0)};
-  const Range part = even_part(batch.size(), share.rank(), share.size());
-  return {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)};
+          .kvstore = {.kind = value_named<KVStoreKind>(kind, "--kvstore"), .servers = servers, .split_above = 40}};
 }
 
 using Step = std::function<void(const World& world, Strategy& strategy, int step)>;
@@ -50,9 +44,10 @@ Trained train(
     int workers, const StrategyOptions& options, const Task& task = small_task(), int steps = kSteps,
     std::int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
   Trained trained;
-  run_ranks(options.servers + workers, [&](World& world) {
+  run_ranks(options.kvstore.servers + workers, [&](World& world) {
     StrategyOptions mine = options;
-    if (world.rank() >= options.servers) mine.devices = 1 + (world.rank() - options.servers) % options.devices;
+    if (world.rank() >= options.kvstore.servers)
+      mine.devices = 1 + (world.rank() - options.kvstore.servers) % options.devices;
     const auto strategy = make_strategy(world, task, mine);
     const World share = strategy->data_world(world);
     Course course;
@@ -81,21 +76,21 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize,
 TEST_P(DistSyncOfSize, trains_as_one_device_does_when_servers_update) {
   const auto [servers, workers] = GetParam();
   const Trained trained = train(workers, dist("dist_sync", servers));
-  expect_same_course(trained.course, on_one_device(small_task(), dist("")));
+  expect_same_course(trained.course, on_one_device(small_task(), dist("dist_sync")));
 }
 
 TEST_P(DistSyncOfSize, trains_as_one_device_does_when_workers_update) {
   const auto [servers, workers] = GetParam();
   StrategyOptions options = dist("dist_sync", servers);
-  options.update_on_kvstore = false;
-  options.optimizer = "adamw";
+  options.kvstore.update_on_kvstore = false;
+  options.optimizer = AdamWOptions{};
   expect_same_course(train(workers, options).course, on_one_device(small_task(), options));
 }
 
 TEST(DistSync, trains_as_one_device_does_with_different_numbers_of_devices_per_worker) {
   StrategyOptions options = dist("dist_sync", 2);
   options.devices = 2;  // workers have 1, 2 and 1
-  options.optimizer = "lamb";
+  options.optimizer = LAMBOptions{};
   const Trained trained = train(3, options);
   expect_same_course(trained.course, on_one_device(small_task(), options));
 }
@@ -123,9 +118,8 @@ double distance(const Course& one, const Course& other) {
 // Two bits train a little differently: residuals are still to be sent at the end.
 TEST(DistSync, trains_with_two_bit_gradients) {
   StrategyOptions options = dist("dist_sync", 2);
-  options.sgd = {.lr = 0.1};
-  options.compression = "2bit";
-  options.compression_amount = 0.05;
+  options.optimizer = SGDOptions{.lr = 0.1};
+  options.compression = {.kind = Compression::kTwoBit, .amount = 0.05};
   const Course exact = on_one_device(small_task(), options, 30);
   const Course start = on_one_device(small_task(), options, 0);
   const double off = distance(train(2, options, small_task(), 30).course, exact);
@@ -166,7 +160,7 @@ TEST(DistSync, keeps_buffers_equal) {
 
 TEST(DistAsync, with_one_worker_trains_as_one_device_does) {
   for (const int servers : {1, 2})
-    expect_same_course(train(1, dist("dist_async", servers)).course, on_one_device(small_task(), dist("")));
+    expect_same_course(train(1, dist("dist_async", servers)).course, on_one_device(small_task(), dist("dist_sync")));
 }
 
 TEST(DistAsync, takes_b_examples_per_update_and_reports_the_delay) {
@@ -200,7 +194,7 @@ INSTANTIATE_TEST_SUITE_P(Bounds, DistBoundedBy, ::testing::Combine(::testing::Va
 TEST_P(DistBoundedBy, applies_no_gradient_older_than_the_bound_when_a_worker_is_slow) {
   const auto [servers, bound] = GetParam();
   StrategyOptions options = dist("dist_bounded", servers);
-  options.staleness = bound;
+  options.kvstore.staleness = bound;
   std::mutex mutex;
   double oldest = 0;  // on any server
   run_ranks(servers + 3, [&, servers = servers](World& world) {
@@ -224,7 +218,7 @@ TEST_P(DistBoundedBy, applies_no_gradient_older_than_the_bound_when_a_worker_is_
 TEST_P(DistBoundedBy, lets_every_worker_finish) {
   const auto [servers, bound] = GetParam();
   StrategyOptions options = dist("dist_bounded", servers);
-  options.staleness = bound;
+  options.kvstore.staleness = bound;
   constexpr int kSteps = 30;
   std::mutex mutex;
   std::array<int, 2> done{};
@@ -300,8 +294,8 @@ Task odd_task() {
 TEST(DistSync, does_not_update_a_parameter_without_a_gradient) {
   for (const bool update_on_kvstore : {true, false}) {
     StrategyOptions options = dist("dist_sync", 2);
-    options.update_on_kvstore = update_on_kvstore;
-    options.sgd.weight_decay = 0.1;
+    options.kvstore.update_on_kvstore = update_on_kvstore;
+    std::get<SGDOptions>(options.optimizer).weight_decay = 0.1;
     const Course expected = on_one_device(odd_task(), options);
     expect_same_course({train(2, options, odd_task()).course.parameters, {}}, {expected.parameters, {}});
   }
@@ -316,7 +310,7 @@ INSTANTIATE_TEST_SUITE_P(Servers, ResumedWithServers, ::testing::Combine(::testi
 TEST_P(ResumedWithServers, trains_on_with_the_same_bits) {
   const auto [servers, update_on_kvstore] = GetParam();
   StrategyOptions options = dist("dist_sync", servers);
-  options.update_on_kvstore = update_on_kvstore;
+  options.kvstore.update_on_kvstore = update_on_kvstore;
   const Course whole = train(2, options, odd_task()).course;
   std::vector<torch::Tensor> parameters;
   std::vector<Optimizer::StateTensors> states;
@@ -360,7 +354,7 @@ TEST_P(ResumedWithServers, trains_on_with_the_same_bits) {
 TEST(KVStoreStrategy, refuses_what_its_servers_cannot_do) {
   const auto refusal = [](const StrategyOptions& options, int workers) {
     return message_of<UsageError>([&] {
-      run_ranks(options.servers + workers, [&](World& world) { make_strategy(world, small_task(), options); });
+      run_ranks(options.kvstore.servers + workers, [&](World& world) { make_strategy(world, small_task(), options); });
     });
   };
   StrategyOptions clipped = dist("dist_sync", 2);

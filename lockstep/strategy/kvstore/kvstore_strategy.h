@@ -5,16 +5,13 @@
 #pragma once
 
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "lockstep/strategy.h"
 
 namespace lockstep {
 
-const std::vector<std::string>& kvstore_kinds();
-bool has_servers(const std::string& kind);              // dist_*
-bool goes_on_without_workers(const std::string& kind);  // dist_async, dist_bounded
+bool has_servers(KVStoreKind kind);              // dist_*
+bool goes_on_without_workers(KVStoreKind kind);  // dist_async, dist_bounded
 
 // Throws UsageError.
 std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options);

@@ -68,16 +68,16 @@ void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
 }
 
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where) {
-  if (devices == 1) return {"local_update_cpu", "there is one device, and nothing to add up"};
+  if (devices == 1) return {KVStoreKind::kLocalUpdateCpu, "there is one device, and nothing to add up"};
   if (where.is_cpu())
-    return {"local_update_cpu", "devices that are cores read the weights where the store updates them, once"};
+    return {KVStoreKind::kLocalUpdateCpu, "devices that are cores read the weights where the store updates them, once"};
   const auto largest =
       std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
   const std::string weight =
       concat("the largest weight, ", largest->name, ", has ", with_thousands(largest->tensor.numel()), " elements");
   if (largest->tensor.numel() < kLargeWeight)
-    return {"local_update_cpu", concat(weight, ": small ones are updated once")};
-  return {"local_allreduce_device", concat(weight, ", and devices reach each other's memory")};
+    return {KVStoreKind::kLocalUpdateCpu, concat(weight, ": small ones are updated once")};
+  return {KVStoreKind::kLocalAllReduceDevice, concat(weight, ", and devices reach each other's memory")};
 }
 
 }  // namespace lockstep

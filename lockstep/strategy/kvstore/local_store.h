@@ -50,7 +50,7 @@ class LocalStore : public Store {
 
 // local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses.
 struct ChosenKind {
-  std::string kind;
+  KVStoreKind kind;
   std::string reason;
 };
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where);

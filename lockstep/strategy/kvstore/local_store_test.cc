@@ -2,8 +2,10 @@
 
 #include <map>
 
+#include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/option_names.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -13,11 +15,11 @@ namespace {
 using namespace testing;
 
 StrategyOptions local(const std::string& kind, int devices) {
-  return {.name = "kvstore",
-          .sgd = {.lr = 0.1, .momentum = 0.9, .nesterov = true},
+  return {.kind = StrategyKind::kKVStore,
+          .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true},
           .seed = 4,
           .devices = devices,
-          .kvstore = kind};
+          .kvstore = {.kind = value_named<KVStoreKind>(kind, "--kvstore")}};
 }
 
 class LocalKindOfSize : public ::testing::TestWithParam<std::tuple<const char*, int>> {};
@@ -71,13 +73,13 @@ TEST(LocalKind, chooses_by_the_largest_weight_and_says_why) {
     return choose_local_kind(named_parameters(*model_task(model).make_model()), devices, where);
   };
   const torch::Device gpu(torch::kCUDA, 0);
-  EXPECT_EQ(choice("lenet", 2, torch::kCPU).kind, "local_update_cpu");
+  EXPECT_EQ(choice("lenet", 2, torch::kCPU).kind, KVStoreKind::kLocalUpdateCpu);
   EXPECT_TRUE(contains(choice("lenet", 2, torch::kCPU).reason, "devices that are cores"));
-  EXPECT_EQ(choice("lenet", 2, gpu).kind, "local_update_cpu");
+  EXPECT_EQ(choice("lenet", 2, gpu).kind, KVStoreKind::kLocalUpdateCpu);
   EXPECT_TRUE(contains(choice("lenet", 2, gpu).reason, "small ones are updated once"));
   const auto alexnet = named_parameters(*model_task("alexnet").make_model());
-  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::kCPU).kind, "local_update_cpu");
-  EXPECT_EQ(choose_local_kind(alexnet, 2, gpu).kind, "local_allreduce_device");
+  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::kCPU).kind, KVStoreKind::kLocalUpdateCpu);
+  EXPECT_EQ(choose_local_kind(alexnet, 2, gpu).kind, KVStoreKind::kLocalAllReduceDevice);
   EXPECT_TRUE(contains(choose_local_kind(alexnet, 2, gpu).reason, "37,748,736 elements"));
   EXPECT_TRUE(contains(choose_local_kind(alexnet, 1, torch::kCPU).reason, "one device"));
 }
@@ -134,12 +136,13 @@ TEST(KVStoreStrategy, refuses_options_without_sense) {
     change(options);
     return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
   };
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "remote"; }), "no such kvstore: remote"));
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.compression = "2bit"; }), "--compression 2bit with kvstore local"));
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "dist_async", o.update_on_kvstore = false; }),
-                       "updates on its servers"));
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.staleness = -1; }), "--staleness -1"));
-  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore = "dist_sync"; }), "1 servers and 0 workers"));
+  EXPECT_TRUE(contains(refusal([](auto& o) { o.compression.kind = Compression::kTwoBit; }),
+                       "--compression 2bit with kvstore local"));
+  EXPECT_TRUE(
+      contains(refusal([](auto& o) { o.kvstore = {.kind = KVStoreKind::kDistAsync, .update_on_kvstore = false}; }),
+               "updates on its servers"));
+  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore.staleness = -1; }), "--staleness -1"));
+  EXPECT_TRUE(contains(refusal([](auto& o) { o.kvstore.kind = KVStoreKind::kDistSync; }), "1 servers and 0 workers"));
 }
 
 }  // namespace

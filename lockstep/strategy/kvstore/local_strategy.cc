@@ -1,19 +1,21 @@
 // The strategy `kvstore` with its local kinds: devices of one process.
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/statistics.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
 namespace {
 
 class LocalStrategy : public StoreStrategy {
  public:
-  LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, const std::string& kind)
-      : StoreStrategy(world, task, options, kind == "local_update_cpu"),
-        store_(kind == "local_allreduce_device" ? SumOn::kDevice : SumOn::kCpu, &threads()),
-        statistics_{.store = kind, .workers = 1} {
+  LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
+      : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
+        store_(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu, &threads()),
+        statistics_{.store = name_of(kind), .workers = 1} {
     store_.init(trained_parameters(model()));
     if (update_in_store()) {
       store_.set_optimizer(update_options(options));
@@ -59,11 +61,11 @@ class LocalStrategy : public StoreStrategy {
   StoreStatistics statistics_;
 };
 
-std::string kind_of(const World& world, const Task& task, const StrategyOptions& options) {
-  if (options.kvstore != "local") return options.kvstore;
+KVStoreKind kind_of(const World& world, const Task& task, const StrategyOptions& options) {
+  if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const auto [kind, reason] =
       choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
-  log_info(concat("kvstore local is ", kind, ": ", reason));
+  log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
 

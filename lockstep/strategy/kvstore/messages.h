@@ -32,8 +32,6 @@
 
 namespace lockstep {
 
-enum class Consistency { kSync, kAsync, kBounded };
-
 enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kAlive, kGoodbye };
 
 struct RequestHeader {

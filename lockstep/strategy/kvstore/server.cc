@@ -8,23 +8,20 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
 namespace {
 
-std::string store_name(Consistency consistency, std::int64_t staleness) {
-  switch (consistency) {
-    case Consistency::kSync: return "dist_sync";
-    case Consistency::kAsync: return "dist_async";
-    case Consistency::kBounded: return concat("dist_bounded (", staleness, ")");
-  }
-  return {};
+std::string store_name(const StoreServerOptions& options) {
+  const std::string kind = name_of(options.kind);
+  return options.kind == KVStoreKind::kDistBounded ? concat(kind, " (", options.staleness, ")") : kind;
 }
 
 // The first server gates for all of them: workers ask the others after it (StoreClient::exchange).
 std::int64_t bound_of(const StoreServerOptions& options) {
-  return options.consistency == Consistency::kBounded && options.server == 0 ? options.staleness
-                                                                             : StalenessGate::kUnbounded;
+  return options.kind == KVStoreKind::kDistBounded && options.server == 0 ? options.staleness
+                                                                          : StalenessGate::kUnbounded;
 }
 
 std::string first_line(const std::exception& error) {
@@ -41,7 +38,7 @@ std::string seconds_text(std::chrono::duration<double> time) { return human_seco
 StoreServer::StoreServer(const StoreServerOptions& options, std::vector<Link> clients)
     : options_(options),
       gate_(options.workers.size(), bound_of(options), options.servers > 1),
-      statistics_{.store = store_name(options.consistency, options.staleness), .workers = options.workers.size()} {
+      statistics_{.store = store_name(options), .workers = options.workers.size()} {
   for (Link& link : clients) clients_.push_back({.link = std::move(link)});
   const int threads = at::get_num_threads();
   for (int i = 0; i < clients_.size(); ++i)
@@ -156,7 +153,7 @@ void StoreServer::lose(int client, const std::exception& error) {
   clients_[client].here = false;
   if (failure_) return;
   const std::string what = concat(name_of(client), " is lost: ", first_line(error));
-  if (is_worker(client) && options_.consistency != Consistency::kSync) {
+  if (is_worker(client) && options_.kind != KVStoreKind::kDistSync) {
     gate_.leave(client);
     changed_.notify_all();
     clients_[client].link.abandon(what);

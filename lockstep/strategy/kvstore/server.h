@@ -8,11 +8,11 @@
 //
 //   1. receive a request                  blocks on the link, without the lock
 //   2. receive the payload                without the lock, into memory that belongs to this client alone
-//   3. take the lock, and wait until the consistency lets the request proceed
+//   3. take the lock, and wait until the kind of store lets the request proceed
 //   4. merge, update, or copy values out  under the lock: no two updates at the same time
 //   5. release the lock, send the reply   from the client's own outbox
 //
-// No thread sends or receives while it holds the lock, so a slow or lost client delays only those that the consistency
+// No thread sends or receives while it holds the lock, so a slow or lost client delays only those that the kind
 // lets wait for it. Every wait in 3 ends. dist_sync: workers push the same keys in the same order, so the worker that is
 // furthest behind never waits, and its pushes end the others' waits. dist_bounded: see staleness_gate.h. If a client does
 // not come, its link's timeout ends the wait.
@@ -48,8 +48,8 @@
 namespace lockstep {
 
 struct StoreServerOptions {
-  Consistency consistency = Consistency::kSync;
-  std::int64_t staleness = 0;  // kBounded: the largest delay
+  KVStoreKind kind = KVStoreKind::kDistSync;
+  std::int64_t staleness = 0;  // kDistBounded: the largest delay
   IntVector<int> workers{};    // their ranks, for messages
   int server = 0;              // which of
   int servers = 1;

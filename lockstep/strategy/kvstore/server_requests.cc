@@ -189,7 +189,7 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
     clients_[worker].last_push = request;
     ++clients_[worker].pending;
   }
-  options_.consistency == Consistency::kSync ? merge(request, slices) : apply(lock, worker, request);
+  options_.kind == KVStoreKind::kDistSync ? merge(request, slices) : apply(lock, worker, request);
   changed_.notify_all();
 }
 

@@ -18,12 +18,7 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
 }
 
 UpdateOptions update_options(const StrategyOptions& options) {
-  OptimizerOptions chosen = options.sgd;
-  if (options.optimizer == "adam") chosen = options.adam;
-  if (options.optimizer == "adamw") chosen = options.adamw;
-  if (options.optimizer == "lamb") chosen = options.lamb;
-  if (options.optimizer == "lars") chosen = options.lars;
-  return {.optimizer = chosen, .clipping = options.clipping, .ema_decay = options.ema_decay};
+  return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
 }
 
 StoreStrategy::StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)

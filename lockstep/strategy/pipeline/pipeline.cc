@@ -18,7 +18,9 @@ namespace lockstep {
 namespace {
 
 int stages_in(const Task& task, const StrategyOptions& options, const Replica& replica) {
-  return parse_stages(options.stages, options.devices, static_cast<int>(pieces_of(task, *replica.model).size())).stages;
+  return parse_stages(options.pipeline.stages, options.devices,
+                      static_cast<int>(pieces_of(task, *replica.model).size()))
+      .stages;
 }
 
 // Between a stage and the next, as threads.
@@ -58,8 +60,8 @@ class Pipeline : public Strategy {
  public:
   Pipeline(const World& world, const Task& task, const StrategyOptions& options)
       : task_(task),
-        schedule_(parse_schedule(options.pipeline_schedule)),
-        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches),
+        schedule_(options.pipeline.schedule),
+        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches),
         replicas_(make_replicas(1, task, options)),
         stages_(stages_in(task, options, replicas_.front())),
         devices_({.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = stages_}) {
@@ -68,7 +70,7 @@ class Pipeline : public Strategy {
     if (replica_count() > 1) replicas_ = make_replicas(replica_count(), task, options);
     gradients_ = share_parameters(devices_, replicas_);
     for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task, *replica.model));
-    use(parse_stages(options.stages, options.devices, static_cast<int>(pieces_[0].size())).cut);
+    use(parse_stages(options.pipeline.stages, options.devices, static_cast<int>(pieces_[0].size())).cut);
     seed_steps(options.seed + 1);
   }
 

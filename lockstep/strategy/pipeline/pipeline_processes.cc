@@ -6,6 +6,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/pipeline/pipeline_cut.h"
 #include "lockstep/strategy/pipeline/pipeline_stage.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -49,11 +50,11 @@ class PipelineOfProcesses : public Strategy {
   PipelineOfProcesses(const World& world, const Task& task, const StrategyOptions& options)
       : world_(world),
         task_(task),
-        schedule_(parse_schedule(checked(options).pipeline_schedule)),
-        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.micro_batches),
+        schedule_(checked(options).pipeline.schedule),
+        micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches),
         replica_(make_replica(task, options, world.device())),
         pieces_(pieces_of(task, model())),
-        stages_(parse_stages(options.stages, world.size(), static_cast<int>(pieces_.size())).stages),
+        stages_(parse_stages(options.pipeline.stages, world.size(), static_cast<int>(pieces_.size())).stages),
         stage_(world.rank() % stages_),
         over_replicas_(*world.split(stage_, world.rank())),
         over_stages_(*world.split(world.rank() / stages_, world.rank())) {
@@ -61,7 +62,7 @@ class PipelineOfProcesses : public Strategy {
     for (auto& buffer : named_buffers(model())) tensors.push_back(buffer);
     require_same_model(world, tensors);
     broadcast_tensors(world, tensors);
-    use(parse_stages(options.stages, world.size(), static_cast<int>(pieces_.size())).cut);
+    use(parse_stages(options.pipeline.stages, world.size(), static_cast<int>(pieces_.size())).cut);
     seed_steps(options.seed + 1);
   }
 

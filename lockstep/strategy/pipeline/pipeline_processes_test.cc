@@ -1,4 +1,5 @@
 #include "lockstep/strategy/pipeline/pipeline_processes.h"
+#include "lockstep/strategy/option_names.h"
 
 #include <map>
 #include <mutex>
@@ -15,12 +16,10 @@ namespace {
 using namespace testing;
 
 StrategyOptions pipeline(const std::string& schedule = "1f1b", const std::string& stages = "") {
-  return {.name = "pipeline",
-          .sgd = {.lr = 0.1, .momentum = 0.9},
+  return {.kind = StrategyKind::kPipeline,
+          .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9},
           .seed = 4,
-          .stages = stages,
-          .micro_batches = 4,
-          .pipeline_schedule = schedule};
+          .pipeline = {.stages = stages, .schedule = value_named<PipelineSchedule>(schedule, "--pipeline-schedule")}};
 }
 
 using MakeBatch = std::function<Batch(int step)>;
@@ -35,12 +34,8 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
     const World data_world = strategy->data_world(world);
     Course mine;
     for (int step = 0; step < kSteps; ++step) {
-      const Batch batch = make_batch(step);
-      const Range part = even_part(batch.size(), data_world.rank(), data_world.size());
-      mine.losses.push_back(strategy
-                                ->forward_backward({batch.data.slice(0, part.begin, part.end),
-                                                    batch.target.slice(0, part.begin, part.end)})
-                                .mean_loss);
+      mine.losses.push_back(
+          strategy->forward_backward(lockstep::testing::part_of(make_batch(step), data_world)).mean_loss);
       strategy->update();
     }
     strategy->synchronise();
@@ -93,7 +88,7 @@ TEST(S1_pipeline_of_ranks, trains_a_gpt_whose_ends_share_the_embedding) {
   const torch::Tensor tokens = torch::randint(0, 11, {6, 5}, torch::kInt64);
   const auto same_batch = [&](int) { return Batch{tokens, tokens.roll(-1, 1)}; };
   StrategyOptions single = pipeline();
-  single.name = "single";
+  single.kind = StrategyKind::kSingle;
   const Course one = course_of_ranks(Fabric::kSharedMemory, 1, task, single, same_batch);
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 3, task, pipeline(), same_batch), one);
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, task, pipeline("gpipe", "2"), same_batch), one);
@@ -102,7 +97,7 @@ TEST(S1_pipeline_of_ranks, trains_a_gpt_whose_ends_share_the_embedding) {
 TEST(S1_pipeline_of_ranks, brings_the_optimizers_state_to_rank_0) {
   const auto one = make_strategy(World::single(), small_task(), [] {
     StrategyOptions options = pipeline();
-    options.name = "single";
+    options.kind = StrategyKind::kSingle;
     return options;
   }());
   course_of(*one);

@@ -2,17 +2,7 @@
 
 #include <algorithm>
 
-#include "lockstep/base/text.h"
-#include "lockstep/error.h"
-
 namespace lockstep {
-
-PipelineSchedule parse_schedule(const std::string& name) {
-  if (name == "naive") return PipelineSchedule::kNaive;
-  if (name == "gpipe") return PipelineSchedule::kGPipe;
-  if (name == "1f1b") return PipelineSchedule::k1F1B;
-  throw UsageError({.what = concat("no such pipeline schedule: ", name), .next = "naive, gpipe or 1f1b"});
-}
 
 // A stage may be `ahead` forward steps before its first backward step; from then on it alternates.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches) {

@@ -11,14 +11,11 @@
 // Threads: pure functions
 #pragma once
 
-#include <string>
 #include <vector>
 
+#include "lockstep/strategy.h"
+
 namespace lockstep {
-
-enum class PipelineSchedule { kNaive, kGPipe, k1F1B };
-
-PipelineSchedule parse_schedule(const std::string& name);  // naive | gpipe | 1f1b; throws UsageError
 
 struct PipelineStep {
   bool forward = true;

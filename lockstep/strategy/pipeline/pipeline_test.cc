@@ -1,4 +1,5 @@
 #include "lockstep/strategy/pipeline/pipeline.h"
+#include "lockstep/strategy/option_names.h"
 
 #include <ATen/Parallel.h>
 
@@ -21,13 +22,11 @@ namespace {
 using namespace testing;
 
 StrategyOptions pipeline(int devices, const std::string& schedule = "1f1b", const std::string& stages = "") {
-  return {.name = "pipeline",
-          .sgd = {.lr = 0.1, .momentum = 0.9},
+  return {.kind = StrategyKind::kPipeline,
+          .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9},
           .seed = 4,
           .devices = devices,
-          .stages = stages,
-          .micro_batches = 4,
-          .pipeline_schedule = schedule};
+          .pipeline = {.stages = stages, .schedule = value_named<PipelineSchedule>(schedule, "--pipeline-schedule")}};
 }
 
 class PipelineOfSize : public ::testing::TestWithParam<int> {};
@@ -116,7 +115,7 @@ Task in_float64(Task task) {
 }
 
 StrategyOptions on_one(StrategyOptions options) {
-  options.name = "single";
+  options.kind = StrategyKind::kSingle;
   return options;
 }
 
@@ -149,8 +148,8 @@ TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
   Task task = in_float64(
       classification_task<ResNet>("resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
   StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
-  options.micro_batches = 1;
-  options.sgd.lr = 0.01;
+  options.pipeline.micro_batches = 1;
+  std::get<SGDOptions>(options.optimizer).lr = 0.01;
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{3});
   const Batch batch{torch::randn({3, 3, 12, 12}, generator, torch::kFloat64), torch::tensor({1, 2, 3})};
   at::set_num_threads(1);
@@ -160,7 +159,7 @@ TEST(S1_pipeline, trains_a_resnet_over_ten_devices) {
 TEST(S1_pipeline, keeps_fewer_micro_batches_in_flight_with_1f1b_than_with_gpipe) {
   const auto in_flight = [](const std::string& schedule) {
     StrategyOptions options = pipeline(2, schedule, "0-2,3-6");
-    options.micro_batches = 8;
+    options.pipeline.micro_batches = 8;
     const auto strategy = make_strategy(World::single(), small_task(), options);
     strategy->forward_backward(batch_of(0, 16));
     const Report report = strategy->report();

@@ -1,0 +1,58 @@
+// base/names.h: the text of enumerators. One table per type serves the command line, its help, errors and metrics.
+//
+//   template <>
+//   inline constexpr std::array kNames<Precision> = {Named{"float32", Precision::kFloat32}, ...};
+//
+// Threads: pure functions
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+template <class Value>
+struct Named {
+  const char* name;
+  Value value;
+};
+template <class Value>
+Named(const char*, Value) -> Named<Value>;
+
+// Specialised for each type that has names, next to the type or in one list of a folder.
+template <class Value>
+inline constexpr std::nullptr_t kNames = nullptr;
+
+template <class Value>
+concept HasNames = !std::is_same_v<decltype(kNames<Value>), const std::nullptr_t>;
+
+template <HasNames Value>
+std::string name_of(const Value& value) {
+  const auto* const found = std::ranges::find(kNames<Value>, value, &Named<Value>::value);
+  return found == kNames<Value>.end() ? "unknown" : found->name;
+}
+
+template <HasNames Value>
+std::vector<std::string> all_names() {
+  std::vector<std::string> names;
+  for (const auto& each : kNames<Value>) names.emplace_back(each.name);
+  return names;
+}
+
+// Throws UsageError that lists the names: "--layout nhwc: there is no such value".
+template <HasNames Value>
+Value value_named(std::string_view name, std::string_view option) {
+  for (const auto& each : kNames<Value>)
+    if (name == each.name) return each.value;
+  throw UsageError({.what = concat(option, ' ', name, ": there is no such value"),
+                    .next = concat("give one of ", join(all_names<Value>(), ", "))});
+}
+
+}  // namespace lockstep
