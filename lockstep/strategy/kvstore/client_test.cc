@@ -96,7 +96,7 @@ TEST_P(DistStore, gives_every_worker_the_first_ones_values_then_the_weighted_mea
   });
 }
 
-TEST_P(DistStore, updates_on_its_servers_in_every_consistency) {
+TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
   for (const KVStoreKind kind : {KVStoreKind::kDistSync, KVStoreKind::kDistAsync, KVStoreKind::kDistBounded}) {
     Cluster here = cluster();
     here.kind = kind;
