@@ -31,7 +31,7 @@ constexpr Entry kEntries[] = {
     {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
     {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
      make_data_parallel},
-    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore},
+    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
     {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true}, make_averaging},
     {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true}, make_pipeline},
 };

@@ -36,7 +36,7 @@ std::string tensors_of(const std::filesystem::path& path) {
   return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
 }
 
-TEST(KVStoreCommand, dist_sync_equals_one_rank_and_resumes_bit_exactly) {
+TEST(KVStoreCommand, dist_sync_trains_as_one_rank_does_and_resumes_bit_exactly) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
     const Ended ended = run(kvstore("dist_sync") +
@@ -65,12 +65,12 @@ TEST(KVStoreCommand, dist_sync_equals_one_rank_and_resumes_bit_exactly) {
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
 }
 
-class KVStoreOutOfStep : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Kinds, KVStoreOutOfStep, ::testing::Values("dist_async", "dist_bounded"),
+class AsyncKVStoreCommand : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, AsyncKVStoreCommand, ::testing::Values("dist_async", "dist_bounded"),
                          [](const auto& test) { return std::string(test.param); });
 
-// One worker, so that the order of the updates is always the same.
-TEST_P(KVStoreOutOfStep, resumes_with_the_state_of_all_servers) {
+// With one worker the order of updates is always the same.
+TEST_P(AsyncKVStoreCommand, resumes_with_weights_and_optimizer_state_of_all_servers) {
   const TempFolder folder;
   const auto train = [&](const std::string& name, const Words& more) {
     const Ended ended = run(kvstore(GetParam()) +
@@ -86,13 +86,13 @@ TEST_P(KVStoreOutOfStep, resumes_with_the_state_of_all_servers) {
             tensors_of(folder / "parts" / "step-00000010.safetensors"));
 }
 
-TEST(KVStoreCommand, servers_take_no_part_of_the_batch) {
+TEST(KVStoreCommand, gives_servers_no_part_of_the_batch) {
   const Ended ended = run(kvstore("dist_sync") +
                           Words{"--servers", "4", "--ranks", "1", "--max-steps", "2", "--batch-size", "2", "--quiet"});
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
 }
 
-TEST(KVStoreCommand, local_logs_its_choice_and_prints_the_table) {
+TEST(KVStoreCommand, local_says_what_it_chose_and_prints_the_table) {
   const Ended ended = run(kvstore("local") + Words{"--ranks", "2", "--max-steps", "3", "--batch-size", "16"});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "kvstore local is local_update_cpu: devices that are cores"));
@@ -101,8 +101,8 @@ TEST(KVStoreCommand, local_logs_its_choice_and_prints_the_table) {
                "local_update_cpu               2         1                     8                    16           0"));
 }
 
-// The same samples: at most 1.5 points less. `make soak` trains LeNet for longer.
-TEST(KVStoreCommand, dist_async_learns_like_dist_sync_and_reports_delays) {
+// Trained on the same samples: at most 1.5 points less. `make soak` trains LeNet for longer.
+TEST(KVStoreCommand, dist_async_learns_as_much_as_dist_sync_and_reports_the_delay) {
   const TempFolder folder;
   const int epochs = testing::rounds("LOCKSTEP_ASYNC_EPOCHS", 0);
   const auto accuracy = [&](const std::string& kind) {
@@ -127,7 +127,7 @@ TEST(KVStoreCommand, dist_async_learns_like_dist_sync_and_reports_delays) {
   EXPECT_GT(sync["val_accuracy"].get<double>(), 0.5);
 }
 
-// ---- Who is lost. `lockstep run` starts programs, whose environment tells their rank.
+// ---- Lost ranks. `lockstep run` starts programs; their environment has their rank.
 
 int parent_of(int pid) {
   const std::string stat = read_file(concat("/proc/", pid, "/stat"));
@@ -189,7 +189,7 @@ TEST_F(KVStoreLoss, dist_async_goes_on_when_a_worker_is_killed) {
   EXPECT_LT(last["updates"], 1200);
 }
 
-TEST_F(KVStoreLoss, dist_bounded_goes_on_when_a_worker_is_stopped) {
+TEST_F(KVStoreLoss, dist_bounded_goes_on_when_a_worker_hangs) {
   Child launcher(job("dist_bounded", {"--max-steps", "400", "--timeout", "2", "--staleness", "2"}));
   signal_rank(launcher, 3, SIGSTOP);
   const Stopwatch watch;
@@ -201,7 +201,7 @@ TEST_F(KVStoreLoss, dist_bounded_goes_on_when_a_worker_is_stopped) {
   EXPECT_LE(last["max_delay"], 2);
 }
 
-TEST_F(KVStoreLoss, all_end_with_a_clear_error_when_the_server_is_killed) {
+TEST_F(KVStoreLoss, ends_with_a_clear_error_when_the_server_is_killed) {
   Child launcher(job("dist_async", {"--epochs", "1000"}));
   signal_rank(launcher, 0, SIGKILL);
   const Stopwatch watch;

@@ -1,59 +1,55 @@
-// strategy/kvstore/device_sum.h: level 1 of the store: what the devices of one worker push, added up. S2.
+// strategy/kvstore/device_sum.h: level 1 of a store: the sum over the devices of one worker.
 //
-// Flow:    a list of values per device -> here -> one list -> the store, or its way to the servers
+// Flow:    a list of values per device -> here -> one list -> the store, or the servers
 // Owns:    buffers for sums on the CPU
 // Threads: the scheduling thread
 // Ranks:   inside one process
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <span>
 #include <vector>
 
 #include "lockstep/devices.h"
 #include "lockstep/gradient/parallel_for.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/optimizer/mean.h"
 
 namespace lockstep {
 
-// [device][key]; a key that is undefined on all devices has no value
-using DeviceTensors = std::vector<std::vector<torch::Tensor>>;
-
 enum class SumOn {
-  kCpu,    // into memory of the store's own
+  kCpu,    // into the store's own memory
   kDevice  // onto device 0
 };
 
 class DeviceSum {
  public:
-  // `devices`: needed for kDevice; they add up and copy.
+  // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
   DeviceSum(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
 
-  // Sums over devices, key by key, in the order of the devices; with one device its own tensors. `first` is the
-  // number of the first key. Until the next sum of the same keys.
-  std::vector<torch::Tensor> sum(const DeviceTensors& values, std::int64_t first);
+  // Sums over devices, key by key, in the order of the devices; with one device its own tensors. first_key: number of
+  // the first key. Valid until the next sum of the same keys. Blocks. Throws what Devices::run() throws.
+  std::vector<torch::Tensor> sum(const DeviceTensors& values, std::size_t first_key);
 
-  // Calls call(0) ... call(devices - 1), each on its device where there are threads for them.
-  void on_every_device(std::size_t devices, const std::function<void(std::size_t)>& call);
-
-  // Copies `from` to every device.
-  void copy_to_all(const std::vector<torch::Tensor>& from, const DeviceTensors& to);
+  // Calls call(0) ... call(count - 1), each on its device where there are threads for them. Blocks until all are done.
+  template <class Call>
+  void on_every_device(std::size_t count, const Call& call) {
+    if (devices_ == nullptr || count == 1)
+      for (std::size_t device = 0; device < count; ++device) call(device);
+    else
+      devices_->run([call](Device& device) { call(device.index()); });
+  }
 
  private:
-  std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::int64_t first);
+  std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
   std::vector<torch::Tensor> sum_on_device(const DeviceTensors& values);
 
   SumOn where_;
   Devices* devices_;
-  std::vector<torch::Tensor> buffers_;  // by number of the key
+  std::vector<torch::Tensor> buffers_;  // [key]
 };
 
-// into = sum of the terms' values, which are like `into`, dense, in one pass over memory.
+// into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
                        const ParallelFor& parallel_for = on_own_cores);
-
-// The memory order of tensors of any layout; of an undefined one an undefined one.
-std::vector<torch::Tensor> dense_views(const std::vector<torch::Tensor>& tensors);
 
 }  // namespace lockstep

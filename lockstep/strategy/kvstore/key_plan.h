@@ -1,11 +1,12 @@
-// strategy/kvstore/key_plan.h: which server holds what: keys are spread over the servers, large ones are split.
+// strategy/kvstore/key_plan.h: which server holds which part of which key.
 //
-// Flow:    names and shapes of the keys -> here -> dist_kvstore.h (where to send), server_table.h (what lies where)
+// Flow:    names and shapes of the keys -> here -> client.h (where to send), server_table.h (what lies where)
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //
-// A server's part of the keys is one block of bytes, in the order of the keys: a range of keys is one run of bytes. A
-// large key is several slices, so that some are on their way while others are merged.
+// A key is a named tensor. A server holds slices of keys, in one block of bytes, in the order of the keys; so the
+// slices of neighbouring keys are one run of bytes. A large key has several slices on each server, so that some can be
+// merged while others are still being sent.
 #pragma once
 
 #include <torch/types.h>
@@ -20,28 +21,28 @@ namespace lockstep {
 struct Key {
   std::string name;
   std::int64_t elements = 0;
-  std::int64_t rows = 1;  // entries of the first dimension: what is split and pulled as a whole
+  std::int64_t rows = 1;  // size of the first dimension; keys are split between rows
   torch::ScalarType dtype = torch::kFloat32;
-  bool trained = true;  // false: pushed values replace it, as for buffers of a model
+  bool trained = true;  // false: a buffer, which a push replaces even where there is an optimizer
 };
 
 // Keys [first, last), by number.
 struct KeyRange {
-  std::int64_t first = 0;
-  std::int64_t last = 0;
-  std::int64_t size() const { return last - first; }
+  std::size_t first = 0;
+  std::size_t last = 0;
+  std::size_t size() const { return last - first; }
 };
 
 // Slices [first, last) of one server, by their place in its layout.
 struct SliceRange {
-  std::int64_t first = 0;
-  std::int64_t last = 0;
-  std::int64_t size() const { return last - first; }
+  std::size_t first = 0;
+  std::size_t last = 0;
+  std::size_t size() const { return last - first; }
 };
 
-// The part of a key that a server has: elements [begin, begin + count). Travels as it is.
+// Elements [begin, begin + count) of a key, on one server. Sent as raw bytes.
 struct KeySlice {
-  std::int64_t key = 0;
+  std::size_t key = 0;
   std::int64_t begin = 0;
   std::int64_t count = 0;
   std::int64_t offset = 0;  // in the server's block, bytes
@@ -50,15 +51,16 @@ struct KeySlice {
 
   torch::ScalarType scalar_type() const { return static_cast<torch::ScalarType>(dtype); }
   std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(scalar_type())); }
-  torch::Tensor in(const torch::Tensor& block) const;  // the slice, (count), where `block` holds it
+  torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
+  torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
 };
 
-// What one server has, in the order of the keys.
+// The slices of one server, in the order of the keys.
 class BlockLayout {
  public:
   BlockLayout() = default;
   explicit BlockLayout(std::vector<KeySlice> slices);
-  void add(const Key& key, std::int64_t number, std::int64_t begin, std::int64_t count);
+  void add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count);
 
   const std::vector<KeySlice>& slices() const { return slices_; }
   std::int64_t bytes() const { return bytes_; }
@@ -66,8 +68,9 @@ class BlockLayout {
   std::span<const KeySlice> slices_of(SliceRange range) const;
   torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
 
-  // The range in parts of at least `bytes`, if there is so much; at least one part, which may be empty.
-  std::vector<SliceRange> parts_of(SliceRange range, std::int64_t bytes) const;
+  // Cuts a range into the parts that kPushPull sends one by one: each about a sixteenth of the block, at least 256 KiB.
+  // At least one part, which may be empty.
+  std::vector<SliceRange> parts_of(SliceRange range) const;
 
  private:
   std::vector<KeySlice> slices_;
@@ -76,11 +79,12 @@ class BlockLayout {
 
 struct KeyPlanOptions {
   int servers = 1;
-  std::int64_t split_above = 1'000'000;  // elements: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
+  std::int64_t split_above = 1'000'000;  // elements, as MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
 };
 
-// A key of at least split_above elements is split at rows, evenly over all servers, and there into slices of about
-// 256 KiB that follow each other without a gap; another one goes to the server that has the fewest bytes so far. S2.
+// One layout per server. A key of at least split_above elements is split between rows, evenly over all servers, and on
+// each into slices of 65,536 elements (256 KiB of float32) without gaps between them. A smaller key goes whole to the
+// server with the fewest bytes so far.
 std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options);
 
 }  // namespace lockstep

@@ -2,8 +2,8 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/strategy/kvstore/kvstore_dist.h"
-#include "lockstep/strategy/kvstore/kvstore_worker.h"
+#include "lockstep/strategy/kvstore/local_store.h"
+#include "lockstep/strategy/kvstore/store_strategy.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
@@ -13,48 +13,20 @@ void require(bool good, const std::string& what, const std::string& next) {
   if (!good) throw UsageError({.what = what, .next = next});
 }
 
-Consistency consistency_of(KVStoreKind kind) {
-  if (kind == KVStoreKind::kDistSync) return Consistency::kSync;
-  return kind == KVStoreKind::kDistAsync ? Consistency::kAsync : Consistency::kBounded;
-}
-
-void check(const StrategyOptions& o) {
-  const bool exact = o.compression.kind == Compression::kNone;
-  const std::string kind = name_of(o.kvstore.kind);
-  require(exact || (o.compression.kind == Compression::kTwoBit && has_servers(o.kvstore.kind)),
-          concat("--compression ", name_of(o.compression.kind), " with kvstore ", kind),
+void check(const StrategyOptions& options) {
+  const KVStoreOptions& store = options.kvstore;
+  const CompressionOptions& compression = options.compression;
+  const std::string kind = name_of(store.kind);
+  const bool exact = compression.kind == Compression::kNone;
+  require(exact || (compression.kind == Compression::kTwoBit && has_servers(store.kind)),
+          concat("--compression ", name_of(compression.kind), " with kvstore ", kind),
           "none, or 2bit with a dist_ kvstore");
-  require(exact || o.compression.amount >= 0, "a negative --compression-amount", "give the threshold, such as 0.5");
-  require(o.kvstore.update_on_kvstore || !goes_on_without_workers(o.kvstore.kind),
+  require(exact || compression.amount >= 0, "a negative --compression-amount", "give the threshold, such as 0.5");
+  require(store.update_on_kvstore || !goes_on_without_workers(store.kind),
           concat("kvstore ", kind, " updates on its servers"),
           "leave out --update-on-kvstore false, or choose dist_sync");
-  require(o.kvstore.staleness >= 0, concat("--staleness ", o.kvstore.staleness), "give updates, 0 or more");
-  require(o.kvstore.split_above > 0, concat("--split-above ", o.kvstore.split_above), "give elements, such as 1000000");
-}
-
-// A server knows its slices only.
-void check_clipping(const StrategyOptions& o, const Roles& roles, bool update_in_store) {
-  require(o.clipping.max_norm == 0 || roles.servers.size() == 1 || !update_in_store,
-          "--clip-norm where several servers update: none of them knows the norm of all gradients",
-          "take one server, or dist_sync with --update-on-kvstore false");
-}
-
-// Workers in step wait for each other too: they are the first to find out who is lost, and tell the servers.
-LinkPatience patience_for(Consistency consistency, std::chrono::milliseconds timeout) {
-  return {.of_servers = consistency == Consistency::kSync ? 2 * timeout : timeout, .of_clients = 3 * timeout};
-}
-
-std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const StrategyOptions& options) {
-  const bool serves = options.kvstore.serves.value_or(world.rank() < options.kvstore.servers);
-  const DistSetting setting{.world = world,
-                            .roles = agree_on_roles(world, serves),
-                            .consistency = consistency_of(options.kvstore.kind),
-                            .update_in_store = options.kvstore.update_on_kvstore};
-  check_clipping(options, setting.roles, setting.update_in_store);
-  Links links = connect_links(world, setting.roles, patience_for(setting.consistency, options.timeout));
-  const World peers = *world.split(serves ? 0 : 1);
-  if (serves) return make_kvstore_server(setting, std::move(links), task, options);
-  return make_kvstore_worker(setting, std::move(links.servers), peers, task, options);
+  require(store.staleness >= 0, concat("--staleness ", store.staleness), "give updates, 0 or more");
+  require(store.split_above > 0, concat("--split-above ", store.split_above), "give elements, such as 1000000");
 }
 
 }  // namespace
@@ -62,9 +34,31 @@ std::unique_ptr<Strategy> make_dist(const World& world, const Task& task, const 
 bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
 bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
 
-std::unique_ptr<Strategy> make_kvstore(const World& world, const Task& task, const StrategyOptions& options) {
+std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
-  return has_servers(options.kvstore.kind) ? make_dist(world, task, options) : make_local_kvstore(world, task, options);
+  if (!has_servers(options.kvstore.kind)) return make_local_strategy(world, task, options);
+  const DistSetting setting = connect_store(world, options);
+  const World peers = *world.split(setting.serves ? 0 : 1);
+  return setting.serves ? make_server_strategy(setting, task, options)
+                        : make_worker_strategy(setting, peers, task, options);
+}
+
+// A server by itself has no checkpoints to make: it has nothing to ask of the other servers.
+std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions& options, Devices* devices) {
+  check(options);
+  if (!has_servers(options.kvstore.kind)) {
+    require(world.size() == 1, concat("kvstore ", name_of(options.kvstore.kind), " among ", world.size(), " ranks"),
+            "one rank, or a dist_ kvstore");
+    const bool on_device = options.kvstore.kind == KVStoreKind::kLocalAllReduceDevice && devices != nullptr;
+    return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
+  }
+  const DistSetting setting = connect_store(world, options);
+  if (!setting.serves)
+    return std::make_unique<StoreClient>(setting.client_options(options), setting.links.servers, devices);
+  for (const Link& server : setting.links.servers) server.send(RequestHeader{.request = Request::kGoodbye});
+  StoreServer server(setting.server_options(options), setting.links.clients);
+  server.wait_for_goodbyes();
+  return nullptr;
 }
 
 }  // namespace lockstep

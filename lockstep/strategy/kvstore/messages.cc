@@ -1,108 +1,46 @@
 #include "lockstep/strategy/kvstore/messages.h"
 
-#include <algorithm>
-#include <set>
-
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
 
-struct Pair {
-  int server = 0;  // rank
-  int client = 0;
-};
+constexpr int kTag = 0;
 
-std::vector<Pair> pairs_of(const Roles& roles) {
-  std::vector<Pair> pairs;
-  for (const int server : roles.servers) {
-    for (const int worker : roles.workers) pairs.push_back({server, worker});
-    if (server != roles.servers.front()) pairs.push_back({server, roles.servers.front()});
-  }
-  return pairs;
+torch::Tensor to_tensor(const std::string& text) {
+  torch::Tensor bytes = torch::empty({std::ssize(text)}, torch::kUInt8);
+  text.copy(static_cast<char*>(bytes.mutable_data_ptr()), text.size());
+  return bytes;
 }
 
-// Those of `pairs` that can connect at the same time, each rank in one of them; they are taken out.
-std::vector<Pair> take_round(std::vector<Pair>& pairs) {
-  std::vector<Pair> round;
-  std::set<int> taken;
-  std::erase_if(pairs, [&](const Pair& pair) {
-    if (taken.contains(pair.server) || taken.contains(pair.client)) return false;
-    taken.insert({pair.server, pair.client});
-    round.push_back(pair);
-    return true;
-  });
-  return round;
-}
-
-int place_in(const std::vector<int>& ranks, int rank) {
-  const auto found = std::ranges::find(ranks, rank);
-  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
-}
-
-// In the order of `ranks`, the others' places left out.
-std::vector<Link> in_order(std::map<int, Link>& links, const std::vector<int>& ranks) {
-  std::vector<Link> ordered;
-  for (const int rank : ranks)
-    if (const auto found = links.find(rank); found != links.end()) ordered.push_back(found->second);
-  return ordered;
+std::string to_text(const torch::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
 }
 
 }  // namespace
 
-void Link::send_bytes(const torch::Tensor& bytes) const {
-  if (bytes.numel() > 0) pair_.send(bytes, peer(), next(numbers_->sent));
-}
-
-void Link::receive_bytes(const torch::Tensor& bytes) const {
-  if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(numbers_->received)});
-}
-
-Work Link::start_receiving(const torch::Tensor& bytes) const {
-  return pair_.receive_async(bytes, {.from = peer(), .tag = next(numbers_->received)});
-}
-Work Link::start_sending(const torch::Tensor& bytes) const {
-  return pair_.send_async(bytes, peer(), next(numbers_->sent));
-}
-
-torch::Tensor Link::allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
-
-int Roles::server_of(int rank) const { return place_in(servers, rank); }
-int Roles::worker_of(int rank) const { return place_in(workers, rank); }
-
-Roles agree_on_roles(const World& world, bool serves) {
-  const torch::Tensor all = world.all_gather(torch::tensor({serves ? 1 : 0}));
-  Roles roles;
-  for (int rank = 0; rank < world.size(); ++rank)
-    (all[rank].item<std::int64_t>() == 1 ? roles.servers : roles.workers).push_back(rank);
-  if (roles.workers.empty() || roles.servers.empty() || roles.servers.front() != 0)
-    throw UsageError({.what = concat(roles.servers.size(), " servers and ", roles.workers.size(), " workers among ",
-                                     world.size(), " ranks; rank 0 has to be a server"),
-                      .here = world.describe(),
-                      .next = "start at least one server and one worker, servers first: --servers 1 --ranks 2"});
-  return roles;
-}
-
-Links connect_links(const World& world, const Roles& roles, const LinkPatience& patience) {
-  std::vector<Pair> left = pairs_of(roles);
-  std::map<int, Link> to_clients;  // by rank
-  std::map<int, Link> to_servers;
-  while (!left.empty()) {
-    std::vector<int> mine;
-    for (const Pair& pair : take_round(left))
-      if (pair.server == world.rank() || pair.client == world.rank()) mine = {pair.server, pair.client};
-    const bool serves = !mine.empty() && mine[0] == world.rank();
-    const auto pair = world.separate(mine, serves ? patience.of_servers : patience.of_clients);
-    if (!pair) continue;
-    if (serves)
-      to_clients.emplace(mine[1], Link(*pair, mine[1]));
-    else
-      to_servers.emplace(mine[0], Link(*pair, mine[0]));
+// One list of tensors: the value, the names of the optimizer's tensors with spaces between them, those tensors.
+void send_state(const World& world, int to, const SliceState& slice) {
+  std::vector<std::string> names;
+  Tensors tensors{slice.value, {}};
+  for (const auto& [name, tensor] : slice.state) {
+    names.push_back(name);
+    tensors.push_back(tensor);
   }
-  Links links{.clients = in_order(to_clients, roles.workers), .servers = in_order(to_servers, roles.servers)};
-  for (Link& supervisor : in_order(to_clients, {roles.servers.front()})) links.clients.push_back(supervisor);
-  return links;
+  tensors[1] = to_tensor(join(names, " "));
+  TensorSender sender(world, to, kTag);
+  sender.send(tensors);
+  sender.finish();
+}
+
+SliceState receive_state(const World& world, int from) {
+  const Tensors tensors = receive_tensors(world, from, kTag);
+  SliceState slice{.value = tensors[0], .state = {}};
+  if (tensors.size() == 2) return slice;
+  const auto names = split(to_text(tensors[1]), ' ');
+  for (std::size_t i = 0; i < names.size(); ++i) slice.state[names[i]] = tensors[2 + i];
+  return slice;
 }
 
 }  // namespace lockstep

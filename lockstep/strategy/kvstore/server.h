@@ -1,73 +1,82 @@
-// strategy/kvstore/server.h: one server of a distributed store. S2.
+// strategy/kvstore/server.h: one server of a distributed store (Li et al., OSDI 2014).
 //
 //   worker 0 ---- link ---- thread 0 --\                        dist_sync     merges when all workers have pushed
-//   worker 1 ---- link ---- thread 1 ---+--> table + optimizer  dist_async    updates with each push as it comes
-//   worker 2 ---- link ---- thread 2 --/        (one lock)      dist_bounded  the same, unless a gradient got too old
+//   worker 1 ---- link ---- thread 1 ---+--> table + optimizer  dist_async    updates with each push as it arrives
+//   worker 2 ---- link ---- thread 2 --/        (one lock)      dist_bounded  the same, within the staleness bound
 //
-// A thread per client receives its questions, waits until the consistency lets them through, and answers. Values travel
-// outside of the lock, updates are made inside of it: no two at the same time.
+// One thread per client. Its loop:
+//
+//   1. receive a request                  blocks on the link, without the lock
+//   2. receive the payload                without the lock, into memory that belongs to this client alone
+//   3. take the lock, and wait until the kind of store lets the request proceed
+//   4. merge, update, or copy values out  under the lock: no two updates at the same time
+//   5. release the lock, send the reply   from the client's own outbox
+//
+// No thread sends or receives while it holds the lock, so a slow or lost client delays only those that the kind
+// lets wait for it. Every wait in 3 ends. dist_sync: workers push the same keys in the same order, so the worker that is
+// furthest behind never waits, and its pushes end the others' waits. dist_bounded: see staleness_gate.h. If a client does
+// not come, its link's timeout ends the wait.
 //
 // Flow:    messages.h -> here -> server_table.h -> optimizer/
 // Owns:    the table, its threads, its ends of the links
 // Threads: all functions from any
 // Ranks:   a server
 //
-// Who is lost: the links have connections of their own, so that each client is noticed by its thread alone: a killed
-// one within 100 ms, one that says nothing for as long as its link allows then. dist_sync: everything ends with
-// PeerLost, here and at the workers. dist_async and dist_bounded: the others go on; without any worker left it ends
-// with PeerLost.
+// Who is lost: links have connections of their own, so each client's loss is noticed by its thread alone: within 100 ms
+// if it was killed, after its link's timeout if it is silent. dist_sync: everything ends with PeerLost, here and at the
+// workers. dist_async and dist_bounded: the others go on; without any worker left it ends with PeerLost.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/batch_totals.h"
 #include "lockstep/strategy/kvstore/messages.h"
-#include "lockstep/strategy/kvstore/server_statistics.h"
 #include "lockstep/strategy/kvstore/server_table.h"
-#include "lockstep/strategy/kvstore/slice_state.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
+#include "lockstep/strategy/kvstore/statistics.h"
 
 namespace lockstep {
 
-enum class Consistency { kSync, kAsync, kBounded };
-
-struct KVServerOptions {
-  Consistency consistency = Consistency::kSync;
-  std::int64_t staleness = 0;  // kBounded: the largest delay
-  std::vector<int> workers{};  // their ranks, for messages
+struct StoreServerOptions {
+  KVStoreKind kind = KVStoreKind::kDistSync;
+  std::int64_t staleness = 0;  // kDistBounded: the largest delay
+  IntVector<int> workers{};    // their ranks, for messages
   int server = 0;              // which of
   int servers = 1;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
-class KVServer {
+class StoreServer {
  public:
-  // clients: the workers in order; of every server but the first also the first server.
-  KVServer(const KVServerOptions& options, std::vector<Link> clients);
+  // clients: the workers in order; for every server but the first, then the first server.
+  StoreServer(const StoreServerOptions& options, std::vector<Link> clients);
 
-  // In good order it blocks until every client has left, or is lost. While an exception is on its way out the clients
-  // are told at once.
-  ~KVServer();
-  KVServer(const KVServer&) = delete;
-  KVServer& operator=(const KVServer&) = delete;
+  // Blocks until every client has left or is lost. While an exception is in flight the clients are told at once.
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
 
-  // Blocks until every worker that is still there has pushed gradients `pushes` times and they are applied. Returns
-  // samples and mean loss of those that were each worker's last of these. Throws PeerLost.
+  // Blocks until every worker that is still there has pushed gradients `pushes` times and they are applied. Returns the
+  // samples and mean loss of each worker's push of that number. Throws PeerLost.
   BatchTotals wait_for_pushes(std::int64_t pushes);
 
-  ServerStatistics statistics() const;
+  // Blocks until every worker has left or is lost. Throws PeerLost.
+  void wait_for_goodbyes();
 
-  // The slices as they lie, and all their states: a copy. Block until the store has its keys, and every worker that is
-  // still there has pushed gradients `pushes` times. Throw PeerLost.
+  StoreStatistics statistics() const;
+
+  // The layout; copies of all slices' states, after `pushes` pushes of every worker that is still there. Block until
+  // the store has its keys. Throw PeerLost.
   BlockLayout layout();
   std::vector<SliceState> states(std::int64_t pushes = 0);
   void set_states(const std::vector<SliceState>& states);
@@ -79,59 +88,65 @@ class KVServer {
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
-    int pending = 0;                // pushes of trained keys that are not applied
-    std::int64_t pushes = 0;        // and those that are
-    QuestionHeader last_push{};     // the newest of trained keys
-    std::deque<SliceRange> owed{};  // pushed with kPushPull, and not answered
-    std::vector<Work> answers{};    // on their way
+    int pending = 0;                           // pushes of trained keys that are complete and not applied
+    std::int64_t pushes = 0;                   // those that are applied
+    RequestHeader last_push{};                 // the newest of trained keys
+    std::deque<SliceRange> pending_replies{};  // parts of a kPushPull
+    std::vector<Work> replies{};               // in flight
   };
 
-  bool is_worker(int client) const { return client < static_cast<int>(options_.workers.size()); }
-  Client& client(int number) { return clients_[static_cast<std::size_t>(number)]; }
+  int workers() const { return options_.workers.size(); }
+  bool is_worker(int client) const { return client < workers(); }
+  bool any_worker_here() const;
   std::string name_of(int client) const;
 
+  // ---- server_requests.cc: each on its client's thread
   void serve(int client);
-  bool answer(int client, const QuestionHeader& question);
-  void create(int worker, const QuestionHeader& question);
-  void set_optimizer(int worker, const QuestionHeader& question);
-  void push(int worker, const QuestionHeader& question);
-  void push_pull(int worker, const QuestionHeader& question);
-  void answer_owed(int worker, bool all);
-  std::vector<bool> receive_flags(int worker, SliceRange slices);
-  torch::Tensor place_for(int worker, const QuestionHeader& question, SliceRange slices) const;
-  void unpack(int worker, const QuestionHeader& question, SliceRange slices, const torch::Tensor& words) const;
-  void take(int worker, const QuestionHeader& question, SliceRange slices, const torch::Tensor& values,
-            const std::vector<bool>& given);
-  void merge(const QuestionHeader& question, SliceRange slices);
-  void apply(Lock& lock, int worker, const QuestionHeader& question);
-  void applied(int worker);
+  bool handle(int client, const RequestHeader& request);
+  void create(int worker, const RequestHeader& request);
+  void set_optimizer(int worker);
+  void push(int worker, const RequestHeader& request);
+  void push_pull(int worker, const RequestHeader& request);
+  void send_merged(int worker, bool all);
+  std::vector<std::uint8_t> receive_flags(int worker, SliceRange slices);
+  torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const;
+  void unpack(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& words) const;
+  void add_push(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& values,
+                std::span<const std::uint8_t> has_value);
+  void merge(const RequestHeader& request, SliceRange slices);
+  void apply(Lock& lock, int worker, const RequestHeader& request);
+  void count_push(int worker);
   torch::Tensor read(int worker, SliceRange slices);
-  void pull(int worker, const QuestionHeader& question);
-  void wait_for_turn_to_read(Lock& lock, int worker);
-  void pull_rows(int worker, const QuestionHeader& question);
-  void send_states(int client, const QuestionHeader& question);
+  void pull(int worker, const RequestHeader& request);
+  void pull_rows(int worker, const RequestHeader& request);
+  void send_states(int client, const RequestHeader& request);
 
-  void wait(Lock& lock, const std::string& what, const std::function<bool()>& ready);
+  // ---- Waits, and lost clients
+  template <class Ready>
+  void wait(Lock& lock, const std::string& what, const Ready& ready) {
+    if (!changed_.wait_for(lock, 5 * options_.timeout / 2, [&] { return failure_ || ready(); })) fail(too_late(what));
+    if (failure_) std::rethrow_exception(failure_);
+  }
   void wait_until_merged(Lock& lock, int worker, SliceRange slices);
   void wait_for_keys(Lock& lock);
   void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
-  void lose(int client, const std::string& why);
+  void lose(int client, const std::exception& error);
   std::exception_ptr loss(const std::string& what) const;
+  std::exception_ptr too_late(const std::string& what) const;
   void fail(std::exception_ptr error);
-  bool any_worker_here() const;
 
-  KVServerOptions options_;
+  StoreServerOptions options_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   ServerTable table_;
   StalenessGate gate_;
-  ServerStatistics statistics_;
+  StoreStatistics statistics_;
   std::map<std::int64_t, std::pair<std::int64_t, double>> totals_;  // number of the push -> samples, sum of losses
   bool has_values_ = false;
   int finished_ = 0;  // workers that left in good order
   std::exception_ptr failure_;
-  std::vector<Client> clients_;
+  IntVector<Client> clients_;
 };
 
 }  // namespace lockstep

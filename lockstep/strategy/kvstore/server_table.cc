@@ -3,101 +3,93 @@
 #include <algorithm>
 #include <cmath>
 
-#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/device_sum.h"
 
 namespace lockstep {
 
 void ServerTable::create(BlockLayout layout, int workers) {
   layout_ = std::move(layout);
-  inboxes_.resize(static_cast<std::size_t>(workers));
+  inboxes_.resize(workers);
   values_ = torch::zeros({layout_.bytes()}, torch::kUInt8);
   sums_ = torch::zeros({layout_.bytes()}, torch::kUInt8);
   for (const KeySlice& place : layout_.slices())
     slices_.push_back({.place = place,
-                       .value = place.in(values_),
-                       .notes = std::vector<Note>(inboxes_.size()),
-                       .read_at = std::vector<std::int64_t>(inboxes_.size())});
+                       .value = place.in_block(values_),
+                       .pushes = IntVector<Push>(workers),
+                       .read_at = IntVector<std::int64_t>(workers)});
 }
 
-void ServerTable::set_optimizer(const StrategyOptions& options) {
+void ServerTable::set_optimizer(const UpdateOptions& options) {
   std::vector<torch::Tensor> trained;
   for (const Slice& slice : slices_)
     if (slice.place.trained != 0) trained.push_back(slice.value);
   optimizer_ = make_optimizer(std::move(trained), options);
 }
 
-std::span<ServerTable::Slice> ServerTable::in(SliceRange range) {
-  return std::span(slices_).subspan(static_cast<std::size_t>(range.first), static_cast<std::size_t>(range.size()));
-}
-
-std::span<const ServerTable::Slice> ServerTable::in(SliceRange range) const {
-  return const_cast<ServerTable*>(this)->in(range);
-}
-
-void ServerTable::note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples) {
-  auto is_given = given.begin();
+void ServerTable::add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value,
+                           std::int64_t samples) {
+  auto flag = has_value.begin();
   for (Slice& slice : in(slices))
-    slice.notes[static_cast<std::size_t>(worker)] = {.noted = true, .given = *is_given++, .samples = samples};
+    slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
 }
 
-bool ServerTable::holds_any(int worker, SliceRange slices) const {
-  return std::ranges::any_of(
-      in(slices), [worker](const Slice& slice) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
+bool ServerTable::has_unmerged(int worker, SliceRange slices) const {
+  return std::ranges::any_of(in(slices), [worker](const Slice& slice) { return slice.pushes[worker].unmerged; });
 }
 
-int ServerTable::first_without(int worker, SliceRange slices) const {
+int ServerTable::first_missing(int worker, SliceRange slices) const {
   for (const Slice& slice : in(slices))
-    for (std::size_t other = 0; other < slice.notes.size(); ++other)
-      if (slice.notes[static_cast<std::size_t>(worker)].noted && !slice.notes[other].noted)
-        return static_cast<int>(other);
+    for (int other = 0; other < slice.pushes.size(); ++other)
+      if (slice.pushes[worker].unmerged && !slice.pushes[other].unmerged) return other;
   return worker;
 }
 
-void ServerTable::merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate) {
-  for (Slice& slice : in(slices)) {
-    const bool complete =
-        std::ranges::all_of(workers, [&](int worker) { return slice.notes[static_cast<std::size_t>(worker)].noted; });
-    if (complete) take(slice, merged(slice, workers));
-  }
+void ServerTable::merge(SliceRange slices, std::span<const int> workers, double learning_rate) {
+  for (Slice& slice : in(slices))
+    if (std::ranges::all_of(workers, [&](int worker) { return slice.pushes[worker].unmerged; }))
+      apply(slice, merged(slice, workers));
   update(learning_rate);
 }
 
-// Forgets the notes. Undefined if nobody has given a value.
-torch::Tensor ServerTable::merged(Slice& slice, const std::vector<int>& workers) {
+// The mean over `workers`, weighted by samples: sum of m_j v_j / sum of m_j, where a worker without a value counts as
+// zero. Undefined if no worker has one. Integers, such as counters of batches, are the first worker's. A value that has
+// all the weight is taken from its inbox as it is: no pass over memory.
+torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
   std::vector<Term> terms;
-  std::vector<torch::Tensor> given;
+  std::vector<torch::Tensor> values;
   std::int64_t samples = 0;
   for (const int worker : workers) {
-    Note& note = slice.notes[static_cast<std::size_t>(worker)];
-    samples += note.samples;
-    if (note.given && note.samples > 0) {
-      given.push_back(slice.place.in(inbox(worker)));
-      terms.push_back({given.back().const_data_ptr(), static_cast<double>(note.samples)});
-    }
-    note = {};
+    const Push push = std::exchange(slice.pushes[worker], {});
+    samples += push.samples;
+    if (!push.has_value || push.samples == 0) continue;
+    values.push_back(slice.place.in_block(inbox(worker)));
+    terms.push_back({values.back().const_data_ptr(), static_cast<double>(push.samples)});
   }
   if (terms.empty()) return {};
-  if (!slice.value.is_floating_point()) return given.front();
-  if (terms.size() == 1 && terms.front().weight == static_cast<double>(samples)) return given.front();
-  for (Term& term : terms) term.weight /= static_cast<double>(samples);
-  const torch::Tensor sum = slice.place.in(sums_);
+  if (!slice.value.is_floating_point()) return values.front();
+  const auto all = static_cast<double>(samples);
+  if (terms.size() == 1 && terms.front().weight == all) return values.front();
+  for (Term& term : terms) term.weight /= all;
+  const torch::Tensor sum = slice.place.in_block(sums_);
   weighted_sum_into(sum, terms);
   return sum;
 }
 
-// A gradient waits for update(); another value is there at once.
-void ServerTable::take(Slice& slice, const torch::Tensor& value) {
+// A gradient waits for update(); another value is stored at once.
+void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
   if (!value.defined()) return;
-  if (optimizer_ == nullptr || slice.place.trained == 0) {
+  if (slice.place.trained == 0) {
     slice.value.copy_(value);
-    if (slice.place.trained == 0) return;
-  } else {
-    slice.value.mutable_grad() = value;
+    return;
   }
+  if (optimizer_ != nullptr)
+    slice.value.mutable_grad() = value;
+  else
+    slice.value.copy_(value);
   changed_.push_back(&slice);
 }
 
+// The optimizer skips parameters without a gradient, so one step() updates exactly the slices that were merged.
 void ServerTable::update(double learning_rate) {
   if (changed_.empty()) return;
   if (optimizer_ != nullptr) {
@@ -113,23 +105,26 @@ void ServerTable::update(double learning_rate) {
 
 std::int64_t ServerTable::delay(int worker, SliceRange slices) const {
   std::int64_t most = 0;
-  for (const Slice& slice : in(slices))
-    most = std::max(most, slice.updates - slice.read_at[static_cast<std::size_t>(worker)]);
+  for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
   return most;
 }
 
 void ServerTable::mark_read(int worker, SliceRange slices) {
-  for (Slice& slice : in(slices)) slice.read_at[static_cast<std::size_t>(worker)] = slice.updates;
+  for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
 }
 
-Optimizer::StateTensors ServerTable::state_of(std::size_t slice) const {
-  if (optimizer_ == nullptr || slices_[slice].place.trained == 0) return {};
-  return optimizer_->state_of(slices_[slice].value);
+SliceState ServerTable::state_of(std::size_t number) const {
+  const Slice& slice = slices_[number];
+  SliceState copy{.value = slice.value.clone(), .state = {}};
+  if (optimizer_ == nullptr || slice.place.trained == 0) return copy;
+  for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) copy.state[name] = tensor.clone();
+  return copy;
 }
 
-void ServerTable::set(std::size_t slice, const torch::Tensor& value, const Optimizer::StateTensors& state) {
-  slices_[slice].value.copy_(value);
-  if (optimizer_ != nullptr && slices_[slice].place.trained != 0) optimizer_->set_state(slices_[slice].value, state);
+void ServerTable::set_state(std::size_t number, const SliceState& state) {
+  const Slice& slice = slices_[number];
+  torch::Tensor(slice.value).copy_(state.value);
+  if (optimizer_ != nullptr && slice.place.trained != 0) optimizer_->set_state(slice.value, state.state);
 }
 
 }  // namespace lockstep

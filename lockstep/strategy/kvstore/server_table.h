@@ -1,86 +1,87 @@
-// strategy/kvstore/server_table.h: what one server keeps: its slices of the values, the optimizer's state, and what
-// each worker has pushed and nobody has merged yet.
+// strategy/kvstore/server_table.h: what one server stores: its slices, the optimizer's state, and what each worker has
+// pushed that is not merged yet.
 //
-// Flow:    kvstore/server.h -> here -> optimizer/
-// Owns:    one block of values, and an inbox like it per worker
+// Flow:    server.h -> here -> optimizer/
+// Owns:    a block of values, a block for sums, and an inbox like them per worker
 // Threads: one at a time (the server's lock); a worker's inbox may be filled meanwhile
 // Ranks:   a server's own
 //
-// Memory, for B bytes of this server's slices and W workers: (1 + W) B, and the optimizer's state.
+// Memory, for B bytes of this server's slices and N workers: (2 + N) B, and the optimizer's state.
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
-#include "lockstep/strategy.h"
+#include "lockstep/base/int_vector.h"
+#include "lockstep/optimizer.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/strategy/kvstore/messages.h"
+#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 
 class ServerTable {
  public:
   void create(BlockLayout layout, int workers);
-  void set_inbox(int worker, torch::Tensor block) { inboxes_[static_cast<std::size_t>(worker)] = std::move(block); }
   bool created() const { return values_.defined(); }
-  void set_optimizer(const StrategyOptions& options);
+  void set_inbox(int worker, torch::Tensor block) { inboxes_[worker] = std::move(block); }
+  void set_optimizer(const UpdateOptions& options);
   bool has_optimizer() const { return optimizer_ != nullptr; }
 
   const BlockLayout& layout() const { return layout_; }
   const torch::Tensor& values() const { return values_; }
-  torch::Tensor inbox(int worker) const { return inboxes_[static_cast<std::size_t>(worker)]; }
+  const torch::Tensor& inbox(int worker) const { return inboxes_[worker]; }
 
   // ---- Pushes
 
-  // The worker's inbox holds its values of the slices that are `given`, one by one; samples weigh them.
-  void note(int worker, SliceRange slices, const std::vector<bool>& given, std::int64_t samples);
-  bool holds_any(int worker, SliceRange slices) const;  // noted, and not merged
-  int first_without(int worker,
-                    SliceRange slices) const;  // who has not noted what this worker has; the worker itself: nobody
+  // The worker's inbox holds its values of those slices that have one (1 in has_value, slice by slice). samples: their
+  // weight.
+  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples);
+  bool has_unmerged(int worker, SliceRange slices) const;
 
-  // Merges and applies those of the slices that all `workers` have noted.
-  void merge_complete(SliceRange slices, const std::vector<int>& workers, double learning_rate);
+  // Somebody who has not pushed a slice that this worker has pushed; the worker itself if there is nobody.
+  int first_missing(int worker, SliceRange slices) const;
 
-  // What one worker has noted, by itself.
-  void apply(int worker, SliceRange slices, double learning_rate) { merge_complete(slices, {worker}, learning_rate); }
+  // Merges those of the slices that all `workers` have pushed, and updates. learning_rate: NaN: the optimizer's own.
+  void merge(SliceRange slices, std::span<const int> workers, double learning_rate);
 
-  // The delay that the worker's gradient of these slices has now.
+  // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
+  // gradient is the difference now, the largest over the slices.
   std::int64_t delay(int worker, SliceRange slices) const;
   void mark_read(int worker, SliceRange slices);
 
-  // ---- Checkpoints
-
-  // The value of a slice and, once it was updated, the optimizer's state: 1-dimensional but for "step".
-  torch::Tensor value_of(std::size_t slice) const { return slices_[slice].value; }
-  Optimizer::StateTensors state_of(std::size_t slice) const;
-  void set(std::size_t slice, const torch::Tensor& value, const Optimizer::StateTensors& state);
+  // ---- Checkpoints. state_of: a copy; the optimizer's tensors have one dimension, but for "step".
+  SliceState state_of(std::size_t slice) const;
+  void set_state(std::size_t slice, const SliceState& state);
 
  private:
-  struct Note {
-    bool noted = false;
-    bool given = false;
+  struct Push {
+    bool unmerged = false;
+    bool has_value = false;
     std::int64_t samples = 0;
   };
   struct Slice {
     KeySlice place;
-    torch::Tensor value;      // in values_
-    std::vector<Note> notes;  // of each worker
+    torch::Tensor value;     // in values_
+    IntVector<Push> pushes;  // [worker]
     std::int64_t updates = 0;
-    std::vector<std::int64_t> read_at;  // by each worker: `updates` then
+    IntVector<std::int64_t> read_at;  // [worker] `updates` when it read
   };
 
-  std::span<Slice> in(SliceRange range);
-  std::span<const Slice> in(SliceRange range) const;
-  torch::Tensor merged(Slice& slice, const std::vector<int>& workers);
-  void take(Slice& slice, const torch::Tensor& value);
+  std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
+  std::span<const Slice> in(SliceRange range) const { return std::span(slices_).subspan(range.first, range.size()); }
+  torch::Tensor merged(Slice& slice, std::span<const int> workers);
+  void apply(Slice& slice, const torch::Tensor& value);
   void update(double learning_rate);
 
   BlockLayout layout_;
   torch::Tensor values_;
-  torch::Tensor sums_;  // where several workers' values are merged
-  std::vector<torch::Tensor> inboxes_;
+  torch::Tensor sums_;  // where values of several workers are added up
+  IntVector<torch::Tensor> inboxes_;
   std::vector<Slice> slices_;
   std::shared_ptr<Optimizer> optimizer_;
-  std::vector<Slice*> changed_;  // have a gradient
+  std::vector<Slice*> changed_;  // by this merge
 };
 
 }  // namespace lockstep

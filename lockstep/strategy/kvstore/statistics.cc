@@ -1,12 +1,16 @@
-#include "lockstep/strategy/kvstore/server_statistics.h"
+#include "lockstep/strategy/kvstore/statistics.h"
 
 #include <iomanip>
 #include <sstream>
+#include <vector>
 
 #include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
+
+constexpr std::int64_t kLines = 16;
+constexpr std::int64_t kBarWidth = 40;
 
 std::string number(double value) {
   return value == static_cast<double>(static_cast<std::int64_t>(value)) ? concat(static_cast<std::int64_t>(value))
@@ -19,20 +23,47 @@ std::string Span::text() const {
   return least() == most() ? number(least()) : concat(number(least()), "-", number(most()));
 }
 
-void ServerStatistics::add_gradient(const QuestionHeader& push, std::int64_t delay) {
-  if (push.samples == 0) return;
-  devices.add(static_cast<double>(push.devices));
-  samples_per_device.add(static_cast<double>(push.samples) / static_cast<double>(push.devices));
+std::int64_t DelayHistogram::gradients() const {
+  std::int64_t all = 0;
+  for (const auto& [delay, count] : counts_) all += count;
+  return all;
+}
+
+double DelayHistogram::mean() const {
+  double sum = 0;
+  for (const auto& [delay, count] : counts_) sum += static_cast<double>(delay * count);
+  return counts_.empty() ? 0 : sum / static_cast<double>(gradients());
+}
+
+std::string DelayHistogram::text() const {
+  const std::int64_t width = max() / kLines + 1;  // delays in a line
+  std::vector<std::int64_t> lines(max() / width + 1);
+  for (const auto& [delay, count] : counts_) lines[delay / width] += count;
+  const std::int64_t most = std::max<std::int64_t>(1, std::ranges::max(lines));
+  std::ostringstream out;
+  for (std::int64_t first = 0; const std::int64_t count : lines) {
+    const std::string delays = width == 1 ? concat(first) : concat(first, "-", first + width - 1);
+    out << "  delay " << std::setw(9) << std::left << delays << std::setw(10) << std::right << count << "  "
+        << std::string(count * kBarWidth / most, '#') << '\n';
+    first += width;
+  }
+  return std::move(out).str();
+}
+
+void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay) {
+  if (samples == 0) return;
+  devices.add(static_cast<double>(devices_of_worker));
+  samples_per_device.add(static_cast<double>(samples) / static_cast<double>(devices_of_worker));
   delays.add(delay);
 }
 
-void ServerStatistics::add_update(std::int64_t samples) {
+void StoreStatistics::add_update(std::int64_t samples) {
   if (samples == 0) return;
   ++updates;
   samples_per_update.add(static_cast<double>(samples));
 }
 
-Report ServerStatistics::report() const {
+Report StoreStatistics::report() const {
   Report report{{"workers", workers},
                 {"devices_per_worker", devices.most()},
                 {"examples_per_device", samples_per_device.most()},
@@ -45,7 +76,7 @@ Report ServerStatistics::report() const {
   return report;
 }
 
-std::string ServerStatistics::table() const {
+std::string StoreStatistics::table() const {
   std::ostringstream out;
   out << "  store                    devices   workers   examples per device   examples per update   max delay\n"
       << "  " << std::left << std::setw(22) << store << std::right << std::setw(10) << devices.text() << std::setw(10)

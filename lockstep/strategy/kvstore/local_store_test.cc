@@ -1,11 +1,11 @@
-#include "lockstep/kvstore.h"
-#include "lockstep/model/parameters.h"
-#include "lockstep/strategy/option_names.h"
+#include "lockstep/strategy/kvstore/local_store.h"
 
 #include <map>
 
+#include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/option_names.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -28,12 +28,12 @@ INSTANTIATE_TEST_SUITE_P(Kinds, LocalKindOfSize,
                                                               "local_allreduce_device"),
                                             ::testing::Values(1, 2, 3, 4)));
 
-TEST_P(LocalKindOfSize, S2_trains_as_one_device_does) {
+TEST_P(LocalKindOfSize, trains_as_one_device_does) {
   const auto [kind, devices] = GetParam();
   expect_same_course(course_of(small_task(), local(kind, devices)), on_one_device(small_task(), local(kind, devices)));
 }
 
-TEST_P(LocalKindOfSize, S2_takes_b_over_k_examples_per_device_and_b_per_update_without_delay) {
+TEST_P(LocalKindOfSize, takes_b_over_k_examples_per_device_and_b_per_update_without_delay) {
   const auto [kind, devices] = GetParam();
   const auto strategy = make_strategy(World::single(), small_task(), local(kind, devices));
   course_of(*strategy, 3, 12);
@@ -68,7 +68,7 @@ TEST_P(LocalKindOfSize, goes_on_from_a_checkpoint_with_the_same_bits) {
   expect_same_bits({values_of(after->model()), {}}, {course.parameters, {}});
 }
 
-TEST(S2_local, chooses_by_the_largest_weight_and_says_why) {
+TEST(LocalKind, chooses_by_the_largest_weight_and_says_why) {
   const auto choice = [](const std::string& model, int devices, torch::Device where) {
     return choose_local_kind(named_parameters(*model_task(model).make_model()), devices, where);
   };
@@ -86,10 +86,10 @@ TEST(S2_local, chooses_by_the_largest_weight_and_says_why) {
 
 // The store by itself.
 
-TEST(LocalKVStore, S2_adds_what_devices_push_and_gives_it_to_all) {
+TEST(LocalStore, sums_what_devices_push_and_gives_the_sum_to_all) {
   Devices devices({.count = 2});
   for (const SumOn where : {SumOn::kCpu, SumOn::kDevice}) {
-    LocalKVStore store(where, &devices);
+    LocalStore store(where, &devices);
     store.init({{"a", torch::zeros({2, 3})}, {"b", torch::zeros({4})}});
     store.push({"b"}, {{torch::full({4}, 1.0F)}, {torch::full({4}, 2.0F)}});
     const DeviceTensors into{{torch::ones({2, 3}), torch::zeros({4})}, {torch::ones({2, 3}), torch::zeros({4})}};
@@ -101,8 +101,8 @@ TEST(LocalKVStore, S2_adds_what_devices_push_and_gives_it_to_all) {
   }
 }
 
-TEST(LocalKVStore, S2_updates_with_an_optimizer_and_pulls_rows) {
-  LocalKVStore store(SumOn::kCpu, nullptr);
+TEST(LocalStore, updates_with_an_optimizer_and_pulls_rows) {
+  LocalStore store(SumOn::kCpu, nullptr);
   store.init({{"table", torch::arange(8, torch::kFloat32).view({4, 2})}}, {{"plain", torch::zeros({1})}});
   store.set_optimizer({.optimizer = SGDOptions{.lr = 0.5}});
   const torch::Tensor into = torch::zeros({4, 2});
@@ -116,13 +116,13 @@ TEST(LocalKVStore, S2_updates_with_an_optimizer_and_pulls_rows) {
   EXPECT_EQ(into[0][0].item<float>(), 7);
 }
 
-TEST(LocalKVStore, says_what_is_wrong) {
-  LocalKVStore store(SumOn::kCpu, nullptr);
+TEST(LocalStore, says_what_is_wrong) {
+  LocalStore store(SumOn::kCpu, nullptr);
   EXPECT_TRUE(contains(message_of<UsageError>([&] {
                          store.init({{"a", torch::ones({1})}, {"a", torch::ones({1})}});
                        }),
                        "two values"));
-  LocalKVStore good(SumOn::kCpu, nullptr);
+  LocalStore good(SumOn::kCpu, nullptr);
   good.init({{"a", torch::ones({2})}});
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.init({{"a", torch::ones({2})}}); }), "init()"));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.pull({"b"}, {{torch::ones({2})}}); }), "no key b"));
@@ -130,7 +130,7 @@ TEST(LocalKVStore, says_what_is_wrong) {
       message_of<UsageError>([&] { static_cast<void>(good.row_sparse_pull("a", torch::tensor({2}))); }), "rows of a"));
 }
 
-TEST(S2_kvstore, refuses_options_without_sense) {
+TEST(KVStoreStrategy, refuses_options_without_sense) {
   const auto refusal = [](const std::function<void(StrategyOptions&)>& change) {
     StrategyOptions options = local("local", 2);
     change(options);

@@ -1,11 +1,10 @@
-#include "lockstep/kvstore.h"
+#include "lockstep/strategy/kvstore/local_store.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {
@@ -14,12 +13,12 @@ constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: wher
 
 }  // namespace
 
-void LocalKVStore::create(const std::vector<torch::Tensor>& values) {
+void LocalStore::create(const std::vector<torch::Tensor>& values) {
   for (const torch::Tensor& value : values)
     values_.push_back(value.to(torch::kCPU, /*non_blocking=*/false, /*copy=*/true));
 }
 
-void LocalKVStore::set_optimizer(const StrategyOptions& options) {
+void LocalStore::set_optimizer(const UpdateOptions& options) {
   std::vector<torch::Tensor> trained;
   for (std::size_t key = 0; key < values_.size(); ++key)
     if (keys()[key].trained) trained.push_back(values_[key]);
@@ -27,43 +26,45 @@ void LocalKVStore::set_optimizer(const StrategyOptions& options) {
   optimizer_->attach(gradients_);
 }
 
-void LocalKVStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
+void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
   if (optimizer_ != nullptr) update(range, values, options.learning_rate);
-  for (std::int64_t key = range.first; key < range.last; ++key)
-    if (optimizer_ == nullptr || !keys()[static_cast<std::size_t>(key)].trained) replace(key, range, values);
+  for (std::size_t key = range.first; key < range.last; ++key) {
+    if (optimizer_ != nullptr && keys()[key].trained) continue;
+    DeviceTensors value;
+    for (const auto& device : values) value.push_back({device[key - range.first]});
+    replace(key, value);
+  }
 }
 
-// The optimizer adds up what the devices have, in the pass in which it updates.
-void LocalKVStore::update(KeyRange range, const DeviceTensors& values, double learning_rate) {
+// The optimizer has all trained keys as its parameters, so each device's list gets a place for every one of them: those
+// outside of `range` have no gradient and stay as they are. The optimizer sums over the lists in the pass that updates.
+void LocalStore::update(KeyRange range, const DeviceTensors& values, double learning_rate) {
   DeviceTensors gradients(values.size());
   for (std::size_t key = 0; key < values_.size(); ++key) {
     if (!keys()[key].trained) continue;
-    const std::int64_t place = static_cast<std::int64_t>(key) - range.first;
-    const bool given = 0 <= place && place < range.size();
+    const bool given = range.first <= key && key < range.last;
     for (std::size_t device = 0; device < values.size(); ++device)
-      gradients[device].push_back(given ? values[device][static_cast<std::size_t>(place)] : torch::Tensor());
+      gradients[device].push_back(given ? values[device][key - range.first] : torch::Tensor());
   }
   gradients_->set(std::move(gradients));
   if (!std::isnan(learning_rate)) set_learning_rate(*optimizer_, learning_rate);
   optimizer_->step();
 }
 
-void LocalKVStore::replace(std::int64_t key, KeyRange range, const DeviceTensors& values) {
-  DeviceTensors of_key;
-  for (const auto& device : values) of_key.push_back({device[static_cast<std::size_t>(key - range.first)]});
-  const torch::Tensor sum = sum_.sum(of_key, key).front();
-  if (sum.defined()) values_[static_cast<std::size_t>(key)].copy_(sum);
+void LocalStore::replace(std::size_t key, const DeviceTensors& value) {
+  const torch::Tensor sum = sum_.sum(value, key).front();
+  if (sum.defined()) values_[key].copy_(sum);
 }
 
-void LocalKVStore::pull(KeyRange range, const DeviceTensors& into) {
-  sum_.copy_to_all({values_.begin() + range.first, values_.begin() + range.last}, into);
-}
-
-torch::Tensor LocalKVStore::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
-  const std::int64_t key = number_of(name);
-  require_rows(keys()[static_cast<std::size_t>(key)], rows);
-  return values_[static_cast<std::size_t>(key)].index_select(0, rows);
+// Where a device's tensor is the store's own memory nothing is copied.
+void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
+  sum_.on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t key = range.first; key < range.last; ++key)
+      if (torch::Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))
+        to.copy_(values[key]);
+  });
 }
 
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where) {

@@ -1,10 +1,11 @@
 // A store on servers, whose ranks are threads, over each transport.
-#include "lockstep/kvstore.h"
+#include "lockstep/strategy/kvstore/client.h"
 
 #include <atomic>
 #include <mutex>
 #include <thread>
 
+#include "lockstep/strategy/kvstore/server.h"
 #include "tests/worlds.h"
 
 namespace lockstep {
@@ -16,15 +17,15 @@ using testing::Fabric;
 struct Cluster {
   int servers = 1;
   int workers = 2;
-  Consistency consistency = Consistency::kSync;
+  KVStoreKind kind = KVStoreKind::kDistSync;
   std::int64_t staleness = 0;
   std::int64_t split_above = 4;
   double threshold = 0;
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
 };
 
-using WorkerBody = std::function<void(DistKVStore& store, int worker)>;
-using ServerBody = std::function<void(KVServer& server)>;
+using WorkerBody = std::function<void(StoreClient& store, int worker)>;
+using ServerBody = std::function<void(StoreServer& server)>;
 
 void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
   testing::run_over(fabric, cluster.servers + cluster.workers,
@@ -33,18 +34,17 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                       Links links = connect_links(world, roles,
                                                   {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
                       if (const int number = roles.server_of(world.rank()); number >= 0) {
-                        for (const Link& other : links.servers)
-                          other.send(QuestionHeader{.question = Question::kGoodbye});
-                        KVServer server({.consistency = cluster.consistency,
-                                         .staleness = cluster.staleness,
-                                         .workers = roles.workers,
-                                         .server = number,
-                                         .servers = cluster.servers,
-                                         .timeout = cluster.timeout},
-                                        std::move(links.clients));
+                        for (const Link& other : links.servers) other.send(RequestHeader{.request = Request::kGoodbye});
+                        StoreServer server({.kind = cluster.kind,
+                                            .staleness = cluster.staleness,
+                                            .workers = roles.workers,
+                                            .server = number,
+                                            .servers = cluster.servers,
+                                            .timeout = cluster.timeout},
+                                           std::move(links.clients));
                         if (check) check(server);
                       } else {
-                        DistKVStore store({.consistency = cluster.consistency,
+                        StoreClient store({.kind = cluster.kind,
                                            .worker = roles.worker_of(world.rank()),
                                            .split_above = cluster.split_above,
                                            .threshold = cluster.threshold},
@@ -70,8 +70,8 @@ INSTANTIATE_TEST_SUITE_P(Clusters, DistStore,
                          });
 
 // Keys of several dtypes, split and whole; one worker's first values count.
-TEST_P(DistStore, S2_gives_every_worker_the_first_ones_values_and_then_the_mean_weighted_by_samples) {
-  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int worker) {
+TEST_P(DistStore, gives_every_worker_the_first_ones_values_then_the_weighted_mean) {
+  run_cluster(fabric(), cluster(), [&](StoreClient& store, int worker) {
     const auto w = static_cast<float>(worker);
     store.init(
         {{"a", torch::full({5, 2}, w)}, {"b", torch::full({3}, w)}, {"c", torch::full({7}, 2.0 + w, torch::kFloat64)}});
@@ -96,15 +96,15 @@ TEST_P(DistStore, S2_gives_every_worker_the_first_ones_values_and_then_the_mean_
   });
 }
 
-TEST_P(DistStore, S2_updates_on_its_servers_in_every_consistency) {
-  for (const Consistency consistency : {Consistency::kSync, Consistency::kAsync, Consistency::kBounded}) {
+TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
+  for (const KVStoreKind kind : {KVStoreKind::kDistSync, KVStoreKind::kDistAsync, KVStoreKind::kDistBounded}) {
     Cluster here = cluster();
-    here.consistency = consistency;
+    here.kind = kind;
     here.staleness = 1;
     std::mutex mutex;
     run_cluster(
         fabric(), here,
-        [&](DistKVStore& store, int) {
+        [&](StoreClient& store, int) {
           store.init({{"a", torch::zeros({6, 3})}, {"b", torch::zeros({2})}}, {{"plain", torch::zeros({1})}});
           store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
           const DeviceTensors into{{torch::ones({6, 3}), torch::ones({2}), torch::zeros({1})}};
@@ -114,28 +114,28 @@ TEST_P(DistStore, S2_updates_on_its_servers_in_every_consistency) {
           store.push({"plain"}, {{torch::full({1}, 5.0F)}});
           store.pull({"plain"}, {{into[0][2]}});
           EXPECT_EQ(into[0][2].item<float>(), 5);
-          if (consistency == Consistency::kSync) {
+          if (kind == KVStoreKind::kDistSync) {
             EXPECT_TRUE(torch::equal(into[0][0], torch::full({6, 3}, -10.0F)));
           }
         },
-        [&](KVServer& server) {
+        [&](StoreServer& server) {
           server.wait_for_pushes(10);
           const std::lock_guard lock(mutex);
-          const ServerStatistics found = server.statistics();
-          const int updates = consistency == Consistency::kSync ? 10 : 10 * here.workers;
+          const StoreStatistics found = server.statistics();
+          const int updates = kind == KVStoreKind::kDistSync ? 10 : 10 * here.workers;
           EXPECT_EQ(found.updates, updates);
           EXPECT_EQ(found.delays.gradients(), 10 * here.workers);
-          EXPECT_LE(found.delays.max(), consistency == Consistency::kSync      ? 0
-                                        : consistency == Consistency::kBounded ? 1
-                                                                               : 1000);
+          EXPECT_LE(found.delays.max(), kind == KVStoreKind::kDistSync      ? 0
+                                        : kind == KVStoreKind::kDistBounded ? 1
+                                                                            : 1000);
           for (const SliceState& slice : server.states())
             EXPECT_TRUE(slice.value.size(0) == 1 || torch::equal(slice.value, torch::full_like(slice.value, -updates)));
         });
   }
 }
 
-TEST_P(DistStore, S2_pulls_rows_of_a_split_key) {
-  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int) {
+TEST_P(DistStore, pulls_rows_of_a_split_key) {
+  run_cluster(fabric(), cluster(), [&](StoreClient& store, int) {
     store.init({{"small", torch::ones({2})}, {"table", torch::arange(40, torch::kFloat32).view({10, 2, 2})}});
     const torch::Tensor rows = store.row_sparse_pull("table", torch::tensor({9, 0, 4, 4}));
     EXPECT_TRUE(torch::equal(
@@ -145,10 +145,10 @@ TEST_P(DistStore, S2_pulls_rows_of_a_split_key) {
   });
 }
 
-TEST_P(DistStore, S2_sends_two_bits_per_element_and_what_is_left_with_the_next_push) {
+TEST_P(DistStore, sends_two_bits_per_element_and_the_rest_with_the_next_push) {
   Cluster here = cluster();
   here.threshold = 0.5;
-  run_cluster(fabric(), here, [&](DistKVStore& store, int) {
+  run_cluster(fabric(), here, [&](StoreClient& store, int) {
     store.init({{"a", torch::zeros({32, 2})}});
     const torch::Tensor into = torch::zeros({32, 2});
     float sum = 0;
@@ -162,9 +162,9 @@ TEST_P(DistStore, S2_sends_two_bits_per_element_and_what_is_left_with_the_next_p
   });
 }
 
-// Keys that a worker has no value for count as zero; where nobody has one nothing happens.
+// A key without a value counts as zero; a key that no worker has a value for stays as it is.
 TEST_P(DistStore, takes_values_that_only_some_workers_have) {
-  run_cluster(fabric(), cluster(), [&](DistKVStore& store, int worker) {
+  run_cluster(fabric(), cluster(), [&](StoreClient& store, int worker) {
     store.init({{"a", torch::zeros({4})}, {"b", torch::full({4}, 3.0F)}});
     const DeviceTensors into{{torch::zeros({4}), torch::zeros({4})}};
     store.push(KeyRange{0, 2}, {{worker == 0 ? torch::full({4}, 8.0F) : torch::Tensor(), torch::Tensor()}}, {});
@@ -174,14 +174,14 @@ TEST_P(DistStore, takes_values_that_only_some_workers_have) {
   });
 }
 
-TEST(DistKVStore, says_that_workers_have_different_keys) {
+TEST(StoreClient, says_that_workers_have_different_keys) {
   const auto differ = [] {
     run_cluster(
         Fabric::kSharedMemory, {},
-        [](DistKVStore& store, int worker) {
+        [](StoreClient& store, int worker) {
           store.init({{"a", torch::zeros({3 + worker})}});
         },
-        [](KVServer& server) {
+        [](StoreServer& server) {
           server.layout();
           server.wait_for_pushes(1);
         });
@@ -192,6 +192,35 @@ TEST(DistKVStore, says_that_workers_have_different_keys) {
   } catch (const Error& error) {
     EXPECT_TRUE(contains(error.what(), "other keys than the workers before it"));
   }
+}
+
+TEST(StoreClient, refuses_what_servers_with_parts_of_keys_cannot_do) {
+  run_cluster(Fabric::kSharedMemory, {.servers = 2}, [](StoreClient& store, int) {
+    store.init({{"a", torch::zeros({6})}});
+    EXPECT_THROW(store.set_optimizer({.optimizer = LAMBOptions{}}), UsageError);
+    EXPECT_THROW(store.set_optimizer({.clipping = {.max_norm = 1}}), UsageError);
+  });
+}
+
+TEST(KVStore, is_made_on_workers_while_servers_serve) {
+  std::atomic<int> servers{0};
+  run_ranks(5, [&](World& world) {
+    const auto store =
+        make_kvstore(world, {.kvstore = {.kind = KVStoreKind::kDistSync, .servers = 2, .split_above = 4}});
+    if (store == nullptr) {
+      ++servers;
+      return;
+    }
+    store->init({{"a", torch::zeros({6})}}, {{"counter", torch::zeros({1})}});
+    store->set_optimizer({.optimizer = SGDOptions{.lr = 1}});
+    const DeviceTensors into{{torch::zeros({6})}};
+    for (int step = 1; step <= 3; ++step) {
+      store->push_pull({"a"}, {{torch::ones({6})}}, into);
+      EXPECT_TRUE(torch::equal(into[0][0], torch::full({6}, -static_cast<float>(step))));
+    }
+    EXPECT_EQ(store->bytes_pushed(), 3 * 6 * 4);
+  });
+  EXPECT_EQ(servers, 2);
 }
 
 // ---- Who is slow or lost
@@ -213,12 +242,12 @@ std::string trouble_of(const std::function<void()>& run, double longest) {
   return text;
 }
 
-class DistStoreOver : public ::testing::TestWithParam<Fabric> {};
-INSTANTIATE_TEST_SUITE_P(Fabrics, DistStoreOver, ::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
+class StoreOver : public ::testing::TestWithParam<Fabric> {};
+INSTANTIATE_TEST_SUITE_P(Fabrics, StoreOver, ::testing::Values(Fabric::kSharedMemory, Fabric::kHosts),
                          [](const auto& test) { return testing::name_of(test.param); });
 
 void train(
-    DistKVStore& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
+    StoreClient& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
   store.init({{"a", torch::zeros({6})}});
   store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
   const DeviceTensors into{{torch::zeros({6})}};
@@ -229,7 +258,7 @@ void train(
   }
 }
 
-TEST_P(DistStoreOver, S2_dist_sync_ends_for_all_when_a_worker_is_lost) {
+TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
   std::mutex mutex;
   std::vector<std::string> said;
   const auto note = [&](const std::exception& error) {
@@ -240,7 +269,7 @@ TEST_P(DistStoreOver, S2_dist_sync_ends_for_all_when_a_worker_is_lost) {
       [&] {
         run_cluster(
             GetParam(), {.workers = 3},
-            [&](DistKVStore& store, int worker) {
+            [&](StoreClient& store, int worker) {
               try {
                 train(store, 50, [&](int step) {
                   if (worker == 1 && step == 5) throw Loss();
@@ -250,7 +279,7 @@ TEST_P(DistStoreOver, S2_dist_sync_ends_for_all_when_a_worker_is_lost) {
                 throw;
               }
             },
-            [&](KVServer& server) {
+            [&](StoreServer& server) {
               try {
                 server.wait_for_pushes(50);
               } catch (const PeerLost& error) {
@@ -266,18 +295,18 @@ TEST_P(DistStoreOver, S2_dist_sync_ends_for_all_when_a_worker_is_lost) {
   EXPECT_GE(naming, GetParam() == Fabric::kSharedMemory ? 3 : 1) << said[0] << said[1] << said[2];
 }
 
-TEST_P(DistStoreOver, S2_dist_async_goes_on_without_a_worker_that_is_lost) {
+TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
   std::int64_t updates = 0;
   const std::string text = trouble_of(
       [&] {
         run_cluster(
-            GetParam(), {.workers = 3, .consistency = Consistency::kAsync},
-            [&](DistKVStore& store, int worker) {
+            GetParam(), {.workers = 3, .kind = KVStoreKind::kDistAsync},
+            [&](StoreClient& store, int worker) {
               train(store, 50, [&](int step) {
                 if (worker == 1 && step == 5) throw Loss();
               });
             },
-            [&](KVServer& server) {
+            [&](StoreServer& server) {
               server.wait_for_pushes(50);
               updates = server.statistics().updates;
             });
@@ -287,14 +316,14 @@ TEST_P(DistStoreOver, S2_dist_async_goes_on_without_a_worker_that_is_lost) {
   EXPECT_TRUE(contains(text, "lost on purpose"));  // nothing else went wrong
 }
 
-TEST_P(DistStoreOver, S2_ends_when_the_server_is_lost) {
+TEST_P(StoreOver, ends_when_the_server_is_lost) {
   int told = 0;
   std::mutex mutex;
   trouble_of(
       [&] {
         run_cluster(
-            GetParam(), {.workers = 2, .consistency = Consistency::kAsync},
-            [&](DistKVStore& store, int) {
+            GetParam(), {.workers = 2, .kind = KVStoreKind::kDistAsync},
+            [&](StoreClient& store, int) {
               try {
                 train(store, 1000000);
               } catch (const PeerLost& error) {
@@ -303,7 +332,7 @@ TEST_P(DistStoreOver, S2_ends_when_the_server_is_lost) {
                 throw;
               }
             },
-            [](KVServer& server) {
+            [](StoreServer& server) {
               server.wait_for_pushes(20);
               throw Loss();
             });
@@ -313,7 +342,7 @@ TEST_P(DistStoreOver, S2_ends_when_the_server_is_lost) {
 }
 
 // A worker that stands still is lost after the timeout; until then dist_bounded waits for it.
-TEST(DistKVStore, S2_dist_bounded_waits_for_a_stopped_worker_and_goes_on_without_it) {
+TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_it) {
   std::int64_t updates = 0;
   DelayHistogram delays;
   std::atomic<int> reading{0}, done{0};
@@ -322,18 +351,18 @@ TEST(DistKVStore, S2_dist_bounded_waits_for_a_stopped_worker_and_goes_on_without
         run_cluster(
             Fabric::kSharedMemory,
             {.workers = 3,
-             .consistency = Consistency::kBounded,
+             .kind = KVStoreKind::kDistBounded,
              .staleness = 2,
              .timeout = std::chrono::milliseconds(1500)},
-            [&](DistKVStore& store, int worker) {
+            [&](StoreClient& store, int worker) {
               const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { ++done; });
               train(store, 40, [&](int step) {
                 if (step == 0) ++reading;
-                while (reading < 3) std::this_thread::yield();  // who has read nothing yet holds nobody up
+                while (reading < 3) std::this_thread::yield();  // a worker that has not read delays nobody
                 while (worker == 1 && done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
               });
             },
-            [&](KVServer& server) {
+            [&](StoreServer& server) {
               server.wait_for_pushes(40);
               updates = server.statistics().updates;
               delays = server.statistics().delays;

@@ -73,13 +73,13 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DistSyncOfSize,
                                                    "_workers");
                          });
 
-TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_servers_update) {
+TEST_P(DistSyncOfSize, trains_as_one_device_does_when_servers_update) {
   const auto [servers, workers] = GetParam();
   const Trained trained = train(workers, dist("dist_sync", servers));
   expect_same_course(trained.course, on_one_device(small_task(), dist("dist_sync")));
 }
 
-TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_workers_update) {
+TEST_P(DistSyncOfSize, trains_as_one_device_does_when_workers_update) {
   const auto [servers, workers] = GetParam();
   StrategyOptions options = dist("dist_sync", servers);
   options.kvstore.update_on_kvstore = false;
@@ -87,7 +87,7 @@ TEST_P(DistSyncOfSize, S2_trains_as_one_device_does_when_workers_update) {
   expect_same_course(train(workers, options).course, on_one_device(small_task(), options));
 }
 
-TEST(S2_dist_sync, trains_as_one_device_does_with_different_numbers_of_devices_per_worker) {
+TEST(DistSync, trains_as_one_device_does_with_different_numbers_of_devices_per_worker) {
   StrategyOptions options = dist("dist_sync", 2);
   options.devices = 2;  // workers have 1, 2 and 1
   options.optimizer = LAMBOptions{};
@@ -95,7 +95,7 @@ TEST(S2_dist_sync, trains_as_one_device_does_with_different_numbers_of_devices_p
   expect_same_course(trained.course, on_one_device(small_task(), options));
 }
 
-TEST(S2_dist_sync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_without_delay) {
+TEST(DistSync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_without_delay) {
   StrategyOptions options = dist("dist_sync");
   options.devices = 2;
   const Trained trained = train(2, options, small_task(), 5, 16);  // workers of 1 and 2 devices: b = 8
@@ -115,8 +115,8 @@ double distance(const Course& one, const Course& other) {
   return std::sqrt(sum);
 }
 
-// Two bits train a little differently: the residuals are what differs.
-TEST(S2_dist_sync, trains_with_two_bit_gradients) {
+// Two bits train a little differently: residuals are still to be sent at the end.
+TEST(DistSync, trains_with_two_bit_gradients) {
   StrategyOptions options = dist("dist_sync", 2);
   options.optimizer = SGDOptions{.lr = 0.1};
   options.compression = {.kind = Compression::kTwoBit, .amount = 0.05};
@@ -127,8 +127,8 @@ TEST(S2_dist_sync, trains_with_two_bit_gradients) {
   EXPECT_LT(off, 0.3 * distance(start, exact));
 }
 
-// Batch normalisation: everybody's buffers are the mean of the workers'.
-TEST(S2_dist_sync, keeps_buffers_equal) {
+// Batch normalisation: all buffers are the mean over the workers.
+TEST(DistSync, keeps_buffers_equal) {
   Task task = small_task();
   task.make_model = [] {
     torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::BatchNorm1d(4));
@@ -158,12 +158,12 @@ TEST(S2_dist_sync, keeps_buffers_equal) {
 
 // ---- dist_async and dist_bounded
 
-TEST(S2_dist_async, with_one_worker_trains_as_one_device_does) {
+TEST(DistAsync, with_one_worker_trains_as_one_device_does) {
   for (const int servers : {1, 2})
     expect_same_course(train(1, dist("dist_async", servers)).course, on_one_device(small_task(), dist("dist_sync")));
 }
 
-TEST(S2_dist_async, takes_b_examples_per_update_and_reports_the_delay) {
+TEST(DistAsync, takes_b_examples_per_update_and_reports_the_delay) {
   const Trained trained = train(3, dist("dist_async"), small_task(), 40, 12);
   EXPECT_EQ(trained.report.at("examples_per_update"), 4);
   EXPECT_EQ(trained.report.at("examples_per_device"), 4);
@@ -191,7 +191,7 @@ INSTANTIATE_TEST_SUITE_P(Bounds, DistBoundedBy, ::testing::Combine(::testing::Va
                                                    "_updates");
                          });
 
-TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worker_is_slow) {
+TEST_P(DistBoundedBy, applies_no_gradient_older_than_the_bound_when_a_worker_is_slow) {
   const auto [servers, bound] = GetParam();
   StrategyOptions options = dist("dist_bounded", servers);
   options.kvstore.staleness = bound;
@@ -215,7 +215,7 @@ TEST_P(DistBoundedBy, S2_no_gradient_is_ever_older_than_the_bound_though_a_worke
   EXPECT_LE(oldest, bound);
 }
 
-TEST_P(DistBoundedBy, S2_no_worker_waits_for_ever_while_others_go_on) {
+TEST_P(DistBoundedBy, lets_every_worker_finish) {
   const auto [servers, bound] = GetParam();
   StrategyOptions options = dist("dist_bounded", servers);
   options.kvstore.staleness = bound;
@@ -231,20 +231,20 @@ TEST_P(DistBoundedBy, S2_no_worker_waits_for_ever_while_others_go_on) {
       strategy->update();
       if (!strategy->has_data()) continue;
       const std::lock_guard lock(mutex);
-      const auto worker = static_cast<std::size_t>(world.rank() - servers);
+      const std::size_t worker = world.rank() - servers;
       ++done[worker];
       if (done[0] > 0 && done[1] > 0 && done[1 - worker] < kSteps) turns.push_back(worker);
     }
   });
-  // With one server a worker may stand still before it asks to read, and miss a turn.
+  // With one server a worker may be paused before it asks to read, and miss a turn.
   for (std::size_t i = 2; bound == 0 && servers > 1 && i < turns.size(); ++i)
     EXPECT_FALSE(turns[i] == turns[i - 1] && turns[i] == turns[i - 2]) << "three turns of worker " << turns[i];
   EXPECT_EQ(done[0], kSteps);
   EXPECT_EQ(done[1], kSteps);
 }
 
-// The first server asks the others nothing between two checkpoints, and is not taken for lost.
-TEST(S2_dist_async, with_several_servers_trains_for_longer_than_the_timeout) {
+// The first server asks the others nothing between two checkpoints, but is not taken for lost.
+TEST(DistAsync, with_several_servers_trains_for_longer_than_the_timeout) {
   StrategyOptions options = dist("dist_async", 2);
   options.timeout = std::chrono::milliseconds(1000 * LOCKSTEP_TEST_PATIENCE);
   std::atomic<bool> enough{false};
@@ -263,7 +263,7 @@ TEST(S2_dist_async, with_several_servers_trains_for_longer_than_the_timeout) {
   EXPECT_TRUE(enough);
 }
 
-TEST(S2_dist_async, has_no_bound_for_the_delay_of_a_slow_worker) {
+TEST(DistAsync, has_no_bound_for_the_delay_of_a_slow_worker) {
   const Trained trained = train(3, dist("dist_async"), small_task(), 30, kBatch, slow_first_worker(1));
   EXPECT_GT(trained.report.at("max_delay"), 3);
 }
@@ -291,7 +291,7 @@ Task odd_task() {
   return task;
 }
 
-TEST(S2_dist_sync, leaves_a_parameter_alone_that_no_worker_has_a_gradient_of) {
+TEST(DistSync, does_not_update_a_parameter_without_a_gradient) {
   for (const bool update_on_kvstore : {true, false}) {
     StrategyOptions options = dist("dist_sync", 2);
     options.kvstore.update_on_kvstore = update_on_kvstore;
@@ -303,11 +303,11 @@ TEST(S2_dist_sync, leaves_a_parameter_alone_that_no_worker_has_a_gradient_of) {
 
 // ---- Checkpoints
 
-class Resumed : public ::testing::TestWithParam<std::tuple<int, bool>> {};
-INSTANTIATE_TEST_SUITE_P(Servers, Resumed, ::testing::Combine(::testing::Values(1, 2), ::testing::Bool()));
+class ResumedWithServers : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(Servers, ResumedWithServers, ::testing::Combine(::testing::Values(1, 2), ::testing::Bool()));
 
-// The first server's model and optimizer hold what all servers have; put back, training goes on with the same bits.
-TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
+// The checkpoint of the first server holds the weights and states of all servers.
+TEST_P(ResumedWithServers, trains_on_with_the_same_bits) {
   const auto [servers, update_on_kvstore] = GetParam();
   StrategyOptions options = dist("dist_sync", servers);
   options.kvstore.update_on_kvstore = update_on_kvstore;
@@ -338,7 +338,9 @@ TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
       states.clear();
       for (const torch::Tensor& parameter : strategy->model().parameters()) {
         states.push_back(strategy->optimizer().state_of(parameter));
-        if (!states.back().empty()) EXPECT_EQ(states.back().at("step").item<float>(), static_cast<float>(to));
+        if (!states.back().empty()) {
+          EXPECT_EQ(states.back().at("step").item<float>(), static_cast<float>(to));
+        }
         for (auto& [name, tensor] : states.back()) tensor = tensor.clone();
       }
     });
@@ -349,7 +351,7 @@ TEST_P(Resumed, S2_a_servers_state_is_in_the_checkpoint) {
   expect_same_bits({resumed.parameters, {}}, {whole.parameters, {}});
 }
 
-TEST(S2_kvstore, refuses_what_its_servers_cannot_do) {
+TEST(KVStoreStrategy, refuses_what_its_servers_cannot_do) {
   const auto refusal = [](const StrategyOptions& options, int workers) {
     return message_of<UsageError>([&] {
       run_ranks(options.kvstore.servers + workers, [&](World& world) { make_strategy(world, small_task(), options); });

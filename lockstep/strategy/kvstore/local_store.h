@@ -1,0 +1,58 @@
+// strategy/kvstore/local_store.h: a store for the devices of one process.
+//
+// Memory: a copy of the values on the CPU; without an optimizer also one of what is pushed. With an optimizer the pass
+// that updates also sums over the devices: no sum is stored.
+//
+// Flow:    lockstep/kvstore.h -> here -> optimizer/
+// Owns:    the values, the optimizer
+// Threads: one scheduling thread
+// Ranks:   one process
+#pragma once
+
+#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/strategy/kvstore/device_sum.h"
+#include "lockstep/strategy/kvstore/store.h"
+
+namespace lockstep {
+
+class LocalStore : public Store {
+ public:
+  // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
+  LocalStore(SumOn where, Devices* devices)
+      : sum_(where, devices),
+        gradients_(std::make_shared<LocalGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
+
+  void set_optimizer(const UpdateOptions& options) override;
+  using Store::pull;
+  using Store::push;
+  void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) override;
+  void pull(KeyRange keys, const DeviceTensors& into) override;
+
+  // The stored values, and their optimizer: null before set_optimizer().
+  const std::vector<torch::Tensor>& values() const { return values_; }
+  const std::shared_ptr<Optimizer>& optimizer() const { return optimizer_; }
+
+ protected:
+  void create(const std::vector<torch::Tensor>& values) override;
+  torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) override {
+    return values_[key].index_select(0, rows);
+  }
+
+ private:
+  void update(KeyRange keys, const DeviceTensors& values, double learning_rate);
+  void replace(std::size_t key, const DeviceTensors& value);
+
+  DeviceSum sum_;
+  std::vector<torch::Tensor> values_;
+  std::shared_ptr<Optimizer> optimizer_;
+  std::shared_ptr<LocalGradients> gradients_;
+};
+
+// local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses.
+struct ChosenKind {
+  KVStoreKind kind;
+  std::string reason;
+};
+ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where);
+
+}  // namespace lockstep

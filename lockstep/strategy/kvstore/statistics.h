@@ -1,0 +1,67 @@
+// strategy/kvstore/statistics.h: what a store measures: batch sizes, updates, and the delay of each gradient.
+//
+// Threads: one at a time (the server's lock); a copy is a value
+// Ranks:   a server's own
+//
+// The delay of a gradient is the number of updates made with other gradients between the moment its worker read the
+// weights and the moment it is applied.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <string>
+
+#include "lockstep/strategy.h"
+
+namespace lockstep {
+
+// Least and most of what was added.
+class Span {
+ public:
+  void add(double value) {
+    least_ = std::min(least_, value);
+    most_ = std::max(most_, value);
+  }
+  double least() const { return least_ > most_ ? 0 : least_; }
+  double most() const { return least_ > most_ ? 0 : most_; }
+  std::string text() const;  // "32", or "32-33"
+
+ private:
+  double least_ = std::numeric_limits<double>::max();
+  double most_ = std::numeric_limits<double>::lowest();
+};
+
+class DelayHistogram {
+ public:
+  void add(std::int64_t delay) { ++counts_[delay]; }
+
+  std::int64_t gradients() const;
+  std::int64_t max() const { return counts_.empty() ? 0 : counts_.rbegin()->first; }
+  double mean() const;
+  const std::map<std::int64_t, std::int64_t>& counts() const { return counts_; }  // delay -> gradients
+  std::string text() const;  // at most 17 lines with a bar each, several delays in a line where there are more
+
+ private:
+  std::map<std::int64_t, std::int64_t> counts_;
+};
+
+struct StoreStatistics {
+  std::string store;  // its kind, such as "dist_async"
+  int workers = 0;
+  std::int64_t updates = 0;
+  Span devices;             // of a worker
+  Span samples_per_device;  // in one gradient
+  Span samples_per_update;
+  DelayHistogram delays;
+
+  // Gradients and updates of no samples are not counted.
+  void add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay);
+  void add_update(std::int64_t samples);
+
+  Report report() const;
+  std::string table() const;  // a row, and the histogram if any gradient had a delay
+};
+
+}  // namespace lockstep
