@@ -31,7 +31,7 @@ Conv2dOptions conv_options(std::int64_t in, std::int64_t out, std::int64_t windo
 std::int64_t channels_out(std::int64_t width, bool bottleneck) { return bottleneck ? 4 * width : width; }
 
 // He et al., "Delving deep into rectifiers" (2015).
-void initialise(torch::nn::Module& model) {
+void initialise_kaiming(torch::nn::Module& model) {
   for (torch::Tensor& weight : model.parameters())
     if (weight.dim() == 4) torch::nn::init::kaiming_normal_(weight, 0, torch::kFanOut, torch::kReLU);
 }
@@ -93,7 +93,7 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options)
     register_module("layer" + std::to_string(group + 1), groups_[group]);
   }
   fc_ = register_module("fc", torch::nn::Linear(channels, options.classes));
-  initialise(*this);
+  initialise_kaiming(*this);
 }
 
 torch::Tensor ResNetImpl::stem(const torch::Tensor& images) {
