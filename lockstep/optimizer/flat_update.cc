@@ -5,7 +5,7 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/optimizer/mean.h"
-#include "lockstep/optimizer/pieces.h"
+#include "lockstep/optimizer/chunks.h"
 #include "lockstep/optimizer/side_array.h"
 
 namespace lockstep {
@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t kPiecesPerTask = 8;  // of a thread
 
-// Squares of 2-norms over one piece, written by the rank that owns the piece.
+// Squares of 2-norms over one chunk, written by the rank that owns the chunk.
 struct Norms {
   double gradient;
   double parameter;
@@ -55,18 +55,18 @@ void convert(const From* __restrict from, std::int64_t count, To* __restrict to)
 
 // Note [The fused pass]
 // All ranks run the step at the same time. Each reads the gradients of all ranks, and writes parameters, state and
-// scratch memory of its own pieces only, so no element has two writers and the result does not depend on timing.
+// scratch memory of its own chunks only, so no element has two writers and the result does not depend on timing.
 //
-// Without norms there is one pass and no barrier: for each own piece, sum the gradients into a buffer on the stack,
+// Without norms there is one pass and no barrier: for each own chunk, sum the gradients into a buffer on the stack,
 // apply the rule to parameter and state, store.
 //
 // With norms (clipping by norm, loss scaling, layerwise rules) nothing may be updated before all gradients are known:
-//   reduce()            own pieces: the mean gradient into scratch memory, the square of its norm into norms_
+//   reduce()            own chunks: the mean gradient into scratch memory, the square of its norm into norms_
 //                       barrier: all norms are written
-//                       every rank adds up the norms of all pieces in their order, and so decides the same
-//   find_directions()   layerwise rules: own pieces: the direction into scratch memory, norms into norms_
+//                       every rank adds up the norms of all chunks in their order, and so decides the same
+//   find_directions()   layerwise rules: own chunks: the direction into scratch memory, norms into norms_
 //                       barrier, then every rank computes the same trust ratio of each parameter
-//   update_from_scratch_memory()  own pieces: apply the rule
+//   update_from_scratch_memory()  own chunks: apply the rule
 // norms_ needs no third barrier: the two phases write different fields, and the next step writes only after
 // GradientSource::end_update(), which every rank calls when it has read them.
 class FlatUpdate::Impl {
@@ -75,9 +75,9 @@ class FlatUpdate::Impl {
       : memory_(std::move(memory)),
         parameters_(std::move(parameters)),
         options_(std::move(options)),
-        pieces_(cut_into_pieces(sizes_of(parameters_))),
-        first_(first_piece_of(memory_->rank(), memory_->size(), pieces_)),
-        last_(first_piece_of(memory_->rank() + 1, memory_->size(), pieces_)),
+        chunks_(cut_into_chunks(sizes_of(parameters_))),
+        first_(first_chunk_of(memory_->rank(), memory_->size(), chunks_)),
+        last_(first_chunk_of(memory_->rank() + 1, memory_->size(), chunks_)),
         steps_(parameters_.size()),
         data_(parameters_.size()) {
     const auto every = [](const torch::Tensor&) { return true; };
@@ -134,44 +134,44 @@ class FlatUpdate::Impl {
     for (std::size_t i = 0; i < parameters_.size(); ++i) steps_[i] += is_updated_[i] ? 1 : 0;
   }
 
-  // Calls each(number, piece, T()) for this rank's pieces of parameters that are updated in this step, on several
+  // Calls each(number, chunk, T()) for this rank's chunks of parameters that are updated in this step, on several
   // threads. T is the type that the parameter is computed in.
   template <class Each>
-  void for_own_pieces(const Step& step, const Each& each) {
+  void for_own_chunks(const Step& step, const Each& each) {
     const auto part = [&](std::size_t from, std::size_t to) {
       for (std::size_t i = from; i < to; ++i) {
-        const Piece& piece = pieces_[i];
-        if (!is_updated_[piece.parameter]) continue;
-        if (computed_in(parameters_[piece.parameter]) == torch::kFloat64)
-          each(i, piece, double());
+        const Chunk& chunk = chunks_[i];
+        if (!is_updated_[chunk.parameter]) continue;
+        if (computed_in(parameters_[chunk.parameter]) == torch::kFloat64)
+          each(i, chunk, double());
         else
-          each(i, piece, float());
+          each(i, chunk, float());
       }
     };
     step.gradients.parallel_for(first_, last_, kPiecesPerTask, part);
   }
 
   void update_in_one_pass(const Step& step) {
-    for_own_pieces(step, [&](std::size_t, const Piece& piece, auto type) {
+    for_own_chunks(step, [&](std::size_t, const Chunk& chunk, auto type) {
       using T = decltype(type);
       alignas(kCacheLine) T gradient[kMaxRun];
-      sum_gradients(step, piece, gradient);
-      if (step.treatment.max_value > 0) scale_and_clamp(gradient, piece.count, 1, step.treatment.max_value);
-      update(step, piece, gradient, /*trust=*/1);
+      sum_gradients(step, chunk, gradient);
+      if (step.treatment.max_value > 0) scale_and_clamp(gradient, chunk.count, 1, step.treatment.max_value);
+      update(step, chunk, gradient, /*trust=*/1);
     });
   }
 
   void reduce(const Step& step) {
     make_room_for_norms();
-    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
+    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      sum_gradients(step, piece, gradient);
-      norms()[number].gradient = square_norm(gradient, piece.count);
+      sum_gradients(step, chunk, gradient);
+      norms()[number].gradient = square_norm(gradient, chunk.count);
     });
     memory_->barrier();
     double sum = 0;
-    for (std::size_t i = 0; i < pieces_.size(); ++i) sum += is_updated_[pieces_[i].parameter] ? norms()[i].gradient : 0;
+    for (std::size_t i = 0; i < chunks_.size(); ++i) sum += is_updated_[chunks_[i].parameter] ? norms()[i].gradient : 0;
     gradient_norm_ = std::sqrt(sum);
   }
 
@@ -182,14 +182,14 @@ class FlatUpdate::Impl {
 
   void find_directions(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
+    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      scale_and_clamp(gradient, piece.count, factor, step.treatment.max_value);
-      const Run<T> run = run_of(piece, gradient, /*trust=*/1);
-      step.rule.direct(group_of(step, piece), run);
-      norms()[number].parameter = square_norm(run.parameter, piece.count);
-      norms()[number].direction = square_norm(gradient, piece.count);
+      scale_and_clamp(gradient, chunk.count, factor, step.treatment.max_value);
+      const Run<T> run = run_of(chunk, gradient, /*trust=*/1);
+      step.rule.direct(group_of(step, chunk), run);
+      norms()[number].parameter = square_norm(run.parameter, chunk.count);
+      norms()[number].direction = square_norm(gradient, chunk.count);
     });
     memory_->barrier();
     find_trust_ratios(step);
@@ -197,9 +197,9 @@ class FlatUpdate::Impl {
 
   void find_trust_ratios(const Step& step) {
     std::vector<double> parameter(parameters_.size()), direction(parameters_.size());
-    for (std::size_t i = 0; i < pieces_.size(); ++i) {
-      parameter[pieces_[i].parameter] += norms()[i].parameter;
-      direction[pieces_[i].parameter] += norms()[i].direction;
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      parameter[chunks_[i].parameter] += norms()[i].parameter;
+      direction[chunks_[i].parameter] += norms()[i].direction;
     }
     trust_.resize(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -209,91 +209,91 @@ class FlatUpdate::Impl {
 
   void update_from_scratch_memory(const Step& step) {
     const double factor = clip_factor(step.treatment);
-    for_own_pieces(step, [&](std::size_t number, const Piece& piece, auto type) {
+    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
-      if (!step.rule.layerwise()) scale_and_clamp(gradient, piece.count, factor, step.treatment.max_value);
-      update(step, piece, gradient, step.rule.layerwise() ? trust_[piece.parameter] : 1);
+      if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.treatment.max_value);
+      update(step, chunk, gradient, step.rule.layerwise() ? trust_[chunk.parameter] : 1);
     });
   }
 
   // mean[i]: the weighted sum over all sources, the loss scale divided out.
   template <class T>
-  void sum_gradients(const Step& step, const Piece& piece, T* mean) const {
+  void sum_gradients(const Step& step, const Chunk& chunk, T* mean) const {
     const auto& weights = step.gradients.weights;
     thread_local std::vector<Term> terms;
     terms.clear();
     for (std::size_t s = 0; s < weights.size(); ++s)
       terms.push_back(
-          {step.gradients.pointers[piece.parameter * weights.size() + s], weights[s] / step.treatment.loss_scale});
-    weighted_sum<T>(terms, parameters_[piece.parameter].scalar_type(), piece.begin, piece.count, mean);
+          {step.gradients.pointers[chunk.parameter * weights.size() + s], weights[s] / step.treatment.loss_scale});
+    weighted_sum<T>(terms, parameters_[chunk.parameter].scalar_type(), chunk.begin, chunk.count, mean);
   }
 
   template <class T>
-  void update(const Step& step, const Piece& piece, T* gradient, double trust) {
-    const Run<T> run = run_of(piece, gradient, trust);
-    step.rule.update(group_of(step, piece), run);
-    if (average_) update_average(piece, run);
-    if constexpr (std::is_same_v<T, float>) store_16_bit(piece, run.parameter);
+  void update(const Step& step, const Chunk& chunk, T* gradient, double trust) {
+    const Run<T> run = run_of(chunk, gradient, trust);
+    step.rule.update(group_of(step, chunk), run);
+    if (average_) update_average(chunk, run);
+    if constexpr (std::is_same_v<T, float>) store_16_bit(chunk, run.parameter);
   }
 
-  const UpdateRule::Group& group_of(const Step& step, const Piece& piece) const {
-    return step.groups[options_.group_of[piece.parameter]];
+  const UpdateRule::Group& group_of(const Step& step, const Chunk& chunk) const {
+    return step.groups[options_.group_of[chunk.parameter]];
   }
 
   template <class T>
-  Run<T> run_of(const Piece& piece, T* gradient, double trust) {
-    const std::size_t i = piece.parameter;
+  Run<T> run_of(const Chunk& chunk, T* gradient, double trust) {
+    const std::size_t i = chunk.parameter;
     Run<T> run{
-        .count = piece.count, .parameter = values<T>(piece), .gradient = gradient, .step = steps_[i], .trust = trust};
-    for (std::size_t s = 0; s < states_.size(); ++s) run.state[s] = states_[s].of<T>(i) + piece.begin;
+        .count = chunk.count, .parameter = values<T>(chunk), .gradient = gradient, .step = steps_[i], .trust = trust};
+    for (std::size_t s = 0; s < states_.size(); ++s) run.state[s] = states_[s].of<T>(i) + chunk.begin;
     return run;
   }
 
   // What the rule updates: the parameter itself, or the float32 master of a 16-bit one, which its first step fills.
   template <class T>
-  T* values(const Piece& piece) {
-    const torch::Tensor& parameter = parameters_[piece.parameter];
-    if (!is_16_bit(parameter)) return stored<T>(piece);
-    T* const master = masters_.of<T>(piece.parameter) + piece.begin;
-    if (steps_[piece.parameter] != 1) return master;
+  T* values(const Chunk& chunk) {
+    const torch::Tensor& parameter = parameters_[chunk.parameter];
+    if (!is_16_bit(parameter)) return stored<T>(chunk);
+    T* const master = masters_.of<T>(chunk.parameter) + chunk.begin;
+    if (steps_[chunk.parameter] != 1) return master;
     if (parameter.scalar_type() == torch::kBFloat16)
-      convert(stored<c10::BFloat16>(piece), piece.count, master);
+      convert(stored<c10::BFloat16>(chunk), chunk.count, master);
     else
-      convert(stored<c10::Half>(piece), piece.count, master);
+      convert(stored<c10::Half>(chunk), chunk.count, master);
     return master;
   }
 
   template <class T>
-  T* stored(const Piece& piece) const {
-    return reinterpret_cast<T*>(data_[piece.parameter]) + piece.begin;
+  T* stored(const Chunk& chunk) const {
+    return reinterpret_cast<T*>(data_[chunk.parameter]) + chunk.begin;
   }
 
-  void store_16_bit(const Piece& piece, const float* master) const {
-    const torch::ScalarType dtype = parameters_[piece.parameter].scalar_type();
-    if (dtype == torch::kBFloat16) convert(master, piece.count, stored<c10::BFloat16>(piece));
-    if (dtype == torch::kFloat16) convert(master, piece.count, stored<c10::Half>(piece));
+  void store_16_bit(const Chunk& chunk, const float* master) const {
+    const torch::ScalarType dtype = parameters_[chunk.parameter].scalar_type();
+    if (dtype == torch::kBFloat16) convert(master, chunk.count, stored<c10::BFloat16>(chunk));
+    if (dtype == torch::kFloat16) convert(master, chunk.count, stored<c10::Half>(chunk));
   }
 
   template <class T>
-  void update_average(const Piece& piece, const Run<T>& run) {
-    T* const average = average_.of<T>(piece.parameter) + piece.begin;
+  void update_average(const Chunk& chunk, const Run<T>& run) {
+    T* const average = average_.of<T>(chunk.parameter) + chunk.begin;
     if (run.step == 1)
-      std::copy_n(run.parameter, piece.count, average);
+      std::copy_n(run.parameter, chunk.count, average);
     else
-      move_average(average, run.parameter, piece.count, options_.ema_decay);
+      move_average(average, run.parameter, chunk.count, options_.ema_decay);
   }
 
-  // Where the gradient of an own piece is kept between two passes: private memory, 8 bytes for each element.
+  // Where the gradient of an own chunk is kept between two passes: private memory, 8 bytes for each element.
   template <class T>
-  T* scratch(std::size_t piece) {
-    return reinterpret_cast<T*>(scratch_.data() + (piece - first_) * kMaxRun * sizeof(double));
+  T* scratch(std::size_t chunk) {
+    return reinterpret_cast<T*>(scratch_.data() + (chunk - first_) * kMaxRun * sizeof(double));
   }
 
   // Collective, in the first step that needs norms.
   void make_room_for_norms() {
     if (norms_ != nullptr) return;
-    norms_ = memory_->allocate_common(std::max<std::size_t>(pieces_.size(), 1) * sizeof(Norms));
+    norms_ = memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms));
     scratch_.resize((last_ - first_) * kMaxRun * sizeof(double));
   }
 
@@ -302,8 +302,8 @@ class FlatUpdate::Impl {
   std::shared_ptr<SharedMemory> memory_;
   std::vector<torch::Tensor> parameters_;
   Options options_;
-  std::vector<Piece> pieces_;
-  std::size_t first_;  // this rank owns pieces [first_, last_)
+  std::vector<Chunk> chunks_;
+  std::size_t first_;  // this rank owns chunks [first_, last_)
   std::size_t last_;
   std::vector<SideArray> states_;
   SideArray average_;
@@ -311,7 +311,7 @@ class FlatUpdate::Impl {
   std::vector<std::int64_t> steps_;
   std::vector<std::byte*> data_;      // of each parameter, in this step
   std::vector<char> is_updated_;      // in this step, each parameter: some source has a gradient for it
-  std::shared_ptr<std::byte> norms_;  // a Norms for each piece, shared
+  std::shared_ptr<std::byte> norms_;  // a Norms for each chunk, shared
   std::vector<std::byte> scratch_;
   std::vector<double> trust_;  // of each parameter
   double gradient_norm_ = 0;

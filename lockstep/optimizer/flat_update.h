@@ -5,8 +5,8 @@
 // Threads: one thread, which spreads the work over torch's intra-op threads
 // Ranks:   the ranks that share `memory` make the same calls in the same order
 //
-// Parameters are cut into pieces of at most 4096 elements, the same on every rank, and each of p ranks owns a contiguous
-// range of them with 1/p of all elements. For each piece the owner sums the gradients of all ranks into a buffer that
+// Parameters are cut into chunks of at most 4096 elements, the same on every rank, and each of p ranks owns a contiguous
+// range of them with 1/p of all elements. For each chunk the owner sums the gradients of all ranks into a buffer that
 // stays in its first-level cache, and applies the rule from there: gradients, state and parameters pass through memory
 // once.
 //

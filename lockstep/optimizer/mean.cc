@@ -34,7 +34,7 @@ void add(const T* __restrict addend, std::int64_t count, T* __restrict sum) {
 // The tree's left half has as many terms as the largest power of two below their number, so a pair of neighbours is
 // never separated. This is what makes virtual shards independent of the number of ranks: with V shards there are V
 // terms in the same order, whichever rank computed which, hence the same tree and the same bits. Each level needs one
-// buffer of a piece on the stack: log2(terms) times 16 or 32 KiB.
+// buffer of a chunk on the stack: log2(terms) times 16 or 32 KiB.
 template <class Data, class T>
 void sum_tree(std::span<const Term> terms, std::int64_t begin, std::int64_t count, T* sum) {
   if (terms.size() == 1 && terms[0].data == nullptr) return static_cast<void>(std::fill_n(sum, count, T(0)));

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <span>
 
-#include "lockstep/optimizer/pieces.h"
+#include "lockstep/optimizer/chunks.h"
 
 namespace lockstep {
 

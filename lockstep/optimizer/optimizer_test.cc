@@ -83,15 +83,15 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
     EXPECT_EQ(rule.threads(), threads);
   }
   at::set_num_threads(before);
-  std::int64_t pieces = 0;
-  gradients.parallel_for = [&pieces](std::int64_t begin, std::int64_t end, std::int64_t, const auto& part) {
+  std::int64_t chunks = 0;
+  gradients.parallel_for = [&chunks](std::int64_t begin, std::int64_t end, std::int64_t, const auto& part) {
     std::thread([&] { part(begin, end); }).join();
-    pieces = end - begin;
+    chunks = end - begin;
   };
   const NotingRule rule;
   flat.run(rule, groups, gradients, {});
   EXPECT_EQ(rule.threads(), 1);
-  EXPECT_EQ(pieces, (1 << 18) / 4096);
+  EXPECT_EQ(chunks, (1 << 18) / 4096);
 }
 
 TEST(SGD, follows_libtorchs_sgd) {
@@ -240,7 +240,7 @@ TEST(Optimizer, refuses_a_group_with_options_of_another_optimizer) {
   EXPECT_TRUE(contains(message_of<UsageError>([&] { sgd.step(); }), "options of another optimizer"));
 }
 
-// Many pieces, cut between parameters of different sizes and types, by several threads of one rank.
+// Many chunks, cut between parameters of different sizes and types, by several threads of one rank.
 TEST(Optimizer, updates_large_parameters_as_small_ones) {
   Tensors mine, theirs;
   for (const std::int64_t size : {1, 4095, 4096, 4097, 100000})
