@@ -7,7 +7,7 @@ namespace {
 
 template <std::size_t N, class Enum>
 std::string name_in(const std::array<const char*, N>& names, Enum value) {
-  const auto index = static_cast<std::size_t>(value);
+  const auto index = static_cast<unsigned>(value);
   return index < N ? names[index] : "unknown";
 }
 
@@ -15,7 +15,7 @@ std::string name_in(const std::array<const char*, N>& names, Enum value) {
 
 std::size_t size_of(DType dtype) {
   static constexpr std::array<std::size_t, kDTypes> kSizes{4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
-  return kSizes[static_cast<std::size_t>(dtype)];
+  return kSizes[static_cast<unsigned>(dtype)];
 }
 
 std::string to_string(DType dtype) {

@@ -59,7 +59,7 @@ void use_share_of_cores(int rank, int ranks) {
   at::set_num_threads(static_cast<int>(mine.size()));
 }
 
-std::string reason_of(const std::exception_ptr& error) {
+std::string message_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& exception) {
@@ -89,7 +89,7 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
       body(world);
     } catch (...) {
       first_error.keep(std::current_exception());
-      if (state) connection->fail(reason_of(std::current_exception()));
+      if (state) connection->fail(message_of(std::current_exception()));
     }
   };
   std::vector<std::thread> threads;

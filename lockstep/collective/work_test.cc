@@ -30,7 +30,7 @@ TEST_P(WorkOf, an_all_reduce_can_be_waited_for_out_of_order) {
     }
     const int first = world.rank() * 2 + 1;  // another one on each rank
     for (int i = 0; i < 8; ++i) {
-      const auto which = static_cast<std::size_t>((first + 3 * i) % 8);
+      const auto which = static_cast<unsigned>((first + 3 * i) % 8);
       under_way[which].wait();
       EXPECT_TRUE(same(tensors[which], ones(3 * static_cast<float>(which))));
     }

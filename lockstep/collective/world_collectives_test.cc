@@ -134,7 +134,7 @@ TEST_P(EveryWorld, reduce_scatter_takes_parts_of_different_sizes) {
     const int n = world.size();
     const Rows rows = uneven_rows(n, 2);
     const Rows shape{sum_of(rows, n), 7};
-    const std::int64_t mine = rows[static_cast<std::size_t>(world.rank())];
+    const std::int64_t mine = rows[static_cast<unsigned>(world.rank())];
     for (const auto dtype : kDtypes) {
       const torch::Tensor part =
           world.reduce_scatter(values_of(world.rank(), shape, dtype), {.op = ReduceOp::kMax, .rows = rows});
@@ -172,10 +172,10 @@ TEST_P(EveryWorld, all_gather_rows_joins_tensors_of_different_lengths) {
     const Rows rows = uneven_rows(world.size(), 1);
     for (const auto dtype : kDtypes)
       for (const Rows& told : {rows, Rows()}) {
-        const Rows mine{rows[static_cast<std::size_t>(world.rank())], 5};
+        const Rows mine{rows[static_cast<unsigned>(world.rank())], 5};
         const torch::Tensor joined = world.all_gather_rows(values_of(world.rank(), mine, dtype), {.rows = told});
         for (int rank = 0; rank < world.size(); ++rank) {
-          const std::int64_t theirs = rows[static_cast<std::size_t>(rank)];
+          const std::int64_t theirs = rows[static_cast<unsigned>(rank)];
           EXPECT_TRUE(same(joined.narrow(0, sum_of(rows, rank), theirs), values_of(rank, {theirs, 5}, dtype)));
         }
       }
@@ -216,7 +216,7 @@ TEST_P(EveryWorld, all_to_all_takes_parts_of_different_sizes) {
     const auto sent_by = [n](int rank) { return uneven_rows(n, rank); };
     const Rows mine = sent_by(world.rank());
     Rows received_rows;
-    for (int rank = 0; rank < n; ++rank) received_rows.push_back(sent_by(rank)[static_cast<std::size_t>(world.rank())]);
+    for (int rank = 0; rank < n; ++rank) received_rows.push_back(sent_by(rank)[static_cast<unsigned>(world.rank())]);
     for (const auto dtype : kDtypes)
       for (const Rows& told : {received_rows, Rows()}) {
         const torch::Tensor received = world.all_to_all(values_of(world.rank(), {sum_of(mine, n), 4}, dtype),
@@ -225,7 +225,7 @@ TEST_P(EveryWorld, all_to_all_takes_parts_of_different_sizes) {
           const Rows theirs = sent_by(rank);
           const torch::Tensor part =
               values_of(rank, {sum_of(theirs, n), 4}, dtype)
-                  .narrow(0, sum_of(theirs, world.rank()), theirs[static_cast<std::size_t>(world.rank())]);
+                  .narrow(0, sum_of(theirs, world.rank()), theirs[static_cast<unsigned>(world.rank())]);
           EXPECT_TRUE(same(received.narrow(0, sum_of(received_rows, rank), part.size(0)), part));
         }
       }
@@ -254,7 +254,7 @@ TEST_P(EveryWorld, tensors_with_gaps_are_copied_in_and_out) {
     for (int rank = 0; rank < n; ++rank) EXPECT_TRUE(same(gathered[rank], transposed(rank)));
 
     const torch::Tensor output = torch::zeros({6, 8}).slice(1, 0, 8, 2);
-    const torch::Tensor parts = torch::stack(std::vector<torch::Tensor>(static_cast<std::size_t>(n), transposed(0)), 2);
+    const torch::Tensor parts = torch::stack(std::vector<torch::Tensor>(static_cast<unsigned>(n), transposed(0)), 2);
     world.scatter(parts.permute({2, 0, 1}), output, 0);
     EXPECT_TRUE(same(output, transposed(0)));
   });

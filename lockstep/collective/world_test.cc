@@ -21,9 +21,9 @@ TEST_P(WorldOfSize, exchange_texts_gives_the_texts_in_rank_order) {
   run_ranks(GetParam(), [](World& world) {
     for (const std::string& word : {std::string("a"), std::string(), std::string("longer")}) {
       const auto texts = world.exchange_texts("words", word + std::to_string(world.rank()));
-      ASSERT_EQ(texts.size(), static_cast<std::size_t>(world.size()));
+      ASSERT_EQ(texts.size(), static_cast<unsigned>(world.size()));
       for (int rank = 0; rank < world.size(); ++rank)
-        EXPECT_EQ(texts[static_cast<std::size_t>(rank)], word + std::to_string(rank));
+        EXPECT_EQ(texts[static_cast<unsigned>(rank)], word + std::to_string(rank));
     }
   });
 }
@@ -52,7 +52,7 @@ TEST_P(WorldOfSize, ranks_as_threads_know_who_they_are) {
     const std::lock_guard lock(mutex);
     ranks.insert(world.rank());
   });
-  EXPECT_EQ(ranks.size(), static_cast<std::size_t>(GetParam()));
+  EXPECT_EQ(ranks.size(), static_cast<unsigned>(GetParam()));
 }
 
 TEST(World, an_exception_in_one_rank_ends_the_others_and_comes_out) {

@@ -32,7 +32,7 @@ int fault_rounds() { return lockstep::testing::rounds("LOCKSTEP_FAULT_ROUNDS", 2
 // two instructions of a call.
 enum class Fault { kKill, kStop, kExit, kThrow, kNoMemory, kFileLimit };
 constexpr std::array kFaultNames{"kill", "stop", "exit", "throw", "no_memory", "file_limit"};
-std::string to_string(Fault fault) { return kFaultNames[static_cast<std::size_t>(fault)]; }
+std::string to_string(Fault fault) { return kFaultNames[static_cast<unsigned>(fault)]; }
 
 constexpr int kLost = 10;  // exit code: PeerLost that names the victim
 constexpr auto kStallTimeout = std::chrono::milliseconds(300);
@@ -146,7 +146,7 @@ int run_until_fault(Group& group, const Round& round, const SharedBoard& board) 
       if (group.rank() == round.victim) board->calls.store(call + 1);
     }
   } catch (const PeerLost& error) {
-    board->error_at[static_cast<std::size_t>(group.rank())].store(now());
+    board->error_at[static_cast<unsigned>(group.rank())].store(now());
     const std::string message = error.what();
     const bool named = message.find(concat("rank ", in_the_job(round.victim))) != std::string::npos;
     if (!named) std::fprintf(stderr, "%s\n", error.what());
@@ -171,20 +171,20 @@ double run_round(const Round& round) {
                         .staging_bytes = 8192,
                         .job_ranks = {in_the_job(0), in_the_job(1), in_the_job(2), in_the_job(3)}};
   RendezvousServer server(round.size, options);
-  std::vector<pid_t> pids;
+  IntVector<pid_t> pids;
   for (int rank = 0; rank < round.size; ++rank)
     pids.push_back(fork_child([&, rank] {
       Group group =
           rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, round.size, soon(), options);
       return run_until_fault(group, round, board);
     }));
-  const pid_t victim = pids[static_cast<std::size_t>(round.victim)];
+  const pid_t victim = pids[round.victim];
   strike(round, victim, board);
   double latest = 0;
   for (int rank = 0; rank < round.size; ++rank) {
     if (rank == round.victim) continue;
-    EXPECT_EQ(exit_code_of(pids[static_cast<std::size_t>(rank)]), kLost);
-    const double late = static_cast<double>(board->error_at[static_cast<std::size_t>(rank)] - board->fault_at) / 1e9;
+    EXPECT_EQ(exit_code_of(pids[rank]), kLost);
+    const double late = static_cast<double>(board->error_at[static_cast<unsigned>(rank)] - board->fault_at) / 1e9;
     EXPECT_LT(late, bound_of(round.fault)) << "rank " << rank;
     latest = std::max(latest, late);
   }

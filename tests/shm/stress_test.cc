@@ -19,7 +19,7 @@ using testing::run_threads;
 using Numbers = std::vector<std::int32_t>;
 
 std::int32_t number_of(int rank, std::size_t index) {
-  return static_cast<std::int32_t>((static_cast<std::size_t>(rank) * 7 + index * 3) % 11) + 1;
+  return static_cast<std::int32_t>((static_cast<unsigned>(rank) * 7 + index * 3) % 11) + 1;
 }
 
 // A sequence of calls on one group, the same on all its ranks because the seed is.
@@ -36,7 +36,7 @@ class Sequence {
   }
 
  private:
-  std::size_t whole() const { return count_ * static_cast<std::size_t>(p_); }
+  std::size_t whole() const { return count_ * static_cast<unsigned>(p_); }
   bool is_root() const { return group_.rank() == root_; }
 
   // Where it lies may differ from rank to rank.
@@ -61,8 +61,7 @@ class Sequence {
       ASSERT_EQ(data[i], number_of(rank, first + i)) << "element " << i << " of " << count << " from rank " << rank;
   }
   void expect_from_each(const std::int32_t* data, std::size_t first = 0) {
-    for (int rank = 0; rank < p_; ++rank)
-      expect_from(rank, data + static_cast<std::size_t>(rank) * count_, count_, first);
+    for (int rank = 0; rank < p_; ++rank) expect_from(rank, data + static_cast<unsigned>(rank) * count_, count_, first);
   }
 
   void make_call(unsigned kind);
@@ -80,7 +79,7 @@ class Sequence {
 void Sequence::make_call(unsigned kind) {
   arena_.clear();
   ordinary_.clear();
-  const auto own_part = static_cast<std::size_t>(group_.rank()) * count_;
+  const auto own_part = static_cast<unsigned>(group_.rank()) * count_;
   std::int32_t* const mine = numbers(count_);
   std::int32_t* const all = numbers(whole());
   std::int32_t* const result = numbers(whole());
@@ -171,7 +170,7 @@ TEST_P(Stress, random_sequences_between_processes) {
         return ::testing::Test::HasFailure() ? 1 : 0;
       },
       options(false));
-  EXPECT_EQ(codes, std::vector<int>(static_cast<std::size_t>(GetParam()), 0));
+  EXPECT_EQ(codes, IntVector<int>(GetParam(), 0));
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -34,12 +35,12 @@ namespace lockstep::shm::testing {
 inline Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
 
 // What each rank threw; leaves the group in good order if it threw nothing.
-inline std::vector<std::exception_ptr> run_threads(int size, const std::function<void(Group&)>& body,
-                                                   const Options& options = {.timeout = std::chrono::seconds(20)}) {
-  std::vector<Group> groups = make_thread_group(size, options);
-  std::vector<std::exception_ptr> errors(groups.size());
+inline IntVector<std::exception_ptr> run_threads(int size, const std::function<void(Group&)>& body,
+                                                 const Options& options = {.timeout = std::chrono::seconds(20)}) {
+  IntVector<Group> groups(make_thread_group(size, options));
+  IntVector<std::exception_ptr> errors(size);
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < groups.size(); ++i)
+  for (int i = 0; i < size; ++i)
     threads.emplace_back([&, i] {
       Group group = std::move(groups[i]);
       try {
@@ -53,7 +54,7 @@ inline std::vector<std::exception_ptr> run_threads(int size, const std::function
   return errors;
 }
 
-inline void expect_none(const std::vector<std::exception_ptr>& errors) {
+inline void expect_none(const IntVector<std::exception_ptr>& errors) {
   for (const std::exception_ptr& error : errors) {
     if (!error) continue;
     try {
@@ -87,9 +88,9 @@ inline int exit_code_of(pid_t pid) {
 }
 
 // Ranks as processes; rank 0 is a child too. Each body's result is that rank's exit code, 128+n for a signal.
-inline std::vector<pid_t> start_processes(int size, const std::function<int(Group&)>& body, RendezvousServer& server,
-                                          const Options& options) {
-  std::vector<pid_t> pids;
+inline IntVector<pid_t> start_processes(int size, const std::function<int(Group&)>& body, RendezvousServer& server,
+                                        const Options& options) {
+  IntVector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
       Group group = rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
@@ -100,10 +101,10 @@ inline std::vector<pid_t> start_processes(int size, const std::function<int(Grou
   return pids;
 }
 
-inline std::vector<int> run_processes(int size, const std::function<int(Group&)>& body,
-                                      const Options& options = {.timeout = std::chrono::seconds(20)}) {
+inline IntVector<int> run_processes(int size, const std::function<int(Group&)>& body,
+                                    const Options& options = {.timeout = std::chrono::seconds(20)}) {
   RendezvousServer server(size, options);
-  std::vector<int> codes;
+  IntVector<int> codes;
   for (const pid_t pid : start_processes(size, body, server, options)) codes.push_back(exit_code_of(pid));
   return codes;
 }

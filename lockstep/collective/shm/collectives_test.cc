@@ -47,7 +47,7 @@ class Array {
 
 // Numbers that every dtype holds: 0, 1 for bool, else 1 ... 3; the product of seven of them stays below 2187.
 int value_at(DType dtype, int rank, std::size_t index) {
-  const auto mixed = (static_cast<std::size_t>(rank) * 7919 + index * 31 + 5) % 3;
+  const auto mixed = (static_cast<unsigned>(rank) * 7919 + index * 31 + 5) % 3;
   return dtype == DType::kBool ? static_cast<int>(mixed % 2) : static_cast<int>(mixed) + 1;
 }
 
@@ -244,7 +244,7 @@ TEST_P(Collectives, reduce_gives_the_root_the_result) {
 
 std::vector<std::size_t> uneven_counts(int size, std::size_t scale) {
   std::vector<std::size_t> counts;
-  for (int rank = 0; rank < size; ++rank) counts.push_back(static_cast<std::size_t>((rank * 5 + 2) % 4) * scale);
+  for (int rank = 0; rank < size; ++rank) counts.push_back(static_cast<unsigned>((rank * 5 + 2) % 4) * scale);
   return counts;
 }
 
@@ -255,7 +255,7 @@ std::size_t sum_of(const std::vector<std::size_t>& counts, int first) {
 void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std::vector<std::size_t>& counts,
                           bool even) {
   const std::size_t total = sum_of(counts, group.size());
-  const std::size_t mine = counts[static_cast<std::size_t>(group.rank())];
+  const std::size_t mine = counts[static_cast<unsigned>(group.rank())];
   const Array input(group, kind, total * size_of(dtype));
   const Array output(group, kind, mine * size_of(dtype));
   fill(dtype, input.data(), group.rank(), total);
@@ -274,7 +274,7 @@ TEST_P(Collectives, reduce_scatter_gives_each_rank_its_part) {
   run([&](Group& group) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64, DType::kUInt8})
       for (const std::size_t count : {0, 1, 33, 1000, 5003}) {
-        check_reduce_scatter(group, kind(), dtype, std::vector<std::size_t>(static_cast<std::size_t>(size()), count),
+        check_reduce_scatter(group, kind(), dtype, std::vector<std::size_t>(static_cast<unsigned>(size()), count),
                              true);
         check_reduce_scatter(group, kind(), dtype, uneven_counts(size(), count), false);
       }
@@ -293,7 +293,7 @@ std::vector<std::byte> gathered(DType dtype, const std::vector<std::size_t>& cou
 
 void check_gathers(Group& group, MemoryKind kind, const std::vector<std::size_t>& counts, bool even) {
   const DType dtype = DType::kInt32;
-  const std::size_t mine = counts[static_cast<std::size_t>(group.rank())];
+  const std::size_t mine = counts[static_cast<unsigned>(group.rank())];
   const std::size_t total = sum_of(counts, group.size());
   const std::vector<std::size_t> uneven = even ? std::vector<std::size_t>{} : counts;
   const Array input(group, kind, mine * 4);
@@ -325,7 +325,7 @@ void check_gathers(Group& group, MemoryKind kind, const std::vector<std::size_t>
 TEST_P(Collectives, gathers_and_scatters_move_every_part) {
   run([&](Group& group) {
     for (const std::size_t count : kCounts) {
-      check_gathers(group, kind(), std::vector<std::size_t>(static_cast<std::size_t>(size()), count), true);
+      check_gathers(group, kind(), std::vector<std::size_t>(static_cast<unsigned>(size()), count), true);
       check_gathers(group, kind(), uneven_counts(size(), count), false);
     }
   });
@@ -347,7 +347,7 @@ TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
 
 // Rank a sends (a + 2 b) % 4 * scale elements to rank b; each is a * 1000 + b * 10 + index % 7.
 std::size_t message_count(int from, int to, std::size_t scale) {
-  return static_cast<std::size_t>((from + 2 * to) % 4) * scale;
+  return static_cast<unsigned>((from + 2 * to) % 4) * scale;
 }
 std::int64_t message_value(int from, int to, std::size_t index) {
   return from * 1000 + to * 10 + static_cast<std::int64_t>(index % 7);
@@ -364,9 +364,9 @@ void check_all_to_all(Group& group, MemoryKind kind, std::size_t scale, bool eve
   const Array output(group, kind, sum_of(receives, group.size()) * 8);
   std::vector<std::byte> expected(sum_of(receives, group.size()) * 8);
   for (int peer = 0; peer < group.size(); ++peer) {
-    for (std::size_t i = 0; i < sends[static_cast<std::size_t>(peer)]; ++i)
+    for (std::size_t i = 0; i < sends[static_cast<unsigned>(peer)]; ++i)
       put(input.data(), sum_of(sends, peer) + i, message_value(group.rank(), peer, i));
-    for (std::size_t i = 0; i < receives[static_cast<std::size_t>(peer)]; ++i)
+    for (std::size_t i = 0; i < receives[static_cast<unsigned>(peer)]; ++i)
       put(expected.data(), sum_of(receives, peer) + i, message_value(peer, group.rank(), i));
   }
   group.all_to_all({.input = input.data(),

@@ -111,7 +111,7 @@ TEST(group, a_rank_that_throws_fails_the_others_at_once) {
   });
   EXPECT_LT(watch.seconds(), 2);
   for (const int rank : {0, 1, 3}) {
-    EXPECT_TRUE(contains(text_of(errors[static_cast<std::size_t>(rank)]), "PeerLost: rank 2 failed"));
+    EXPECT_TRUE(contains(text_of(errors[rank]), "PeerLost: rank 2 failed"));
   }
 }
 
@@ -163,7 +163,7 @@ TEST(group, the_deadline_lists_what_every_rank_does) {
                                   },
                                   {.timeout = std::chrono::milliseconds(100)});
   for (const int rank : {0, 2}) {
-    const std::string message = text_of(errors[static_cast<std::size_t>(rank)]);
+    const std::string message = text_of(errors[rank]);
     EXPECT_TRUE(contains(message, "PeerLost: rank 1 did not answer within"));
     EXPECT_TRUE(contains(message, concat("rank ", rank, " of 3 in broadcast of 10 int64 with root 0, collective 2")));
     EXPECT_TRUE(contains(message, ": all_reduce of 1 float32 (sum), collective 1 (this rank: 2)"));
@@ -211,12 +211,12 @@ TEST(group, memory_of_a_failed_rank_is_not_touched_any_more) {
 
 TEST_P(Sizes, subgroups_split_and_work_at_the_same_time_as_their_parent) {
   expect_none(run_threads(GetParam(), [](Group& group) {
-    std::vector<int> mine;
+    IntVector<int> mine;
     for (int rank = group.size() - 1; rank >= 0; --rank)
       if (rank % 2 == group.rank() % 2) mine.push_back(rank);
-    std::optional<Group> half = group.subgroup(mine);
+    std::optional<Group> half = group.subgroup(mine.elements());
     ASSERT_TRUE(half.has_value());
-    EXPECT_EQ(mine[static_cast<std::size_t>(half->rank())], group.rank());
+    EXPECT_EQ(mine[half->rank()], group.rank());
     std::thread other([&] {
       for (int i = 0; i < 200; ++i) {
         int sum = group.rank();

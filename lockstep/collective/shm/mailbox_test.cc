@@ -61,12 +61,12 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
       return;
     }
     for (int i = 0; i < kEach; ++i) {
-      std::vector<bool> heard(static_cast<std::size_t>(group.size()));
+      IntVector<char> heard(group.size());
       for (int n = 1; n < group.size(); ++n) {
         std::vector<std::int32_t> data(i % 2 == 0 ? 10 : 5000);
         const int from = group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .tag = i});
-        EXPECT_FALSE(heard[static_cast<std::size_t>(from)]);
-        heard[static_cast<std::size_t>(from)] = true;
+        EXPECT_FALSE(heard[from]);
+        heard[from] = true;
         EXPECT_EQ(data, numbers(data.size(), from * 1000 + i));
       }
     }
@@ -81,12 +81,12 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
           constexpr int kCount = 200;
           if (group.rank() == 0) {
             std::vector<FuturePtr> works;
-            std::vector<std::vector<std::int32_t>> data;
+            IntVector<std::vector<std::int32_t>> data;
             for (int i = 0; i < kCount; ++i) data.push_back(numbers(i % 7 == 0 ? 3000 : 3, i));
             for (int i = 0; i < kCount; ++i)
               works.push_back(group.start(Call{.operation = Operation::kSend,
-                                               .input = data[static_cast<std::size_t>(i)].data(),
-                                               .count = data[static_cast<std::size_t>(i)].size(),
+                                               .input = data[i].data(),
+                                               .count = data[i].size(),
                                                .dtype = DType::kInt32,
                                                .peer = 1,
                                                .tag = 5}));
@@ -178,7 +178,7 @@ TEST(messages, that_are_late_name_who_holds_up_their_sender) {
     float value = 0;
     group.receive({.output = &value, .count = 1, .peer = group.rank() + 1});
   });
-  for (std::size_t rank = 0; rank < 3; ++rank) {
+  for (int rank = 0; rank < 3; ++rank) {
     const auto rethrow = [&] { std::rethrow_exception(errors[rank]); };
     EXPECT_TRUE(contains(lockstep::testing::message_of<PeerLost>(rethrow),
                          "rank 3 held up rank 1, which did not answer within 300.0 ms"));

@@ -45,7 +45,7 @@ class RendezvousSizes : public Rendezvous, public ::testing::WithParamInterface<
 INSTANTIATE_TEST_SUITE_P(Shm, RendezvousSizes, ::testing::Values(1, 2, 3, 4, 7));
 
 TEST_P(RendezvousSizes, connects_processes) {
-  EXPECT_EQ(run_processes(GetParam(), sum_is_right), std::vector<int>(static_cast<std::size_t>(GetParam()), 0));
+  EXPECT_EQ(run_processes(GetParam(), sum_is_right), IntVector<int>(GetParam(), 0));
 }
 
 TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {

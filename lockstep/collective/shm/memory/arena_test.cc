@@ -83,7 +83,7 @@ TEST(arena, peers_map_what_was_added_when_they_first_read_it) {
       const std::uint64_t mine = memory.offset();
       group.all_gather({.input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
       for (int rank = 0; rank < 3; ++rank) {
-        const std::byte* const data = group.peer_memory(rank, offsets[static_cast<std::size_t>(rank)], bytes);
+        const std::byte* const data = group.peer_memory(rank, offsets[static_cast<unsigned>(rank)], bytes);
         if (data[bytes - 1] != static_cast<std::byte>(10 + rank)) return 1;
       }
       group.barrier();
