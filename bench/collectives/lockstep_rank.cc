@@ -60,7 +60,7 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   const auto algorithm = named<Algorithm>(one.algorithm, 4);
   const std::size_t count = one.count();
   const std::size_t part = one.part(group_.size());
-  const std::size_t bytes = std::max(count, one.whole(group_.size())) * size_of(dtype);
+  const std::size_t bytes = std::max(count, one.whole(group_.size())) * lockstep::size_of(dtype);
   input_.reset();
   output_.reset();
   input_ = std::make_unique<Array>(group_, one.memory, bytes);

@@ -56,10 +56,10 @@ void run_group(int size, const std::function<void(const GroupPtr& group)>& body)
   run_threads(size, [&](int rank, const StorePtr& store) { body(make_group(store, rank, size)); });
 }
 
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+using IValueFuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 // Throws what the future holds. One that is not done in time fails the test, and keeps the group: it could not end.
-void wait_in_time(const FuturePtr& future, const GroupPtr& group) {
+void wait_in_time(const IValueFuturePtr& future, const GroupPtr& group) {
   const auto done = std::make_shared<std::promise<void>>();
   future->addCallback([done](c10::ivalue::Future&) { done->set_value(); });
   if (done->get_future().wait_for(kTimeout) == std::future_status::ready) return future->waitAndThrow();
@@ -366,7 +366,7 @@ class Callbacks : public ::testing::TestWithParam<int> {
     run_threads(GetParam(), [&](int rank, const StorePtr& store) {
       const GroupPtr group = make_group(store, rank, GetParam());
       if (rank == 0) rank_0_waits_for_the_others(group, store);
-      std::vector<FuturePtr> futures;
+      std::vector<IValueFuturePtr> futures;
       for (int i = 1; i <= count; ++i) {
         Tensors tensors{data_of(rank, 100 * i)};
         futures.push_back(group->allreduce(tensors)->getFuture()->then(
@@ -377,7 +377,7 @@ class Callbacks : public ::testing::TestWithParam<int> {
       }
       if (rank > 0) rank_0_waits_for_the_others(group, store);
       for (int i = 1; i <= count; ++i) {
-        const FuturePtr& future = futures[static_cast<std::size_t>(i - 1)];
+        const IValueFuturePtr& future = futures[static_cast<std::size_t>(i - 1)];
         wait_in_time(future, group);
         if (!future->completed()) return;
         expect_equal(future->value().toTensor(), sum_of_all(GetParam(), 100 * i) * factor);
@@ -399,7 +399,7 @@ TEST_P(Callbacks, make_a_blocking_all_reduce) {
 TEST_P(Callbacks, make_an_async_all_reduce_and_wait_for_its_future) {
   run(1, GetParam(), [](const GroupPtr& group, const at::Tensor& sum) {
     Tensors tensors{sum.clone()};
-    const FuturePtr future = group->allreduce(tensors)->getFuture();
+    const IValueFuturePtr future = group->allreduce(tensors)->getFuture();
     future->waitAndThrow();
     return future->value().toTensorVector()[0];
   });
@@ -408,7 +408,7 @@ TEST_P(Callbacks, make_an_async_all_reduce_and_wait_for_its_future) {
 TEST_P(Callbacks, nest_and_several_are_under_way_at_once) {
   run(8, GetParam() * GetParam(), [](const GroupPtr& group, const at::Tensor& sum) {
     Tensors tensors{sum.clone()};
-    const FuturePtr future = group->allreduce(tensors)->getFuture()->then(
+    const IValueFuturePtr future = group->allreduce(tensors)->getFuture()->then(
         [&group](c10::ivalue::Future& done) -> c10::IValue {
           Tensors again{done.value().toTensorVector()[0].clone()};
           const auto work = group->allreduce(again);
