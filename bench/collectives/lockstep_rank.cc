@@ -56,7 +56,7 @@ class LockstepRank final : public System {
 
 std::function<void()> LockstepRank::prepare(const Case& one) {
   if (one.algorithm != "direct" && one.operation != "all_reduce") return nullptr;
-  const auto dtype = named<DType>(one.dtype, kDTypes);
+  const auto dtype = named<DType>(one.dtype, lockstep::kDTypes);
   const auto algorithm = named<Algorithm>(one.algorithm, 4);
   const std::size_t count = one.count();
   const std::size_t part = one.part(group_.size());

@@ -37,7 +37,7 @@ class Transport {
   virtual int run(const TensorCall& call) {
     const FuturePtr future = start(call);
     future->wait();
-    return future->source();
+    return call.call.operation == Operation::kReceive ? future->source() : kAnyRank;
   }
 
   // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the

@@ -38,7 +38,7 @@ class HierarchicalTransport : public Transport {
     if (is_message(call.call.operation)) {
       const FuturePtr message = start_message(call, false);
       message->wait();
-      return message->source();
+      return call.call.operation == Operation::kReceive ? message->source() : kAnyRank;
     }
     check_algorithm(call.call);
     queue_.run([&] { make_call(call.call); });
