@@ -30,7 +30,7 @@ std::string Device::name() const { return device_name(index_); }
 
 void Device::seed(std::uint64_t seed) { ThreadGenerator::seed(seed); }
 
-void Device::all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm) {
+void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
   const torch::Tensor flat = dense_view(tensor);
   const Waiting waiting(state_.seat(index_));
   state_.group(index_).all_reduce({.input = flat.const_data_ptr(),
