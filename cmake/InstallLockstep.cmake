@@ -12,16 +12,6 @@ install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INST
 install(TARGETS lockstep_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(TARGETS lockstep_train lockstep_verify lockstep_data RUNTIME DESTINATION libexec/lockstep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
-# While a public header includes an internal one, the internal ones are installed as well (tools/check_rooms.py names it).
-file(GLOB lockstep_public_headers CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/include/lockstep/*.h)
-foreach(header ${lockstep_public_headers})
-  file(STRINGS ${header} internal REGEX "^#include \"lockstep/[a-z0-9_]+/")
-  if(internal)
-    install(DIRECTORY ${PROJECT_SOURCE_DIR}/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
-      FILES_MATCHING PATTERN "*.h" PATTERN "pch.h" EXCLUDE)
-    break()
-  endif()
-endforeach()
 
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/lockstepConfig.cmake.in lockstepConfig.cmake
   INSTALL_DESTINATION ${lockstep_package_dir})

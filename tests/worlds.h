@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchical_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
@@ -33,18 +34,17 @@ using Nodes = std::vector<int>;
 
 // Shared memory between the ranks that count as one machine, Gloo between them: nodes[r] is the machine of rank r.
 inline void run_over_machines(const Nodes& nodes, const Body& body,
-                           const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
+                              const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const Topology topology{nodes};
-  std::vector<std::vector<shm::Group>> insides;
+  IntVector<IntVector<shm::Group>> insides;
   for (int node = 0; node < topology.machines(); ++node) {
     const std::vector<int> ranks = topology.ranks_on(node);
     insides.push_back(
         shm::make_thread_group(static_cast<int>(ranks.size()), {.timeout = options.timeout, .job_ranks = ranks}));
   }
   const auto connect = [&](int rank) {
-    const auto node = static_cast<std::size_t>(nodes[static_cast<std::size_t>(rank)]);
-    shm::Group& inside = insides[node][static_cast<std::size_t>(topology.local_rank(rank))];
+    shm::Group& inside = insides[topology.machine_of[rank]][topology.local_rank(rank)];
     return make_hierarchical(std::move(inside), topology, store,
                              {.rank = rank,
                               .size = static_cast<int>(nodes.size()),

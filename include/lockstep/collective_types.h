@@ -64,14 +64,3 @@ std::string to_string(Algorithm algorithm);
 std::string to_string(Operation operation);  // "all_reduce"
 
 }  // namespace lockstep
-
-namespace lockstep::shm {
-using lockstep::Algorithm;
-using lockstep::DType;
-using lockstep::kDTypes;
-using lockstep::kReduceOps;
-using lockstep::Operation;
-using lockstep::ReduceOp;
-using lockstep::size_of;
-using lockstep::to_string;
-}  // namespace lockstep::shm

@@ -51,7 +51,7 @@ class Device {
   std::string name() const;  // "cpu:1"
 
   // The sum over the team, on all of its devices. `root` counts within the team.
-  void all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm = shm::Algorithm::kDirect);
+  void all_reduce(const torch::Tensor& tensor, Algorithm algorithm = Algorithm::kDirect);
   void reduce(const torch::Tensor& tensor, int root = 0);  // the sum on `root`; the others keep their values
   void broadcast(const torch::Tensor& tensor, int root = 0);
   void barrier();

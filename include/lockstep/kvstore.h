@@ -85,8 +85,8 @@ class KVStore {
   virtual std::int64_t bytes_pulled() const { return 0; }
 };
 
-// The store of the kind options.kvstore.kind; of `options` also kvstore, compression and timeout count. devices: those that push and pull; null: one, and the calling thread makes all
-// copies.
+// A store of the kind options.kvstore.kind. Of `options` only kvstore, compression and timeout count. devices: those
+// that push and pull; null: one, and the calling thread makes all copies.
 //
 // local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
 // dist_*: all ranks of `world` call it. The first kvstore.servers of them (or those with kvstore.serves) are servers: for

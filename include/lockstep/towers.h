@@ -65,8 +65,7 @@ void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const 
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
 // without a gradient on any device keeps none. Copies nothing between devices: each reads the others' memory.
-void all_reduce_gradients(Devices& devices, const Replicas& replicas,
-                          shm::Algorithm algorithm = shm::Algorithm::kDirect);
+void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm = Algorithm::kDirect);
 
 // The optimizer's step on every device.
 void update(Devices& devices, const Replicas& replicas);

@@ -6,6 +6,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
@@ -116,12 +117,10 @@ Sizes with_ranks(const Caller& caller, const torch::Tensor& tensor) {
 
 std::int64_t row_elements(const torch::Tensor& tensor) { return c10::multiply_integers(tensor.sizes().slice(1)); }
 
-// What is never negative, in the core's words.
-std::size_t to_count(std::int64_t elements) { return static_cast<std::size_t>(elements); }
-
+// The elements of each rank's part.
 std::vector<std::size_t> counts_of(const Sizes& rows, const torch::Tensor& tensor) {
   std::vector<std::size_t> counts;
-  for (const std::int64_t count : rows) counts.push_back(to_count(count * row_elements(tensor)));
+  for (const std::int64_t count : rows) counts.push_back(to_size(count * row_elements(tensor)));
   return counts;
 }
 
@@ -179,7 +178,7 @@ void write_result(TensorCall& made, const Caller& caller, const torch::Tensor& g
 TensorCall with_memory(TensorCall made, std::int64_t elements) {
   const torch::Tensor& some = made.output.defined() ? made.output : made.input;
   made.call.dtype = *to_dtype(some.scalar_type());
-  made.call.count = to_count(elements);
+  made.call.count = to_size(elements);
   if (made.output.defined()) made.call.output = made.output.mutable_data_ptr();
   if (made.input.defined()) made.call.input = made.input.const_data_ptr();
   return made;

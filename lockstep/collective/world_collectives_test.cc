@@ -67,7 +67,7 @@ void for_each_reduction(const Body& body) {
   for (const auto dtype : kDtypes)
     for (const ReduceOp op : kOps)
       if (is_defined(dtype, op)) {
-        SCOPED_TRACE(c10::toString(dtype) + std::string(" ") + shm::to_string(op));
+        SCOPED_TRACE(c10::toString(dtype) + std::string(" ") + to_string(op));
         body(dtype, op);
       }
 }

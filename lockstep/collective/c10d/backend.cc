@@ -10,6 +10,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/backend_meeting.h"
 #include "lockstep/collective/c10d/backend_tensors.h"
 #include "lockstep/collective/c10d/backend_work.h"
@@ -132,7 +133,7 @@ ShmBackend::Parts& ShmBackend::parts() const {
 }
 
 Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
-  const auto bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
+  const auto bytes = to_size(size) * options.dtype().itemsize();
   auto memory = std::make_shared<shm::Memory>(parts().group.allocate(bytes));
   return at::from_blob(
       memory->data(), {size}, [memory](void*) mutable { memory.reset(); }, options);

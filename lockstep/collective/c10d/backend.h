@@ -7,8 +7,8 @@
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
 //
 // Tensors: dense, on the CPU. A tensor, or list of tensors, that is one contiguous piece of memory is exchanged where
-// it lies; anything else through a contiguous copy. Every dtype can be moved; what can be reduced is in shm/types.h,
-// and complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
+// it lies; anything else through a contiguous copy. Every dtype can be moved; lockstep/collective_types.h says what can
+// be reduced, besides complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
 // done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see

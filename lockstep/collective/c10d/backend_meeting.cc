@@ -5,6 +5,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -30,7 +31,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& topic, 
                                   int size, std::chrono::milliseconds timeout) {
   std::vector<std::string> keys;
   for (int i = 0; i < size; ++i) keys.push_back(concat("lockstep/", topic, "/", i));
-  store.set(keys[static_cast<std::size_t>(rank)], mine);
+  store.set(keys[to_size(rank)], mine);
   wait_for(store, keys, timeout, rank, size);
   std::vector<std::string> texts;
   for (const std::string& key : keys) texts.push_back(store.get_to_str(key));
@@ -38,7 +39,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& topic, 
 }
 
 void require_one_machine(const std::vector<std::string>& machines, int rank) {
-  const std::string& mine = machines[static_cast<std::size_t>(rank)];
+  const std::string& mine = machines[to_size(rank)];
   for (std::size_t other = 0; other < machines.size(); ++other)
     if (machines[other] != mine)
       throw RendezvousError({.what = concat("ranks ", rank, " and ", other, " run on different machines"),

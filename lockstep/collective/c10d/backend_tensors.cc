@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 
@@ -79,7 +80,7 @@ void Piece::copy_out() const {
 }
 
 std::size_t Piece::bytes() const {
-  return tensors_.empty() ? 0 : static_cast<std::size_t>(elements()) * tensors_.front().element_size();
+  return tensors_.empty() ? 0 : to_size(elements()) * tensors_.front().element_size();
 }
 
 bool Piece::lie_together() const {
@@ -110,7 +111,7 @@ ReduceOp to_shm(const c10d::ReduceOp& op) {
 
 Unit unit_to_move(const Tensor& tensor) {
   if (const auto dtype = to_dtype(tensor.scalar_type())) return {*dtype};
-  return {DType::kUInt8, static_cast<std::size_t>(tensor.element_size())};
+  return {DType::kUInt8, to_size(tensor.element_size())};
 }
 
 Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
@@ -158,7 +159,7 @@ Tensors scaled(const Tensors& tensors, const c10d::ReduceOp& op) {
 
 Counts counts_of(const Tensors& whole, int size, Unit unit) {
   if (whole.size() == 1) return counts_of_one(whole.front(), size, unit);
-  if (whole.size() != static_cast<std::size_t>(size))
+  if (whole.size() != to_size(size))
     throw UsageError(
         {.what = concat(whole.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
   std::vector<std::size_t> each;
@@ -196,7 +197,7 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
 }
 
 std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size) {
-  if (tensors.size() != static_cast<std::size_t>(size))
+  if (tensors.size() != to_size(size))
     throw UsageError(
         {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
   std::vector<std::size_t> counts;
@@ -208,16 +209,17 @@ std::vector<std::size_t> counts_of_rows(const Tensor& tensor, const std::vector<
                                         const char* what) {
   const std::int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
   std::vector<std::int64_t> all = splits;
-  if (all.empty()) all.assign(static_cast<std::size_t>(size), rows / size);
+  if (all.empty()) all.assign(to_size(size), rows / size);
   std::int64_t sum = 0;
   for (const std::int64_t split : all) sum += split;
-  if (sum != rows || all.size() != static_cast<std::size_t>(size))
+  const bool negative = std::ranges::any_of(all, [](std::int64_t split) { return split < 0; });
+  if (negative || sum != rows || all.size() != to_size(size))
     throw UsageError({.what = concat("all_to_all can't split ", rows, " rows of ", what, " into ", all.size(),
                                      " parts of ", sum, " rows together for ", size, " ranks"),
                       .next = "give split sizes, one per rank, that add up to the first dimension"});
   const std::size_t row = rows > 0 ? unit_to_move(tensor).count(tensor.numel() / rows) : 0;
   std::vector<std::size_t> counts;
-  for (const std::int64_t split : all) counts.push_back(static_cast<std::size_t>(split) * row);
+  for (const std::int64_t split : all) counts.push_back(to_size(split) * row);
   return counts;
 }
 

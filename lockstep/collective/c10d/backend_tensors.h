@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective_types.h"
 
 namespace lockstep::backend {
@@ -27,7 +28,7 @@ struct Unit {
   DType dtype;
   std::size_t each = 1;
 
-  std::size_t count(std::int64_t elements) const { return static_cast<std::size_t>(elements) * each; }
+  std::size_t count(std::int64_t elements) const { return to_size(elements) * each; }
 };
 
 Unit unit_to_move(const Tensor& tensor);
@@ -71,7 +72,7 @@ struct Counts {
   std::size_t even = 0;
   std::vector<std::size_t> each;  // none: all are `even`
 
-  std::size_t of(int rank) const { return each.empty() ? even : each[static_cast<std::size_t>(rank)]; }
+  std::size_t of(int rank) const { return each.empty() ? even : each[to_size(rank)]; }
 };
 
 // `whole` is a tensor per rank, or one tensor for all.

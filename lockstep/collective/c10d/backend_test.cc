@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
 #include "tests/support.h"
 
@@ -93,7 +94,7 @@ Tensors data_of_all(int size) {
   return all;
 }
 
-Tensors empty_like_all(int size) { return Tensors(static_cast<std::size_t>(size)); }
+Tensors empty_like_all(int size) { return Tensors(to_size(size)); }
 
 Tensors zeros(int count, std::int64_t elements) {
   Tensors all = empty_like_all(count);
@@ -145,13 +146,13 @@ TEST_P(BackendOfSize, all_reduce_knows_every_reduction_of_c10d) {
 
 TEST_P(BackendOfSize, several_all_reduces_are_in_flight_and_their_futures_hold_the_sums) {
   run_group(GetParam(), [](const GroupPtr& group) {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    IntVector<c10::intrusive_ptr<c10d::Work>> works;
     for (int i = 0; i < 8; ++i) {
       Tensors tensors{data_of(group->getRank(), 100000 * i)};
       works.push_back(group->allreduce(tensors));
     }
     for (int i = 7; i >= 0; --i) {
-      auto future = works[static_cast<std::size_t>(i)]->getFuture();
+      auto future = works[i]->getFuture();
       future->wait();
       expect_equal(future->value().toTensorVector()[0], sum_of_all(group->getSize(), 100000 * i));
     }
@@ -366,7 +367,7 @@ class Callbacks : public ::testing::TestWithParam<int> {
     run_threads(GetParam(), [&](int rank, const StorePtr& store) {
       const GroupPtr group = make_group(store, rank, GetParam());
       if (rank == 0) rank_0_waits_for_the_others(group, store);
-      std::vector<IValueFuturePtr> futures;
+      IntVector<IValueFuturePtr> futures;
       for (int i = 1; i <= count; ++i) {
         Tensors tensors{data_of(rank, 100 * i)};
         futures.push_back(group->allreduce(tensors)->getFuture()->then(
@@ -377,7 +378,7 @@ class Callbacks : public ::testing::TestWithParam<int> {
       }
       if (rank > 0) rank_0_waits_for_the_others(group, store);
       for (int i = 1; i <= count; ++i) {
-        const IValueFuturePtr& future = futures[static_cast<std::size_t>(i - 1)];
+        const IValueFuturePtr& future = futures[i - 1];
         wait_in_time(future, group);
         if (!future->completed()) return;
         expect_equal(future->value().toTensor(), sum_of_all(GetParam(), 100 * i) * factor);

@@ -1,6 +1,6 @@
 // collective/c10d/backend_work.h: what the shared-memory backend returns for each call: a c10d::Work.
 //
-// Flow:    shm_backend.cc makes it -> the thread that makes the call completes it -> the caller or its future waits
+// Flow:    backend.cc makes it -> the thread that makes the call completes it -> the caller or its future waits
 // Owns:    tensors of the call; those of a message are held by the backend too, as nobody need keep its Work
 // Threads: any
 // Ranks:   no communication

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
@@ -21,7 +22,7 @@ DType dtype_of(const torch::Tensor& tensor) {
   throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
 }
 
-std::size_t elements_of(const torch::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
+std::size_t elements_of(const torch::Tensor& tensor) { return to_size(tensor.numel()); }
 
 }  // namespace
 
@@ -29,7 +30,7 @@ std::string Device::name() const { return device_name(index_); }
 
 void Device::seed(std::uint64_t seed) { ThreadGenerator::seed(seed); }
 
-void Device::all_reduce(const torch::Tensor& tensor, shm::Algorithm algorithm) {
+void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
   const torch::Tensor flat = dense_view(tensor);
   const Waiting waiting(state_.seat(index_));
   state_.group(index_).all_reduce({.input = flat.const_data_ptr(),

@@ -68,7 +68,7 @@ TEST(Devices, divide_a_range_among_the_cores_of_a_device) {
 TEST_P(DevicesOfSize, reduce_with_every_algorithm) {
   Devices devices({.count = GetParam()});
   const double sum = GetParam() * (GetParam() + 1) / 2;
-  using enum shm::Algorithm;
+  using enum Algorithm;
   for (const auto algorithm : {kDirect, kCentral, kRing, kTree}) {
     devices.run([sum, algorithm](Device& device) {
       const torch::Tensor tensor = torch::full({3, 5}, device.index() + 1, torch::kFloat64);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy.h"
 #include "lockstep/towers.h"
@@ -71,7 +72,7 @@ std::vector<Batch> parts_of(const Batch& batch, int parts);
 // The element for this device of a vector with one element per device.
 template <class Vector>
 decltype(auto) for_device(Vector& per_device, const Device& device) {
-  return per_device[static_cast<std::size_t>(device.index())];
+  return per_device[to_size(device.index())];
 }
 
 // The mean loss over all parts. losses: undefined where a part is empty.

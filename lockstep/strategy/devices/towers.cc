@@ -51,7 +51,7 @@ void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const 
 // reads and writes 2K (direct), (N+1)K (central), 4K(N-1)/N in 2(N-1) steps (ring) or 2K log2(N) (tree); what each
 // step does is in docs/collectives.md. All devices take part in every collective: with_gradients() gives each of them
 // the same list.
-void all_reduce_gradients(Devices& devices, const Replicas& replicas, shm::Algorithm algorithm) {
+void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm) {
   if (replicas.size() == 1) return;
   devices.run([parameters = with_gradients(replicas), algorithm](Device& device) {
     for (const torch::Tensor& parameter : for_device(parameters, device))

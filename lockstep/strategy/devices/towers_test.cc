@@ -73,7 +73,7 @@ TEST(Towers, sum_each_gradient_on_all_devices) {
     torch::Tensor weight = replicas[device].model->parameters()[0];
     weight.mutable_grad() = torch::full_like(weight, static_cast<double>(device) + 1).detach();
   }
-  all_reduce_gradients(devices, replicas, shm::Algorithm::kCentral);
+  all_reduce_gradients(devices, replicas, Algorithm::kCentral);
   for (const Replica& replica : replicas) {
     EXPECT_TRUE(replica.model->parameters()[0].grad().eq(3).all().item<bool>());
     EXPECT_FALSE(replica.model->parameters()[1].grad().defined());  // no device had one

@@ -1,6 +1,7 @@
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -46,7 +47,7 @@ class HeaderReader {
     if (dtype == kUndefined) return {};
     const bool requires_grad = next() != 0;
     const bool channels_last = next() != 0;
-    std::vector<std::int64_t> sizes(static_cast<std::size_t>(next()));
+    std::vector<std::int64_t> sizes(to_size(next()));
     for (std::int64_t& size : sizes) size = next();
     const auto options = torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(device);
     return torch::empty(sizes, options, format(channels_last)).requires_grad_(requires_grad);
@@ -74,7 +75,7 @@ Tensors receive_tensors(const World& world, int from, int tag) {
   const torch::Tensor header = torch::empty({static_cast<std::int64_t>(kHeaderWords)}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
   HeaderReader reader(header);
-  Tensors tensors(static_cast<std::size_t>(reader.next()));
+  Tensors tensors(to_size(reader.next()));
   for (torch::Tensor& tensor : tensors) {
     tensor = reader.next_tensor(world.device());
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});
