@@ -35,7 +35,6 @@
 
 #include "lockstep/collective/transport.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 

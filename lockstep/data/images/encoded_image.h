@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "lockstep/data/images/image_view.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 

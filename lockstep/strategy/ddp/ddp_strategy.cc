@@ -2,12 +2,10 @@
 
 #include <optional>
 
-#include "lockstep/base/text.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/deadline.h"
 #include "lockstep/devices.h"
-#include "lockstep/error.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
