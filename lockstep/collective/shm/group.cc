@@ -218,6 +218,5 @@ void Group::poison(const std::string& reason) {
                          state.machine().describe(rank));
 }
 
-std::string Group::describe_ranks() const { return parts_->state.everyone(); }
 
 }  // namespace lockstep::shm
