@@ -35,6 +35,7 @@
 
 #include "lockstep/collective/transport.h"
 #include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 

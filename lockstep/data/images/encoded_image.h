@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/data/images/image_view.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
