@@ -3,9 +3,7 @@
 #include <array>
 #include <iomanip>
 #include <iostream>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "bench/benchmarks.h"
 #include "lockstep/base/command_line.h"

@@ -26,9 +26,7 @@ struct Arguments {
 };
 
 std::string shape_text(const Record& record) {
-  std::vector<std::string> sizes;
-  for (const std::int64_t size : record.shape) sizes.push_back(std::to_string(size));
-  return concat(c10::toString(record.dtype), " (", join(sizes, ", "), ")");
+  return concat(c10::toString(record.dtype), " (", join(record.shape, ", "), ")");
 }
 
 std::string first_sample(const RecordReader& records) {

@@ -1,7 +1,6 @@
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
 #include <CLI/CLI.hpp>
 #include <iostream>
-#include <map>
 #include <memory>
 
 #include "cli/commands.h"

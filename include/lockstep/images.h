@@ -189,7 +189,6 @@ class ImageDataset : public Dataset {
   std::int64_t classes() const { return source_->classes(); }
   const ImageSource& source() const { return *source_; }
   const ImageTransforms& transforms() const { return transforms_; }
-  const ImageShape& sample_shape() const { return shape_; }
 
   // data: (B, C, H, W) float32; target: (B) int64, with mixup or one-hot (B, classes) float32.
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }

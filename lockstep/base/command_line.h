@@ -10,31 +10,11 @@
 // Ranks:   every rank is a program of its own
 #pragma once
 
-#include <exception>
-#include <iostream>
-
 #include <CLI/CLI.hpp>
 
-#include "lockstep/error.h"
+#include "lockstep/base/guarded.h"
 
 namespace lockstep {
-
-inline constexpr int kFailed = 1;
-inline constexpr int kUsage = 2;
-
-// What body() returns, or the exit code of what it throws.
-template <class Body>
-int guarded(const Body& body) {
-  try {
-    return body();
-  } catch (const UsageError& error) {
-    std::cerr << error.what() << std::endl;
-    return kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-    return kFailed;
-  }
-}
 
 // Parses argv with `app`, then returns what body() does. --help and mistakes on the command line end it before.
 template <class Body>

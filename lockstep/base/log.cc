@@ -10,17 +10,6 @@
 namespace lockstep {
 namespace {
 
-spdlog::level::level_enum to_spdlog(LogLevel level) {
-  switch (level) {
-    case LogLevel::kDebug: return spdlog::level::debug;
-    case LogLevel::kInfo: return spdlog::level::info;
-    case LogLevel::kWarning: return spdlog::level::warn;
-    case LogLevel::kError: return spdlog::level::err;
-    case LogLevel::kOff: return spdlog::level::off;
-  }
-  return spdlog::level::info;
-}
-
 std::shared_ptr<spdlog::logger> make_logger() {
   auto logger = std::make_shared<spdlog::logger>("lockstep", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   logger->set_pattern("lockstep: %^%l%$: %v");
@@ -38,8 +27,6 @@ spdlog::logger& logger() {
 
 }  // namespace
 
-void set_log_level(LogLevel level) { logger().set_level(to_spdlog(level)); }
-
 void set_log_rank(int rank, int world_size) {
   logger().set_pattern(world_size == 1 ? "lockstep: %^%l%$: %v"
                                        : fmt::format("lockstep: rank {} of {}: %^%l%$: %v", rank, world_size));
@@ -48,6 +35,5 @@ void set_log_rank(int rank, int world_size) {
 void log_debug(const std::string& line) { logger().debug(line); }
 void log_info(const std::string& line) { logger().info(line); }
 void log_warning(const std::string& line) { logger().warn(line); }
-void log_error(const std::string& line) { logger().error(line); }
 
 }  // namespace lockstep

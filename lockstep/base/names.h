@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -39,11 +38,17 @@ std::string name_of(const Value& value) {
   return found == kNames<Value>.end() ? "unknown" : found->name;
 }
 
+// Of the rows of any table with a column `name`.
+template <class Table>
+std::vector<std::string> names_in(const Table& table) {
+  std::vector<std::string> names;
+  for (const auto& each : table) names.emplace_back(each.name);
+  return names;
+}
+
 template <HasNames Value>
 std::vector<std::string> all_names() {
-  std::vector<std::string> names;
-  for (const auto& each : kNames<Value>) names.emplace_back(each.name);
-  return names;
+  return names_in(kNames<Value>);
 }
 
 // Throws UsageError that lists the names: "--layout nhwc: there is no such value".

@@ -7,15 +7,6 @@
 
 namespace lockstep {
 
-std::string join(const std::vector<std::string>& parts, std::string_view separator) {
-  std::string text;
-  for (const std::string& part : parts) {
-    if (&part != &parts.front()) text += separator;
-    text += part;
-  }
-  return text;
-}
-
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> parts;
   for (std::size_t begin = 0;;) {

@@ -20,7 +20,18 @@ std::string concat(const Parts&... parts) {
   return std::move(out).str();
 }
 
-std::string join(const std::vector<std::string>& parts, std::string_view separator);
+// {0, 1, 3}, ", " -> "0, 1, 3"
+template <class Parts = std::vector<std::string>>
+std::string join(const Parts& parts, std::string_view separator) {
+  std::ostringstream out;
+  std::string_view before;
+  for (const auto& part : parts) {
+    out << before << part;
+    before = separator;
+  }
+  return std::move(out).str();
+}
+
 std::vector<std::string> split(std::string_view text, char separator);
 
 std::string fixed(double value, int digits);     // 3.14159, 2 -> "3.14"

@@ -2,7 +2,6 @@
 
 #include <xxhash.h>
 
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdio>

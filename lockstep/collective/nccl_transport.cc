@@ -9,7 +9,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
-#include "lockstep/collective/self_transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -84,11 +84,7 @@ RankLists exchange_lists(const World& world, const RankList& ranks) {
   return lists;
 }
 
-std::string text_of(const RankList& ranks) {
-  std::vector<std::string> names;
-  for (const int rank : ranks) names.push_back(std::to_string(rank));
-  return ranks.empty() ? "no ranks" : "ranks " + join(names, ", ");
-}
+std::string text_of(const RankList& ranks) { return ranks.empty() ? "no ranks" : "ranks " + join(ranks, ", "); }
 
 void check_agreement(const World& world, const RankLists& lists) {
   for (std::size_t rank = 0; rank < lists.size(); ++rank)

@@ -1,6 +1,5 @@
 #include "lockstep/gradient/gradient_memory.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <map>

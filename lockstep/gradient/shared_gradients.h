@@ -25,7 +25,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -34,7 +33,6 @@
 #include "lockstep/gradient/gradient_memory.h"
 #include "lockstep/gradient/gradient_source.h"
 #include "lockstep/model/parameter_block.h"
-#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 

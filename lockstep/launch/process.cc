@@ -10,18 +10,15 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <iostream>
 
+#include "lockstep/base/guarded.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
-
-constexpr int kFailed = 1;
-constexpr int kUsage = 2;
 
 // If the parent died before the prctl, its signal never comes: so look again whether the parent is still there.
 void die_with(pid_t parent) {
@@ -61,21 +58,9 @@ void execute(const std::vector<std::string>& command) {
   throw system_error("start", command.front());
 }
 
-int run_body(const std::function<int()>& body) {
-  try {
-    return body();
-  } catch (const UsageError& error) {
-    std::cerr << error.what() << std::endl;
-    return kUsage;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-    return kFailed;
-  }
-}
-
 // Exits without running the destructors and atexit handlers copied from the parent: they would clean up its things.
 [[noreturn]] void exit_after(const std::function<int()>& body) {
-  const int code = run_body(body);
+  const int code = guarded(body);
   std::cout.flush();
   std::fflush(nullptr);
   ::_exit(code);

@@ -1,7 +1,6 @@
 #include "lockstep/models.h"
 
-#include "lockstep/base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/names.h"
 
 namespace lockstep {
 namespace {
@@ -64,11 +63,7 @@ constexpr Entry kEntries[] = {
 
 }  // namespace
 
-std::vector<std::string> model_names() {
-  std::vector<std::string> names;
-  for (const Entry& entry : kEntries) names.emplace_back(entry.name);
-  return names;
-}
+std::vector<std::string> model_names() { return names_in(kEntries); }
 
 Task model_task(const std::string& name) {
   for (const Entry& entry : kEntries)

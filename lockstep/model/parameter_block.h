@@ -16,7 +16,6 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"

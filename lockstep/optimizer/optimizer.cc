@@ -1,6 +1,5 @@
 #include "lockstep/optimizer.h"
 
-#include <algorithm>
 #include <unordered_map>
 
 #include "lockstep/base/text.h"

@@ -1,4 +1,3 @@
-#include <array>
 #include <utility>
 
 #include "lockstep/base/text.h"

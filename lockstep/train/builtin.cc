@@ -61,8 +61,6 @@ void require_fitting(const Datasets& datasets, const Task& task) {
 
 }  // namespace
 
-std::vector<std::string> dataset_names() { return dataset_kinds(); }
-
 Datasets builtin_datasets(const DataSource& source, const Task& task) {
   if (source.data == "auto" && takes_fashion_mnist(task.sample)) return opened(source, "fashion-mnist");
   if (source.data == "auto" || source.data == "synthetic") return synthetic(source, task);

@@ -5,15 +5,10 @@
 // Ranks:   no communication; every rank gets the same datasets
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "lockstep/datasets.h"
 #include "lockstep/task.h"
 
 namespace lockstep {
-
-std::vector<std::string> dataset_names();  // for --help
 
 // "auto" is Fashion-MNIST where the task takes its images or does not say what it takes, else synthetic data.
 // Throws UsageError naming the datasets there are, or that the task takes another shape; DataError.

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/loader.h"

@@ -45,12 +45,6 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   };
 }
 
-std::vector<std::string> strategy_names() {
-  std::vector<std::string> names;
-  for (const StrategyInfo& info : strategies()) names.emplace_back(info.name);
-  return names;
-}
-
 StrategyKind strategy_named(const std::string& name) {
   const auto& all = strategies();
   return std::ranges::find(all, name, &StrategyInfo::name)->kind;  // the parser has let through those there are
@@ -61,7 +55,7 @@ std::vector<Option> device_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;
   return {
       choice(
-          "--strategy", strategy_names(), [&s] { return strategy_info(s.kind).name; },
+          "--strategy", names_in(strategies()), [&s] { return strategy_info(s.kind).name; },
           [&s](const std::string& name) { s.kind = strategy_named(name); }, kMayChange,
           "how the replicas stay one model, see below"),
       option("--ranks", o.ranks, kMayChange, "ranks to start on this machine, or auto: one per core"),

@@ -171,7 +171,7 @@ int run(int argc, char** argv, const Task& task) {
   Program program{.description = concat("Trains ", task.name, " with lockstep"),
                   .make_task = [&task](const TrainOptions&) { return task; }};
   program.defaults.model = task.name;
-  if (!task.make_data) program.choices.datasets = dataset_names();
+  if (!task.make_data) program.choices.datasets = dataset_kinds();
   return run_program(argc, argv, program);
 }
 
@@ -179,7 +179,7 @@ int run_builtin(int argc, char** argv) {
   return run_program(argc, argv,
                      {.description = "Trains a model",
                       .name = "lockstep train",
-                      .choices = {.models = model_names(), .datasets = dataset_names()},
+                      .choices = {.models = model_names(), .datasets = dataset_kinds()},
                       .make_task = [](const TrainOptions& options) { return model_task(options.model); }});
 }
 

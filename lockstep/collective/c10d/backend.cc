@@ -26,6 +26,19 @@ using Tensor = ShmBackend::Tensor;
 using Tensors = ShmBackend::Tensors;
 using WorkPtr = ShmBackend::WorkPtr;
 
+namespace {
+
+// What the calls on one tensor have in common: each rank gives or gets as many elements as `tensor` has.
+Call call_on(Operation operation, const Tensor& tensor, const Unit& unit, const Piece& input, const Piece& output) {
+  return {.operation = operation,
+          .input = input.memory(),
+          .output = output.memory(),
+          .count = unit.count(tensor.numel()),
+          .dtype = unit.dtype};
+}
+
+}  // namespace
+
 // How a call is to be made, out of c10d's options for it.
 struct ShmBackend::Manner {
   template <class Options>
@@ -164,13 +177,9 @@ ShmBackend::Step ShmBackend::all_reduce_step(const Tensor& tensor, const c10d::R
   const Piece output({tensor});
   const Piece input = op.op_ == c10d::ReduceOp::PREMUL_SUM ? Piece({scaled(tensor, op)}) : output;
   const Unit unit = unit_to_reduce(tensor, op);
-  return {input, output,
-          Call{.operation = Operation::kAllReduce,
-               .input = input.memory(),
-               .output = output.memory(),
-               .count = unit.count(tensor.numel()),
-               .dtype = unit.dtype,
-               .op = to_shm(op)}};
+  Call call = call_on(Operation::kAllReduce, tensor, unit, input, output);
+  call.op = to_shm(op);
+  return {input, output, call};
 }
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -189,13 +198,9 @@ WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
   const Piece input({scaled(tensor, options.reduceOp)});
   const Piece output = options.rootRank == rank_ ? Piece({tensor}) : Piece();
   const Unit unit = unit_to_reduce(tensor, options.reduceOp);
-  const Call call{.operation = Operation::kReduce,
-                  .input = input.memory(),
-                  .output = output.memory(),
-                  .count = unit.count(tensor.numel()),
-                  .dtype = unit.dtype,
-                  .op = to_shm(options.reduceOp),
-                  .root = static_cast<int>(options.rootRank)};
+  Call call = call_on(Operation::kReduce, tensor, unit, input, output);
+  call.op = to_shm(options.reduceOp);
+  call.root = static_cast<int>(options.rootRank);
   return start(OpType::REDUCE, {{input, output, call}}, tensors, Manner(options));
 }
 
@@ -242,11 +247,8 @@ WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
   const Tensor& tensor = only_one(tensors, "broadcast");
   const Piece piece({tensor});
   const Unit unit = unit_to_move(tensor);
-  const Call call{.operation = Operation::kBroadcast,
-                  .output = piece.memory(),
-                  .count = unit.count(tensor.numel()),
-                  .dtype = unit.dtype,
-                  .root = static_cast<int>(options.rootRank)};
+  Call call = call_on(Operation::kBroadcast, tensor, unit, /*input=*/Piece(), piece);
+  call.root = static_cast<int>(options.rootRank);
   return start(OpType::BROADCAST, {{piece, piece, call}}, tensors, Manner(options));
 }
 
@@ -311,12 +313,8 @@ WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
   const Piece input = input_beside({part}, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
-  const Call call{.operation = Operation::kGather,
-                  .input = input.memory(),
-                  .output = output.memory(),
-                  .count = unit.count(part.numel()),
-                  .dtype = unit.dtype,
-                  .root = static_cast<int>(options.rootRank)};
+  Call call = call_on(Operation::kGather, part, unit, input, output);
+  call.root = static_cast<int>(options.rootRank);
   return start(OpType::GATHER, {{input, output, call}}, whole, Manner(options));
 }
 
@@ -328,12 +326,8 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
   const Piece input = input_beside(whole, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
-  const Call call{.operation = Operation::kScatter,
-                  .input = input.memory(),
-                  .output = output.memory(),
-                  .count = unit.count(part.numel()),
-                  .dtype = unit.dtype,
-                  .root = static_cast<int>(options.rootRank)};
+  Call call = call_on(Operation::kScatter, part, unit, input, output);
+  call.root = static_cast<int>(options.rootRank);
   return start(OpType::SCATTER, {{input, output, call}}, outputs, Manner(options));
 }
 
@@ -369,14 +363,10 @@ WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllT
 WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const Tensor& tensor = only_one(tensors, "send");
   const Piece piece({tensor});
-  const Unit unit = unit_to_move(tensor);
+  Call call = call_on(Operation::kSend, tensor, unit_to_move(tensor), piece, /*output=*/Piece());
+  call.peer = to;
+  call.tag = tag;
   piece.copy_in();
-  const Call call{.operation = Operation::kSend,
-                  .input = piece.memory(),
-                  .count = unit.count(tensor.numel()),
-                  .dtype = unit.dtype,
-                  .peer = to,
-                  .tag = tag};
   return c10::make_intrusive<MessageWork>(rank_, OpType::SEND, piece, parts().start_message(piece, call));
 }
 
@@ -389,13 +379,9 @@ WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 WorkPtr ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {
   const Tensor& tensor = only_one(tensors, "receive");
   const Piece piece({tensor});
-  const Unit unit = unit_to_move(tensor);
-  const Call call{.operation = Operation::kReceive,
-                  .output = piece.memory(),
-                  .count = unit.count(tensor.numel()),
-                  .dtype = unit.dtype,
-                  .peer = from,
-                  .tag = tag};
+  Call call = call_on(Operation::kReceive, tensor, unit_to_move(tensor), /*input=*/Piece(), piece);
+  call.peer = from;
+  call.tag = tag;
   return c10::make_intrusive<MessageWork>(rank_, type, piece, parts().start_message(piece, call));
 }
 

@@ -13,12 +13,10 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/link.h"
-#include "lockstep/collective/transport.h"
 
 namespace lockstep {
 

@@ -11,8 +11,6 @@
 // Ranks:   one of each machine, those of the link, in the same order
 #pragma once
 
-#include <vector>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/link.h"

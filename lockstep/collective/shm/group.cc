@@ -87,11 +87,7 @@ class SubgroupOffers {
                          .next = "give the same list on all its ranks; other lists may not overlap it"});
   }
 
-  std::string text_of(int rank) const {
-    std::vector<std::string> names;
-    for (const int member : list_of(rank)) names.push_back(std::to_string(member));
-    return "ranks " + join(names, ", ");
-  }
+  std::string text_of(int rank) const { return "ranks " + join(list_of(rank), ", "); }
 
   int words_;
   IntVector<std::int64_t> mine_;
@@ -217,7 +213,5 @@ void Group::poison(const std::string& reason) {
   state.machine().poison(Cause::kFailed, rank, concat(state.machine().name(rank), " failed: ", reason),
                          state.machine().describe(rank));
 }
-
-std::string Group::describe_ranks() const { return parts_->state.everyone(); }
 
 }  // namespace lockstep::shm

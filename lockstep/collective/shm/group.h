@@ -102,8 +102,6 @@ class Group {
   // What every rank of the machine sees as the reason for its PeerLost. No group of the machine can be used afterwards.
   void poison(const std::string& reason);
 
-  std::string describe_ranks() const;  // a line per rank: what it is doing
-
  private:
   friend struct GroupFactory;
   struct Parts;

@@ -15,7 +15,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "lockstep/collective/call.h"
 #include "lockstep/collective/future.h"

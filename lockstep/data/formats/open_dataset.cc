@@ -1,10 +1,9 @@
 #include <filesystem>
 
-#include "lockstep/base/text.h"
+#include "lockstep/base/names.h"
 #include "lockstep/data/formats/dataset_request.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/packed/packed_records.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -188,11 +187,7 @@ constexpr Kind kKinds[] = {
 
 }  // namespace
 
-std::vector<std::string> dataset_kinds() {
-  std::vector<std::string> names;
-  for (const Kind& kind : kKinds) names.emplace_back(kind.name);
-  return names;
-}
+std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
   DatasetRequest request(source);

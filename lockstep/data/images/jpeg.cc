@@ -11,9 +11,7 @@
 
 #include <algorithm>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

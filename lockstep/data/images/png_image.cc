@@ -3,7 +3,6 @@
 #include <png.h>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,7 @@
 #include "lockstep/data/loader/loading_hint.h"
 
 #include <cmath>
+#include <functional>
 
 #include "lockstep/base/text.h"
 
@@ -21,32 +22,26 @@ std::string advice(const LoadingStatistics& s, const LoadingSettings& settings, 
   return "the transforms take most of it: choose fewer in --augment, or give the rank more cores";
 }
 
+template <class Combine>
+LoadingStatistics combined(const LoadingStatistics& a, const LoadingStatistics& b, const Combine& combine) {
+  return {.batches = combine(a.batches, b.batches),
+          .samples = combine(a.samples, b.samples),
+          .skipped = combine(a.skipped, b.skipped),
+          .wait = combine(a.wait, b.wait),
+          .read = combine(a.read, b.read),
+          .assemble = combine(a.assemble, b.assemble),
+          .copy = combine(a.copy, b.copy),
+          .room = combine(a.room, b.room),
+          .queued = combine(a.queued, b.queued)};
+}
+
 }  // namespace
 
 LoadingStatistics& LoadingStatistics::operator+=(const LoadingStatistics& other) {
-  batches += other.batches;
-  samples += other.samples;
-  skipped += other.skipped;
-  wait += other.wait;
-  read += other.read;
-  assemble += other.assemble;
-  copy += other.copy;
-  room += other.room;
-  queued += other.queued;
-  return *this;
+  return *this = combined(*this, other, std::plus<>());
 }
 
-LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) {
-  return {.batches = a.batches - b.batches,
-          .samples = a.samples - b.samples,
-          .skipped = a.skipped - b.skipped,
-          .wait = a.wait - b.wait,
-          .read = a.read - b.read,
-          .assemble = a.assemble - b.assemble,
-          .copy = a.copy - b.copy,
-          .room = a.room - b.room,
-          .queued = a.queued - b.queued};
-}
+LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) { return combined(a, b, std::minus<>()); }
 
 std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds) {
   if (seconds <= 0 || statistics.wait < kWorthSaying * seconds) return "";

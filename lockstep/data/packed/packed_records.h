@@ -12,7 +12,6 @@
 #include <torch/types.h>
 
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>

@@ -2,26 +2,22 @@
 
 #include <optional>
 
-#include "lockstep/base/text.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
-#include "lockstep/deadline.h"
-#include "lockstep/devices.h"
-#include "lockstep/error.h"
 #include "lockstep/sampler.h"
-#include "lockstep/strategy/devices/replica.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
 namespace {
 
 // `single` and `ddp`: a replica in every rank. In a world of one there is nothing to exchange, and it is `single`.
-class DdpStrategy : public Strategy {
+class DdpStrategy : public ReplicaStrategy {
  public:
   DdpStrategy(const World& world, const Task& task, const StrategyOptions& options)
-      : world_(world), task_(task), options_(options), replica_(make_replica(task, options, world.device())) {
+      : ReplicaStrategy(task, {make_replica(task, options, world.device())}), world_(world), options_(options) {
     ddp_ = std::make_unique<DistributedDataParallel>(
-        world, *replica_.model, *replica_.optimizer,
+        world, model(), optimizer(),
         DistributedDataParallelOptions{.share_parameters = options.ddp.share_parameters,
                                        .hook = make_hook(options.compression),
                                        .algorithm = options.algorithm,
@@ -31,7 +27,7 @@ class DdpStrategy : public Strategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    replica_.optimizer->zero_grad();
+    optimizer().zero_grad();
     if (options_.ddp.virtual_shards > 0)
       compute_shards(batch);
     else
@@ -40,9 +36,7 @@ class DdpStrategy : public Strategy {
   }
 
   void update() override {
-    const Stopwatch watch;
-    replica_.optimizer->step();
-    phases_.update += watch.seconds();
+    timed(phases_.update, [&] { optimizer().step(); });
     ++step_;
   }
 
@@ -50,12 +44,6 @@ class DdpStrategy : public Strategy {
     ddp_->parameters_written();
     step_ = step;
   }
-
-  torch::Tensor forward(const torch::Tensor& data) override { return replica_.forward(task_, data); }
-
-  torch::nn::Module& model() override { return *replica_.model; }
-  Optimizer& optimizer() override { return *replica_.optimizer; }
-  const PhaseTimes& phases() const override { return phases_; }
 
   Report report() const override {
     if (world_.size() == 1) return {};
@@ -84,11 +72,8 @@ class DdpStrategy : public Strategy {
 
   torch::Tensor forward_and_loss(const Batch& batch) {
     if (batch.size() == 0) return {};
-    const Stopwatch watch;
     require_device(batch.data, world_.device(), "the batch");
-    const torch::Tensor loss = task_.loss(forward(batch.data), batch.target);
-    phases_.forward += watch.seconds();
-    return loss;
+    return timed(phases_.forward, [&] { return task_.loss(forward(batch.data), batch.target); });
   }
 
   void backward_and_exchange(const torch::Tensor& loss, std::int64_t samples) {
@@ -99,13 +84,10 @@ class DdpStrategy : public Strategy {
   }
 
   World world_;
-  Task task_;
   StrategyOptions options_;
-  Replica replica_;
   std::unique_ptr<DistributedDataParallel> ddp_;
   std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
   std::int64_t step_ = 0;
-  PhaseTimes phases_;
 };
 
 }  // namespace

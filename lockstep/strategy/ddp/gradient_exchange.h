@@ -18,16 +18,12 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
-#include "lockstep/batch_totals.h"
 #include "lockstep/gradient/gradient_source.h"
 #include "lockstep/gradient/reducer.h"
 #include "lockstep/gradient/shared_gradients.h"
-#include "lockstep/model/parameter_block.h"
-#include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

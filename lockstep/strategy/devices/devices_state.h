@@ -15,7 +15,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>

@@ -56,7 +56,11 @@ std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options) {
+UpdateOptions update_options(const StrategyOptions& options) {
+  return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
+}
+
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options) {
   auto optimizer = make_optimizer(std::move(parameters), options.optimizer);
   optimizer->set_clipping(options.clipping);
   if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
@@ -68,7 +72,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   replica.model->to(device);
   replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
   set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(replica.model->parameters(), options);
+  replica.optimizer = make_optimizer(replica.model->parameters(), update_options(options));
   return replica;
 }
 

@@ -12,15 +12,16 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/gradient/local_gradients.h"
-#include "lockstep/strategy.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/towers.h"
 
 namespace lockstep {
 
 // ---- Making replicas
 
-// The optimizer that the options name. Throws UsageError.
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const StrategyOptions& options);
+// The optimizer that the options name, with clipping and average. Throws UsageError.
+UpdateOptions update_options(const StrategyOptions& options);
+std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options);
 
 // A model on `device` in the layout of options.layout, with its optimizer. The same seed gives the same parameters.
 // Throws UsageError.

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {

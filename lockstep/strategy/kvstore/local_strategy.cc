@@ -1,7 +1,6 @@
 // The strategy `kvstore` with its local kinds: devices of one process.
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/statistics.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"

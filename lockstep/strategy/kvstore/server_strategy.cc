@@ -1,7 +1,6 @@
 // The strategy `kvstore` with servers: a server.
 #include <map>
 
-#include "lockstep/deadline.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/peer_servers.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"
@@ -9,12 +8,11 @@
 namespace lockstep {
 namespace {
 
-class ServerStrategy : public Strategy {
+class ServerStrategy : public ReplicaStrategy {
  public:
   ServerStrategy(const DistSetting& setting, const Task& task, const StrategyOptions& options)
-      : setting_(setting),
-        task_(task),
-        replica_(make_replica(task, options)),
+      : ReplicaStrategy(task, {make_replica(task, options)}),
+        setting_(setting),
         peers_(setting.links.servers, options.timeout / 4) {
     setting_.share_model(model());
     values_ = tensors_of(trained_parameters(model()));
@@ -26,10 +24,7 @@ class ServerStrategy : public Strategy {
 
   // The workers' step is over when all that are there have pushed it.
   BatchTotals forward_backward(const Batch&) override {
-    const Stopwatch watch;
-    const BatchTotals totals = server_->wait_for_pushes(++pushes_);
-    phases_.exchange += watch.seconds();
-    return totals;
+    return timed(phases_.exchange, [&] { return server_->wait_for_pushes(++pushes_); });
   }
   void update() override {}  // the serving threads have done it
 
@@ -47,10 +42,6 @@ class ServerStrategy : public Strategy {
     setting_.world.barrier();
   }
 
-  torch::Tensor forward(const torch::Tensor& data) override { return replica_.forward(task_, data); }
-  torch::nn::Module& model() override { return *replica_.model; }
-  Optimizer& optimizer() override { return *replica_.optimizer; }
-  const PhaseTimes& phases() const override { return phases_; }
   bool has_data() const override { return false; }
   World data_world(const World&) const override { return World::single(); }  // it has no part in the batches
   World loop_world(const World& world) const override { return setting_.loop_world(world); }
@@ -102,20 +93,17 @@ class ServerStrategy : public Strategy {
       const torch::Tensor& value = values_[slice.key];
       slices.push_back({.value = slice.in_value(value), .state = {}});
       if (slice.trained == 0) continue;
-      for (const auto& [name, whole] : replica_.optimizer->state_of(value))
+      for (const auto& [name, whole] : replicas_.front().optimizer->state_of(value))
         slices.back().state[name] = name == "step" ? whole : slice.in_value(whole);
     }
     return slices;
   }
 
   DistSetting setting_;
-  Task task_;
-  Replica replica_;                    // what is validated and saved
   std::vector<torch::Tensor> values_;  // [key] its trained parameters, then its buffers
   std::size_t trained_ = 0;
   PeerServers peers_;  // empty but for the first server
   std::int64_t pushes_ = 0;
-  PhaseTimes phases_;
   std::unique_ptr<StoreServer> server_;  // destroyed first: the other servers end once this one says goodbye
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/device_sum.h"
 
 namespace lockstep {

@@ -105,11 +105,4 @@ torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tenso
   return pull_rows(key, rows).reshape(sizes);
 }
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options) {
-  auto optimizer = make_optimizer(std::move(parameters), options.optimizer);
-  optimizer->set_clipping(options.clipping);
-  if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
-  return optimizer;
-}
-
 }  // namespace lockstep

@@ -41,7 +41,4 @@ class Store : public KVStore {
   std::vector<std::vector<std::int64_t>> sizes_;  // [key]
 };
 
-// With clipping and average.
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options);
-
 }  // namespace lockstep

@@ -16,10 +16,6 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   return parameters;
 }
 
-UpdateOptions update_options(const StrategyOptions& options) {
-  return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
-}
-
 StoreStrategy::StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
     : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
       update_in_store_(update_in_store) {

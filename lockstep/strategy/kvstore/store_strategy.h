@@ -49,8 +49,6 @@ class StoreStrategy : public ReplicaStrategy {
 std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model);
 std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named);
 
-UpdateOptions update_options(const StrategyOptions& options);
-
 // dist_*: servers and workers go through the same training loop. A worker trains on its part of the batches. A server's
 // threads serve; its loop counts a step once every worker has pushed it, validates and saves.
 std::unique_ptr<Strategy> make_local_strategy(const World& world, const Task& task, const StrategyOptions& options);

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <memory>
-#include <utility>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/strategy/pipeline/channel.h"

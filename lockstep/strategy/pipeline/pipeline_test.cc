@@ -240,6 +240,16 @@ TEST(PipelineSchedule, orders_the_steps_as_published) {
             (Steps{forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)}));
 }
 
+// Micro-batches that have gone forward and not yet back, at most.
+int most_in_flight(const std::vector<PipelineStep>& steps) {
+  int now = 0, most = 0;
+  for (const PipelineStep& step : steps) {
+    now += step.forward ? 1 : -1;
+    most = std::max(most, now);
+  }
+  return most;
+}
+
 TEST(PipelineSchedule, keeps_one_micro_batch_per_stage_behind_with_1f1b) {
   for (int stage = 0; stage < 4; ++stage)
     EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::k1F1B, stage, 4, 8)), 4 - stage);

@@ -19,15 +19,6 @@ std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, i
   return steps;
 }
 
-int most_in_flight(const std::vector<PipelineStep>& steps) {
-  int now = 0, most = 0;
-  for (const PipelineStep& step : steps) {
-    now += step.forward ? 1 : -1;
-    most = std::max(most, now);
-  }
-  return most;
-}
-
 double ideal_bubble(int stages, int micro_batches) {
   return static_cast<double>(stages - 1) / static_cast<double>(micro_batches + stages - 1);
 }

@@ -26,9 +26,6 @@ struct PipelineStep {
 // What stage `stage` of `stages` does, in order.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
-// Micro-batches that have gone forward and not yet back, at most.
-int most_in_flight(const std::vector<PipelineStep>& steps);
-
 // (p-1)/(m+p-1): the share of p stages' time in which they wait, if every stage takes the same time for each of m
 // micro-batches and nothing else takes any.
 double ideal_bubble(int stages, int micro_batches);

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <fstream>
 #include <optional>
-#include <sstream>
 
 #include "lockstep/base/text.h"
 

@@ -18,7 +18,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/collective/call.h"
