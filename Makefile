@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Two commands are all a newcomer needs: `make demo` and `make test`. `make help` lists the rest.
 JOBS ?= $(shell nproc)
 demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --epochs 5 --batch-size 256 \

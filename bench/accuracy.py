@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Validation accuracy of LeNet on Fashion-MNIST after the 5 epochs of `make demo`, for three seeds."""
 from common import machine, median, save, train
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/benchmarks.h: the benchmarks of `lockstep bench`. Each gets argv from its own name on, prints its table on
 // stdout and returns the exit code; lockstep::Error is main's to print (cli/bench.cc).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.
 #include <iostream>
 

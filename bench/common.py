@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: where programs are, how the systems take turns, medians, and the machine of a result."""
 import json
 import os

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
 // page cache, and a LeNet step with loading beside one without; in turn, medians.
 #include <iostream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The smallest job there is: connect, all-reduce one tensor, say so. bench/startup.py measures how long that takes.
 #include <iostream>
 

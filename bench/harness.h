@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/harness.h: what every benchmark does in the same way: it reads its options, lets the systems take turns, keeps
 // the figure of every turn, and shows medians and ratios as a table and as JSON.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench hosts`: collectives between hosts, which are network namespaces with shaped links, beside flat Gloo.
 #include <iostream>
 

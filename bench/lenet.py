@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """An epoch of LeNet on Fashion-MNIST: lockstep beside PyTorch's DDP over Gloo, 2 ranks of one thread, in turn.
 
     bench/lenet.py [ROUNDS]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Strategies beside the systems that they come from, on LeNet and on a model heavy in parameters (20 M), in turn.
 
     bench/originals.py [ROUNDS [MODEL]]

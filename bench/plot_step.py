@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws the time of a training step beside PyTorch's DDP, out of bench/results/step*.json, into docs/images/step-time.svg.
 
 With Debian's python3 and its python3-matplotlib.

@@ -1,4 +1,5 @@
 #!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what `lockstep bench strategies --json` kept: step time and busiest link over the number of workers, measured
 (marks) and by the formulas (dashed lines).
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/processes.h: the child processes of a benchmark, and the folder they share.
 //
 // Owns:    a TemporaryFolder: the folder and what is in it

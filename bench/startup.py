@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """From the command to the first all-reduce of two ranks: lockstep beside torchrun and Python, in turn.
 
     bench/startup.py [ROUNDS]

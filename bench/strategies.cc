@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench strategies`: parameter server against ring: training over 1 to 8 hosts with equal, slow links,
 // each strategy in turn: the time of a step, and what the busiest link carries, beside the formulas.
 #include <iostream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/tcp.h: a TCP connection between two ends of this process, to measure what sockets cost.
 //
 // Threads: values

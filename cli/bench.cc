@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep-bench: `lockstep bench NAME`: finds the benchmark. Each one has a file of its name in bench/.
 #include <algorithm>
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cli/commands.h: the subcommands that are part of `lockstep` itself. Each gets argv from its own name on and returns
 // the exit code. Exceptions are main's to print.
 #pragma once

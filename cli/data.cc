@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep-data: `lockstep data pack` writes any dataset of --data as packed records, `lockstep data info` describes
 // them.
 #include <CLI/CLI.hpp>

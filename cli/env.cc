@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep env`: every resolved setting of this process, and where it came from.
 #include <unistd.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep`: finds the subcommand. `run` and `env` are part of this program; any other is a program of its own,
 // lockstep-<subcommand> in ../libexec/lockstep, as git does it.
 #include <unistd.h>

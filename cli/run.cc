@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
 #include <CLI/CLI.hpp>
 #include <iostream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep-verify: `lockstep verify`: trains one of lockstep's models on one rank and on several, and compares.
 #include <CLI/CLI.hpp>
 #include <iostream>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cmake --install: the library, its headers, the command, and a package that find_package(lockstep) finds.
 include(CMakePackageConfigHelpers)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Imported targets for libtorch out of its PyPI wheel: lockstep::torch_cpu, and with CUDA lockstep::torch_cuda.
 #
 # find_package(Torch) is not used: on the wheel it fails without a CUDA toolkit and links libtorch_cuda either way.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training loop of your own. `lockstep run --nproc-per-node 2 -- ./own_loop` trains it on two ranks.
 #include <iostream>
 

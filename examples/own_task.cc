@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model of your own with every option of `lockstep train`: `./own_task --ranks 2 --epochs 2`, `./own_task --help`.
 #include <lockstep/lockstep.h>
 

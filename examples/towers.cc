@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallel training on two devices, step by step: LeNet, a copy of its parameters on each device, and for every
 // batch: split, a loss per device, backward on each, all-reduce, update.
 #include <cstdlib>

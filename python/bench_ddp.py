@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of PyTorch's DDP on a parameter-heavy model, over lockstep and over Gloo, beside the same step without exchange.
 
     python3 python/bench_ddp.py --ranks 2 --steps 15

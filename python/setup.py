@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds lockstep._C against the torch that is installed here, from the sources of the C++ library beside this folder.
 
 Needs a C++20 compiler, ninja and a full torch:  pip install --no-build-isolation ./python

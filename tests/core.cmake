@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The rooms without torch: the tests that the tsan preset runs.
 add_executable(rank_probe launch/rank_probe.cc)
 target_link_libraries(rank_probe PRIVATE lockstep_core)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The shared-memory core of collective/: no torch, so the tsan preset runs it too. lockstep_core carries its sources.
 lockstep_tests_in(beside_sources collective/shm)
 lockstep_test(shm_test shm SHARDS 4 TIMEOUT 7200 SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs the build tree $1, builds examples/ against it as a user has it, and runs them on two ranks.
 set -euo pipefail
 build=$1

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/lossless.h: every way to train that must give what one rank gives on the same global batch, as runs of 20 steps
 // in float64. Run with ranks as threads (strategy/lossless_test.cc) and as processes (tests/train/lossless_ranks.cc).
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Types what README.md says under "The command", with the command $1, in a clean folder.
 
 Placeholders get a value, training is cut to a few steps, and each benchmark's name is looked up in the help. A line that is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/strategies.h: what the tests of the strategies share: a small task in float64, and courses to compare.
 #pragma once
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Counts the cases of the last ctest run of each build folder: "N passed, N failed" is the last line.
 
     tests/summary.py BUILD...

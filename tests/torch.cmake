@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # A binary with torch.
 function(lockstep_torch_test target prefix)
   lockstep_test(${target} ${prefix} ${ARGN})

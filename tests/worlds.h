@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/worlds.h: worlds whose ranks are threads, over each transport; and data to exchange.
 #pragma once
 

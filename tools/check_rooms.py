@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the layout true. It is one of the tests.
 
 Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, launch/

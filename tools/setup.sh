@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs what building lockstep needs, and nothing that is there already:
 # Debian's packages system-wide, libtorch out of its PyPI wheel into .deps/ of this checkout.
 #

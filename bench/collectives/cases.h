@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/collectives/cases.h: what is measured, and how: the same for lockstep, Gloo and both MPIs, whose programs share
 // this file and cases.cc. No torch, no lockstep: MPI's own compilers build it too.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // c10d's Gloo, as one of the systems.
 #include <map>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shared-memory core, as the first of the systems.
 #include <cstring>
 #include <map>

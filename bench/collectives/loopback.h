@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/collectives/loopback.h: the floor of everything that goes through sockets on this machine.
 //
 // Threads: starts one and joins it

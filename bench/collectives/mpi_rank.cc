@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MPI, as one of the systems: compiled by each MPI's own compiler, started by its mpirun with the address of the
 // benchmark.
 #include <mpi.h>

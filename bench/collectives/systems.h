@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/collectives/systems.h: the systems that are compared, each as processes of this machine that stay and measure
 // one case after the other, so that all can take turns at every case.
 //

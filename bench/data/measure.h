@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/data/measure.h: the measurements of `lockstep bench data`, each of lockstep alone.
 //
 // Threads: one; what is measured starts its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's DataLoader on the data of `lockstep bench data`; prints one JSON line with samples per second of each epoch.
 
     pytorch.py fashion IMAGES LABELS WORKERS EPOCHS

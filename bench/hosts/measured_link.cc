@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What TCP gets through a link: the rate less the headers, and less what shaping costs.
 #include <sys/socket.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/hosts/network.h: hosts on one machine: network namespaces, each with one link to a switch.
 //
 //   host 0 -- eth0 ==== port0 --.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/hosts/network_namespace.h: a network with interfaces, addresses and ports of its own.
 //
 // Owns:    a descriptor, no name: the kernel removes the namespace and its interfaces with the last descriptor or process

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/hosts/systems.h: what `lockstep bench hosts` compares, each with ranks on every host of a network.
 //
 // Flow:    words of cases (bench/collectives/cases.h) -> a process per rank, inside its host -> seconds

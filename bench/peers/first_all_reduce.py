@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer of first_all_reduce.cc, for torchrun."""
 import torch
 import torch.distributed as dist

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXNet with a KVStore on Fashion-MNIST: `local` and `device` with several devices in one process, `dist_sync` and
 `dist_async` with a server and two workers, whose roles MXNet takes from the environment (DMLC_ROLE).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fashion-MNIST with PyTorch's DistributedDataParallel over Gloo.
 
     pytorch_ddp.py RANKS LAYOUT [MODEL BATCH STEPS]

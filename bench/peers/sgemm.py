@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sgemm reaches on one core while the others are as busy: GFLOP/s of 1024 x 1024 products, one process per core."""
 import json
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorFlow's MirroredStrategy over two logical CPUs on Fashion-MNIST.
 
     tensorflow_mirrored.py MODEL BATCH STEPS

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/step/cases.h: the training steps that are compared: five models, from small to heavy in parameters.
 //
 // Threads: values

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A training step with PyTorch's DistributedDataParallel over Gloo: the peer of `lockstep bench step`.
 
     pytorch.py CASE RANKS BATCH LAYOUT WARMUP STEPS      BATCH is global; LAYOUT: contiguous | channels_last

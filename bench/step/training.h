@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/step/training.h: the systems that `lockstep bench step` compares, each run as processes of this machine.
 //
 // Threads: call from the main thread while it is the only one (it forks)

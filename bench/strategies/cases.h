@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/strategies/cases.h: what `lockstep bench strategies` compares: ways to keep the replicas on several hosts equal,
 // each with the bytes that the literature gives for it.
 //

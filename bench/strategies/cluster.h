@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bench/strategies/cluster.h: one training, spread over the hosts of a network: a worker or a server on each.
 //
 // Flow:    StrategyCase -> `lockstep train` in every host -> seconds of each step, bytes of each link

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/batch_totals.h: the size and the mean loss of a global batch.
 //
 // Threads: a value

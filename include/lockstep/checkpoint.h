@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/checkpoint.h: writes and reads safetensors files: tensors by name, and strings.
 //
 // Flow:    tensors and metadata -> TensorFile -> a file -> TensorFile, or any tool of the field

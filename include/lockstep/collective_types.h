@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/collective_types.h: the words of a collective call: dtypes, reductions, algorithms, operations.
 //
 // Threads: values

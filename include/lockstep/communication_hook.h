@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/communication_hook.h: lossy ways to sum a bucket of gradients over the ranks: fewer bytes, and a sum that is
 // not exact. Worth it where the network is the limit; ranks of one machine that share parameters send nothing and need
 // none.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/cores.h: the cores that this process may use, and how ranks share them.
 //
 // Flow:    the scheduler's affinity mask -> a share per rank -> its threads

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/dataset.h: what a dataset is: a number of samples, and a way to make a batch of any of them.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h

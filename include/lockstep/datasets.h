@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, CSV, NumPy, tokens, tensors, packed
 // records. Images in folders are in lockstep/images.h.
 //

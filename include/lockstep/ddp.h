@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/ddp.h: data parallel training with a replica of the model in every rank, as in PyTorch's
 // DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020).
 //

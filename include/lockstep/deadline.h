@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/deadline.h: a point in time by which a wait has to end, and a stopwatch. docs/process.md lists the few waits
 // of lockstep that have no deadline, and what bounds each of them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/devices.h: the devices of one process. A device is a set of cores with a thread of its own.
 //
 //   scheduling thread (the caller's) --run(body)--> body on N device threads at the same time --> back to the caller

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/error.h: what lockstep throws. An error says what happened, where, why it is likely, and what to do next.
 //
 // Flow:    thrown anywhere in the library -> caught by the user's program, or printed by the command line

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/gradient_scaler.h: keeps float16 gradients from underflow: the loss is multiplied by a scale, step() divides
 // the gradients by it again, and a step whose gradients overflowed is skipped on all ranks (Micikevicius et al., "Mixed
 // Precision Training", ICLR 2018).

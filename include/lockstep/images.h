@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/images.h: datasets of images: where their bytes come from, and what happens to them on the way into a batch.
 //
 // Flow:    ImageSource (memory, a folder, packed records) -> decode JPEG or PNG -> ImageTransforms, in one pass per

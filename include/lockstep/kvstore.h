@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/kvstore.h: a store of named tensors: devices push gradients to it and pull weights from it.
 //
 //   init -> [set_optimizer] -> push, pull, push, pull, ...

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/loader.h: this rank's batches of an epoch, one after another, loaded in the background.
 //
 // Flow:    Dataset + DistributedSampler -> worker threads -> a queue of ready batches -> the training loop

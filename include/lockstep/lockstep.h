@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/lockstep.h: the whole public interface, in reading order. HACKING.md walks through it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/memory.h: settings of glibc's malloc for the whole process (docs/process.md lists all such side effects).
 //
 // Flow:    main() or lockstep::run() -> here -> mallopt

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/models.h: the models that lockstep brings along.
 //
 // Flow:    model_task("resnet18"), or classification_task<ResNet>(...) -> a Task -> lockstep::run(), a strategy

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/named_tensor.h: a tensor and its name in the model.
 //
 // Threads: a value; copies share the tensor's memory

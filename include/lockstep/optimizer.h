@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/optimizer.h: what lockstep's optimizers have in common. They are torch::optim::Optimizers, so schedulers
 // and parameter groups work as usual. Given to a DistributedDataParallel, their step() sums the gradients of the ranks
 // of a machine and updates the parameters in one pass over memory (docs/design/fused-step.md).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/optimizers.h: SGD, Adam, AdamW, LAMB and LARS, and how to choose one of them at run time.
 //
 // Flow:    options -> an Optimizer -> step()

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/periodic_average.h: post-local SGD for a training loop of your own (Lin et al., "Don't use large mini-batches,
 // use local SGD", ICLR 2020): after some steps that exchange gradients, ranks train alone and average their parameters
 // every few steps. The bytes sent fall by `every`.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/run.h: a whole training program: command line, ranks, training, exit code.
 //
 // Flow:    main() of a user's program or of `lockstep train` -> here -> launch/, strategy/, train/loop.h

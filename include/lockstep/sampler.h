@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/sampler.h: the order of an epoch, and which of its samples each rank sees.
 //
 // Flow:    seed, epoch -> SampleOrder -> DistributedSampler -> lockstep/loader.h

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/schedule.h: the learning rate as a function of the step alone, so that resuming needs no state.
 //
 // Threads: pure functions

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/strategy.h: how the replicas of a model stay one model. The training loop knows only this interface.
 //
 // Flow:    Task + Batch -> forward_backward(): forward, backward, exchange -> update() -> parameters

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/sync_batch_norm.h: batch normalisation over the global batch: mean and variance are taken over the samples of
 // all ranks, so N ranks compute what one would (Ioffe and Szegedy, 2015; PyTorch's SyncBatchNorm).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/task.h: what lockstep has to know about a program to train it: how to make its model, run it and judge it.
 //
 // Flow:    the user's program -> lockstep::run(), lockstep train -> a strategy

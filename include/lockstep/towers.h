@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/towers.h: data parallel training on the devices of one process, in steps that a program calls one by one.
 //
 //   get_params -> a model on every device

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/update_rule.h: the formula of an optimizer, applied to consecutive elements. This is what a new optimizer
 // has to write; which elements, from which gradients and on which rank is decided by Optimizer::step().
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/world.h: the ranks of a job: who they are, and how they exchange tensors.
 //
 // Flow:    launch/ says which rank this is -> World -> gradient/ and strategy/ exchange tensors through it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/cache_line.h: memory that begins where a cache line does.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/command_line.h: what the main() of every program does around its work: it parses the command line, prints errors
 // to stderr and turns them into exit codes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/environment_switch.h: environment variables that switch a side effect on the process off; docs/process.md lists
 // them.
 //

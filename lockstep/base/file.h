@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/file.h: writes files atomically: a reader sees the old file or the whole new one, even after a crash.
 //
 // Threads: any, on different paths

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/guarded.h: turns what a command's body throws into a line on stderr and an exit code.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/int_vector.h: a vector that is indexed by int: one element per rank, device, stage or micro-batch.
 //
 // Ranks are ints, as in MPI and torch; std::vector wants unsigned indices. Checked in debug builds.

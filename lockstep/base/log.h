@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/log.h: one line to stderr when something worth knowing changed. Results go to stdout, not here.
 //
 // Owns:    the process's logger (spdlog), made at first use; its level is LOCKSTEP_LOG=debug|info|warning|error|off

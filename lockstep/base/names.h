@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/names.h: the text of enumerators. One table per type serves the command line, its help, errors and metrics.
 //
 //   template <>

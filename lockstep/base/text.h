@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/text.h: the few string helpers that messages and tables need.
 //
 // fmt is used inside base/ only: libtorch carries another version of its headers, and whichever comes first on the

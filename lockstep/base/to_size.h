@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/to_size.h: a count that torch or the kernel gives as a signed number, as the std::size_t that containers take.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // base/unique_fd.h: a file descriptor that closes itself.
 //
 // Owns:    one descriptor, or none (-1)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // checkpoint/checkpoint_folder.h: the checkpoints of a run: the newest few are kept, a damaged one is passed over.
 //
 // Flow:    train/ -> TensorFile -> DIR/step-00000470.safetensors -> --resume

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // checkpoint/safetensors.h: the bytes of a safetensors file; see lockstep/checkpoint.h.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/call.h: one collective call or message, as World, the transports and the shared-memory core all see it.
 //
 // Flow:    World, c10d backend -> Call -> Transport -> collective/shm/ inside a machine, collective/machines/ between

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/call_queue.h: makes the collectives of one rank one after the other, in the order in which they were given.
 //
 // Flow:    Transport::start, c10d backend -> here, on the thread that waits or on a worker thread -> shm::Group::run

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/future.h: a call that was started: how it is waited for.
 //
 // Flow:    Transport::start, shm::Group::start -> Future -> Work::wait

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/c10d_transport.h"
 
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/rendezvous.h: how the ranks of a job find each other: a c10d store that all of them can reach.
 //
 // Flow:    launch/environment.h -> here -> the transports (transport.h)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/self_transport.h: the transport of a world of one rank: the result is what that rank gives.
 //
 // Threads: one at a time

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shared_memory.h: memory that the ranks of one machine read and write directly, beyond collectives:
 // parameters that exist once per machine, gradients that other ranks read.
 //

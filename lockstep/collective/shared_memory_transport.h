@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shared_memory_transport.h: the shared-memory core as a transport for host tensors.
 //
 // Flow:    World -> here -> collective/shm/

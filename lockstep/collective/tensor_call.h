@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/tensor_call.h: a Call on torch's tensors: checks the arguments, makes tensors dense, keeps them alive.
 //
 // Flow:    World's calls -> here -> Transport; afterwards finish()

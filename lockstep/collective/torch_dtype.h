@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/torch_dtype.h: torch's dtypes in the words of a Call.
 #pragma once
 

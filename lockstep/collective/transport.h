@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/transport.h: what carries calls out. World chooses one for each kind of tensor.
 //
 //   shared memory   host tensors, all ranks on one machine (or threads of one process): collective/shm/

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of a Work, over every transport.
 #include "lockstep/deadline.h"
 #include "lockstep/world.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every collective over every transport against a reference, at tolerance 0.
 #include <numeric>
 

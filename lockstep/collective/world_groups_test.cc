@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sub-worlds, over every transport.
 #include <random>
 #include <thread>

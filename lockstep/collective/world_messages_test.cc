@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Messages between two ranks, over every transport.
 #include "lockstep/world.h"
 #include "tests/worlds.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/world_state.h: what the copies of a World share.
 //
 // Flow:    World::from_env, run_ranks and World::group make one -> World's calls

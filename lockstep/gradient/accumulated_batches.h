@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/accumulated_batches.h: what one rank counts of the batches whose gradients add up in its .grad, so that the
 // mean over all ranks is exact for batches of different sizes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/bucket.h: the gradients of several parameters as one flat tensor, which is exchanged in one collective.
 //
 // Flow:    .grad -> pack() -> a collective on `flat` -> store_mean() -> .grad

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/gradient_memory.h: makes autograd write fresh gradients into memory that the other ranks of the machine can
 // read, so that publishing a gradient copies nothing.
 //

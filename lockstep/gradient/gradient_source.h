@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/gradient_source.h: how an optimizer obtains exchanged gradients.
 //
 // Flow:    gradient/local_gradients.h or gradient/shared_gradients.h -> here -> optimizer/

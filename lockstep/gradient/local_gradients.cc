@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/local_gradients.h"
 
 #include <torch/csrc/autograd/variable.h>

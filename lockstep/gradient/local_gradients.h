@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/local_gradients.h: gradients of this process: the sum of several lists, such as one per device; or .grad
 // alone, where it is the mean already or where there is one rank.
 //

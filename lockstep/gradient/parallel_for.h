@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/parallel_for.h: a loop whose parts run at the same time.
 //
 // Threads: those that libtorch's operators use on the calling thread, or the devices of lockstep/devices.h

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/ready_hooks.h"
 
 #include <torch/csrc/autograd/function.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/ready_hooks.h: calls back once autograd has accumulated a parameter's gradient.
 //
 // Owns:    its hooks, until it is destroyed

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/reducer.h: packs gradients into flat buckets and all-reduces each one while backward() still runs.
 //
 // Flow:    model/ -> autograd calls our hooks -> buckets -> collective/ -> the parameters' .grad -> optimizer/

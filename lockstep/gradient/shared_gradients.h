@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/shared_gradients.h: the exchange of gradients between ranks that share memory. No gradient is sent: each
 // rank publishes where its gradients are, and whoever updates a slice of the parameters reads that slice of all of them.
 //

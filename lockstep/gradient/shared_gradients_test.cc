@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/shared_gradients.h"
 
 #include <torch/nn/modules/embedding.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/sparse_exchange.h: the sum of gradients that have few rows, as an embedding's: only those rows are sent.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/unused_parameters.h"
 
 #include <torch/csrc/autograd/function.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gradient/unused_parameters.h: finds the parameters that a loss does not depend on.
 //
 // Threads: one thread, while no backward() runs

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/environment.h: which rank this process is, read from the variables that a launcher sets.
 //
 // Flow:    torchrun, lockstep run, Slurm, Open MPI, MPICH -> here -> collective/World

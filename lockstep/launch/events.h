@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/events.h: what the launcher waits for, all in one poll(): signals, ends of processes, output.
 //
 // Threads: one, the only one of its process: a signal may be delivered to any thread that does not block it

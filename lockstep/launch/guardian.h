@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/guardian.h: a small process that kills a launcher's ranks, and what they started, if the launcher is killed.
 //
 // Each rank dies with the launcher by itself (PR_SET_PDEATHSIG), but what a rank started does not. The guardian waits

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/launcher.h: starts the ranks of a job on this machine as processes, watches them, and ends all when one fails.
 //
 // Flow:    `lockstep run`, `lockstep train --ranks N`, lockstep::run() -> here -> one process per rank

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/output.h: what the ranks print, on its way through the launcher: whole lines, with the rank before them.
 //
 // Flow:    a rank's stdout or stderr -> pipe -> LineSplitter -> Sink -> this process's stdout or stderr

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // launch/process.h: one child process, in a process group of its own, that never outlives the process that started it.
 //
 // Flow:    launcher -> here -> fork, and exec or a function of this program

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <torch/nn/init.h>
 #include <torch/nn/modules/pooling.h>
 

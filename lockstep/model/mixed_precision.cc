@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/model/mixed_precision.h"
 
 #include <ATen/autocast_mode.h>

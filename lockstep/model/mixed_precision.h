@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // model/mixed_precision.h: computes in bfloat16 while parameters, their gradients and the update stay in float32.
 //
 // Flow:    a Task -> the same with forward() under libtorch's autocast -> strategy/

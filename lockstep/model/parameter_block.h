@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // model/parameter_block.h: the parameters of a module in one block of memory, which exists once per machine. Names,
 // shapes and strides do not change; the modules of all ranks use the same bytes.
 //

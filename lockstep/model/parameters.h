@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // model/parameters.h: the tensors of a model as the exchange sees them: named, flat, and the same on every rank.
 //
 // Flow:    a module -> here -> model/parameter_block.h, gradient/, strategy/, checkpoint/

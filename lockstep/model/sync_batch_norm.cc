@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/sync_batch_norm.h"
 
 #include <ATen/ops/batch_norm.h>

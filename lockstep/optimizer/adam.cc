@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizers.h"
 
 #include <ATen/ops/_fused_adam.h>

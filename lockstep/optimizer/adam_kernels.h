@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/adam_kernels.h: the loops of Adam, AdamW and LAMB. Apart from the rest, because they are compiled without
 // errno from sqrt: with it they would not be vectorised.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/adam_numbers.h: what Adam, AdamW and LAMB compute from their options before a step.
 //
 // Threads: pure functions

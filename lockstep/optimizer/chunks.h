@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/chunks.h: parameters cut into chunks that fit into the first-level cache, and the share of each rank.
 //
 // Threads: pure functions

@@ -1,11 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizer/flat_update.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/optimizer/mean.h"
 #include "lockstep/optimizer/chunks.h"
+#include "lockstep/optimizer/mean.h"
 #include "lockstep/optimizer/side_array.h"
 
 namespace lockstep {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/flat_update.h: reduces gradients and updates parameters in one pass over memory, a slice on each rank.
 //
 // Flow:    gradient/gradient_source.h + UpdateRule -> here -> parameters, optimizer state

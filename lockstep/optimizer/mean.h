@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/mean.h: the weighted sum of the same range of several gradients, in an order that depends only on how many
 // there are: every rank that computes it gets the same bits.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizer/side_array.h"
 
 #include "lockstep/base/cache_line.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // optimizer/side_array.h: an array beside each of some parameters, such as a momentum: as many elements, in the same
 // memory order. All lie in one allocation, which the ranks of a machine share.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training that is not exact must still converge. (Lossy hooks: gradient/communication_hook_test.cc.)
 #include "lockstep/models.h"
 #include "lockstep/strategy.h"

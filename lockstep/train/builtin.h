@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/builtin.h: the datasets that `lockstep train` knows by name, and what --data auto chooses.
 //
 // Flow:    --data -> here -> lockstep/datasets.h -> train/loop.h

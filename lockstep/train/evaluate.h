@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/evaluate.h: loss and accuracy over a validation set.
 //
 // Flow:    the validation set -> Strategy::forward -> Task::loss and Task::correct -> sums over all ranks

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/loop.h: the training loop. It knows no strategy by name.
 //
 // Flow:    lockstep/loader.h -> Strategy::forward_backward -> finite? -> learning rate -> Strategy::update -> metrics,

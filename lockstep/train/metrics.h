@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/metrics.h: what a run reports: one JSON object a line, flushed per line, in the format of the README.
 //
 // Flow:    train/loop.h -> here -> the file of --metrics

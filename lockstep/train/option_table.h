@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/option_table.h: one row per option of `lockstep train`: its name, field, help and range, and whether a resumed
 // run must have the same value.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/options.h: every option of `lockstep train` and lockstep::run().
 //
 // Flow:    argv, --config FILE -> option_table() -> TrainOptions -> strategy/, train/loop.h, and the checkpoints'

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/progress.h: what a person sees: a table with a line per epoch on stdout; between its lines, on stderr, a bar
 // that rewrites itself on a terminal, or a plain line now and then in a pipe.
 //

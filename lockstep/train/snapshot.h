@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // train/snapshot.h: everything that training depends on, as one TensorFile. Resuming is bit-exact, except with lossy
 // compression or asynchronous servers.
 //

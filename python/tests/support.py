@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function once per rank, each rank a process with a process group of its own."""
 
 import os

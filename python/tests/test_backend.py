@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed over lockstep:  python3 -m unittest discover -s python/tests"""
 
 import os

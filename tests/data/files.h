@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/data/files.h: files of every format that is read, written as their own tools write them.
 #pragma once
 

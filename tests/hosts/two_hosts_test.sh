@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Two hosts of two ranks each: network namespaces joined by a link. Shared memory inside each host, Gloo between them.
 # First they train, and must get the losses of one rank. Then a rank is killed while they train: all ranks of both hosts
 # must end.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/launch/child.h: programs that a test starts, watches and signals.
 #pragma once
 

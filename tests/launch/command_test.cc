@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The `lockstep` command as a process: signals to it, its death, its options and exit codes.
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The real launchers: every rank of an mpirun finds its place in the job, and only that job.
 #include <gtest/gtest.h>
 

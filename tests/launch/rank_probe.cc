@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank to test launchers with: `rank_probe WHAT [ARGUMENTS]` does one thing that a rank may do, named by WHAT.
 #include <arpa/inet.h>
 #include <netinet/in.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep against PyTorch's DistributedDataParallel, recorded by make_ddp_reference.py.
 #include <mutex>
 

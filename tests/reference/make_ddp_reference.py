@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes lenet_ddp.safetensors: what PyTorch's own DistributedDataParallel does with LeNet in 20 steps on two ranks.
 
     PYTHONPATH=.deps/pytorch python3 tests/reference/make_ddp_reference.py

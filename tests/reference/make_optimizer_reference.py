@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes optimizers.safetensors: what PyTorch's optimizers, and timm's for LAMB and LARS, do in 10 steps.
 
     pip install --no-deps --target DIR timm==1.0.19

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep's optimizers against PyTorch's, and timm's for LAMB and LARS, recorded by make_optimizer_reference.py.
 #include <functional>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/reference/ramp.h: numbers that the recorded references and the tests against them both begin with.
 #pragma once
 

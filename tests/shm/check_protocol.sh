@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Checks collective/shm/protocol.pml with Spin: every interleaving of 2 and 3 ranks, one of which may die.
 set -eu
 model=$1

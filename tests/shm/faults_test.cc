@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks as processes that are killed, stopped, that end, fail, or get no more memory or descriptors, at random moments:
 // every survivor throws PeerLost in time. LOCKSTEP_FAULT_ROUNDS sets how many rounds of each (default 20).
 #include <linux/filter.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random sequences of every collective, on a group and two sub-groups at once, from a thread each: every result is
 // checked. LOCKSTEP_STRESS_CALLS sets how many
 // calls the ranks make together in each group (default 150; `make soak`: minutes).

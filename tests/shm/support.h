@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/shm/support.h: ranks as threads and as processes, for the tests of the shared-memory core.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/train/command.h: the command line of a program that a test starts, and the metrics it wrote.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts `lockstep train` and a user's program: what they print, how they end, and the errors for common mistakes.
 #include <arpa/inet.h>
 #include <netinet/in.h>

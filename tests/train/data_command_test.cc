@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts `lockstep data`, and trains on what it wrote.
 #include <nlohmann/json.hpp>
 

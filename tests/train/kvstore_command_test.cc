@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `--strategy kvstore` as processes: servers and workers that are started, killed and stopped for real.
 #include <dirent.h>
 #include <signal.h>
@@ -56,7 +57,7 @@ TEST(KVStoreCommand, dist_sync_trains_as_one_rank_does_and_resumes_bit_exactly) 
   EXPECT_EQ(last["devices_per_worker"], 2);
   EXPECT_EQ(last["max_delay"], 0);
   EXPECT_EQ(run(kStoreProgram + Words{"--max-steps", "10", "--seed", "3", "--batch-size", "64", "--quiet", "--metrics",
-                                 folder / "one.jsonl"})
+                                      folder / "one.jsonl"})
                 .exit_code,
             0);
   const auto one = losses_in(folder / "one.jsonl");

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // lockstep/strategy/lossless_test.cc with ranks as processes.
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"

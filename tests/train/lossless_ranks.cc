@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank of tests/lossless.h as a process: `lossless_ranks FILE` trains, and rank 0 writes what came out.
 #include <ATen/Parallel.h>
 

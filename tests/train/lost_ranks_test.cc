@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every strategy with a rank or device that is killed, stopped, throws, hangs or is slow. docs/strategies/ says what the
 // other ranks do then.
 #include <signal.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training program that misbehaves on rank 1 or, without ranks, on one device:
 //
 //   MISBEHAVE=exit|kill|throw|hang   in the tenth call of its middle layer

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // tests/train/ranks.h: the ranks of a training program as children of the test. No launcher watches them, so each rank
 // has to notice itself that another one is lost.
 #pragma once

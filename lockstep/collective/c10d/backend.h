@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/c10d/backend.h: the shared-memory core as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
 // collectives run over it unmodified.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/c10d/backend_tensors.h: torch's tensors in the words of the shared-memory core: pieces of memory, counts,
 // dtypes, reductions; and the checks that c10d leaves to its backends.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/c10d/backend_work.h: what the shared-memory backend returns for each call: a c10d::Work.
 //
 // Flow:    backend.cc makes it -> the thread that makes the call completes it -> the caller or its future waits

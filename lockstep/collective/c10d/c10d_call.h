@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/c10d/c10d_call.h: a call of a c10d backend as a Future.
 //
 // Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/c10d/c10d_transport.h: c10d's NCCL as the transport of CUDA tensors.
 //
 // Flow:    collective/rendezvous.h -> here -> lockstep/world.h

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // all_reduce, reduce and barrier between machines.
 //
 // Notation: n machines, K bytes per rank, S slices (machine_collective.h). For each chunk of the array:

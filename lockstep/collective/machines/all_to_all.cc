@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // all_to_all between machines: each rank sends every other rank its part, in one round; (p-1)/p of its data, where parts
 // are even. Where they are not, one more round before: an all_gather of what each rank sends to each, so that every rank
 // knows what comes and no two sides of a message differ in size.

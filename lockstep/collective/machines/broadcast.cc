@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // broadcast between machines.
 //
 // Notation: n machines, K bytes. One rank per machine, its first, takes part between machines. For each chunk:

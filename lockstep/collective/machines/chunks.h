@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/chunks.h: how much of an array travels between machines at once.
 //
 // Threads: values

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/collectives.h: the collectives of ranks on several machines, one file each: shared memory inside
 // a machine, a link between machines.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/exchange.h: what gather.cc, scatter.cc and all_to_all.cc share. Every byte of them is for one
 // rank alone, so it goes straight from its rank to that one: there is nothing to add up or to share inside a machine.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gather between machines: each rank sends its part straight to root, in one round. A rank other than root sends its
 // part, root nothing.
 #include "lockstep/collective/machines/collectives.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/gloo_connection.h: a connection of some ranks over c10d's Gloo, for the files that may see Gloo's
 // headers.
 //

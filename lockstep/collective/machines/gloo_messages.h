@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/gloo_messages.h: messages between two ranks over c10d's Gloo.
 //
 // A message begins with a header, which says how many elements of what dtype it has. Small data travels in the header's

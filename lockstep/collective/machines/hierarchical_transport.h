@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/hierarchical_transport.h: the transport for CPU tensors of ranks on several machines: shared
 // memory inside each, c10d's Gloo between them.
 //

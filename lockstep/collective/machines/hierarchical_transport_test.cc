@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks on several machines. Here a machine is a group of threads: shared memory inside it, Gloo between them.
 #include "lockstep/collective/machines/hierarchical_transport.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/hierarchy.h"
 
 #include "lockstep/base/text.h"

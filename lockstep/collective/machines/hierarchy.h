@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/hierarchy.h: this rank's connections on the two levels of a job on several machines, and what
 // happens when a rank is lost.
 //

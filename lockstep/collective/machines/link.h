@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/link.h: moves bytes between this rank and its peers over c10d's Gloo. The peers are one rank of
 // each machine, or all ranks.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/machine_collective.h: the base of the collectives that cut an array into slices: all_reduce.cc,
 // broadcast.cc, and those of machine_parts.h.
 //

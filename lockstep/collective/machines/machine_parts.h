@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/machine_parts.h: the base of reduce_scatter.cc and all_gather.cc, whose arrays consist of one part
 // per rank.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // reduce_scatter between machines.
 //
 // Notation: n machines, S slices (machine_collective.h), K bytes: the parts of all ranks together. For each round of

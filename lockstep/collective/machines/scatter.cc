@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // scatter between machines: root sends each rank its part, in one round. Root sends all parts but its own, other ranks
 // nothing.
 #include "lockstep/collective/machines/collectives.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/signature_check.h: machines compare the signatures of their calls: Gloo ends the process when the
 // two sides of a message differ in size.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/machines/topology.h: which rank is on which machine, and how an array with one part per rank is cut into
 // pieces that travel between machines.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/all_reduce.h: all_reduce, reduce and reduce_scatter: the default algorithm, kDirect.
 //
 // The array is cut into a part per rank. Rank r reduces part r of all ranks' inputs, in the order 0 ... p-1, and stores

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/all_reduce_reference.h: all_reduce as other systems do it, for comparison: central, ring and tree. The
 // default one is in all_reduce.h.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/all_reduce_staged.h: reductions of memory that peers can't reach, chunk by chunk through staging
 // memory. K bytes, p ranks:
 //

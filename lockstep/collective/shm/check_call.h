@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/check_call.h: refuses arguments that make no sense before anything is announced.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every collective against a reference, with small integers, so that every sum is exact and compared at tolerance 0.
 #include <algorithm>
 #include <cmath>

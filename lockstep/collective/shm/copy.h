@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/copy.h: copies between ranks' memory, with plain vector loads and stores.
 //
 // show_bytes is for memory that a peer reads next and that this rank has shown it before. A store would first have to

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/exchange.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/exchange.h: the collectives that move data and compute nothing: barrier, broadcast, all_gather, gather,
 // scatter and all_to_all. Each rank shows its input; each rank then copies what it wants of the others' inputs.
 //

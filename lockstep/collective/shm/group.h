@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/group.h: the ranks of one machine exchange memory: the collectives, in shared memory, without torch.
 //
 // Flow:    rendezvous_server.h gives a Group of all ranks of the machine -> collectives -> subgroup() for some of them

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/group_factory.h: the way from a Machine to the Group of all its ranks, for rendezvous.cc.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/group_state.h"
 
 #include <sched.h>

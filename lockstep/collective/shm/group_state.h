@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/group_state.h: one rank's side of one group: how it enters a collective with the others, and the steps
 // they take together. The collectives (all_reduce.h, exchange.h, all_reduce_reference.h) are written in these verbs.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What all collectives have in common: order, disagreement, sub-groups, calls that do not block, errors.
 #include "lockstep/collective/shm/group.h"
 

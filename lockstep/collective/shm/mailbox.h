@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/mailbox.h: send and receive between two ranks of a group.
 //
 // transfer.h says how a message travels. Here is who drives it: the caller, where no other message is under way, else a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/partition.h: how an array is cut into one part per rank.
 //
 // Threads: values

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* collective/shm/protocol.pml: the flags of the shared-memory core as a model that Spin checks exhaustively.
  *
  *   tests/shm/check_protocol.sh lockstep/collective/shm/protocol.pml

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/reduce_kernels.h: reduces n arrays into one result, element by element, and stores it in m places.
 //
 // Each result is ((x0 op x1) op x2) ... in the order of the sources, so its bits do not depend on the vector width, on

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels with 64-byte vectors. Nothing here may run before the processor was asked (reduce_kernels.cc).
 #include <cstdint>
 

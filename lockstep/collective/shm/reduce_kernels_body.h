@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/reduce_kernels_body.h: the kernels themselves, compiled once per instruction set.
 //
 // Included by reduce_kernels.cc and reduce_kernels_avx512.cc, which say in which namespace (LOCKSTEP_KERNELS) and with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/reduce_task.h: a reduction, whichever way its data travels: the call, and who reduces what.
 //
 // Threads: values

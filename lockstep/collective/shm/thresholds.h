@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/thresholds.h: every number of the shared-memory core that was chosen by measuring, in one place.
 //
 // Measured with bench/collectives.cc on two cores of a Zen 4 server (1 MiB of L2 each, 32 MiB of shared L3), g++ 12

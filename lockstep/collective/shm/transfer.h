@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/transfer.h: one send or receive between two ranks, written as steps that never block.
 //
 // Each ordered pair of ranks has four message headers in the receiver's control memory. A sender fills a free one and

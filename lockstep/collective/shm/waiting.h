@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/waiting.h: how a rank waits for another: it spins briefly, yields, then sleeps in slices of 10 ms;
 // between slices it checks for dead peers, poison and its deadline.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/formats/dataset_request.h: the text of --data, "KIND[:PATH][?KEY=VALUE&KEY=VALUE]", taken apart.
 //
 // Flow:    DataSource -> DatasetRequest -> the function that opens its kind (open_dataset.cc)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/formats/mapped_file.h: a whole file as memory; the kernel reads a page when it is used. For data larger than memory.
 //
 // Owns:    the mapping and a descriptor. A file that shrinks while it is mapped ends the process (SIGBUS), as for every

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/formats/readers.h: what the readers behind lockstep/datasets.h share with each other and with their tests.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Mutated real files of every format: a reader gives valid data or throws DataError; never a crash, a hang, or bytes
 // that it did not read. Under AddressSanitizer in `make soak`.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The readers of whole files: CIFAR, NumPy, CSV, tokens, and the names by which --data opens them.
 #include <numeric>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/encoded_image.h: decodes JPEG (libjpeg-turbo) and PNG (libpng); of a JPEG only the part that is needed, at
 // the smallest scale that the result allows.
 //

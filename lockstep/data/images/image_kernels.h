@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/image_kernels.h: from stored bytes to a sample's floats (C, H, W), in one pass over each pixel.
 //
 // Threads: no state but scratch memory of the calling thread

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/images/image_transforms.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/image_transforms.h: what ImageDataset does with each sample, as ImageTransforms say.
 //
 // Flow:    ImageDataset -> draw_placement -> decode that part -> apply_transforms -> the batch

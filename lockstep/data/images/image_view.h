@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/image_view.h: pixels in memory, and which part of them becomes a sample.
 //
 // Threads: values

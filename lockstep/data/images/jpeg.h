@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/jpeg.h: JPEG through libjpeg-turbo; see data/images/encoded_image.h.
 #pragma once
 

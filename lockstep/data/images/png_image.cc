@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/images/png_image.h"
 
 #include <png.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/images/png_image.h: PNG through libpng; see data/images/encoded_image.h.
 #pragma once
 

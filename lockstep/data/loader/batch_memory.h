@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/loader/batch_memory.h: memory for batches, reused once the last tensor of a batch is gone.
 //
 // Fresh memory costs a page fault for every 4 KiB, which takes longer than filling it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/loader/device_copy.h"
 
 #include <c10/core/StreamGuard.h>

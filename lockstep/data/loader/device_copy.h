@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/loader/device_copy.h: copies batches from CPU memory to a device on a stream of its own, during another step.
 //
 // Flow:    a batch in pinned memory -> DeviceCopy::start (a worker) -> receive (the training thread) -> the step

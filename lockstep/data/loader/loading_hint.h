@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/loader/loading_hint.h: which option to change when the steps wait for data; see Loader::hint.
 #pragma once
 

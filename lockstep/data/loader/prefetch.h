@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/loader/prefetch.h: threads that load the batches of an epoch ahead of the step that takes them.
 //
 // Flow:    workers claim steps in order -> load -> a queue of `depth` places -> next(), in order

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/loader/random.h: random numbers that are a function of (seed, epoch, sample), so that a sample's augmentation is
 // the same for any number of ranks and workers, and after any interruption.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/packed/packed_records.h"

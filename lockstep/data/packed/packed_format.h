@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/packed/packed_format.h: what writer and reader of packed records must agree on; docs/data.md shows it as a table.
 // Numbers are little-endian.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // data/packed/packed_records.h: writes and reads records in shards: files with an index and a checksum per record, for
 // data larger than memory. docs/data.md describes the format byte by byte.
 //

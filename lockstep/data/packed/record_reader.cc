@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled here, with the vectors of this build; Debian's library has those of the oldest x86-64.
 #define XXH_INLINE_ALL
 #include <xxhash.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/averaging/averaging.h: `averaging`: every device trains a replica of its own, and the parameters are averaged
 // every h batches.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/averaging/flat_block.h: all trained parameters of a model in one contiguous block, so that one copy moves a
 // model.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/ddp.h"
 
 #include <algorithm>
@@ -179,8 +180,7 @@ class DistributedDataParallel::Impl {
                                  .sparse = options_.sparse_parameters};
     return exchange_through_buckets(
         std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
-        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_)
-                : nullptr);
+        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_) : nullptr);
   }
 
   void require_all_gradients() const {

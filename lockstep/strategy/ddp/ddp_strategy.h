@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/ddp/ddp_strategy.h: `ddp` and `single`: a replica of the model in every rank, kept equal by
 // DistributedDataParallel (lockstep/ddp.h).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/ddp.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -75,12 +76,14 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
   const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
-  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+                     1e-9);
 }
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
   const StrategyOptions options{.optimizer = AdamWOptions{.lr = 1e-3}, .seed = 4};
-  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options), 1e-9);
+  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+                     1e-9);
 }
 
 TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {

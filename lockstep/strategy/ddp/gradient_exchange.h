@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/ddp/gradient_exchange.h: how the gradients of a step get from every rank's backward() to the optimizer: two
 // ways behind one interface.
 //

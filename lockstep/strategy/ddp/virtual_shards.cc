@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
 #include "lockstep/base/text.h"

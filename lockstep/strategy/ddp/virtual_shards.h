@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/ddp/virtual_shards.h: what the virtual shards of a step do to the module's buffers, and which programs can
 // have virtual shards (docs/design/fused-step.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/data_parallel.h: `data_parallel`: a thread per device, one of them the master, as in torch's
 // DataParallel.
 //

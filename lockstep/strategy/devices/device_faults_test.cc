@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every strategy whose devices are threads, while one of them is slow, throws or hangs in the middle of a step.
 #include <atomic>
 #include <filesystem>

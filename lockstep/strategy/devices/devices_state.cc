@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/devices/devices_state.h"
 
 #include <ATen/Parallel.h>

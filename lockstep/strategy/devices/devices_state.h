@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/devices_state.h: the signals between the scheduling thread and the threads of its devices.
 //
 //   post        body_ = the job, then posted_.raise(k)    a device that sees k sees the body

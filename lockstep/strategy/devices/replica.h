@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/replica.h: the copies of a model that the devices of one process train.
 //
 // Flow:    Task -> make_replicas -> gradients on every device -> combined by the functions here -> optimizer/

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/replica_strategy.h: what strategies with replicas in this process have in common: the task, the
 // devices, the replicas and where a step's time goes. Validation, checkpoints and schedules see the first replica.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/devices/thread_generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/thread_generator.h: random numbers of a thread's own, for devices that are threads of one process.
 //
 // torch has one CPU generator for all threads: with dropout on two of them, the order of draws would change from run to

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/towers_strategy.h: `towers`: data parallel training out of the calls of lockstep/towers.h.
 //
 //   update on every device   a copy of the parameters and an optimizer per device, as in "Dive into Deep Learning"

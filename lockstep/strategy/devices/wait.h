@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/devices/wait.h: how a function on one device waits for a signal from another.
 //
 // Threads: the device's

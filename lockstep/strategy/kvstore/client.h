@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/client.h: a worker's side of a store on servers.
 //
 // Flow:    values of the devices -> summed here (level 1) -> link.h -> servers (level 2), and back

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store on servers, whose ranks are threads, over each transport.
 #include "lockstep/strategy/kvstore/client.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/device_sum.h"
 
 #include "lockstep/model/parameters.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/device_sum.h: level 1 of a store: the sum over the devices of one worker.
 //
 // Flow:    a list of values per device -> here -> one list -> the store, or the servers

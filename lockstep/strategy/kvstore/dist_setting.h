@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/dist_setting.h: what the servers and workers of a store agree on before they start.
 //
 // Flow:    StrategyOptions -> here -> client.h, server.h and the strategies over them

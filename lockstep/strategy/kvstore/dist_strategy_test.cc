@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` between ranks that are threads: servers and workers go through the same loop.
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 

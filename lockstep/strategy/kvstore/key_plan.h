@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/key_plan.h: which server holds which part of which key.
 //
 // Flow:    names and shapes of the keys -> here -> client.h (where to send), server_table.h (what lies where)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/kvstore_strategy.h: the strategy `kvstore`: a store of weights that devices push gradients to and pull
 // weights from. lockstep/kvstore.h lists its kinds; `local` picks one of the local ones, and logs which and why.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/link.h: the connection between a server and one of its clients, and who is connected to whom.
 //
 // Flow:    client.h -> here -> World's messages -> server.h, and back

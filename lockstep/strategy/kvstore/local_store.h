@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/local_store.h: a store for the devices of one process.
 //
 // Memory: a copy of the values on the CPU; without an optimizer also one of what is pushed. With an optimizer the pass

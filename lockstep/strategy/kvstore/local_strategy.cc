@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with its local kinds: devices of one process.
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/messages.h: the messages between the clients of a store and its servers.
 //
 // A client (a worker, or the first server) sends a request: a header of fixed size, then its payload. The server sends

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/peer_servers.h: the first server's links to the other servers.
 //
 // The first server asks the others for their slices only when it validates or saves. In between a thread tells them that

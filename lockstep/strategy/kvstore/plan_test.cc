@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What needs no ranks: where keys lie, who may go on, and what was measured.
 #include <random>
 

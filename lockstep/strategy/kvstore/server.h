@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/server.h: one server of a distributed store (Li et al., OSDI 2014).
 //
 //   worker 0 ---- link ---- thread 0 --\                        dist_sync     merges when all workers have pushed

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a server (server.h) handles requests, each on its client's thread.
 #include "lockstep/strategy/kvstore/server.h"
 

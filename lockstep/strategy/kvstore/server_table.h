@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/server_table.h: what one server stores: its slices, the optimizer's state, and what each worker has
 // pushed that is not merged yet.
 //

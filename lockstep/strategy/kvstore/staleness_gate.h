@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/staleness_gate.h: dist_bounded's rule: who may read and who may update now, so that no gradient is
 // applied with a delay above the bound s.
 //

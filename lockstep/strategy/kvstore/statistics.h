@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/statistics.h: what a store measures: batch sizes, updates, and the delay of each gradient.
 //
 // Threads: one at a time (the server's lock); a copy is a value

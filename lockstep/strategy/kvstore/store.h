@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/store.h: what all stores have in common: keys by number instead of name.
 //
 // Flow:    lockstep/kvstore.h -> here -> local_store.h, client.h

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/store_strategy.h"
 
 #include "lockstep/model/parameters.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/store_strategy.h: one training step over a store, the same for every kind.
 //
 //   forward_backward  each device: forward and backward for its part of the batch, as towers do

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a worker.
 #include <algorithm>
 #include <limits>

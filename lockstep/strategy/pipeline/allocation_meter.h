@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/allocation_meter.h: how much memory the tensors of a thread take, at most.
 //
 // While it lives, torch tells it of every allocation and release of host tensors on its thread: what autograd keeps for

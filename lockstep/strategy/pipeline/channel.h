@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/channel.h: a bounded queue from one device's thread to another's.
 //
 // A ring of places and two counters: only the sender raises `sent_`, only the receiver raises `taken_`. Message k lies in

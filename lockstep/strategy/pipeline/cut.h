@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/cut.h: which pieces of a model each stage of a pipeline has.
 //
 // Threads: pure functions; measure_pieces runs the model on the calling thread

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/links.h: what carries activations and gradients between neighbouring stages: a channel between two
 // devices of a process, or messages between two ranks.
 //

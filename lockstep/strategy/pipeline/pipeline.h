@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/pipeline.h: `pipeline`: consecutive pieces of the model on different devices (model parallelism).
 //
 //   stage 0        stage 1              stage p-1

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/schedule.h: in which order a stage of a pipeline works on its micro-batches.
 //
 //   naive  the whole batch forward through all stages, then back: one stage works, the others wait

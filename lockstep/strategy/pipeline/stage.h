@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/stage.h: what one stage of a pipeline does with one batch.
 //
 // Flow:    micro-batches, or the stage before -> here -> the stage behind, or the loss; gradients the other way

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/stage_parameters.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/stage_parameters.h: which parameters each stage has, and how ranks with a stage each keep them the
 // same: gradients of replicas and of parameters that several stages use, values and optimizer state of other stages.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 #include "lockstep/base/text.h"

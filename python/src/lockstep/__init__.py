@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lockstep backend of torch.distributed: ranks of one machine exchange tensors through shared memory.
 
     import lockstep

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/ending.h: how a process ended, as far as the system tells somebody who is not its parent.
 //
 // Threads: any

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/handshake.h: the conversation in which the processes of a machine exchange descriptors of their
 // memory and of themselves: the server's side and a client's. rendezvous_server.h has it message by message.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two processes.
 //
 // Flow:    handshake.cc on both sides

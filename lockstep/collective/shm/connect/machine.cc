@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/machine.h"
 
 #include <poll.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/machine.h: what the ranks of one machine share, as one process sees it: the control segment, an
 // arena per rank, and who is alive. Ranks that are threads of one process share one Machine.
 //

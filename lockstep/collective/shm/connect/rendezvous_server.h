@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/rendezvous_server.h: how the ranks of a machine come to share memory.
 //
 // Ranks as processes. Local rank 0 makes a RendezvousServer: a folder with mode 0700 and a Unix socket in it. Its

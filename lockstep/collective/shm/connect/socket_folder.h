@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/socket_folder.h: a folder that only this user can enter, for the socket at which the ranks of a machine connect.
 //
 // Owns:    nothing; the caller removes the folder and holds its lock until then

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/arena.h: memory of one rank that its peers can read: gradients and parameters are allocated here.
 //
 // Collectives of memory from here copy nothing. The arena grows on demand and never shrinks; freed memory is used again.

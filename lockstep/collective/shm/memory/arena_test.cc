@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/memory/arena.h"
 
 #include <sys/resource.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/control_block.h: what the ranks of a machine write for each other besides data, byte by byte.
 //
 //   control segment:   MachineBlock | Seat[N] | group area of all ranks

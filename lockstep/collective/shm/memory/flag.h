@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/flag.h: a counter in shared memory that one side raises and the other waits for.
 //
 // Flow:    data written -> raise() -> a peer's load() sees the value -> the peer may read the data

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/segment.h: memory that several processes map: an anonymous file that grows and never shrinks.
 //
 // A segment is the file. A Window is the range of addresses at which one process sees it. The range is reserved for the
