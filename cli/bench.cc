@@ -10,6 +10,7 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/train/end_process.h"
 
 namespace lockstep::bench {
 namespace {
@@ -48,5 +49,5 @@ int run(int argc, const char* const* argv) {
 }  // namespace lockstep::bench
 
 int main(int argc, char** argv) {
-  return lockstep::guarded([&] { return lockstep::bench::run(argc, argv); });
+  return lockstep::end_process_with(lockstep::guarded([&] { return lockstep::bench::run(argc, argv); }));
 }

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/models.h"
+#include "lockstep/train/end_process.h"
 #include "lockstep/verify.h"
 
 namespace lockstep {
@@ -51,4 +52,4 @@ int run_verify(int argc, char** argv) {
 }  // namespace
 }  // namespace lockstep
 
-int main(int argc, char** argv) { return lockstep::run_verify(argc, argv); }
+int main(int argc, char** argv) { return lockstep::end_process_with(lockstep::run_verify(argc, argv)); }

@@ -80,8 +80,8 @@ void CallQueue::hand_to_worker() {
   {
     const std::lock_guard lock(mutex_);
     if (handed_over_ == items_.size()) return;
+    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });  // may throw: the calls stay deferred then
     handed_over_ = items_.size();
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
   }
   changed_.notify_all();
 }

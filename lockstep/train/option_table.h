@@ -117,7 +117,12 @@ inline Option seconds(const std::string& name, std::chrono::milliseconds& field,
                 };
                 app.add_option_function<double>(name, set, help)->default_str(concat(get()));
               },
-          .value = get};
+          .value = get,
+          .check =
+              [=] {
+                check_limits(name, get(),
+                             {.at_least = std::numeric_limits<double>::min(), .next = "give seconds, such as 300"});
+              }};
 }
 
 // A switch: giving it sets the field to `on`.

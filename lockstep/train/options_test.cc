@@ -125,6 +125,8 @@ TEST(Options, refuse_numbers_out_of_range_and_name_the_option) {
   const auto message = [](const Words& words) { return message_of<UsageError>([&] { check_options(parsed(words)); }); };
   EXPECT_TRUE(contains(message({"--epochs", "0"}), "--epochs 0 is not positive"));
   EXPECT_TRUE(contains(message({"--lr=-1"}), "--lr -1 is negative"));
+  EXPECT_TRUE(contains(message({"--timeout", "0"}), "--timeout 0 is not positive"));
+  EXPECT_TRUE(contains(message({"--timeout=-1"}), "--timeout -1 is"));
   EXPECT_TRUE(contains(message({"--ema-decay", "1"}), "--ema-decay 1 is not below 1"));
   EXPECT_TRUE(contains(message({"--resume"}), "--resume without --checkpoint-dir"));
   EXPECT_TRUE(contains(message({"--nesterov", "--momentum", "0"}), "--nesterov without --momentum"));

@@ -2,9 +2,8 @@
 #include "lockstep/run.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
+#include <cstdlib>
 #include <iostream>
 
 #include <ATen/Parallel.h>
@@ -13,7 +12,6 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
-#include "lockstep/devices.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
@@ -21,6 +19,7 @@
 #include "lockstep/models.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
+#include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
 
@@ -142,14 +141,6 @@ int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
 }
 
-// A device's thread that hangs still uses static objects, which returning from main() would destroy (lockstep/devices.h).
-int end_with(int exit_code) {
-  if (Devices::left_behind() == 0) return exit_code;
-  std::cout.flush();
-  std::fflush(nullptr);
-  std::_Exit(exit_code);
-}
-
 // `name` as the user typed it; empty: the program's own.
 struct Program {
   std::string description;
@@ -163,7 +154,7 @@ int run_program(int argc, char** argv, const Program& program) {
   CLI::App app(program.description, program.name);
   TrainOptions options = program.defaults;
   add_options(app, options, program.choices);
-  return end_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, program.make_task); }));
+  return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, program.make_task); }));
 }
 
 }  // namespace
