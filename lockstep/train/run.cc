@@ -2,8 +2,8 @@
 #include "lockstep/run.h"
 
 #include <algorithm>
-#include <functional>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 
 #include <ATen/Parallel.h>
