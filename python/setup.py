@@ -20,6 +20,7 @@ def sources(pattern):
 
 
 base = [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
+calls = [os.path.join(root, "lockstep/collective", name) for name in ("call.cc", "call_queue.cc", "collective_types.cc", "future.cc")]
 backend = sources("collective/shm/**/*.cc") + sources("collective/c10d/backend*.cc")
 
 setup(
@@ -27,7 +28,7 @@ setup(
         # libstdc++ goes first: libtorch.so exports a std::filesystem of its own, which crashes.
         CppExtension(
             "lockstep._C",
-            sources=base + backend + [os.path.join(here, "src/lockstep/module.cc")],
+            sources=base + calls + backend + [os.path.join(here, "src/lockstep/module.cc")],
             include_dirs=[root, os.path.join(root, "include")],
             define_macros=[("FMT_HEADER_ONLY", "1")],  # torch's own fmt
             libraries=["stdc++"],

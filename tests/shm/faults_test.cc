@@ -211,7 +211,7 @@ TEST_P(Faults, every_survivor_names_the_victim_in_time) {
 }
 
 // The victim may open only so many descriptors: it fails somewhere on its way, and takes nobody with it for longer than
-// the deadline of the meeting.
+// the deadline of the rendezvous.
 double connect_with_few_descriptors(unsigned seed) {
   std::mt19937 random(seed);
   const int size = 2 + static_cast<int>(random() % 3);

@@ -12,7 +12,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/c10d/backend_meeting.h"
+#include "lockstep/collective/c10d/backend_connect.h"
 #include "lockstep/collective/c10d/backend_tensors.h"
 #include "lockstep/collective/c10d/backend_work.h"
 #include "lockstep/collective/call_queue.h"
@@ -30,7 +30,8 @@ using WorkPtr = ShmBackend::WorkPtr;
 namespace {
 
 // What the calls on one tensor have in common: each rank gives or gets as many elements as `tensor` has.
-Call call_on(Operation operation, const Tensor& tensor, const Unit& unit, const Piece& input, const Piece& output) {
+Call call_on(Operation operation, const Tensor& tensor, const Unit& unit, const FlatTensors& input,
+             const FlatTensors& output) {
   return {.operation = operation,
           .input = input.memory(),
           .output = output.memory(),
@@ -52,8 +53,8 @@ struct ShmBackend::Manner {
 };
 
 struct ShmBackend::Step {
-  Piece input;
-  Piece output;
+  FlatTensors input;
+  FlatTensors output;
   Call call;
 };
 
@@ -76,7 +77,7 @@ struct ShmBackend::Parts {
 
   // The core reads or writes the memory until the message is done, also where a wait has ended at its timeout or the
   // Work was dropped: the tensors stay here until then. Those that are done go when the next message starts.
-  FuturePtr start_message(const Piece& piece, const Call& call) {
+  FuturePtr start_message(const FlatTensors& piece, const Call& call) {
     const std::lock_guard lock(messages);
     std::erase_if(under_way, [](const Message& message) { return message.future->done(); });
     under_way.push_back({piece, group.start(call)});
@@ -84,7 +85,7 @@ struct ShmBackend::Parts {
   }
 
   struct Message {
-    Piece piece;
+    FlatTensors piece;
     FuturePtr future;
   };
 
@@ -175,11 +176,11 @@ WorkPtr ShmBackend::start(OpType type, std::vector<Step> steps, Tensors results,
 // ---- Reductions
 
 ShmBackend::Step ShmBackend::all_reduce_step(const Tensor& tensor, const c10d::ReduceOp& op) const {
-  const Piece output({tensor});
-  const Piece input = op.op_ == c10d::ReduceOp::PREMUL_SUM ? Piece({scaled(tensor, op)}) : output;
+  const FlatTensors output({tensor});
+  const FlatTensors input = op.op_ == c10d::ReduceOp::PREMUL_SUM ? FlatTensors({scaled(tensor, op)}) : output;
   const Unit unit = unit_to_reduce(tensor, op);
   Call call = call_on(Operation::kAllReduce, tensor, unit, input, output);
-  call.op = to_shm(op);
+  call.op = to_reduce_op(op);
   return {input, output, call};
 }
 
@@ -196,19 +197,19 @@ WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceC
 
 WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const Tensor& tensor = only_one(tensors, "reduce");
-  const Piece input({scaled(tensor, options.reduceOp)});
-  const Piece output = options.rootRank == rank_ ? Piece({tensor}) : Piece();
+  const FlatTensors input({scaled(tensor, options.reduceOp)});
+  const FlatTensors output = options.rootRank == rank_ ? FlatTensors({tensor}) : FlatTensors();
   const Unit unit = unit_to_reduce(tensor, options.reduceOp);
   Call call = call_on(Operation::kReduce, tensor, unit, input, output);
-  call.op = to_shm(options.reduceOp);
+  call.op = to_reduce_op(options.reduceOp);
   call.root = static_cast<int>(options.rootRank);
   return start(OpType::REDUCE, {{input, output, call}}, tensors, Manner(options));
 }
 
 ShmBackend::Step ShmBackend::reduce_scatter_step(const Tensor& part, const Tensors& whole,
                                                  const c10d::ReduceOp& op) const {
-  const Piece output({part});
-  const Piece input = input_beside(scaled(whole, op), output);
+  const FlatTensors output({part});
+  const FlatTensors input = input_beside(scaled(whole, op), output);
   const Unit unit = unit_to_reduce(part, op);
   Counts counts = counts_of(whole, size_, unit);
   check_part(part, input.first(), counts.of(rank_), unit);
@@ -219,7 +220,7 @@ ShmBackend::Step ShmBackend::reduce_scatter_step(const Tensor& part, const Tenso
                .count = counts.even,
                .counts = std::move(counts.each),
                .dtype = unit.dtype,
-               .op = to_shm(op)}};
+               .op = to_reduce_op(op)}};
 }
 
 WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -246,22 +247,22 @@ WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& i
 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const Tensor& tensor = only_one(tensors, "broadcast");
-  const Piece piece({tensor});
+  const FlatTensors piece({tensor});
   const Unit unit = unit_to_move(tensor);
-  Call call = call_on(Operation::kBroadcast, tensor, unit, /*input=*/Piece(), piece);
+  Call call = call_on(Operation::kBroadcast, tensor, unit, /*input=*/FlatTensors(), piece);
   call.root = static_cast<int>(options.rootRank);
   return start(OpType::BROADCAST, {{piece, piece, call}}, tensors, Manner(options));
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, {{Piece(), Piece(), Call{}}}, {}, Manner(options));
+  return start(OpType::BARRIER, {{FlatTensors(), FlatTensors(), Call{}}}, {}, Manner(options));
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) { barrier(options)->wait(); }
 
 ShmBackend::Step ShmBackend::all_gather_step(const Tensors& whole, const Tensor& part) const {
-  const Piece output(whole);
-  const Piece input = input_beside({part}, output);
+  const FlatTensors output(whole);
+  const FlatTensors input = input_beside({part}, output);
   const Unit unit = unit_to_move(part);
   Counts counts = counts_of(whole, size_, unit);
   check_part(part, whole.front(), counts.of(rank_), unit);
@@ -310,8 +311,8 @@ WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
   const Tensor& part = only_one(inputs, "input");
   const bool is_root = options.rootRank == rank_;
   const Tensors whole = is_root ? only_one(outputs, "output") : Tensors();
-  const Piece output(whole);
-  const Piece input = input_beside({part}, output);
+  const FlatTensors output(whole);
+  const FlatTensors input = input_beside({part}, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
   Call call = call_on(Operation::kGather, part, unit, input, output);
@@ -323,8 +324,8 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
   const Tensor& part = only_one(outputs, "output");
   const bool is_root = options.rootRank == rank_;
   const Tensors whole = is_root ? only_one(inputs, "input") : Tensors();
-  const Piece output({part});
-  const Piece input = input_beside(whole, output);
+  const FlatTensors output({part});
+  const FlatTensors input = input_beside(whole, output);
   const Unit unit = unit_to_move(part);
   if (is_root) check_equal_parts(whole, part, size_);
   Call call = call_on(Operation::kScatter, part, unit, input, output);
@@ -334,8 +335,8 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
 
 WorkPtr ShmBackend::alltoall_base(Tensor& output_tensor, Tensor& input_tensor, std::vector<std::int64_t>& output_splits,
                                   std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  const Piece output({output_tensor});
-  const Piece input = input_beside({input_tensor}, output);
+  const FlatTensors output({output_tensor});
+  const FlatTensors input = input_beside({input_tensor}, output);
   check_same_dtype(input_tensor, output_tensor);
   const Call call{.operation = Operation::kAllToAll,
                   .input = input.memory(),
@@ -347,8 +348,8 @@ WorkPtr ShmBackend::alltoall_base(Tensor& output_tensor, Tensor& input_tensor, s
 }
 
 WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  const Piece output(outputs);
-  const Piece input = input_beside(inputs, output);
+  const FlatTensors output(outputs);
+  const FlatTensors input = input_beside(inputs, output);
   const Call call{.operation = Operation::kAllToAll,
                   .input = input.memory(),
                   .output = output.memory(),
@@ -363,8 +364,8 @@ WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllT
 
 WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const Tensor& tensor = only_one(tensors, "send");
-  const Piece piece({tensor});
-  Call call = call_on(Operation::kSend, tensor, unit_to_move(tensor), piece, /*output=*/Piece());
+  const FlatTensors piece({tensor});
+  Call call = call_on(Operation::kSend, tensor, unit_to_move(tensor), piece, /*output=*/FlatTensors());
   call.peer = to;
   call.tag = tag;
   piece.copy_in();
@@ -379,8 +380,8 @@ WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 
 WorkPtr ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {
   const Tensor& tensor = only_one(tensors, "receive");
-  const Piece piece({tensor});
-  Call call = call_on(Operation::kReceive, tensor, unit_to_move(tensor), /*input=*/Piece(), piece);
+  const FlatTensors piece({tensor});
+  Call call = call_on(Operation::kReceive, tensor, unit_to_move(tensor), /*input=*/FlatTensors(), piece);
   call.peer = from;
   call.tag = tag;
   return c10::make_intrusive<MessageWork>(rank_, type, piece, parts().start_message(piece, call));

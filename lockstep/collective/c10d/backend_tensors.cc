@@ -44,7 +44,7 @@ void for_each_part(const Tensors& tensors, const Tensor& copy, const Body& body)
 
 }  // namespace
 
-Piece::Piece(Tensors tensors, bool must_copy) : tensors_(std::move(tensors)) {
+FlatTensors::FlatTensors(Tensors tensors, bool must_copy) : tensors_(std::move(tensors)) {
   for (const Tensor& tensor : tensors_) {
     check_tensor(tensor);
     if (tensor.scalar_type() != tensors_.front().scalar_type())
@@ -55,36 +55,36 @@ Piece::Piece(Tensors tensors, bool must_copy) : tensors_(std::move(tensors)) {
   if (!tensors_.empty() && (must_copy || !lie_together())) copy_ = at::empty({elements()}, tensors_.front().dtype());
 }
 
-void* Piece::memory() const {
+void* FlatTensors::memory() const {
   if (copy_.defined()) return copy_.mutable_data_ptr();
   return tensors_.empty() ? nullptr : tensors_.front().mutable_data_ptr();
 }
 
-std::int64_t Piece::elements() const {
+std::int64_t FlatTensors::elements() const {
   std::int64_t sum = 0;
   for (const Tensor& tensor : tensors_) sum += tensor.numel();
   return sum;
 }
 
-bool Piece::overlaps(const Piece& other) const {
+bool FlatTensors::overlaps(const FlatTensors& other) const {
   const auto* const mine = static_cast<const std::byte*>(memory());
   const auto* const theirs = static_cast<const std::byte*>(other.memory());
   return mine < theirs + other.bytes() && theirs < mine + bytes();
 }
 
-void Piece::copy_in() const {
+void FlatTensors::copy_in() const {
   for_each_part(tensors_, copy_, [](const Tensor& tensor, const Tensor& part) { part.copy_(tensor); });
 }
 
-void Piece::copy_out() const {
+void FlatTensors::copy_out() const {
   for_each_part(tensors_, copy_, [](const Tensor& tensor, const Tensor& part) { tensor.copy_(part); });
 }
 
-std::size_t Piece::bytes() const {
+std::size_t FlatTensors::bytes() const {
   return tensors_.empty() ? 0 : to_size(elements()) * tensors_.front().element_size();
 }
 
-bool Piece::lie_together() const {
+bool FlatTensors::lie_together() const {
   const auto* next = static_cast<const std::byte*>(tensors_.front().const_data_ptr());
   for (const Tensor& tensor : tensors_) {
     if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) return false;
@@ -94,7 +94,7 @@ bool Piece::lie_together() const {
   return true;
 }
 
-ReduceOp to_shm(const c10d::ReduceOp& op) {
+ReduceOp to_reduce_op(const c10d::ReduceOp& op) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
     case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::kSum;  // scaled() multiplies
@@ -135,9 +135,9 @@ const Tensors& only_one(const std::vector<Tensors>& lists, const char* what) {
                     .next = "give one tensor per rank"});
 }
 
-Piece input_beside(const Tensors& inputs, const Piece& output) {
-  Piece input(inputs);
-  if (input.memory() != output.memory() && input.overlaps(output)) return Piece(inputs, true);
+FlatTensors input_beside(const Tensors& inputs, const FlatTensors& output) {
+  FlatTensors input(inputs);
+  if (input.memory() != output.memory() && input.overlaps(output)) return FlatTensors(inputs, true);
   return input;
 }
 

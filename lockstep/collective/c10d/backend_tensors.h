@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/c10d/backend_tensors.h: torch's tensors in the words of the shared-memory core: pieces of memory, counts,
+// collective/c10d/backend_tensors.h: from torch's tensors and options to the arguments of a Call: contiguous memory, counts,
 // dtypes, reductions; and the checks that c10d leaves to its backends.
 //
 // Flow:    collective/c10d/backend.cc -> here -> calls of collective/shm/group.h
-// Owns:    a Piece holds its tensors, and a copy where they are not one piece of memory
+// Owns:    FlatTensors holds its tensors, and a copy if they are not contiguous
 // Threads: values
 // Ranks:   no communication
 #pragma once
@@ -22,7 +22,7 @@ namespace lockstep::backend {
 using Tensor = at::Tensor;
 using Tensors = std::vector<at::Tensor>;
 
-ReduceOp to_shm(const c10d::ReduceOp& op);  // PREMUL_SUM is the sum of what scaled() gives
+ReduceOp to_reduce_op(const c10d::ReduceOp& op);  // PREMUL_SUM is the sum of what scaled() gives
 
 // How elements of a tensor travel: `each` elements of `dtype` per element of torch's.
 struct Unit {
@@ -39,18 +39,18 @@ Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op);  // throws 
 const Tensor& only_one(const Tensors& tensors, const char* what);
 const Tensors& only_one(const std::vector<Tensors>& lists, const char* what);
 
-// Some tensors of one dtype, one after the other, as one piece of memory: where they lie, if they are one; else a copy.
-class Piece {
+// Tensors of one dtype as one contiguous range of memory: in place if they are adjacent, otherwise a copy.
+class FlatTensors {
  public:
-  Piece() = default;
-  explicit Piece(Tensors tensors, bool must_copy = false);  // throws UsageError, DeviceError
+  FlatTensors() = default;
+  explicit FlatTensors(Tensors tensors, bool must_copy = false);  // throws UsageError, DeviceError
 
   const Tensor& first() const { return tensors_.front(); }
   void* memory() const;
   std::int64_t elements() const;
-  bool overlaps(const Piece& other) const;
+  bool overlaps(const FlatTensors& other) const;
 
-  void copy_in() const;   // from the tensors, where there is a copy
+  void copy_in() const;   // from the tensors, if there is a copy
   void copy_out() const;  // to the tensors, likewise
 
  private:
@@ -61,8 +61,8 @@ class Piece {
   Tensor copy_;
 };
 
-// The core takes input and output that are the same memory, or have none in common: anything else is copied first.
-Piece input_beside(const Tensors& inputs, const Piece& output);
+// Input and output of a Call are the same memory or do not overlap: any other input is copied first.
+FlatTensors input_beside(const Tensors& inputs, const FlatTensors& output);
 
 // PREMUL_SUM: every rank's tensor times a factor, then summed.
 Tensor scaled(const Tensor& tensor, const c10d::ReduceOp& op);

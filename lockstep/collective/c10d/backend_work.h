@@ -53,7 +53,7 @@ class CollectiveWork final : public c10d::Work {
 // A send or receive. Its tensor is complete once wait(), or isCompleted(), has said so.
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(int rank, c10d::OpType type, Piece piece, FuturePtr future)
+  MessageWork(int rank, c10d::OpType type, FlatTensors piece, FuturePtr future)
       : c10d::Work(rank, type), piece_(std::move(piece)), future_(std::move(future)) {}
 
   bool isCompleted() override {
@@ -83,7 +83,7 @@ class MessageWork final : public c10d::Work {
     });
   }
 
-  Piece piece_;
+  FlatTensors piece_;
   FuturePtr future_;
   std::once_flag settled_;
 };

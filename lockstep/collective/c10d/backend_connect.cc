@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/c10d/backend_meeting.h"
+#include "lockstep/collective/c10d/backend_connect.h"
 
 #include <string>
 #include <vector>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/c10d/backend_meeting.h: how the ranks of a shared-memory backend meet: through c10d's store.
+// collective/c10d/backend_connect.h: connects the ranks of a shared-memory backend, through c10d's store.
 //
 // Flow:    c10d::Store -> here -> collective/shm/connect/rendezvous_server.h
 // Threads: call from one thread
