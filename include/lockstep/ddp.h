@@ -93,8 +93,8 @@ class DistributedDataParallel {
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
   // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
-  // passes no loss and 0: it takes part, and its gradient counts for nothing. Blocks until the gradients of all ranks
-  // are there. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. Throws PeerLost, and what backward()
+  // passes no loss and 0: it takes part with weight 0, and its gradient is never read. Blocks until the gradients of all
+  // ranks have arrived. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. Throws PeerLost, and what backward()
   // throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
