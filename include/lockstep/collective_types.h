@@ -53,6 +53,7 @@ enum class Operation : std::uint8_t {
   kScatter,
   kAllToAll,
   kSubgroup,
+  kStep,  // a barrier of a training step
   kSend,
   kReceive,
 };

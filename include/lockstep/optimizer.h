@@ -52,7 +52,8 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
 
   // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it blocks
   // until all ranks have updated: HACKING.md lists the waits. Throws UsageError (a parameter group that was added after
-  // the first step; a gradient or parameter that was changed by hand while attached), PeerLost.
+  // the first step; a gradient or parameter that was changed by hand while attached), MismatchError on all ranks (settings()
+  // that differ, or a step() that some ranks leave out: nothing was updated), PeerLost.
   torch::Tensor step(LossClosure closure = nullptr) final;
 
   // Holds from the next step on. The same on every rank.
@@ -69,6 +70,10 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   // nothing on any rank, and skipped() returns true. GradientScaler calls this. nullopt: off.
   void set_loss_scale(std::optional<double> scale);
   bool skipped() const { return skipped_; }
+
+  // What all ranks must have set alike when they call step(), by name: every option of every group ("lr of parameter
+  // group 0"), clipping, loss scale, and which parameters are frozen.
+  std::map<std::string, double> settings() const;
 
   // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The
   // tensors are views: they change with the next step.

@@ -150,6 +150,7 @@ const std::vector<std::string>& optimizer_names();     // in the order of Optimi
 // Every option by the name of its field, such as {"lr", 0.1}; false is 0.
 using OptionValues = std::map<std::string, double>;
 OptionValues values_of(const OptimizerOptions& options);
+OptionValues values_of(const torch::optim::OptimizerOptions& options);  // of a parameter group; of others only "lr"
 
 // The options of the optimizer called `name`: its defaults, but for those of `values` that it has. Throws UsageError
 // naming those there are.

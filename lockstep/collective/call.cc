@@ -26,6 +26,18 @@ std::uint64_t hash_of(std::span<const std::size_t> counts) {
   return hash | 1;
 }
 
+std::string text_of_step(const Signature& signature) {
+  switch (static_cast<StepPhase>(signature.root)) {
+    case StepPhase::kBackward: return concat("the exchange of gradients number ", signature.count);
+    case StepPhase::kStep: return concat("step() number ", signature.count);
+    case StepPhase::kNorms: return concat("the gradients' norms of step() number ", signature.count);
+    case StepPhase::kTrustRatios: return concat("the trust ratios of step() number ", signature.count);
+    case StepPhase::kStepEnd: return concat("the end of step() number ", signature.count);
+    case StepPhase::kParametersWritten: return "parameters_written()";
+  }
+  return to_string(signature.operation);
+}
+
 // "(sum)", "(sum, ring)"
 std::string how(const Signature& signature) {
   if (!reduces(signature.operation)) return signature.counts_hash != 0 ? " in uneven parts" : "";
@@ -49,7 +61,15 @@ Signature signature_of(const Call& call) {
   return signature;
 }
 
+Signature signature_of(StepPhase phase, std::uint64_t number, std::uint64_t settings) {
+  return {.operation = Operation::kStep,
+          .root = static_cast<std::int32_t>(phase),
+          .count = number,
+          .counts_hash = settings};
+}
+
 std::string to_string(const Signature& signature) {
+  if (signature.operation == Operation::kStep) return text_of_step(signature);
   if (signature.operation == Operation::kNone || signature.operation == Operation::kBarrier ||
       signature.operation == Operation::kSubgroup)
     return to_string(signature.operation);

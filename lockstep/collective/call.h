@@ -68,6 +68,20 @@ struct Signature {
 static_assert(sizeof(Signature) == 24 && std::has_unique_object_representations_v<Signature>);
 
 Signature signature_of(const Call& call);
+
+// The barriers of a training step with shared parameters, in their order (gradient/step_agreement.h). Each is announced
+// as what it belongs to, so that ranks at different places get an error and don't take one barrier for another.
+enum class StepPhase : std::int32_t {
+  kBackward,     // all gradients are published
+  kStep,         // all ranks begin to update, with the same settings
+  kNorms,        // the norms of all gradients are there
+  kTrustRatios,  // the norms of all directions are there
+  kStepEnd,      // all slices are updated
+  kParametersWritten,
+};
+
+// number: of the backward() or step(). settings: a hash of what must be alike in a step().
+Signature signature_of(StepPhase phase, std::uint64_t number, std::uint64_t settings = 0);
 std::string to_string(const Signature& signature);  // "all_reduce of 100 float32 (sum)"
 
 inline bool is_message(Operation operation) {

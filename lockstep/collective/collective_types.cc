@@ -38,7 +38,7 @@ std::string to_string(Algorithm algorithm) {
 std::string to_string(Operation operation) {
   static constexpr std::array kNames{"nothing",    "barrier",   "all_reduce", "reduce",  "reduce_scatter",
                                      "all_gather", "broadcast", "gather",     "scatter", "all_to_all",
-                                     "subgroup",   "send",      "receive"};
+                                     "subgroup",   "step",      "send",       "receive"};
   return name_in(kNames, operation);
 }
 

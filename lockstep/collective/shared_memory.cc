@@ -36,8 +36,8 @@ class Retired {
 };
 
 Retired& retired() {
-  static Retired instance;
-  return instance;
+  static auto* const instance = new Retired;  // a module in a global variable is released after static objects are gone
+  return *instance;
 }
 
 std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
@@ -100,8 +100,8 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
   return group_ ? group_->peer_memory(rank, place, bytes) : std::bit_cast<const std::byte*>(place);
 }
 
-void SharedMemory::barrier() {
-  if (group_) group_->barrier();
+void SharedMemory::barrier(const Signature& announced) {
+  if (group_) group_->run_as(announced, {.operation = Operation::kBarrier});
 }
 
 void SharedMemory::fail(const std::string& reason) {

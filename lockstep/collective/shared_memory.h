@@ -16,6 +16,7 @@
 #include <memory>
 #include <string>
 
+#include "lockstep/collective/call.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -52,8 +53,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
   // Returns once every rank has called it; every write before it is visible after it. Waits at most for the world's
-  // timeout. Throws PeerLost.
-  void barrier();
+  // timeout. Throws MismatchError on all ranks: they announced different things, or are at different calls; PeerLost.
+  void barrier(const Signature& announced = {.operation = Operation::kBarrier});
 
   // This rank has failed: the others get PeerLost with this reason now, not at their deadline.
   void fail(const std::string& reason);

@@ -21,10 +21,12 @@ struct AccumulatedBatches {
   torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
   double unit = 0;              // m_1; 0: no samples yet
   std::int64_t backwards = 0;   // T
+  std::int64_t leading = 0;     // of these, those before the first with samples
 
   // Counts a backward() that is about to run. Returns the gradient to start it with: loss.backward(result).
   torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {
     ++backwards;
+    if (more == 0 && samples == 0) ++leading;
     if (more == 0) return {};
     const auto count = static_cast<double>(more);
     if (unit == 0) unit = count;

@@ -13,6 +13,7 @@
 
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/gradient/parallel_for.h"
+#include "lockstep/gradient/step_agreement.h"
 
 namespace lockstep {
 
@@ -34,8 +35,11 @@ class GradientSource {
   virtual const std::shared_ptr<SharedMemory>& memory() const = 0;
 
   // The gradients of `parameters`. The pointers stay valid and unchanged until end_update(). Blocks until every rank's
-  // gradients are there. Throws UsageError: a gradient was changed after backward(); PeerLost.
-  virtual WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) = 0;
+  // gradients are there, and all ranks are about to update with the same `settings`. Throws UsageError: a gradient was
+  // changed after backward(); MismatchError on all ranks: other settings, or a step that some ranks do not make;
+  // PeerLost. Until then nothing was written.
+  virtual WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters,
+                                         const StepSettings& settings) = 0;
 
   // This rank has updated its slice. Blocks until all ranks have: afterwards every parameter is new. Throws PeerLost.
   virtual void end_update() = 0;

@@ -30,8 +30,10 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
       .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
 }
 
-WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters) {
+WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters,
+                                               const StepSettings& settings) {
   if (block_) block_->require_in_place();
+  agreement_.step(settings);
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();
@@ -52,7 +54,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // step then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
   current_.clear();
-  memory_->barrier();
+  agreement_.end_step();
   if (block_)
     block_->mark_written();
   else

@@ -21,25 +21,29 @@ namespace lockstep {
 
 class LocalGradients : public GradientSource {
  public:
-  // With shared parameters: the memory of the ranks that share them, and their block, which is checked before and marked
+  // With shared parameters, where it is collective and blocks: the memory of the ranks that share them, and their block, which is checked before and marked
   // after each step.
   explicit LocalGradients(ParallelFor parallel_for = on_own_cores,
                           std::shared_ptr<SharedMemory> memory = SharedMemory::alone(),
                           std::shared_ptr<ParameterBlock> block = nullptr)
-      : parallel_for_(std::move(parallel_for)), memory_(std::move(memory)), block_(std::move(block)) {}
+      : parallel_for_(std::move(parallel_for)),
+        memory_(std::move(memory)),
+        block_(std::move(block)),
+        agreement_(memory_) {}
 
   // For the next step: lists[source][parameter], in the order of the optimizer's parameters; undefined: none. Without
   // it a step uses each parameter's .grad.
   void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) override;
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
   void end_update() override;
 
  private:
   ParallelFor parallel_for_;
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<ParameterBlock> block_;
+  StepAgreement agreement_;
   std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
   std::vector<std::vector<torch::Tensor>> current_;  // of this step
   std::vector<torch::Tensor> updated_;               // parameters of this step

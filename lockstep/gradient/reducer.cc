@@ -15,6 +15,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/bucket.h"
+#include "lockstep/gradient/exchange_totals.h"
 #include "lockstep/gradient/ready_hooks.h"
 #include "lockstep/gradient/sparse_exchange.h"
 #include "lockstep/gradient/unused_parameters.h"
@@ -29,21 +30,13 @@ struct BucketExchange {
   CommunicationHook::Finish finish{};  // with a hook
 };
 
-// (m, m loss) in float64, on the parameters' device: so that nobody has to wait for a GPU here.
-torch::Tensor make_totals(const AccumulatedBatches& batches, torch::Device device) {
-  const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(device);
-  const torch::Tensor loss =
-      batches.weighted_loss.defined() ? batches.weighted_loss.reshape({}).to(options) : torch::zeros({}, options);
-  return torch::stack({torch::full({}, batches.samples, options), loss});
-}
-
 }  // namespace
 
 class Reducer::Impl {
  public:
   // In a world of one there is nothing to exchange: no buckets, no hooks.
   Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options, OnFinished on_finished)
-      : world_(std::move(world)), options_(options), on_finished_(std::move(on_finished)) {
+      : world_(std::move(world)), options_(options), on_finished_(std::move(on_finished)), totals_(world_) {
     const auto is_sparse = [&](const NamedTensor& parameter) { return options_.sparse.contains(parameter.name); };
     if (world_.size() == 1) return;
     std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(sparse_), is_sparse);
@@ -84,9 +77,8 @@ class Reducer::Impl {
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
-    totals_ = make_totals(batches_, world_.device());
-    totals_work_.emplace(world_.all_reduce_async(totals_));
-    if (scale_ == 0) learn_scale(wait_for_totals());  // in the first step: there is no previous one
+    totals_.start(batches_, options_.settings ? options_.settings() : StepSettings());
+    if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
     next_to_send_ = 0;
     first_sent_.reset();
     for (BucketExchange& exchange : exchanges_)
@@ -173,7 +165,7 @@ class Reducer::Impl {
   BatchTotals complete_exchange() {
     const std::lock_guard lock(mutex_);
     pack_the_rest();
-    const BatchTotals totals = wait_for_totals();
+    const BatchTotals totals = totals_.wait();
     for (BucketExchange& exchange : exchanges_) store_means(exchange, scale_ / static_cast<double>(totals.samples));
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
     if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
@@ -194,14 +186,6 @@ class Reducer::Impl {
           times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
       }
     send_full_buckets();
-  }
-
-  BatchTotals wait_for_totals() {
-    if (totals_work_) totals_work_->wait();
-    totals_work_.reset();
-    const torch::Tensor totals = totals_.cpu();
-    const auto* values = totals.const_data_ptr<double>();
-    return {static_cast<std::int64_t>(values[0]), values[1] / values[0]};
   }
 
   // s of the next step.
@@ -300,8 +284,7 @@ class Reducer::Impl {
   bool is_active_ = false;        // between begin and finish
   bool is_accumulating_ = false;  // inside accumulate()
   AccumulatedBatches batches_;    // since the last exchange
-  torch::Tensor totals_;          // (n, sum of m_j loss_j) once totals_work_ is done
-  std::optional<Work> totals_work_;
+  ExchangeTotals totals_;
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_ = 0;                     // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;

@@ -9,7 +9,7 @@
 // The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
 //
 // Note [A step through buckets]
-//   begin()   starts to all-reduce (m_j, m_j loss_j): 16 bytes
+//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (gradient/exchange_totals.h): 72 bytes
 //   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
 //             all-reduce starts
 //   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
@@ -35,6 +35,7 @@
 
 #include "lockstep/batch_totals.h"
 #include "lockstep/communication_hook.h"
+#include "lockstep/gradient/step_agreement.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 
@@ -56,6 +57,9 @@ struct ReducerOptions {
 
   // Parameters whose gradients have few rows (gradient/sparse_exchange.h): exchanged after backward(), without a hook.
   std::set<std::string> sparse{};
+
+  // What every rank must have alike at the beginning of each exchange.
+  std::function<StepSettings()> settings{};
 };
 
 struct ReducerStatistics {      // since the start, on this rank

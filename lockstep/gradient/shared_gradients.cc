@@ -19,6 +19,7 @@ struct Row {
   double weighted_loss;  // sum of m_t loss_t
   double unit;           // AccumulatedBatches::unit
   double backwards;      // 0: a shard that was not used
+  double leading;        // of these, those before the first with samples
 
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
   const std::uint64_t* places() const { return reinterpret_cast<const std::uint64_t*>(this + 1); }
@@ -28,7 +29,7 @@ struct Row {
 
 // Note [The publication table]
 // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
-// rank's shard; a row of P parameters takes 32 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+// rank's shard; a row of P parameters takes 40 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
 // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
 class SharedGradients::Table {
  public:
@@ -65,7 +66,8 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
       gradient_memory_(memory_, parameters_),
       sources_(std::max(options_.shards, 1)),
       copies_(sources_.size() * parameters_.size()),
-      table_(std::make_unique<Table>(*memory_, sources_.size(), parameters_.size())) {
+      table_(std::make_unique<Table>(*memory_, sources_.size(), parameters_.size())),
+      agreement_(memory_) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
 }
 SharedGradients::~SharedGradients() = default;
@@ -123,7 +125,7 @@ BatchTotals SharedGradients::finish() {
   for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
   remember_grads();
   is_published_ = true;
-  memory_->barrier();  // barrier 1: all rows are written
+  agreement_.backward();  // barrier 1: all rows are written
   double samples = 0, loss = 0;
   for (std::size_t i = 0; i < table_->rows(); ++i) {
     samples += table_->row(i).samples;
@@ -137,7 +139,8 @@ BatchTotals SharedGradients::finish() {
 void SharedGradients::publish(std::size_t source) {
   const auto& [batches, gradients] = sources_[source];
   Row& row = table_->own(source);
-  row = {batches.samples, batches.loss(), batches.unit, static_cast<double>(batches.backwards)};
+  row = {batches.samples, batches.loss(), batches.unit, static_cast<double>(batches.backwards),
+         static_cast<double>(batches.leading)};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
     row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
@@ -161,17 +164,22 @@ std::uint64_t SharedGradients::place_for_peers(std::size_t source, std::size_t i
 
 void SharedGradients::remember_grads() {
   when_published_.clear();
+  std::vector<torch::Tensor> gradients;
   for (const auto& [name, parameter] : parameters_) {
-    const torch::Tensor& gradient = parameter.grad();
+    const torch::Tensor& gradient = gradients.emplace_back(parameter.grad());
     when_published_.push_back({gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0});
   }
+  watch_.watch(gradients);
 }
 
 void SharedGradients::require_unchanged_grads() const {
+  const auto changed = watch_.changed();
   for (std::size_t i = 0; i < when_published_.size(); ++i) {
     const auto& [tensor, version] = when_published_[i];
     const torch::Tensor& gradient = parameters_[i].tensor.grad();
-    if (gradient.unsafeGetTensorImpl() == tensor && (!gradient.defined() || gradient._version() == version)) continue;
+    const bool same =
+        gradient.unsafeGetTensorImpl() == tensor && (!gradient.defined() || gradient._version() == version);
+    if (same && changed != i) continue;
     throw UsageError(
         {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
@@ -181,11 +189,13 @@ void SharedGradients::require_unchanged_grads() const {
   }
 }
 
-WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters) {
+WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
+                                                const StepSettings& settings) {
   if (options_.block) options_.block->require_in_place();
   if (!is_published_) finish();
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};
+  agreement_.step(settings);  // barrier 2
   for (const torch::Tensor& parameter : parameters) {
     const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
     for (std::size_t i = 0; i < table_->rows(); ++i) {
@@ -197,24 +207,43 @@ WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>
   return gradients;
 }
 
-// The weight of a source with unit u is u T / n: n samples in all, T backward() per step. T is the smallest count of
-// any source, because a rank without samples also counts backward() whose gradients the others have dropped.
+// The weight of a source with unit u is u T / n: n samples in all, T backward() per step.
 std::vector<double> SharedGradients::weights() const {
   std::vector<double> weights;
-  double samples = 0, backwards = std::numeric_limits<double>::infinity();
+  double samples = 0;
   for (std::size_t i = 0; i < table_->rows(); ++i) {
-    const auto& row = table_->row(i);
-    samples += row.samples;
-    weights.push_back(row.unit);
-    if (row.backwards > 0) backwards = std::min(backwards, row.backwards);
+    samples += table_->row(i).samples;
+    weights.push_back(table_->row(i).unit);
   }
-  for (double& weight : weights) weight = samples > 0 ? weight * backwards / samples : 0;
+  const double factor = samples > 0 ? backwards_per_step() / samples : 0;
+  for (double& weight : weights) weight *= factor;
   return weights;
 }
 
+// T. A rank that had no samples at first may have counted backward() whose gradients the others have dropped since, by
+// zero_grad(): of its b backward() at least those since the first with samples count, b - leading, and at most b. A rank
+// without any samples, such as one in join(), leaves it to the others.
+double SharedGradients::backwards_per_step() const {
+  std::size_t most = 0;  // the row with the most backward() that count for sure
+  const auto least = [&](std::size_t i) {
+    return table_->row(i).samples > 0 ? table_->row(i).backwards - table_->row(i).leading : 0;
+  };
+  for (std::size_t i = 1; i < table_->rows(); ++i)
+    if (least(i) > least(most)) most = i;
+  for (std::size_t i = 0; i < table_->rows(); ++i)
+    if (table_->row(i).samples > 0 && table_->row(i).backwards < least(most))
+      throw MismatchError(
+          {.what = concat("rank ", table_->rank_of(i), " called backward() ", table_->row(i).backwards,
+                          " times since the last step(), rank ", table_->rank_of(most), " ", least(most), " times"),
+           .likely = "no_sync() or zero_grad() on some ranks only",
+           .next = "call backward() equally often on all ranks; with 0 samples where a rank has no batch"});
+  return least(most);
+}
+
 void SharedGradients::end_update() {
-  memory_->barrier();  // barrier 2: no rank reads gradients any more, and all slices are updated
+  agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
+  watch_.watch({});
   for (Source& source : sources_) source = {};
   if (options_.block) options_.block->mark_written();
 }

@@ -11,11 +11,12 @@
 // Several backward() before a step() add up, as in PyTorch: T of them give T times the mean over all their samples. A
 // caller that leaves out a step() calls zero_grad(), which makes the next backward() start again from nothing.
 //
-// Note [One step, two barriers]
+// Note [One step, three barriers]
 //   finish()        writes this rank's rows of the table, then barrier 1: every gradient of the machine is computed and
 //                   published, and no rank reads the parameters any more
-//   begin_update()  reads the other ranks' rows
-//   end_update()    barrier 2: every slice is updated, and no rank reads gradients any more
+//   begin_update()  barrier 2: all ranks are about to make the same step, with the same settings. Then it reads the
+//                   other ranks' rows
+//   end_update()    barrier 3: every slice is updated, and no rank reads gradients any more
 // finish() may be called again without a step() in between, while another rank still reads the previous rows: so there
 // are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
 // there, so all have finished reading exchange k-2.
@@ -33,6 +34,7 @@
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/gradient_memory.h"
 #include "lockstep/gradient/gradient_source.h"
+#include "lockstep/model/data_watch.h"
 #include "lockstep/model/parameter_block.h"
 
 namespace lockstep {
@@ -65,7 +67,7 @@ class SharedGradients : public GradientSource {
   BatchTotals finish();
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters) override;
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
   void end_update() override;
 
  private:
@@ -88,6 +90,7 @@ class SharedGradients : public GradientSource {
   void remember_grads();
   void require_unchanged_grads() const;
   std::vector<double> weights() const;
+  double backwards_per_step() const;
 
   std::shared_ptr<SharedMemory> memory_;
   std::vector<NamedTensor> parameters_;
@@ -99,6 +102,8 @@ class SharedGradients : public GradientSource {
   std::unique_ptr<Table> table_;
   bool is_published_ = false;                      // since the last step
   std::vector<PublishedGradient> when_published_;  // .grad of each parameter
+  DataWatch watch_;                                // the same
+  StepAgreement agreement_;
   bool failed_ = false;
 };
 

@@ -58,6 +58,9 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> pa
     place += round_up(bytes, kCacheLine);
   }
   memory.barrier();
+  std::vector<torch::Tensor> tensors;
+  for (const Entry& entry : entries_) tensors.push_back(entry.parameter.tensor);
+  watch_.watch(tensors);
   mark_written();
 }
 
@@ -67,6 +70,7 @@ void ParameterBlock::require_in_place() const {
     if (parameter.tensor.const_data_ptr() != place) throw moved(parameter.name);
     if (version_of(parameter.tensor) != version) throw written(parameter.name);
   }
+  if (const auto changed = watch_.changed()) throw written(entries_[*changed].parameter.name);
 }
 
 void ParameterBlock::mark_written() {
@@ -74,6 +78,7 @@ void ParameterBlock::mark_written() {
     torch::autograd::impl::bump_version(parameter.tensor);
     version = version_of(parameter.tensor);
   }
+  watch_.accept();
 }
 
 }  // namespace lockstep

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/model/data_watch.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
@@ -44,6 +45,7 @@ class ParameterBlock {
     std::uint32_t version;
   };
   std::vector<Entry> entries_;
+  DataWatch watch_;  // of the same tensors
 };
 
 }  // namespace lockstep

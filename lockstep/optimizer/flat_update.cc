@@ -91,6 +91,7 @@ class FlatUpdate::Impl {
   bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const WeightedGradients& gradients,
            const GradientTreatment& treatment) {
     const Step step{rule, groups, gradients, treatment};
+    ++number_;
     begin(step);
     if (!treatment.skip_if_not_finite && treatment.max_norm <= 0 && !rule.layerwise()) {
       count_steps();
@@ -170,7 +171,7 @@ class FlatUpdate::Impl {
       sum_gradients(step, chunk, gradient);
       norms()[number].gradient = square_norm(gradient, chunk.count);
     });
-    memory_->barrier();
+    memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
     for (std::size_t i = 0; i < chunks_.size(); ++i) sum += is_updated_[chunks_[i].parameter] ? norms()[i].gradient : 0;
     gradient_norm_ = std::sqrt(sum);
@@ -192,7 +193,7 @@ class FlatUpdate::Impl {
       norms()[number].parameter = square_norm(run.parameter, chunk.count);
       norms()[number].direction = square_norm(gradient, chunk.count);
     });
-    memory_->barrier();
+    memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
     find_trust_ratios(step);
   }
 
@@ -316,6 +317,7 @@ class FlatUpdate::Impl {
   std::vector<std::byte> scratch_;
   std::vector<double> trust_;  // of each parameter
   double gradient_norm_ = 0;
+  std::uint64_t number_ = 0;  // of the step
 };
 
 FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, std::vector<torch::Tensor> parameters, Options options)

@@ -8,6 +8,7 @@
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/flat_update.h"
+#include "lockstep/optimizers.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -112,14 +113,35 @@ std::size_t Optimizer::number_of_parameters() const {
 
 // begin_update() waits until all ranks have published their gradients, if backward() has not done so; run() waits for
 // norms of all ranks if it needs them; end_update() waits until all ranks have updated their slice.
-void Optimizer::step_in_memory(Layout& all) {
-  const WeightedGradients gradients = source_->begin_update(all.parameters);
+void Optimizer::step_in_memory(Layout& all) try {
+  const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
   skipped_ = !all.flat->run(*this, param_groups_, gradients,
                             {.loss_scale = loss_scale_.value_or(1),
                              .skip_if_not_finite = loss_scale_.has_value(),
                              .max_norm = clipping_.max_norm,
                              .max_value = clipping_.max_value});
   source_->end_update();
+} catch (const std::exception& error) {
+  source_->memory()->fail(concat("step() failed: ", error.what()));  // the other ranks need not wait for us
+  throw;
+}
+
+std::map<std::string, double> Optimizer::settings() const {
+  std::map<std::string, double> settings{{"clipping by norm", clipping_.max_norm},
+                                         {"clipping by value", clipping_.max_value},
+                                         {"the decay of keep_average()", ema_decay_},
+                                         {"the loss scale", loss_scale_.value_or(0)},
+                                         {"a checksum of which parameters are frozen", 0}};
+  double number = 0;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    for (const auto& [name, value] : values_of(param_groups_[group].options()))
+      settings[concat(name, " of parameter group ", group)] = value;
+    for (const torch::Tensor& parameter : param_groups_[group].params()) {
+      number += 1;
+      if (!parameter.requires_grad()) settings["a checksum of which parameters are frozen"] += number * number;
+    }
+  }
+  return settings;
 }
 
 void Optimizer::step_on_device(Layout& all) {

@@ -110,6 +110,15 @@ OptionValues values_of(const OptimizerOptions& options) {
   return values;
 }
 
+OptionValues values_of(const torch::optim::OptimizerOptions& options) {
+  OptionValues values{{"lr", options.get_lr()}};
+  const auto take = [&]<class Options>(const Options&) {
+    if (const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options)) values = values_of(group->values);
+  };
+  for (const OptimizerOptions& each : all_defaults()) std::visit(take, each);
+  return values;
+}
+
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
   for (OptimizerOptions options : all_defaults()) {
     if (name_of(options) != name) continue;

@@ -79,9 +79,13 @@ class DistributedDataParallel::Impl {
     options_.sparse_parameters.merge(sparse_parameters(module));
     take_values_of_rank_0();
     if (!options.broadcast_buffers) buffers_.clear();
+    frozen_ = parameters_;
+    std::erase_if(frozen_, [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); });
+    optimizer_ = optimizer;
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
+    note_versions();
     if (sharing == nullptr) return;
     sharing->attach(exchange_->source());
     give_back_freed_memory();  // where the parameters were before
@@ -94,8 +98,9 @@ class DistributedDataParallel::Impl {
   //               gradients are gathered row by row. The first exchange also waits in Reducer::begin, for the sample
   //               counts, and at its end for rank 0's order of the buckets.
   //               finish_exchange: rank 0's buffers, one broadcast for each dtype, if the module has buffers.
-  //   step()      with shared parameters: FlatUpdate, a barrier for the norms of clipping, loss scaling, LAMB and LARS;
-  //               LAMB and LARS a second one for their trust ratios; then end_update(), barrier 2: all ranks have
+  //   step()      with shared parameters: begin_update(), barrier 2: all ranks are here, with the same settings. Then
+  //               FlatUpdate, a barrier for the norms of clipping, loss scaling, LAMB and LARS;
+  //               LAMB and LARS a second one for their trust ratios; then end_update(), barrier 3: all ranks have
   //               updated their slice. With separate parameters nothing.
   //
   // After a plain loss.backward() in shared memory, step() begins with the waits of backward().
@@ -114,9 +119,13 @@ class DistributedDataParallel::Impl {
   }
 
   void parameters_written() {
-    if (!block_) return;
-    memory_->barrier();
-    block_->mark_written();
+    if (block_) {
+      memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
+      block_->mark_written();
+    } else {
+      world_.barrier();
+    }
+    note_versions();
   }
 
   // All ranks see in the same step that no rank has samples.
@@ -177,7 +186,8 @@ class DistributedDataParallel::Impl {
                                  .algorithm = options_.algorithm,
                                  .static_graph = options_.static_graph,
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
-                                 .sparse = options_.sparse_parameters};
+                                 .sparse = options_.sparse_parameters,
+                                 .settings = [this] { return settings(); }};
     return exchange_through_buckets(
         std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
         memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_) : nullptr);
@@ -196,8 +206,35 @@ class DistributedDataParallel::Impl {
          .next = "use them, set requires_grad(false), or leave find_unused_parameters on"});
   }
 
+  void require_none_unfrozen() const {
+    for (const auto& [name, parameter] : frozen_)
+      if (parameter.requires_grad())
+        throw UsageError({.what = concat("parameter ", name, " requires a gradient, and did not when ",
+                                         "DistributedDataParallel was made"),
+                          .here = world_.describe(),
+                          .likely = "a layer that is unfrozen during training: its gradient is not exchanged",
+                          .next = "make the optimizer and DistributedDataParallel anew after requires_grad_(true)"});
+  }
+
+  // What every rank must have alike when gradients go through buckets.
+  StepSettings settings() const {
+    StepSettings settings;
+    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) settings = own->settings();
+    settings["parameters written since the last exchange, by step() or otherwise,"] = versions() == versions_ ? 0 : 1;
+    return settings;
+  }
+
+  std::vector<std::uint32_t> versions() const {
+    std::vector<std::uint32_t> versions;
+    for (const auto& [name, parameter] : parameters_) versions.push_back(parameter._version());
+    return versions;
+  }
+  void note_versions() { versions_ = versions(); }
+
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
+    require_none_unfrozen();
+    note_versions();
     last_batch_ = totals;
     ++statistics_.exchanges;
     broadcast_tensors(world_, buffers_);
@@ -208,6 +245,9 @@ class DistributedDataParallel::Impl {
   Options options_;
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;
+  std::vector<NamedTensor> frozen_;  // when this was made
+  const torch::optim::Optimizer* optimizer_ = nullptr;
+  std::vector<std::uint32_t> versions_;   // of parameters_, after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;

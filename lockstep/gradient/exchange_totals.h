@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient/exchange_totals.h: what the ranks sum up in every exchange through buckets beside the gradients: samples and
+// loss; and whether they all agree on what a step is.
+//
+// Flow:    Reducer -> here -> World::all_reduce
+// Owns:    a tensor of nine numbers
+// Threads: one thread
+// Ranks:   all, in every exchange
+//
+// Note [Equal on all ranks, by a sum]
+// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 72 bytes, which is needed for
+// the samples anyway, also compares settings: by two hashes of 16 bits, whose squares are summed exactly in float64 for
+// up to 1,448 ranks. Only if they differ the settings themselves are gathered, to name the one.
+#pragma once
+
+#include <torch/types.h>
+
+#include <optional>
+#include <vector>
+
+#include "lockstep/batch_totals.h"
+#include "lockstep/gradient/accumulated_batches.h"
+#include "lockstep/gradient/step_agreement.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class ExchangeTotals {
+ public:
+  explicit ExchangeTotals(World world) : world_(std::move(world)) {}
+
+  // Starts the sum. On the device of the world: nobody has to wait for a GPU here. Does not block.
+  void start(const AccumulatedBatches& batches, StepSettings settings);
+
+  // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
+  // last exchange; PeerLost.
+  BatchTotals wait();
+
+ private:
+  [[noreturn]] void throw_difference() const;
+
+  World world_;
+  StepSettings settings_;
+  torch::Tensor sums_;
+  std::optional<Work> work_;  // until it was waited for
+};
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient/step_agreement.h: the barriers of a training step, for ranks that share parameters. A rank that leaves out a
+// step() or backward(), or that has another learning rate, gets an error on every rank before anything is written.
+//
+// Flow:    SharedGradients, LocalGradients -> here -> SharedMemory::barrier
+// Owns:    a slot of shared memory for each rank's settings
+// Threads: one thread
+// Ranks:   the ranks that share parameters make the same calls in the same order
+//
+// Every barrier announces what it belongs to: its phase, its number and a hash of the settings (call.h). The ranks of a
+// group compare announcements anyway, so this costs nothing. If they differ, every rank reads the settings of the others
+// in their slots, to name the one that differs: a rank writes its slot before it announces its step().
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "lockstep/collective/shared_memory.h"
+
+namespace lockstep {
+
+// What must be alike on all ranks in a step, such as {"lr of parameter group 0", 0.1}.
+using StepSettings = std::map<std::string, double>;
+
+std::uint64_t hash_of(const StepSettings& settings);  // of names and values
+
+class StepAgreement {
+ public:
+  explicit StepAgreement(std::shared_ptr<SharedMemory> memory);  // collective; blocks
+
+  // Each blocks until all ranks are there. Throws MismatchError on all ranks, naming what differs; PeerLost.
+  void backward();
+  void step(const StepSettings& settings);
+  void end_step();
+
+ private:
+  struct Slot;
+  Slot& slot(int rank) const;
+  void wait(const Signature& announced) const;
+  void write_slot(const StepSettings& settings);
+  void compare_slots(const StepSettings& settings) const;
+
+  std::shared_ptr<SharedMemory> memory_;
+  std::shared_ptr<std::byte> slots_;  // one per rank
+  std::uint64_t backwards_ = 0;
+  std::uint64_t steps_ = 0;
+};
+
+}  // namespace lockstep
