@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Checks collective/shm/protocol.pml with Spin: every interleaving of 2 and 3 ranks, one of which may die.
+# Checks a protocol, such as collective/shm/protocol.pml, with Spin: every interleaving of 2 and 3 ranks.
 set -eu
 model=$1
 folder=$(mktemp -d)
