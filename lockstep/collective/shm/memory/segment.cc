@@ -34,15 +34,14 @@ void check_file_limit(std::size_t bytes) {
                      .next = "raise the limit, or exchange less at a time"});
 }
 
-int seals_for(Growth growth) { return F_SEAL_SHRINK | F_SEAL_SEAL | (growth == Growth::kFixed ? F_SEAL_GROW : 0); }
-
 }  // namespace
 
-UniqueFd make_segment(const std::string& name, std::size_t bytes, Growth growth) {
+UniqueFd make_segment(const std::string& name, std::size_t bytes) {
   UniqueFd fd(::memfd_create(("lockstep " + name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw system_error("make shared memory for", name);
   grow_segment(fd.get(), 0, bytes);
-  if (::fcntl(fd.get(), F_ADD_SEALS, seals_for(growth)) != 0) throw system_error("seal", name);
+  const int seals = F_SEAL_SHRINK | F_SEAL_SEAL | (bytes > 0 ? F_SEAL_GROW : 0);
+  if (::fcntl(fd.get(), F_ADD_SEALS, seals) != 0) throw system_error("seal", name);
   return fd;
 }
 

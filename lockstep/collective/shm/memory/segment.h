@@ -20,11 +20,9 @@
 
 namespace lockstep::shm {
 
-enum class Growth { kFixed, kGrows };
-
-// A zeroed file of `bytes` bytes whose memory is already taken from the machine, so that using it can't fail later.
-// Throws SystemError: no descriptors left, not enough memory, above RLIMIT_FSIZE.
-UniqueFd make_segment(const std::string& name, std::size_t bytes, Growth growth);
+// A zeroed file of `bytes` bytes whose memory is already taken from the machine, so that using it can't fail later. It
+// stays as large as that; one of 0 bytes can grow. Throws SystemError: no descriptors left, not enough memory, above RLIMIT_FSIZE.
+UniqueFd make_segment(const std::string& name, std::size_t bytes);
 
 // Takes the memory for [from, to). Throws SystemError; the file is then as large as before.
 void grow_segment(int fd, std::size_t from, std::size_t to);
