@@ -40,6 +40,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   friend class Memory;
+  struct GiveBack {
+    void operator()(std::byte*) const { arena->give_back(offset, size); }
+
+    std::shared_ptr<Arena> arena;
+    std::uint64_t offset = 0;
+    std::size_t size = 0;
+  };
   using FreeRanges = std::map<std::uint64_t, std::size_t>;  // offset -> bytes; no two adjacent
 
   std::uint64_t take(std::size_t bytes);
@@ -70,16 +77,9 @@ class Memory {
 
  private:
   friend class Arena;
-  struct GiveBack {
-    void operator()(std::byte*) const { arena->give_back(offset, size); }
+  Memory(std::byte* data, Arena::GiveBack give_back) : data_(data, std::move(give_back)) {}
 
-    std::shared_ptr<Arena> arena;
-    std::uint64_t offset = 0;
-    std::size_t size = 0;
-  };
-  Memory(std::byte* data, GiveBack give_back) : data_(data, std::move(give_back)) {}
-
-  std::unique_ptr<std::byte, GiveBack> data_;
+  std::unique_ptr<std::byte, Arena::GiveBack> data_;
 };
 
 }  // namespace lockstep::shm

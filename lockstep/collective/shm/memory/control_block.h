@@ -69,6 +69,10 @@ struct Place {
   std::uint64_t at = 0;        // offset or address
 };
 
+inline Place place_in(int arena, std::uint64_t offset) {
+  return {.kind = Place::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+}
+
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
 // are relaxed atomics: the rise of `arrived` publishes them, and after a deadline others print them while their owner
 // may be writing.
