@@ -45,50 +45,43 @@ void carry_out(GroupState& state, const Call& call) {
   }
 }
 
-// What each rank of a group says about the sub-group that it wants to be in: size + 1 numbers, the first of which is the
-// offset of the control memory in the arena of the sub-group's rank 0; the others are its ranks, then -1.
-class SubgroupOffers {
- public:
-  SubgroupOffers(int size, const std::vector<int>& ranks) : words_(size + 1), mine_(words_, -1), all_(words_ * size) {
-    std::copy(ranks.begin(), ranks.end(), mine_.begin() + 1);
-  }
-
-  void exchange(GroupState& group, std::uint64_t offset) {
-    mine_[0] = static_cast<std::int64_t>(offset);
-    gather(group, {.operation = Operation::kSubgroup,
-                   .input = mine_.data(),
-                   .output = all_.data(),
-                   .count = mine_.elements().size(),
-                   .dtype = DType::kInt64});
-    for (int rank = 0; rank < group.size(); ++rank)
-      for (const int member : list_of(rank))
-        if (list_of(member) != list_of(rank)) disagree(group, rank, member);
-  }
-
-  std::uint64_t offset_from(int rank) const { return static_cast<std::uint64_t>(all_[rank * words_]); }
-
- private:
-  std::vector<int> list_of(int rank) const {
-    std::vector<int> list;
-    for (int i = 1; i < words_ && all_[rank * words_ + i] >= 0; ++i)
-      list.push_back(static_cast<int>(all_[rank * words_ + i]));
-    return list;
-  }
-
-  [[noreturn]] void disagree(const GroupState& group, int one, int other) const {
-    throw MismatchError({.what = concat("rank ", one, " wants a sub-group of ", text_of(one), ", rank ", other,
-                                        " one of ", text_of(other)),
-                         .here = group.here(),
-                         .likely = "ranks that compute their groups from different numbers",
-                         .next = "give the same list on all its ranks; other lists may not overlap it"});
-  }
-
-  std::string text_of(int rank) const { return "ranks " + join(list_of(rank), ", "); }
-
-  int words_;
-  IntVector<std::int64_t> mine_;
-  IntVector<std::int64_t> all_;
+// What a rank of a group says about the sub-group that it wants to be in.
+struct Offer {
+  std::uint64_t offset = 0;  // of the control memory, in the arena of the sub-group's rank 0
+  std::vector<int> ranks;
 };
+
+// A rank sends size + 1 numbers: the offset, its list, then -1.
+IntVector<Offer> exchange_offers(GroupState& group, const Offer& mine) {
+  const int words = group.size() + 1;
+  IntVector<std::int64_t> sent(words, -1);
+  IntVector<std::int64_t> received(words * group.size());
+  sent[0] = static_cast<std::int64_t>(mine.offset);
+  std::ranges::copy(mine.ranks, sent.begin() + 1);
+  gather(group, {.operation = Operation::kSubgroup,
+                 .input = sent.data(),
+                 .output = received.data(),
+                 .count = sent.elements().size(),
+                 .dtype = DType::kInt64});
+  IntVector<Offer> offers(group.size());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto begin = received.begin() + rank * words;
+    offers[rank] = {static_cast<std::uint64_t>(*begin), {begin + 1, std::find(begin + 1, begin + words, -1)}};
+  }
+  return offers;
+}
+
+void check_offers(const GroupState& group, const IntVector<Offer>& offers) {
+  const auto list = [&](int rank) { return concat("ranks ", join(offers[rank].ranks, ", ")); };
+  for (int rank = 0; rank < group.size(); ++rank)
+    for (const int member : offers[rank].ranks)
+      if (offers[member].ranks != offers[rank].ranks)
+        throw MismatchError({.what = concat("rank ", rank, " wants a sub-group of ", list(rank), ", rank ", member,
+                                            " one of ", list(member)),
+                             .here = group.here(),
+                             .likely = "ranks that compute their groups from different numbers",
+                             .next = "give the same list on all its ranks; other lists may not overlap it"});
+}
 
 Memory make_area(GroupState& state, int size) {
   const std::size_t bytes = GroupArea::bytes(size);
@@ -177,15 +170,15 @@ std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
   GroupState& state = parts_->state;
   const int new_size = static_cast<int>(ranks.size());
   const int new_rank = static_cast<int>(std::ranges::find(ranks, rank()) - ranks.begin());
-  const bool member = new_rank < new_size;
-  SubgroupOffers offers(size(), ranks);
+  IntVector<Offer> offers;
   Memory area;
   state.run({}, [&] {
     if (new_rank == 0) area = make_area(state, new_size);
-    offers.exchange(state, area.offset());
+    offers = exchange_offers(state, {area.offset(), ranks});
+    check_offers(state, offers);
   });
-  if (!member) return std::nullopt;
-  std::byte* const base = peer_memory(ranks.front(), offers.offset_from(ranks.front()), GroupArea::bytes(new_size));
+  if (new_rank == new_size) return std::nullopt;
+  std::byte* const base = peer_memory(ranks.front(), offers[ranks.front()].offset, GroupArea::bytes(new_size));
   std::vector<int> machine_ranks;
   for (const int rank : ranks) machine_ranks.push_back(state.machine_rank(rank));
   auto parts = std::make_unique<Parts>(state.shared_machine(), GroupArea(base, new_size), std::move(machine_ranks),

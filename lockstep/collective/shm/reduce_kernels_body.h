@@ -206,32 +206,25 @@ void reduce_arrays(const Reduction& job) {
 #endif
 }
 
+// The kernel for `op`, if it is one of `ops`.
+template <class E, ReduceOp... ops>
+Kernel kernel_of(ReduceOp op) {
+  Kernel found = nullptr;
+  ((found = op == ops ? reduce_arrays<E, ops> : found), ...);
+  return found;
+}
+
 template <class E>
 Kernel float_kernel(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return reduce_arrays<E, ReduceOp::kSum>;
-    case ReduceOp::kMean: return reduce_arrays<E, ReduceOp::kMean>;
-    case ReduceOp::kProduct: return reduce_arrays<E, ReduceOp::kProduct>;
-    case ReduceOp::kMin: return reduce_arrays<E, ReduceOp::kMin>;
-    case ReduceOp::kMax: return reduce_arrays<E, ReduceOp::kMax>;
-    default: return nullptr;
-  }
+  using enum ReduceOp;
+  return kernel_of<E, kSum, kMean, kProduct, kMin, kMax>(op);
 }
 
 template <class T, class Unsigned>
 Kernel integer_kernel(ReduceOp op) {
-  using Wrapping = Plain<Unsigned, T>;
-  switch (op) {
-    case ReduceOp::kSum: return reduce_arrays<Wrapping, ReduceOp::kSum>;
-    case ReduceOp::kMean: return reduce_arrays<Wrapping, ReduceOp::kMean>;
-    case ReduceOp::kProduct: return reduce_arrays<Wrapping, ReduceOp::kProduct>;
-    case ReduceOp::kMin: return reduce_arrays<Plain<T>, ReduceOp::kMin>;
-    case ReduceOp::kMax: return reduce_arrays<Plain<T>, ReduceOp::kMax>;
-    case ReduceOp::kBitAnd: return reduce_arrays<Wrapping, ReduceOp::kBitAnd>;
-    case ReduceOp::kBitOr: return reduce_arrays<Wrapping, ReduceOp::kBitOr>;
-    case ReduceOp::kBitXor: return reduce_arrays<Wrapping, ReduceOp::kBitXor>;
-  }
-  return nullptr;
+  using enum ReduceOp;
+  if (op == kMin || op == kMax) return kernel_of<Plain<T>, kMin, kMax>(op);
+  return kernel_of<Plain<Unsigned, T>, kSum, kMean, kProduct, kBitAnd, kBitOr, kBitXor>(op);
 }
 
 Kernel bool_kernel(ReduceOp op) {

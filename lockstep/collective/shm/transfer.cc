@@ -19,12 +19,12 @@ constexpr auto kRelease = std::memory_order_release;
 
 bool Transfer::progress() {
   if (header_ == nullptr && !(sends() ? post() : take_header())) return false;
-  const bool in_header = header_->kind == Place::Kind::kSlot;
+  const bool in_header = header_->place.kind == Place::Kind::kSlot;
   if (sends()) {
     if (staging_.data() != nullptr) fill();
     return in_header || answered();
   }
-  if (header_->kind == Place::Kind::kPrivate) return empty();
+  if (header_->place.kind == Place::Kind::kPrivate) return empty();
   if (in_header)
     copy_bytes(static_cast<std::byte*>(call_.output), header_->data.data(), bytes_);
   else
@@ -68,9 +68,7 @@ void Transfer::write(MessageHeader& header) {
   header.tag = call_.tag;
   header.count = call_.count;
   header.dtype = call_.dtype;
-  header.kind = place.kind;
-  header.owner = place.owner;
-  header.at = place.at;
+  header.place = place;
   header.refused = false;
   if (place.kind == Place::Kind::kSlot)
     copy_bytes(header.data.data(), static_cast<const std::byte*>(call_.input), bytes_);
@@ -145,20 +143,19 @@ void Transfer::refuse() {
   const std::string theirs = concat("send of ", header_->count, " ", to_string(header_->dtype));
   header_->wanted = {.operation = Operation::kReceive, .dtype = call_.dtype, .count = call_.count};
   header_->refused = true;
-  answer(header_->kind == Place::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
+  answer(header_->place.kind == Place::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
   group_.disagree(source_, describe(), theirs);
 }
 
 void Transfer::take_in_place() {
-  const Place place{.kind = header_->kind, .owner = header_->owner, .at = header_->at};
   const GroupState::PeerAccess access(group_);
-  copy_bytes(static_cast<std::byte*>(call_.output), group_.pointer(place, bytes_), bytes_);
+  copy_bytes(static_cast<std::byte*>(call_.output), group_.pointer(header_->place, bytes_), bytes_);
 }
 
 // The other side of fill().
 bool Transfer::empty() {
   const std::size_t chunk_bytes = group_.staging_bytes();
-  const Place place = place_in(header_->owner, header_->at);
+  const Place place = place_in(header_->place.owner, header_->place.at);
   const std::byte* const staging = group_.pointer(place, kStagingChunks * chunk_bytes);
   auto* const output = static_cast<std::byte*>(call_.output);
   std::size_t chunk = header_->emptied.load(kRelaxed);

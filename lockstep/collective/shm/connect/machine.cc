@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <fstream>
 #include <optional>
 
@@ -38,13 +37,6 @@ std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned
 std::size_t addresses_per_rank(int ranks) {
   const auto memory = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
   return std::min(memory, kMostAddresses / static_cast<unsigned>(ranks));
-}
-
-template <std::size_t N>
-void write_text(std::array<char, N>& to, const std::string& text) {
-  const std::size_t length = std::min(text.size(), N - 1);
-  std::memcpy(to.data(), text.data(), length);
-  to[length] = '\0';
 }
 
 struct Advice {
@@ -171,8 +163,8 @@ void Machine::poison(Cause cause, const std::string& what, const std::string& pe
   std::uint32_t clean = Poison::kClean;
   if (!poison.state.compare_exchange_strong(clean, Poison::kClaimed)) return;
   poison.cause.store(cause, std::memory_order_relaxed);
-  write_text(poison.what, what);
-  write_text(poison.peer, peer);
+  what.copy(poison.what.data(), poison.what.size() - 1);  // the rest is zeroes
+  peer.copy(poison.peer.data(), poison.peer.size() - 1);
   poison.state.store(Poison::kWritten, std::memory_order_release);
 }
 

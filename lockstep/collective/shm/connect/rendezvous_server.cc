@@ -2,6 +2,7 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
 #include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "lockstep/base/int_vector.h"
@@ -9,7 +10,6 @@
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/process.h"
 
 namespace lockstep::shm {
 namespace {
@@ -34,13 +34,19 @@ bool agrees(const Message& message, Message::Kind kind, int size) {
   return message.kind == kind && message.size == size && message.layout == control_bytes(size);
 }
 
+UniqueFd own_pidfd() {
+  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  if (!fd) throw system_error("get a handle on", "this process");
+  return fd;
+}
+
 // What `rank` hands to the others, with room for what they hand to it.
 MachineParts own_parts(int rank, int size) {
   MachineParts parts;
   parts.memories.resize(size);
   parts.pidfds.resize(size);
   parts.memories[rank] = make_memory(rank);
-  parts.pidfds[rank] = open_pidfd(::getpid());
+  parts.pidfds[rank] = own_pidfd();
   return parts;
 }
 

@@ -2,12 +2,9 @@
 #include "lockstep/collective/shm/memory/arena.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
-#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/memory/control_block.h"
-#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {
@@ -58,11 +55,7 @@ void Arena::grow(std::size_t bytes) {
   std::size_t missing = bytes;
   if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == taken_) missing -= free_.rbegin()->second;
   const std::size_t end = taken_ + round_up(missing, kGrowthUnit);
-  if (end > window_.reserve()) {
-    errno = ENOMEM;
-    throw system_error("take another " + human_bytes(bytes) + " for", window_.name());
-  }
-  grow_segment(window_.fd(), taken_, end);
+  window_.grow(taken_, end);
   insert(taken_, end - taken_);
   taken_ = end;
 }

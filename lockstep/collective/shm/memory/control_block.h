@@ -119,10 +119,8 @@ struct alignas(kCacheLine) MessageHeader {
   std::int64_t tag;
   std::uint64_t count;
   DType dtype;
-  Place::Kind kind;  // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at`
   bool refused;      // the receiver wanted something else
-  std::uint16_t owner;
-  std::uint64_t at;
+  Place place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
   Signature wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
