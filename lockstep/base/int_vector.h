@@ -15,36 +15,42 @@
 namespace lockstep {
 
 template <class T>
-class IntVector : private std::vector<T> {
-  using Elements = std::vector<T>;
-
+class IntVector {
  public:
-  using typename Elements::value_type;
+  using value_type = T;
 
   IntVector() = default;
-  explicit IntVector(int size, const T& value = T()) : Elements(to_size(size), value) {}
-  IntVector(std::initializer_list<T> elements) : Elements(elements) {}
-  IntVector(std::vector<T> elements) : Elements(std::move(elements)) {}
+  explicit IntVector(int size, const T& value = T()) : elements_(to_size(size), value) {}
+  IntVector(std::initializer_list<T> elements) : elements_(elements) {}
+  IntVector(std::vector<T> elements) : elements_(std::move(elements)) {}
 
-  int size() const { return static_cast<int>(Elements::size()); }
-  decltype(auto) operator[](int index) { return Elements::operator[](checked(index)); }
-  decltype(auto) operator[](int index) const { return Elements::operator[](checked(index)); }
+  int size() const { return static_cast<int>(elements_.size()); }
+  bool empty() const { return elements_.empty(); }
+  decltype(auto) operator[](int index) { return elements_[checked(index)]; }
+  decltype(auto) operator[](int index) const { return elements_[checked(index)]; }
+  T* data() { return elements_.data(); }
+  const T* data() const { return elements_.data(); }
 
-  using Elements::back;
-  using Elements::begin;
-  using Elements::clear;
-  using Elements::data;
-  using Elements::emplace_back;
-  using Elements::empty;
-  using Elements::end;
-  using Elements::front;
-  using Elements::push_back;
+  auto begin() { return elements_.begin(); }
+  auto end() { return elements_.end(); }
+  auto begin() const { return elements_.begin(); }
+  auto end() const { return elements_.end(); }
+  decltype(auto) front() { return elements_.front(); }
+  decltype(auto) front() const { return elements_.front(); }
+  decltype(auto) back() { return elements_.back(); }
+  decltype(auto) back() const { return elements_.back(); }
 
-  void assign(int size, const T& value) { Elements::assign(to_size(size), value); }
-  void resize(int size) { Elements::resize(to_size(size)); }
-  void reserve(int size) { Elements::reserve(to_size(size)); }
+  void assign(int size, const T& value) { elements_.assign(to_size(size), value); }
+  void resize(int size) { elements_.resize(to_size(size)); }
+  void reserve(int size) { elements_.reserve(to_size(size)); }
+  void clear() { elements_.clear(); }
+  void push_back(T element) { elements_.push_back(std::move(element)); }
+  template <class... Arguments>
+  decltype(auto) emplace_back(Arguments&&... arguments) {
+    return elements_.emplace_back(std::forward<Arguments>(arguments)...);
+  }
 
-  const std::vector<T>& elements() const { return *this; }
+  const std::vector<T>& elements() const { return elements_; }
   bool operator==(const IntVector&) const = default;
 
  private:
@@ -52,6 +58,8 @@ class IntVector : private std::vector<T> {
     assert(index >= 0 && index < size());
     return to_size(index);
   }
+
+  std::vector<T> elements_;
 };
 
 }  // namespace lockstep

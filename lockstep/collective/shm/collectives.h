@@ -12,6 +12,11 @@
 
 namespace lockstep::shm {
 
+// These refuse arguments that make no sense, before anything is announced. They throw UsageError on the rank that made
+// the mistake.
+void check_call(const Call& call, int size);
+void check_subgroup(const std::vector<int>& ranks, int size);
+
 void all_reduce(GroupState& group, const Call& call);            // or reduce, or reduce_scatter; by kDirect
 void all_reduce_reference(GroupState& group, const Call& call);  // by another call.algorithm
 void barrier(GroupState& group);

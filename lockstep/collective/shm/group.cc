@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/check_call.h"
 #include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
