@@ -84,9 +84,6 @@ class Devices {
   // first exception of any device; PeerLost.
   void run(Body body);
 
-  // Runs `body` on one device; the others do nothing.
-  void run_on(int index, const Body& body);
-
   // Divides [begin, end) among the devices, which call part(first, last) on their cores for pieces of at least `grain`.
   // Blocks until every call of `part` has returned, even after the timeout: `part` may use the caller's variables, and
   // must return. Throws as run() does.

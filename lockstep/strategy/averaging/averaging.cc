@@ -1,6 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/averaging/averaging.h"
-
+// `averaging`: every device trains a replica of its own, and the parameters are averaged
+// every h batches.
+//
+//   1 scheduling thread prepares a batch and hands each of N device threads its part
+//   N device threads    forward, backward and update of their own replica, without exchange
+//   every h batches     replica 0 = the mean of all replicas, weighted by the samples they saw; then copied to all
+//
+// With h = 1 and plain SGD this is data parallel training, step by step. Between processes and machines the averages
+// are averaged once more, through World (local SGD: Stich, 2019): the bytes sent per batch fall by h. With an outer
+// learning rate or momentum, the difference between the last average and the new one is a gradient for a step with
+// Nesterov's momentum (DiLoCo: Douillard et al., 2023).
+//
+// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, and the
+// replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
+// checkpoint has the same bits as one that went on.
+//
+// Owns:    the devices' threads; per device a replica and one flat block of its parameters
+// Threads: one scheduling thread
+// Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
+//          and 16 bytes for the loss of each batch
 #include <algorithm>
 #include <numeric>
 
@@ -9,7 +27,7 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -77,7 +95,8 @@ class Averaging : public ReplicaStrategy {
     require_same_model(world, named_parameters(model()));
     broadcast_tensors(world, named_parameters(model()));
     broadcast_tensors(world, named_buffers(model()));
-    make_blocks();
+    for (const Replica& replica : replicas_)  // other processes read replica 0's block
+      blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
     outer_ = OuterStep(blocks_.front(), options.averaging);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
@@ -85,7 +104,13 @@ class Averaging : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_of(batch, devices_->size());
-    const auto losses = timed(phases_.backward, [&] { return losses_after_backward(parts); });
+    const auto losses = timed(phases_.backward, [&] {
+      return run_replicas(*devices_, replicas_, parts, [task = task_](const Replica& replica, const Batch& part) {
+        const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
+        loss.backward();
+        return loss.detach();
+      });
+    });
     for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
     return over_all_ranks(mean_of(losses, parts));
   }
@@ -123,29 +148,6 @@ class Averaging : public ReplicaStrategy {
   }
 
  private:
-  // Replica 0's block lies where other processes can read it.
-  void make_blocks() {
-    for (const Replica& replica : replicas_)
-      blocks_.push_back(make_flat_block(*replica.model, [&](torch::IntArrayRef sizes, const auto& options) {
-        return blocks_.empty() ? world_.allocate(sizes, options) : torch::empty(sizes, options);
-      }));
-  }
-
-  std::vector<torch::Tensor> losses_after_backward(const std::vector<Batch>& parts) {
-    const auto losses = std::make_shared<std::vector<torch::Tensor>>(parts.size());
-    devices_->run([losses, parts, task = task_, replicas = replicas_, seed = draw_seed()](Device& device) {
-      const Replica& replica = for_device(replicas, device);
-      const Batch& part = for_device(parts, device);
-      replica.optimizer->zero_grad();
-      if (part.size() == 0) return;
-      device.seed(seed_of(seed, device.index()));
-      const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
-      loss.backward();
-      for_device(*losses, device) = loss.detach();
-    });
-    return *losses;
-  }
-
   BatchTotals over_all_ranks(const BatchTotals& mine) const {
     if (world_.size() == 1) return mine;
     const auto samples = static_cast<double>(mine.samples);
@@ -167,7 +169,7 @@ class Averaging : public ReplicaStrategy {
   // from its block.
   void average() {
     timed(phases_.exchange, [&] {
-      const std::int64_t all = samples_of_all_ranks();
+      const std::int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0}));
       batches_since_average_ = 0;
       if (all == 0) return;
       collect_in_block_0(all);
@@ -177,12 +179,6 @@ class Averaging : public ReplicaStrategy {
       std::ranges::fill(samples_, 0);
       ++averages_;
     });
-  }
-
-  std::int64_t samples_of_all_ranks() const {
-    const torch::Tensor samples = torch::tensor({std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0})});
-    world_.all_reduce(samples);
-    return samples.item<std::int64_t>();
   }
 
   void collect_in_block_0(std::int64_t all) {
