@@ -102,11 +102,6 @@ class Devices {
 };
 
 // Adapts Devices::parallel_for to what an optimizer runs its loops with. `devices` must outlive it.
-inline auto on_all(Devices& devices) {
-  return [&devices](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                    const std::function<void(std::int64_t, std::int64_t)>& part) {
-    devices.parallel_for(begin, end, grain, part);
-  };
-}
+inline auto on_all(Devices& devices) { return std::bind_front(&Devices::parallel_for, &devices); }
 
 }  // namespace lockstep

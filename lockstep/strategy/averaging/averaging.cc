@@ -21,6 +21,7 @@
 //          and 16 bytes for the loss of each batch
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -40,48 +41,43 @@ void require_sensible(const AveragingOptions& options) {
                       .next = "give a positive rate and a momentum of at least 0"});
 }
 
-// DiLoCo's outer optimizer: takes the average as it is, or a step of Nesterov's SGD towards it.
+// DiLoCo's outer optimizer: takes a step of Nesterov's SGD towards the average.
 class OuterStep {
  public:
-  OuterStep() = default;
-  OuterStep(const torch::Tensor& block, const AveragingOptions& options) {
-    if (options.outer_lr == 1 && options.outer_momentum == 0) return;
-    anchor_ = block.clone().requires_grad_();
-    sgd_ = std::make_unique<SGD>(
-        std::vector<torch::Tensor>{anchor_},
-        SGDOptions{.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0});
+  OuterStep(const torch::Tensor& block, const AveragingOptions& options)
+      : anchor_(block.clone().requires_grad_()),
+        sgd_({anchor_},
+             {.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0}) {
     // Made now, so that a checkpoint can be restored into it.
     Optimizer::StateTensors state{{"step", torch::ones({})}};
     if (options.outer_momentum > 0) state["momentum_buffer"] = torch::zeros_like(block);
-    sgd_->set_state(anchor_, state);
+    sgd_.set_state(anchor_, state);
   }
 
   // Replaces the average by the result of the outer step. Its gradient is anchor - average, where the anchor is the
   // result of the last step.
   void apply(const torch::Tensor& average) {
-    if (!sgd_) return;
     const torch::NoGradGuard no_grad;
     anchor_.mutable_grad() = anchor_.detach() - average;
-    sgd_->step();
+    sgd_.step();
     average.copy_(anchor_);
   }
 
   void restart_from(const torch::Tensor& block) {
     const torch::NoGradGuard no_grad;
-    if (sgd_) anchor_.copy_(block);
+    anchor_.copy_(block);
   }
 
   std::vector<NamedTensor> state() const {
     std::vector<NamedTensor> tensors;
-    if (sgd_)
-      for (const auto& [name, tensor] : sgd_->state_of(anchor_))
-        if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
+    for (const auto& [name, tensor] : sgd_.state_of(anchor_))
+      if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
     return tensors;
   }
 
  private:
   torch::Tensor anchor_;
-  std::unique_ptr<SGD> sgd_;
+  SGD sgd_;
 };
 
 class Averaging : public ReplicaStrategy {
@@ -98,7 +94,8 @@ class Averaging : public ReplicaStrategy {
     for (const Replica& replica : replicas_)  // other processes read replica 0's block
       blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
-    outer_ = OuterStep(blocks_.front(), options.averaging);
+    if (options.averaging.outer_lr != 1 || options.averaging.outer_momentum > 0)
+      outer_.emplace(blocks_.front(), options.averaging);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 
@@ -134,10 +131,10 @@ class Averaging : public ReplicaStrategy {
 
   void restored(std::int64_t) override {
     follow_first(replicas_);
-    outer_.restart_from(blocks_.front());
+    if (outer_) outer_->restart_from(blocks_.front());
   }
 
-  std::vector<NamedTensor> state() override { return outer_.state(); }
+  std::vector<NamedTensor> state() override { return outer_ ? outer_->state() : std::vector<NamedTensor>(); }
 
   Report report() const override {
     return {{"average_every", static_cast<double>(average_every_)},
@@ -174,7 +171,7 @@ class Averaging : public ReplicaStrategy {
       if (all == 0) return;
       collect_in_block_0(all);
       world_.all_reduce(blocks_.front());
-      outer_.apply(blocks_.front());
+      if (outer_) outer_->apply(blocks_.front());
       copy_back();
       std::ranges::fill(samples_, 0);
       ++averages_;
@@ -199,7 +196,7 @@ class Averaging : public ReplicaStrategy {
   std::int64_t average_every_;
   std::vector<torch::Tensor> blocks_;  // of each replica's parameters
   std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
-  OuterStep outer_;
+  std::optional<OuterStep> outer_;     // none: the average is taken as it is
   std::int64_t batches_since_average_ = 0;
   std::int64_t averages_ = 0;
 };
