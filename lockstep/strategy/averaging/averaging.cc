@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `averaging`: every device trains a replica of its own, and the parameters are averaged
-// every h batches.
+// `averaging`: every device trains a replica of its own, and the parameters are averaged every h batches.
 //
 //   1 scheduling thread prepares a batch and hands each of N device threads its part
 //   N device threads    forward, backward and update of their own replica, without exchange

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `ddp` and `single`: a replica of the model in every rank, kept equal by
-// DistributedDataParallel (lockstep/ddp.h).
+// `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
 #include "lockstep/data/loader/random.h"

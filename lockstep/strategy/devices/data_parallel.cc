@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `data_parallel`: a thread per device, one of them the master, as in torch's
-// DataParallel.
+// `data_parallel`: a thread per device, one of them the master, as in torch's DataParallel.
 //
 //   scatter         the batch over the devices
 //   replicate       the parameters of device 0 on every device
