@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/model/parameters.h"
 
+#include <torch/csrc/utils/tensor_flatten.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <map>
@@ -94,11 +95,7 @@ void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tenso
   for (auto& [dtype, views] : by_dtype) {
     const torch::Tensor flat = torch::cat(views);
     world.broadcast(flat, root);
-    std::int64_t offset = 0;
-    for (torch::Tensor& view : views) {
-      view.copy_(flat.narrow(0, offset, view.numel()));
-      offset += view.numel();
-    }
+    at::_foreach_copy_(views, torch::utils::unflatten_dense_tensors(flat, views));
   }
 }
 

@@ -2,15 +2,17 @@
 #include "lockstep/ddp.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/gradient/reducer.h"
+#include "lockstep/gradient/shared_gradients.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/strategy/ddp/gradient_exchange.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
 namespace lockstep {
@@ -41,23 +43,22 @@ void require_known_names(const torch::nn::Module& module, const std::set<std::st
                         .next = "give names as module.named_parameters() lists them"});
 }
 
-void require_own_parameters(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
-  const auto own = module.parameters();
-  for (const torch::Tensor& parameter : parameters_of(optimizer))
-    if (std::none_of(own.begin(), own.end(), [&](const torch::Tensor& mine) { return mine.is_same(parameter); }))
+// The optimizer holds parameters of the module and, if it steps shared parameters, none that is ignored.
+void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module, bool shares,
+                     const std::set<std::string>& ignored) {
+  const auto own = named_parameters(module);
+  for (const torch::Tensor& parameter : parameters_of(optimizer)) {
+    const auto found = std::ranges::find_if(own, [&](const auto& mine) { return mine.tensor.is_same(parameter); });
+    if (found == own.end())
       throw UsageError({.what = concat("the optimizer holds a tensor of shape ", parameter.sizes(),
                                        " that is not a parameter of the module"),
                         .likely = "an optimizer made before the module was replaced or its parameters were",
                         .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
-}
-
-void require_not_ignored(const torch::nn::Module& module, const std::set<std::string>& ignored,
-                         const torch::optim::Optimizer& optimizer) {
-  for (const torch::Tensor& parameter : parameters_of(optimizer))
-    for (const auto& [name, tensor] : named_parameters(module))
-      if (tensor.is_same(parameter) && ignored.contains(name))
-        throw UsageError({.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
-                          .next = "give it an optimizer of its own, or share_parameters = false"});
+    if (shares && ignored.contains(found->name))
+      throw UsageError(
+          {.what = concat(found->name, " is ignored, but the optimizer that steps shared parameters holds it"),
+           .next = "give it an optimizer of its own, or share_parameters = false"});
+  }
 }
 
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
@@ -73,17 +74,26 @@ class DistributedDataParallel::Impl {
   Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
       : world_(std::move(world)), options_(options) {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
-    check(module, optimizer, sharing);
+    require_known_names(module, options_.ignored);
+    require_known_names(module, options_.sparse_parameters);
+    require_shards_possible(world_, sharing != nullptr, options_);
+    if (optimizer != nullptr) require_fitting(*optimizer, module, sharing != nullptr, options_.ignored);
     parameters_ = without(options.ignored, named_parameters(module));
     buffers_ = without(options.ignored, named_buffers(module));
     options_.sparse_parameters.merge(sparse_parameters(module));
     take_values_of_rank_0();
     if (!options.broadcast_buffers) buffers_.clear();
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
-    if (sharing != nullptr) share_parameters();
-    exchange_ = make_exchange();
+    if (sharing != nullptr) {
+      memory_ = SharedMemory::of(world_);
+      block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
+    }
+    make_exchange();
     if (sharing == nullptr) return;
-    sharing->attach(exchange_->source());
+    if (shared_)
+      sharing->attach(shared_);
+    else
+      sharing->attach(std::make_shared<LocalGradients>(on_own_cores, memory_, block_));
     give_back_freed_memory();  // where the parameters were before
   }
 
@@ -101,11 +111,11 @@ class DistributedDataParallel::Impl {
   // After a plain loss.backward() in shared memory, step() begins with the waits of backward().
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     exchange_seconds_ = 0;
-    exchange_->backward(loss, samples, /*exchanges=*/!no_sync_);
+    add_gradients(loss, samples);
     if (no_sync_ || !shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const Stopwatch waiting;
-    exchange_->finish();
+    reducer_ ? reducer_->finish() : shared_->finish();
     exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
   } catch (const std::exception& error) {
@@ -131,25 +141,19 @@ class DistributedDataParallel::Impl {
 
   Statistics statistics() const {
     Statistics statistics = statistics_;
-    statistics.bytes = exchange_->bytes();
-    statistics.exchange_seconds = exchange_->seconds();
+    statistics.exchange_seconds = statistics.waiting_seconds;
+    if (reducer_) {
+      statistics.bytes = reducer_->statistics().bytes;
+      statistics.exchange_seconds = reducer_->statistics().exchange_seconds;
+    }
     return statistics;
   }
   bool& no_sync() { return no_sync_; }
-  bool mean_in_grad() const { return exchange_->mean_in_grad(); }
+  bool mean_in_grad() const { return reducer_.has_value(); }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
-  void check(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
-             const Optimizer* sharing) const {
-    require_known_names(module, options_.ignored);
-    require_known_names(module, options_.sparse_parameters);
-    require_shards_possible(world_, sharing != nullptr, options_);
-    if (optimizer != nullptr) require_own_parameters(module, *optimizer);
-    if (sharing != nullptr) require_not_ignored(module, options_.ignored, *optimizer);
-  }
-
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
     std::vector<NamedTensor> tensors = parameters_;
@@ -159,28 +163,41 @@ class DistributedDataParallel::Impl {
     broadcast_tensors(world_, tensors);
   }
 
-  void share_parameters() {
-    memory_ = SharedMemory::of(world_);
-    block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
-  }
-
-  // Ranks read each other's gradients where they can and nothing else was asked for.
-  std::unique_ptr<GradientExchange> make_exchange() {
+  // The two ways of the gradients of a step from every rank's backward() to the optimizer:
+  //
+  //                  in shared memory                        through buckets
+  //   where          all ranks on one machine, which         everywhere else; with a communication hook or an
+  //                  share parameters                        algorithm by name
+  //   backward()     autograd writes into shared memory      full buckets are all-reduced while it runs
+  //   finish()       publishes places, one barrier           waits for the buckets
+  //   .grad          this rank's own                         the mean
+  //   step()         sums the gradients of all ranks         uses .grad
+  void make_exchange() {
     const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
     if (memory_ && memory_->size() == world_.size() && !options_.mean_in_grad && !options_.hook &&
-        options_.algorithm == Algorithm::kDirect)
-      return exchange_in_shared_memory(
+        options_.algorithm == Algorithm::kDirect) {
+      shared_ = std::make_shared<SharedGradients>(
           memory_, trainable(parameters_),
-          {.block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
-    const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
-                                 .hook = options_.hook,
-                                 .algorithm = options_.algorithm,
-                                 .static_graph = options_.static_graph,
-                                 .gradient_as_bucket_view = options_.gradient_as_bucket_view,
-                                 .sparse = options_.sparse_parameters};
-    return exchange_through_buckets(
-        std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
-        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_) : nullptr);
+          SharedGradientsOptions{
+              .block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
+      return;
+    }
+    reducer_.emplace(world_, trainable(parameters_),
+                     ReducerOptions{.bucket_bytes = options_.bucket_bytes,
+                                    .hook = options_.hook,
+                                    .algorithm = options_.algorithm,
+                                    .static_graph = options_.static_graph,
+                                    .gradient_as_bucket_view = options_.gradient_as_bucket_view,
+                                    .sparse = options_.sparse_parameters},
+                     on_finished);
+  }
+
+  // Runs loss.backward(), which adds to .grad.
+  void add_gradients(const torch::Tensor& loss, std::int64_t samples) {
+    if (shared_) return shared_->backward(loss, samples);
+    if (no_sync_) return reducer_->accumulate(samples, loss);
+    const torch::Tensor start = reducer_->begin(samples, loss);
+    if (samples > 0) loss.backward(start);
   }
 
   void require_all_gradients() const {
@@ -200,6 +217,8 @@ class DistributedDataParallel::Impl {
   void finish_exchange(const BatchTotals& totals) {
     last_batch_ = totals;
     ++statistics_.exchanges;
+    for (const auto& [name, parameter] : parameters_)
+      if (shared_ && parameter.grad().defined()) statistics_.bytes += static_cast<std::int64_t>(parameter.nbytes());
     broadcast_tensors(world_, buffers_);
     shard_buffers_.begin_step();
   }
@@ -210,11 +229,12 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
-  std::unique_ptr<GradientExchange> exchange_;
+  std::shared_ptr<SharedGradients> shared_;  // the optimizer holds it, too
+  std::optional<Reducer> reducer_;           // instead of shared_
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
-  Statistics statistics_;  // exchanges and waiting_seconds; exchange_ counts the rest
+  Statistics statistics_;  // with a reducer_, it counts the bytes and the seconds of the exchange
   bool no_sync_ = false;
 };
 
