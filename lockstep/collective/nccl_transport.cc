@@ -20,7 +20,6 @@ namespace {
 
 using Nccl = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 using Splits = std::vector<std::int64_t>;
-using Tensors = std::vector<torch::Tensor>;
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {

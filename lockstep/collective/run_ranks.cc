@@ -6,7 +6,9 @@
 
 #include <ATen/Parallel.h>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
@@ -43,7 +45,7 @@ class FirstError {
 
 // `nodes`: of each rank.
 JobEnvironment job_of_thread(int rank, const std::vector<int>& nodes) {
-  const int node = nodes[static_cast<unsigned>(rank)];
+  const int node = nodes[to_size(rank)];
   JobEnvironment job;
   job.launcher = "threads";
   job.rank = rank;
@@ -100,9 +102,11 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
 }
 
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
-  auto transports = make_shared_memory_of_threads(ranks, options.timeout);
-  const auto connect = [&](int rank) { return std::move(transports[static_cast<unsigned>(rank)]); };
-  run_threads(std::vector<int>(transports.size()), connect, body, options);
+  std::vector<shm::Group> groups = shm::make_thread_group(ranks, {.timeout = options.timeout});
+  const auto connect = [&](int rank) {
+    return std::make_unique<SharedMemoryTransport>(std::move(groups[to_size(rank)]));
+  };
+  run_threads(std::vector<int>(groups.size()), connect, body, options);
 }
 
 }  // namespace lockstep

@@ -147,12 +147,14 @@ std::optional<World> World::split(int color, int key) const {
 // ---- Calls
 
 torch::Tensor World::run(const TensorCall& call) const {
+  call.begin();
   state_->transport_for(call).run(call);
   call.finish();
   return call.result;
 }
 
 Work World::start(TensorCall call) const {
+  call.begin();
   FuturePtr future = state_->transport_for(call).start(call);
   return Work(std::make_shared<Work::State>(Work::State{state_, std::move(call), std::move(future)}));
 }
@@ -284,14 +286,6 @@ torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptio
 std::optional<shm::Group> World::machine_group() const {
   if (size() == 1 || !device().is_cpu()) return std::nullopt;
   return state_->cpu_transport->machine_group();
-}
-
-void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
-  const bool same_type = tensor.device().type() == device.type();
-  if (same_type && (!device.has_index() || tensor.device().index() == device.index())) return;
-  throw DeviceError({.what = concat(name, " is on ", tensor.device().str(), ", but ", device.str(), " is needed"),
-                     .likely = "a tensor or a module that was not moved",
-                     .next = "call .to(world.device()) on it first"});
 }
 
 }  // namespace lockstep

@@ -7,8 +7,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -28,10 +26,8 @@ class WorldState {
   Caller caller;         // this rank, in its calls
   CoreSet cores;
   std::chrono::milliseconds timeout{};
-  c10::intrusive_ptr<c10d::Store> store;  // only until cpu_transport is there
   std::unique_ptr<Transport> cpu_transport;
   std::unique_ptr<Transport> cuda_transport;  // where the device is one
-  int exchanges = 0;                          // texts exchanged through the store so far: keys are never used twice
 
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
