@@ -2,6 +2,7 @@
 #include "lockstep/collective/shared_memory_transport.h"
 
 #include <algorithm>
+#include <array>
 #include <exception>
 #include <numeric>
 
@@ -28,15 +29,15 @@ std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& ke
 
 // Every rank's address, where it has one, in rank order.
 std::vector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
-  constexpr std::size_t kLongestAddress = 256;
-  if (mine.size() >= kLongestAddress)
+  using Padded = std::array<char, 256>;
+  Padded padded{};
+  if (mine.size() >= padded.size())
     throw SystemError({.what = "an address of shared memory that is too long: " + mine});
-  std::string padded = mine;
-  padded.resize(kLongestAddress);
-  std::string all(kLongestAddress * to_size(group.size()), '\0');
-  group.all_gather({.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = DType::kUInt8});
+  std::ranges::copy(mine, padded.begin());
+  std::vector<Padded> all(to_size(group.size()));
+  group.all_gather({.input = &padded, .output = all.data(), .count = sizeof padded, .dtype = DType::kUInt8});
   std::vector<std::string> addresses;
-  for (std::size_t i = 0; i < all.size(); i += kLongestAddress) addresses.emplace_back(all.c_str() + i);
+  for (const Padded& address : all) addresses.emplace_back(address.data());
   return addresses;
 }
 

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
@@ -18,6 +19,14 @@
 #include "lockstep/world.h"
 
 namespace lockstep {
+
+// The rank that makes a call.
+struct Caller {
+  int rank = 0;
+  int size = 1;
+  torch::Device device = torch::kCPU;  // where its tensors belong; those on the CPU are fine too
+  std::string here;                    // "rank 2 of 4 on gpu-a", for messages
+};
 
 class WorldState {
  public:
@@ -28,6 +37,9 @@ class WorldState {
   std::chrono::milliseconds timeout{};
   std::unique_ptr<Transport> cpu_transport;
   std::unique_ptr<Transport> cuda_transport;  // where the device is one
+
+  // The job of a rank, out of the machine of each rank.
+  static void place(JobEnvironment& job, int rank, const IntVector<int>& nodes);
 
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
@@ -40,6 +52,9 @@ class WorldState {
   // What this rank is in a sub-world of `ranks`, which name it; without transports.
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
 };
+
+// `job` of another rank of those whose machines are `nodes`.
+JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes);
 
 // A world without transports.
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);

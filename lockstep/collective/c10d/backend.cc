@@ -188,7 +188,7 @@ WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, {barrier_call()}, {}, options);
+  return start(OpType::BARRIER, {{.call = {.operation = Operation::kBarrier}}}, {}, options);
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) { barrier(options)->wait(); }

@@ -55,18 +55,9 @@ Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
 }
 
 ReduceOp to_reduce_op(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::PREMUL_SUM: return ReduceOp::kSum;  // scaled() multiplies
-    case c10d::ReduceOp::AVG: return ReduceOp::kMean;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND: return ReduceOp::kBitAnd;
-    case c10d::ReduceOp::BOR: return ReduceOp::kBitOr;
-    case c10d::ReduceOp::BXOR: return ReduceOp::kBitXor;
-    case c10d::ReduceOp::UNUSED: break;
-  }
+  static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
+  if (op.op_ <= c10d::ReduceOp::BXOR) return static_cast<ReduceOp>(op.op_);
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return ReduceOp::kSum;  // scaled() multiplies
   throw UsageError({.what = "a reduction that c10d does not define", .next = "use one of torch.distributed.ReduceOp"});
 }
 
