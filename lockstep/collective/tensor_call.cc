@@ -13,7 +13,7 @@ const std::byte* address_of(const torch::Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.const_data_ptr());
 }
 
-bool lie_together(const Tensors& tensors) {
+bool lie_together(at::TensorList tensors) {
   const std::byte* next = address_of(tensors.front());
   for (const torch::Tensor& tensor : tensors) {
     if (!is_dense(tensor) || (tensor.numel() > 0 && address_of(tensor) != next)) return false;
@@ -33,7 +33,7 @@ struct Array {
   Tensors copied;  // that the memory is a copy of
 };
 
-Array array_of(const Tensors& tensors, bool must_copy = false) {
+Array array_of(at::TensorList tensors, bool must_copy = false) {
   if (tensors.empty()) return {};
   const torch::Tensor& first = tensors.front();
   const bool in_place = !must_copy && lie_together(tensors);
@@ -41,9 +41,9 @@ Array array_of(const Tensors& tensors, bool must_copy = false) {
   std::int64_t elements = 0;
   for (const torch::Tensor& tensor : tensors) elements += tensor.numel();
   const auto options = first.options().requires_grad(false);
-  if (!in_place) return {torch::empty({elements}, options), tensors};
+  if (!in_place) return {torch::empty({elements}, options), tensors.vec()};
   return {torch::from_blob(
-              const_cast<void*>(first.const_data_ptr()), {elements}, [tensors](void*) {}, options),
+              const_cast<void*>(first.const_data_ptr()), {elements}, [kept = tensors.vec()](void*) {}, options),
           {}};
 }
 
@@ -67,22 +67,22 @@ void TensorCall::finish() const {
   for_each_part(copied_to, output, [](const torch::Tensor& tensor, const torch::Tensor& part) { tensor.copy_(part); });
 }
 
-TensorCall with_memory(Call call, const Tensors& inputs, const Tensors& outputs) {
+TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs) {
   // First: asking for memory to write to may move a tensor that shares its memory until it is written.
   for (const torch::Tensor& tensor : outputs) tensor.mutable_data_ptr();
   const bool in_place = call.operation != Operation::kAllToAll &&
                         std::ranges::equal(inputs, outputs, [](const auto& a, const auto& b) { return a.is_same(b); });
-  const Array output = array_of(outputs);
+  Array output = array_of(outputs);
   Array input = in_place ? output : array_of(inputs);
   if (!in_place && overlap(input.memory, output.memory)) input = array_of(inputs, true);
   if (output.memory.defined()) call.output = output.memory.mutable_data_ptr();
   if (input.memory.defined()) call.input = input.memory.const_data_ptr();
   return {.call = std::move(call),
-          .input = input.memory,
-          .output = output.memory,
+          .input = std::move(input.memory),
+          .output = std::move(output.memory),
           .result = outputs.empty() ? torch::Tensor() : outputs.front(),
-          .copied_from = input.copied,
-          .copied_to = output.copied};
+          .copied_from = std::move(input.copied),
+          .copied_to = std::move(output.copied)};
 }
 
 }  // namespace lockstep

@@ -32,6 +32,6 @@ struct TensorCall {
 // `call` on these tensors, each list as one array: in place where its tensors are dense and lie one after the other,
 // otherwise a copy. An input is also copied if it overlaps an output that is not the same tensors. Tensors in lists of
 // several are on the CPU.
-TensorCall with_memory(Call call, const Tensors& inputs, const Tensors& outputs);
+TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs);
 
 }  // namespace lockstep

@@ -116,7 +116,7 @@ std::vector<std::size_t> counts_of(const Sizes& rows, const torch::Tensor& tenso
 
 // Without `input` or `output` where that is not defined.
 TensorCall call_on(const Caller& caller, Call call, const torch::Tensor& input, const torch::Tensor& output) {
-  const auto list_of = [](const torch::Tensor& tensor) { return tensor.defined() ? Tensors{tensor} : Tensors(); };
+  const auto list_of = [](const torch::Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
   if (output.defined()) check_written(caller, output, call.operation);
   call.dtype = *to_dtype((output.defined() ? output : input).scalar_type());
   return with_memory(std::move(call), list_of(input), list_of(output));
