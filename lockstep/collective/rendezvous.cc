@@ -218,8 +218,8 @@ fs::path private_folder() {
 
 fs::path rendezvous_file(const JobEnvironment& job) {
   std::string name = job.job_id;
-  for (char& c : name)
-    if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
   return private_folder() / concat("job-", name);
 }
 

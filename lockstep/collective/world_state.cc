@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <climits>
+#include <map>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -39,13 +40,10 @@ std::string machine_id(const JobEnvironment& job) {
 }
 
 std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
-  std::vector<std::string> known;
+  std::map<std::string, int> known;
   std::vector<int> numbers;
-  for (const std::string& name : names) {
-    const auto place = std::find(known.begin(), known.end(), name);
-    numbers.push_back(static_cast<int>(place - known.begin()));
-    if (place == known.end()) known.push_back(name);
-  }
+  for (const std::string& name : names)
+    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
   return numbers;
 }
 
@@ -107,6 +105,7 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);
+  if (job.world_size == 1) state->cpu_transport = make_self();
   return state;
 }
 
@@ -114,18 +113,11 @@ World World::from_env(const WorldOptions& options) {
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, options);
   set_log_rank(job.rank, job.world_size);
-  if (job.world_size > 1)
-    connect(*state);
-  else
-    state->cpu_transport = make_self();
+  if (job.world_size > 1) connect(*state);
   return World(std::move(state));
 }
 
-World World::single(const WorldOptions& options) {
-  auto state = make_world_state(JobEnvironment{}, options);
-  state->cpu_transport = make_self();
-  return World(std::move(state));
-}
+World World::single(const WorldOptions& options) { return World(make_world_state({}, options)); }
 
 // First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
 std::vector<std::string> World::exchange_texts(const std::string& mine) const {

@@ -56,7 +56,7 @@ class WorldState {
 // `job` of another rank of those whose machines are `nodes`.
 JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes);
 
-// A world without transports.
+// A world without transports, unless it has one rank.
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);
 
 // run_ranks over any transport: `connect` makes the transport of a rank, on that rank's thread; nodes[r] is the machine
