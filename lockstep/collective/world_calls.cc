@@ -49,13 +49,6 @@ void check_rank(const Caller& caller, const char* what, int rank) {
     refuse(caller, concat(what, " ", rank, " of ", caller.size, " ranks"), "name a rank of this world");
 }
 
-void check_message(const Caller& caller, const char* what, int peer, int tag) {
-  if (peer != kAnyRank) check_rank(caller, what, peer);
-  if (peer == caller.rank || caller.size == 1)
-    refuse(caller, "a message of a rank to itself", "name another rank of this world");
-  if (tag < 0) refuse(caller, concat("a message with tag ", tag), "use tags from 0 up");
-}
-
 void check_written(const Caller& caller, const torch::Tensor& tensor, Operation operation) {
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
     refuse(caller,
@@ -187,20 +180,15 @@ TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, co
   return call_on(caller, call, tensor, output_for(caller, tensor, options.output, shape));
 }
 
-TensorCall send_call(const Caller& caller, const torch::Tensor& tensor, int to, int tag) {
-  check_tensor(caller, tensor, "send");
-  check_rank(caller, "to", to);
-  check_message(caller, "to", to, tag);
-  const Call call{.operation = Operation::kSend, .count = to_size(tensor.numel()), .peer = to, .tag = tag};
-  return call_on(caller, call, tensor, {});
-}
-
-TensorCall receive_call(const Caller& caller, const torch::Tensor& tensor, const ReceiveOptions& options) {
-  check_tensor(caller, tensor, "receive");
-  check_message(caller, "from", options.from, options.tag);
-  const Call call{
-      .operation = Operation::kReceive, .count = to_size(tensor.numel()), .peer = options.from, .tag = options.tag};
-  return call_on(caller, call, {}, tensor);
+TensorCall message_call(const Caller& caller, Operation operation, const torch::Tensor& tensor, int peer, int tag) {
+  const bool sends = operation == Operation::kSend;
+  check_tensor(caller, tensor, sends ? "send" : "receive");
+  if (sends || peer != kAnyRank) check_rank(caller, sends ? "to" : "from", peer);
+  if (peer == caller.rank || caller.size == 1)
+    refuse(caller, "a message of a rank to itself", "name another rank of this world");
+  if (tag < 0) refuse(caller, concat("a message with tag ", tag), "use tags from 0 up");
+  const Call call{.operation = operation, .count = to_size(tensor.numel()), .peer = peer, .tag = tag};
+  return sends ? call_on(caller, call, tensor, {}) : call_on(caller, call, {}, tensor);
 }
 
 std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
@@ -322,22 +310,22 @@ void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
 // ---- Messages
 
 void World::send(const torch::Tensor& tensor, int to, int tag) const {
-  run(send_call(state_->caller, tensor, to, tag));
+  run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
 }
 
 Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
-  return start(send_call(state_->caller, tensor, to, tag));
+  return start(message_call(state_->caller, Operation::kSend, tensor, to, tag));
 }
 
 int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  const TensorCall call = receive_call(state_->caller, tensor, options);
+  const TensorCall call = message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag);
   const int source = state_->transport_for(call).run(call);
   call.finish();
   return source;
 }
 
 Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  return start(receive_call(state_->caller, tensor, options));
+  return start(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
 }
 
 void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
