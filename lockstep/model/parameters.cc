@@ -82,7 +82,7 @@ torch::Tensor dense_view(const torch::Tensor& tensor) {
 }
 
 void require_same_model(const World& world, const std::vector<NamedTensor>& tensors) {
-  const IntVector<std::string> signatures = world.exchange_texts("the model's tensors", signature(tensors));
+  const IntVector<std::string> signatures = world.exchange_texts(signature(tensors));
   for (int rank = 1; rank < world.size(); ++rank)
     if (signatures[rank] != signatures[0]) throw models_differ(rank, signatures[0], signatures[rank], world);
 }

@@ -102,7 +102,7 @@ class HierarchicalTransport : public Transport {
     ++groups_made_;
     if (ranks.empty()) return nullptr;
     const Topology topology = hierarchy_.topology.of_group(ranks);
-    if (topology.machines() == 1) return make_shared_memory(std::move(*inside));
+    if (topology.machines() == 1) return std::make_unique<SharedMemoryTransport>(std::move(*inside));
     return make_hierarchical(std::move(*inside), topology, with_prefix(store_, prefix), options_of_group(like, ranks));
   }
 
