@@ -84,10 +84,10 @@ torch::Tensor BlockLayout::region_of(SliceRange range, const torch::Tensor& bloc
   return block.narrow(0, slices.front().offset, slices.back().offset + slices.back().bytes() - slices.front().offset);
 }
 
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options) {
-  std::vector<BlockLayout> blocks(options.servers);
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above) {
+  std::vector<BlockLayout> blocks(servers);
   for (std::size_t number = 0; const Key& key : keys) {
-    if (key.elements >= options.split_above)
+    if (key.elements >= split_above)
       split_over_all(key, number, blocks);
     else
       std::ranges::min_element(blocks, {}, &BlockLayout::bytes)->add(key, number, 0, key.elements);

@@ -54,6 +54,7 @@ struct KeySlice {
   std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(scalar_type())); }
   torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
   torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
+  bool operator==(const KeySlice&) const = default;
 };
 
 // The slices of one server, in the order of the keys.
@@ -78,14 +79,9 @@ class BlockLayout {
   std::int64_t bytes_ = 0;
 };
 
-struct KeyPlanOptions {
-  int servers = 1;
-  std::int64_t split_above = 1'000'000;  // elements, as MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
-};
-
-// One layout per server. A key of at least split_above elements is split between rows, evenly over all servers, and on
+// One layout per server. A key of at least split_above elements (MXNet's MXNET_KVSTORE_BIGARRAY_BOUND) is split between rows, evenly over all servers, and on
 // each into slices of 65,536 elements (256 KiB of float32) without gaps between them. A smaller key goes whole to the
 // server with the fewest bytes so far.
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options);
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above);
 
 }  // namespace lockstep

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
+#include <limits>
+
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/local_store.h"
+#include "lockstep/strategy/kvstore/server.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"
 #include "lockstep/strategy/option_names.h"
 
@@ -35,13 +39,15 @@ void check(const StrategyOptions& options) {
 bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
 bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
 
+// A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
 std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
   if (!has_servers(options.kvstore.kind)) return make_local_strategy(world, task, options);
-  const DistSetting setting = connect_store(world, options);
-  const World peers = *world.split(setting.serves ? 0 : 1);
-  return setting.serves ? make_server_strategy(setting, task, options)
-                        : make_worker_strategy(setting, peers, task, options);
+  StrategyOptions known = options;
+  if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
+  const DistSetting setting = connect_store(world, known);
+  const World peers = *world.split(setting.serves() ? 0 : 1);
+  return setting.serves() ? make_server_strategy(setting, task) : make_worker_strategy(setting, peers, task);
 }
 
 // A server by itself has no checkpoints to make: it has nothing to ask of the other servers.
@@ -54,10 +60,9 @@ std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions&
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves)
-    return std::make_unique<StoreClient>(setting.client_options(options), setting.links.servers, devices);
-  for (const Link& server : setting.links.servers) server.send(RequestHeader{.request = Request::kGoodbye});
-  StoreServer server(setting.server_options(options), setting.links.clients);
+  if (!setting.serves()) return std::make_unique<StoreClient>(setting, devices);
+  for (const Link& server : setting.to_servers) server.send(RequestHeader{.request = Request::kGoodbye});
+  StoreServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
 }

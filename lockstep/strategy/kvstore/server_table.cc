@@ -117,7 +117,7 @@ void ServerTable::mark_read(int worker, SliceRange slices) {
 
 SliceState ServerTable::state_of(std::size_t number) const {
   const Slice& slice = slices_[number];
-  SliceState copy{.value = slice.value.clone(), .state = {}};
+  SliceState copy{.place = slice.place, .value = slice.value.clone()};
   if (optimizer_ == nullptr || slice.place.trained == 0) return copy;
   for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) copy.state[name] = tensor.clone();
   return copy;

@@ -14,7 +14,7 @@
 #include <memory>
 
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/kvstore/dist_setting.h"
+#include "lockstep/strategy/kvstore/link.h"
 #include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
@@ -55,9 +55,7 @@ std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named);
 std::unique_ptr<Strategy> make_local_strategy(const World& world, const Task& task, const StrategyOptions& options);
 
 // workers: the world of all workers.
-std::unique_ptr<Strategy> make_worker_strategy(const DistSetting& setting, const World& workers, const Task& task,
-                                               const StrategyOptions& options);
-std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task,
-                                               const StrategyOptions& options);
+std::unique_ptr<Strategy> make_worker_strategy(const DistSetting& setting, const World& workers, const Task& task);
+std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task);
 
 }  // namespace lockstep

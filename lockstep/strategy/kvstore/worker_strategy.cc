@@ -1,35 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a worker.
 #include <algorithm>
-#include <limits>
 
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
 
 class WorkerStrategy : public StoreStrategy {
  public:
-  WorkerStrategy(const DistSetting& setting, const World& workers, const Task& task, const StrategyOptions& options)
-      : StoreStrategy(setting.world, task, options, setting.update_in_store),
+  WorkerStrategy(const DistSetting& setting, const World& workers, const Task& task)
+      : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
         workers_(workers),
-        store_(store_options(options), setting.links.servers, devices_.get()) {
+        store_(setting, devices_.get()) {
     setting_.share_model(model());
     follow_model(replicas_);
     store_.init(trained_parameters(model()), named_buffers(model()));
-    if (update_in_store_) store_.set_optimizer(update_options(options));
-    seed_steps(options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
+    if (update_in_store_) store_.set_optimizer(update_options(setting.options));
+    seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
   }
 
   void synchronise() override {
     if (!setting_.in_step()) return;
-    setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.first_worker());
-    if (!update_in_store_ && workers_.rank() == 0)
-      for (const torch::Tensor& parameter : parameters_.front())
-        send_state(setting_.world, 0, {.value = parameter, .state = optimizer().state_of(parameter)});
+    setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.workers.front());
+    if (update_in_store_ || workers_.rank() > 0) return;
+    TensorSender sender(setting_.world, 0, /*tag=*/0);
+    for (const torch::Tensor& parameter : parameters_.front()) sender.send(message_of(optimizer().state_of(parameter)));
+    sender.finish();
   }
 
   void restored(std::int64_t) override {
@@ -48,13 +50,6 @@ class WorkerStrategy : public StoreStrategy {
 
  private:
   Store& store() override { return store_; }
-
-  // A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
-  StoreClientOptions store_options(const StrategyOptions& options) {
-    StoreClientOptions store = setting_.client_options(options);
-    if (optimizer().layerwise()) store.split_above = std::numeric_limits<std::int64_t>::max();
-    return store;
-  }
 
   // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
   void before_step() override {
@@ -106,9 +101,8 @@ class WorkerStrategy : public StoreStrategy {
 
 }  // namespace
 
-std::unique_ptr<Strategy> make_worker_strategy(const DistSetting& setting, const World& workers, const Task& task,
-                                               const StrategyOptions& options) {
-  return std::make_unique<WorkerStrategy>(setting, workers, task, options);
+std::unique_ptr<Strategy> make_worker_strategy(const DistSetting& setting, const World& workers, const Task& task) {
+  return std::make_unique<WorkerStrategy>(setting, workers, task);
 }
 
 }  // namespace lockstep
