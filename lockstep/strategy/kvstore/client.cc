@@ -105,7 +105,7 @@ void StoreClient::require_possible(const UpdateOptions& options) const {
   if (!layerwise(options.optimizer)) return;
   for (const Server& server : servers_)
     for (const KeySlice& slice : server.layout.slices())
-      if (slice.trained != 0 && slice.count < keys()[slice.key].elements)
+      if (slice.trained && slice.count < keys()[slice.key].elements)
         throw UsageError({.what = concat(name_of(options.optimizer), " takes norms over whole keys, but ",
                                          keys()[slice.key].name, " is split"),
                           .next = "make the store with a larger split_above"});
@@ -125,7 +125,7 @@ StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const D
   return {.keys = keys,
           .values = sum_.sum(values, keys.first),
           .header = {.request = request,
-                     .trained = trained ? 1 : 0,
+                     .trained = trained,
                      .push = options,
                      .devices = std::ssize(values),
                      .threshold = trained && compression.kind == Compression::kTwoBit ? threshold : 0}};
@@ -203,7 +203,7 @@ torch::Tensor StoreClient::compress(Server& server, SliceRange range, const Push
   for (std::size_t i = range.first; i < range.last; ++i) {
     const KeySlice& slice = server.layout.slices()[i];
     torch::Tensor& residual = server.residuals[i];
-    if (!residual.defined()) residual = torch::zeros({slice.count}, slice.scalar_type());
+    if (!residual.defined()) residual = torch::zeros({slice.count}, slice.dtype);
     const torch::Tensor& value = push.of(slice);
     const bool counts = value.defined() && push.header.push.samples > 0;
     if (counts) residual.add_(slice.in_value(value));
@@ -216,11 +216,11 @@ torch::Tensor StoreClient::compress(Server& server, SliceRange range, const Push
 // ---- Pulls
 
 void StoreClient::pull(KeyRange range, const DeviceTensors& into) {
-  const std::int64_t trained = any_trained(range) ? 1 : 0;
+  const bool trained = any_trained(range);
   exchange(
       [&](Server& server) {
-        server.link.send(RequestHeader{
-            .request = Request::kPull, .slices = server.layout.range_of(range), .trained = trained});
+        server.link.send(
+            RequestHeader{.request = Request::kPull, .slices = server.layout.range_of(range), .trained = trained});
       },
       [&](Server& server) {
         server.link.receive<ReplyHeader>();

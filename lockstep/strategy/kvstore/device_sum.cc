@@ -25,18 +25,22 @@ void sum_runs(T* into, std::span<const Term> terms, torch::ScalarType dtype, std
 
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
   const torch::ScalarType dtype = into.scalar_type();
-  if (dtype == torch::kFloat32)
-    return sum_runs(into.mutable_data_ptr<float>(), terms, dtype, into.numel(), parallel_for);
-  if (dtype == torch::kFloat64)
-    return sum_runs(into.mutable_data_ptr<double>(), terms, dtype, into.numel(), parallel_for);
+  const auto run = [&](auto* sum) { sum_runs(sum, terms, dtype, into.numel(), parallel_for); };
+  if (dtype == torch::kFloat32) return run(into.mutable_data_ptr<float>());
+  if (dtype == torch::kFloat64) return run(into.mutable_data_ptr<double>());
   const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
-  sum_runs(wide.mutable_data_ptr<float>(), terms, dtype, into.numel(), parallel_for);
+  run(wide.mutable_data_ptr<float>());
   into.copy_(wide);
 }
 
 std::vector<torch::Tensor> DeviceSum::sum(const DeviceTensors& values, std::size_t first_key) {
   if (values.size() == 1) return values.front();
-  return where_ == SumOn::kCpu ? sum_on_cpu(values, first_key) : sum_on_device(values);
+  if (where_ == SumOn::kCpu) return sum_on_cpu(values, first_key);
+  devices_->run([values](Device& device) {
+    for (const torch::Tensor& value : values[device.index()])
+      if (value.defined()) device.reduce(value);
+  });
+  return values.front();
 }
 
 std::vector<torch::Tensor> DeviceSum::sum_on_cpu(const DeviceTensors& values, std::size_t first_key) {
@@ -54,14 +58,6 @@ std::vector<torch::Tensor> DeviceSum::sum_on_cpu(const DeviceTensors& values, st
     sums[key] = buffer;
   }
   return sums;
-}
-
-std::vector<torch::Tensor> DeviceSum::sum_on_device(const DeviceTensors& values) {
-  devices_->run([values](Device& device) {
-    for (const torch::Tensor& value : values[device.index()])
-      if (value.defined()) device.reduce(value);
-  });
-  return values.front();
 }
 
 }  // namespace lockstep

@@ -42,7 +42,6 @@ class DeviceSum {
 
  private:
   std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
-  std::vector<torch::Tensor> sum_on_device(const DeviceTensors& values);
 
   SumOn where_;
   Devices* devices_;

@@ -23,6 +23,7 @@ struct Key {
   std::string name;
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // size of the first dimension; keys are split between rows
+  std::vector<std::int64_t> sizes{};
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = true;  // false: a buffer, which a push replaces even where there is an optimizer
 };
@@ -47,11 +48,10 @@ struct KeySlice {
   std::int64_t begin = 0;
   std::int64_t count = 0;
   std::int64_t offset = 0;  // in the server's block, bytes
-  std::int64_t dtype = 0;   // a torch::ScalarType
-  std::int64_t trained = 0;
+  torch::ScalarType dtype = torch::kFloat32;
+  bool trained = false;
 
-  torch::ScalarType scalar_type() const { return static_cast<torch::ScalarType>(dtype); }
-  std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(scalar_type())); }
+  std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(dtype)); }
   torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
   torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
   bool operator==(const KeySlice&) const = default;
@@ -60,12 +60,11 @@ struct KeySlice {
 // The slices of one server, in the order of the keys.
 class BlockLayout {
  public:
-  BlockLayout() = default;
-  explicit BlockLayout(std::vector<KeySlice> slices);
+  explicit BlockLayout(std::vector<KeySlice> slices = {}) : slices_(std::move(slices)) {}
   void add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count);
 
   const std::vector<KeySlice>& slices() const { return slices_; }
-  std::int64_t bytes() const { return bytes_; }
+  std::int64_t bytes() const;
   SliceRange range_of(KeyRange keys) const;
   std::span<const KeySlice> slices_of(SliceRange range) const;
   torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
@@ -76,7 +75,6 @@ class BlockLayout {
 
  private:
   std::vector<KeySlice> slices_;
-  std::int64_t bytes_ = 0;
 };
 
 // One layout per server. A key of at least split_above elements (MXNet's MXNET_KVSTORE_BIGARRAY_BOUND) is split between rows, evenly over all servers, and on

@@ -22,8 +22,8 @@ void find_roles(DistSetting& setting) {
   for (int rank = 0; rank < world.size(); ++rank)
     (all[rank].item<std::int64_t>() == 1 ? setting.servers : setting.workers).push_back(rank);
   if (setting.workers.empty() || setting.servers.empty() || setting.servers.front() != 0)
-    throw UsageError({.what = concat(setting.servers.size(), " servers and ", setting.workers.size(),
-                                     " workers among ", world.size(), " ranks; rank 0 has to be a server"),
+    throw UsageError({.what = concat(setting.servers.size(), " servers and ", setting.workers.size(), " workers among ",
+                                     world.size(), " ranks; rank 0 has to be a server"),
                       .here = world.describe(),
                       .next = "start at least one server and one worker, servers first: --servers 1 --ranks 2"});
   const std::vector<int>& alike = serves ? setting.servers : setting.workers;

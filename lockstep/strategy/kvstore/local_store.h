@@ -40,8 +40,7 @@ class LocalStore : public Store {
   }
 
  private:
-  void update(KeyRange keys, const DeviceTensors& values, double learning_rate);
-  void replace(std::size_t key, const DeviceTensors& value);
+  void update(KeyRange keys, DeviceTensors& values, double learning_rate);
 
   DeviceSum sum_;
   std::vector<torch::Tensor> values_;

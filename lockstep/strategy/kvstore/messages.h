@@ -27,7 +27,6 @@
 #include <cstdint>
 
 #include "lockstep/kvstore.h"
-#include "lockstep/optimizer.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/kvstore/link.h"
 
@@ -37,10 +36,10 @@ enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, 
 
 struct RequestHeader {
   Request request = Request::kGoodbye;
-  SliceRange slices{};       // of this server
-  std::int64_t count = 0;    // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
-  std::int64_t bytes = 0;    // kPullRows: of a row
-  std::int64_t trained = 0;  // 1: there are trained keys among them
+  SliceRange slices{};     // of this server
+  std::int64_t count = 0;  // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
+  std::int64_t bytes = 0;  // kPullRows: of a row
+  bool trained = false;    // there are trained keys among them
   // kPush, kPushPull:
   PushOptions push{};
   std::int64_t devices = 1;  // that computed the values
@@ -50,16 +49,5 @@ struct RequestHeader {
 struct ReplyHeader {
   std::int64_t count = 0;  // kState: slices
 };
-
-// What a checkpoint keeps of a slice: its value and the optimizer's state, which may be empty.
-struct SliceState {
-  KeySlice place;
-  torch::Tensor value;
-  Optimizer::StateTensors state{};
-};
-
-// Block. Throw PeerLost.
-void send_state(const Link& link, const SliceState& slice);
-SliceState receive_state(const Link& link);
 
 }  // namespace lockstep

@@ -131,8 +131,8 @@ void StoreServer::wait_for_workers(Lock& lock, std::int64_t pushes) {
 // ---- Lost clients
 
 std::string StoreServer::name_of(int client) const {
-  if (!is_worker(client)) return concat("the first server (rank ", clients_.back().link.peer_in_job(), ")");
-  return concat("worker ", client, " (rank ", setting_.workers[client], ")");
+  const std::string role = is_worker(client) ? concat("worker ", client) : "the first server";
+  return concat(role, " (rank ", clients_[client].link.peer_in_job(), ")");
 }
 
 bool StoreServer::any_worker_here() const {

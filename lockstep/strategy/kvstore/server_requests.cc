@@ -7,6 +7,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/two_bit.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 
@@ -153,7 +154,7 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
   if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
   Lock lock(mutex_);
   table_.add_push(worker, slices, has_value, request.push.samples);
-  if (request.trained != 0 && slices.last == request.slices.last) {
+  if (request.trained && slices.last == request.slices.last) {
     clients_[worker].last_push = request;
     ++clients_[worker].pending;
   }
@@ -183,14 +184,14 @@ void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
 // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
 // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
 void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
-  if (request.trained != 0 && request.push.samples > 0) {
+  if (request.trained && request.push.samples > 0) {
     wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
     statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
     statistics_.add_update(request.push.samples);
     gate_.update(worker);
   }
   table_.merge(request.slices, std::span(&worker, 1), request.push.learning_rate);
-  if (request.trained != 0) count_push(worker);
+  if (request.trained) count_push(worker);
 }
 
 // The worker's newest push of trained keys is applied.
@@ -211,7 +212,7 @@ torch::Tensor StoreServer::read(int worker, SliceRange slices) {
 }
 
 void StoreServer::pull(int worker, const RequestHeader& request) {
-  const bool gated = request.trained != 0;
+  const bool gated = request.trained;
   Lock lock(mutex_);
   wait_until_merged(lock, worker, request.slices);
   if (gated) {
@@ -245,7 +246,13 @@ void StoreServer::send_states(int client, const RequestHeader& request) {
   const auto all = states(request.count);
   const Link& link = clients_[client].link;
   link.send(ReplyHeader{.count = std::ssize(all)});
-  for (const SliceState& slice : all) send_state(link, slice);
+  TensorSender sender(link.world(), link.peer(), /*tag=*/0);
+  for (const SliceState& slice : all) {
+    link.send(slice.place);
+    sender.send({slice.value});
+    sender.send(message_of(slice.state));
+    sender.finish();
+  }
 }
 
 }  // namespace lockstep

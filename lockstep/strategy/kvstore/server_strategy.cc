@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/kvstore/server.h"
 #include "lockstep/strategy/kvstore/store_strategy.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -131,7 +132,12 @@ class ServerStrategy : public ReplicaStrategy {
     peers_.for_each([&](const Link& peer) {
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       const auto count = peer.receive<ReplyHeader>().count;
-      for (std::int64_t i = 0; i < count; ++i) place(receive_state(peer), states);
+      const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
+      for (std::int64_t i = 0; i < count; ++i) {
+        const auto slice = peer.receive<KeySlice>();
+        const torch::Tensor value = next().front();
+        place({.place = slice, .value = value, .state = state_in(next())}, states);
+      }
     });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
@@ -153,7 +159,7 @@ class ServerStrategy : public ReplicaStrategy {
     for (const KeySlice& slice : layout.slices()) {
       const torch::Tensor& value = values_[slice.key];
       slices.push_back({.place = slice, .value = slice.in_value(value)});
-      if (slice.trained == 0) continue;
+      if (!slice.trained) continue;
       for (const auto& [name, whole] : replicas_.front().optimizer->state_of(value))
         slices.back().state[name] = name == "step" ? whole : slice.in_value(whole);
     }

@@ -24,7 +24,7 @@ void ServerTable::create(BlockLayout layout, int workers) {
 void ServerTable::set_optimizer(const UpdateOptions& options) {
   std::vector<torch::Tensor> trained;
   for (const Slice& slice : slices_)
-    if (slice.place.trained != 0) trained.push_back(slice.value);
+    if (slice.place.trained) trained.push_back(slice.value);
   optimizer_ = make_optimizer(std::move(trained), options);
 }
 
@@ -80,7 +80,7 @@ torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
 // A gradient waits for update(); another value is stored at once.
 void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
   if (!value.defined()) return;
-  if (slice.place.trained == 0) {
+  if (!slice.place.trained) {
     slice.value.copy_(value);
     return;
   }
@@ -118,7 +118,7 @@ void ServerTable::mark_read(int worker, SliceRange slices) {
 SliceState ServerTable::state_of(std::size_t number) const {
   const Slice& slice = slices_[number];
   SliceState copy{.place = slice.place, .value = slice.value.clone()};
-  if (optimizer_ == nullptr || slice.place.trained == 0) return copy;
+  if (optimizer_ == nullptr || !slice.place.trained) return copy;
   for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) copy.state[name] = tensor.clone();
   return copy;
 }
@@ -126,7 +126,7 @@ SliceState ServerTable::state_of(std::size_t number) const {
 void ServerTable::set_state(std::size_t number, const SliceState& state) {
   const Slice& slice = slices_[number];
   torch::Tensor(slice.value).copy_(state.value);
-  if (optimizer_ != nullptr && slice.place.trained != 0) optimizer_->set_state(slice.value, state.state);
+  if (optimizer_ != nullptr && slice.place.trained) optimizer_->set_state(slice.value, state.state);
 }
 
 }  // namespace lockstep

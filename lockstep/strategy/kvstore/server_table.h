@@ -15,12 +15,18 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
-#include "lockstep/strategy/kvstore/messages.h"
-#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
+
+// What a checkpoint keeps of a slice: its value and the optimizer's state, which may be empty.
+struct SliceState {
+  KeySlice place;
+  torch::Tensor value;
+  Optimizer::StateTensors state{};
+};
 
 class ServerTable {
  public:

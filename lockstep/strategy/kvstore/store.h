@@ -7,6 +7,8 @@
 // Ranks:   as lockstep/kvstore.h
 #pragma once
 
+#include <map>
+
 #include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 
@@ -39,7 +41,7 @@ class Store : public KVStore {
   void for_each_run(const Names& names, const Call& call) const;
 
   std::vector<Key> keys_;
-  std::vector<std::vector<std::int64_t>> sizes_;  // [key]
+  std::map<std::string, std::size_t> numbers_;  // by name
 };
 
 }  // namespace lockstep
