@@ -12,7 +12,7 @@
 namespace lockstep {
 
 StoreClient::StoreClient(const DistSetting& setting, Devices* devices)
-    : setting_(setting), sum_(SumOn::kCpu, devices), in_parts_(setting.in_step()) {
+    : Store(SumOn::kCpu, devices), setting_(setting), in_parts_(setting.in_step()) {
   for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
 }
 
@@ -123,7 +123,7 @@ StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const D
   const CompressionOptions& compression = setting_.options.compression;
   const double threshold = compression.amount == 0 ? 0.5 : compression.amount;
   return {.keys = keys,
-          .values = sum_.sum(values, keys.first),
+          .values = sum(values, keys.first),
           .header = {.request = request,
                      .trained = trained,
                      .push = options,
@@ -231,7 +231,7 @@ void StoreClient::pull(KeyRange range, const DeviceTensors& into) {
 }
 
 void StoreClient::unpack(KeyRange range, const DeviceTensors& into) {
-  sum_.on_every_device(into.size(), [&](std::size_t device) {
+  on_every_device(into.size(), [&](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (const Server& server : servers_)
       for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range)))

@@ -7,7 +7,6 @@
 // Ranks:   a worker
 #pragma once
 
-#include "lockstep/strategy/kvstore/device_sum.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/store.h"
 
@@ -72,7 +71,6 @@ class StoreClient : public Store {
   bool any_trained(KeyRange keys) const;
 
   DistSetting setting_;
-  DeviceSum sum_;
   std::vector<Server> servers_;
   bool in_parts_;  // a slice can be updated without the gradients of the others
   std::int64_t bytes_pushed_ = 0;

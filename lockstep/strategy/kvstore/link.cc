@@ -10,11 +10,6 @@
 namespace lockstep {
 namespace {
 
-int next(int& tag) {
-  constexpr int kTags = 1 << 20;
-  return tag = tag % kTags + 1;
-}
-
 void find_roles(DistSetting& setting) {
   const World& world = setting.world;
   const bool serves = setting.options.kvstore.serves.value_or(world.rank() < setting.options.kvstore.servers);
@@ -65,26 +60,6 @@ void connect_pairs(DistSetting& setting) {
 }
 
 }  // namespace
-
-void Link::send_bytes(const torch::Tensor& bytes) const {
-  if (bytes.numel() > 0) pair_.send(bytes, peer(), next(tags_->sent));
-}
-
-void Link::receive_bytes(const torch::Tensor& bytes) const {
-  if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(tags_->received)});
-}
-
-Pending Link::start_sending(const torch::Tensor& bytes) const {
-  if (bytes.numel() == 0) return {};
-  return {pair_.send_async(bytes, peer(), next(tags_->sent))};
-}
-
-Pending Link::start_receiving(const torch::Tensor& bytes) const {
-  if (bytes.numel() == 0) return {};
-  return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};
-}
-
-torch::Tensor Link::allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
 
 void DistSetting::share_model(const torch::nn::Module& model) const {
   require_same_model(world, named_parameters(model));

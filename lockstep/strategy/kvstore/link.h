@@ -59,12 +59,23 @@ class Link {
   void receive_all(std::span<T> values) const {
     receive_bytes(bytes_of(values.data(), values.size()));
   }
-  void send_bytes(const torch::Tensor& bytes) const;
-  void receive_bytes(const torch::Tensor& bytes) const;
-  [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const;
-  [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const;
+  void send_bytes(const torch::Tensor& bytes) const {
+    if (bytes.numel() > 0) pair_.send(bytes, peer(), next(tags_->sent));
+  }
+  void receive_bytes(const torch::Tensor& bytes) const {
+    if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(tags_->received)});
+  }
+  [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const {
+    if (bytes.numel() == 0) return {};
+    return {pair_.send_async(bytes, peer(), next(tags_->sent))};
+  }
+  [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
+    if (bytes.numel() == 0) return {};
+    return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};
+  }
 
-  torch::Tensor allocate(std::int64_t bytes) const;  // zeros, where the other side can read them
+  // Zeros, where the other side can read them.
+  torch::Tensor allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
   const World& world() const { return pair_; }
   int peer() const { return 1 - pair_.rank(); }
   int peer_in_job() const { return peer_in_job_; }  // its rank among all servers and workers
@@ -84,6 +95,8 @@ class Link {
     int sent = 0;
     int received = 0;
   };
+  static int next(int& tag) { return tag = tag % kTags + 1; }
+  static constexpr int kTags = 1 << 20;
 
   World pair_;
   int peer_in_job_;

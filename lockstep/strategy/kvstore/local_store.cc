@@ -27,7 +27,7 @@ void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOpt
   const torch::NoGradGuard no_grad;
   DeviceTensors left = values;
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
-  const std::vector<torch::Tensor> sums = sum_.sum(left, range.first);
+  const std::vector<torch::Tensor> sums = sum(left, range.first);
   for (std::size_t i = 0; i < range.size(); ++i)
     if (sums[i].defined()) values_[range.first + i].copy_(sums[i]);
 }
@@ -50,7 +50,7 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
 
 // Where a device's tensor is the store's own memory nothing is copied.
 void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
-  sum_.on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
+  on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (std::size_t key = range.first; key < range.last; ++key)
       if (torch::Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))

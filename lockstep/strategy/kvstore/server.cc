@@ -72,11 +72,6 @@ void StoreServer::wait_for_goodbyes() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-StoreStatistics StoreServer::statistics() const {
-  const Lock lock(mutex_);
-  return statistics_;
-}
-
 BlockLayout StoreServer::layout() {
   Lock lock(mutex_);
   wait_for_keys(lock);
@@ -87,9 +82,7 @@ std::vector<SliceState> StoreServer::states(std::int64_t pushes) {
   Lock lock(mutex_);
   wait_for_keys(lock);
   wait_for_workers(lock, pushes);
-  std::vector<SliceState> states;
-  for (std::size_t i = 0; i < table_.layout().slices().size(); ++i) states.push_back(table_.state_of(i));
-  return states;
+  return table_.states();
 }
 
 void StoreServer::set_states(const std::vector<SliceState>& states) {
@@ -97,7 +90,7 @@ void StoreServer::set_states(const std::vector<SliceState>& states) {
   wait_for_keys(lock);
   const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
   if (of_optimizer) wait(lock, "optimizer", [this] { return table_.has_optimizer(); });
-  for (std::size_t i = 0; i < states.size(); ++i) table_.set_state(i, states[i]);
+  table_.set_states(states);
 }
 
 // ---- Waits

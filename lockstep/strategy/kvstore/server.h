@@ -48,6 +48,8 @@
 namespace lockstep {
 
 class StoreServer {
+  using Lock = std::unique_lock<std::mutex>;
+
  public:
   explicit StoreServer(const DistSetting& setting);
 
@@ -63,7 +65,10 @@ class StoreServer {
   // Blocks until every worker has left or is lost. Throws PeerLost.
   void wait_for_goodbyes();
 
-  StoreStatistics statistics() const;
+  StoreStatistics statistics() const {
+    const Lock lock(mutex_);
+    return statistics_;
+  }
 
   // The layout; copies of all slices' states, after `pushes` pushes of every worker that is still there. Block until
   // the store has its keys. Throw PeerLost.
@@ -72,7 +77,6 @@ class StoreServer {
   void set_states(const std::vector<SliceState>& states);
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
   struct Client {
     Link link;
     std::thread thread{};

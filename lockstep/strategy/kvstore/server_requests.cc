@@ -165,11 +165,11 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
 // dist_sync: merges those of the slices that every worker has pushed now. Once every worker's gradient is complete, all
 // their parts are merged: then it counts as one update of all their samples.
 void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
-  IntVector<int> all(workers());
+  std::vector<int> all(workers());
   std::iota(all.begin(), all.end(), 0);
   IntVector<std::int64_t> delays;
   for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
-  table_.merge(slices, all.elements(), request.push.learning_rate);
+  table_.merge(slices, all, request.push.learning_rate);
   if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
   std::int64_t samples = 0;
   for (const int worker : all) {

@@ -6,8 +6,8 @@
 
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/kvstore/server.h"
-#include "lockstep/strategy/kvstore/store_strategy.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/server_table.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/kvstore/device_sum.h"
+#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 
@@ -26,17 +25,6 @@ void ServerTable::set_optimizer(const UpdateOptions& options) {
   for (const Slice& slice : slices_)
     if (slice.place.trained) trained.push_back(slice.value);
   optimizer_ = make_optimizer(std::move(trained), options);
-}
-
-void ServerTable::add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value,
-                           std::int64_t samples) {
-  auto flag = has_value.begin();
-  for (Slice& slice : in(slices))
-    slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
-}
-
-bool ServerTable::has_unmerged(int worker, SliceRange slices) const {
-  return std::ranges::any_of(in(slices), [worker](const Slice& slice) { return slice.pushes[worker].unmerged; });
 }
 
 int ServerTable::first_missing(int worker, SliceRange slices) const {
@@ -105,28 +93,22 @@ void ServerTable::update(double learning_rate) {
   changed_.clear();
 }
 
-std::int64_t ServerTable::delay(int worker, SliceRange slices) const {
-  std::int64_t most = 0;
-  for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
-  return most;
+std::vector<SliceState> ServerTable::states() const {
+  std::vector<SliceState> all;
+  for (const Slice& slice : slices_) {
+    all.push_back({.place = slice.place, .value = slice.value.clone()});
+    if (optimizer_ == nullptr || !slice.place.trained) continue;
+    for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) all.back().state[name] = tensor.clone();
+  }
+  return all;
 }
 
-void ServerTable::mark_read(int worker, SliceRange slices) {
-  for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
-}
-
-SliceState ServerTable::state_of(std::size_t number) const {
-  const Slice& slice = slices_[number];
-  SliceState copy{.place = slice.place, .value = slice.value.clone()};
-  if (optimizer_ == nullptr || !slice.place.trained) return copy;
-  for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) copy.state[name] = tensor.clone();
-  return copy;
-}
-
-void ServerTable::set_state(std::size_t number, const SliceState& state) {
-  const Slice& slice = slices_[number];
-  torch::Tensor(slice.value).copy_(state.value);
-  if (optimizer_ != nullptr && slice.place.trained) optimizer_->set_state(slice.value, state.state);
+void ServerTable::set_states(const std::vector<SliceState>& states) {
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    torch::Tensor& value = slices_[i].value;
+    value.copy_(states[i].value);
+    if (optimizer_ != nullptr && slices_[i].place.trained) optimizer_->set_state(value, states[i].state);
+  }
 }
 
 }  // namespace lockstep

@@ -10,6 +10,7 @@
 // Memory, for B bytes of this server's slices and N workers: (2 + N) B, and the optimizer's state.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <span>
 #include <vector>
@@ -44,8 +45,13 @@ class ServerTable {
 
   // The worker's inbox holds its values of those slices that have one (1 in has_value, slice by slice). samples: their
   // weight.
-  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples);
-  bool has_unmerged(int worker, SliceRange slices) const;
+  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples) {
+    for (auto flag = has_value.begin(); Slice & slice : in(slices))
+      slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
+  }
+  bool has_unmerged(int worker, SliceRange slices) const {
+    return std::ranges::any_of(in(slices), [worker](const Slice& slice) { return slice.pushes[worker].unmerged; });
+  }
 
   // Somebody who has not pushed a slice that this worker has pushed; the worker itself if there is nobody.
   int first_missing(int worker, SliceRange slices) const;
@@ -55,12 +61,18 @@ class ServerTable {
 
   // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
   // gradient is the difference now, the largest over the slices.
-  std::int64_t delay(int worker, SliceRange slices) const;
-  void mark_read(int worker, SliceRange slices);
+  std::int64_t delay(int worker, SliceRange slices) const {
+    std::int64_t most = 0;
+    for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
+    return most;
+  }
+  void mark_read(int worker, SliceRange slices) {
+    for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
+  }
 
-  // ---- Checkpoints. state_of: a copy; the optimizer's tensors have one dimension, but for "step".
-  SliceState state_of(std::size_t slice) const;
-  void set_state(std::size_t slice, const SliceState& state);
+  // ---- Checkpoints: copies, slice by slice. The optimizer's tensors have one dimension, but for "step".
+  std::vector<SliceState> states() const;
+  void set_states(const std::vector<SliceState>& states);
 
  private:
   struct Push {
