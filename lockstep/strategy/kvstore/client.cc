@@ -88,7 +88,7 @@ void StoreClient::create(const std::vector<torch::Tensor>& values) {
 
 void StoreClient::set_optimizer(const UpdateOptions& options) {
   require_possible(options);
-  if (options.clipping.max_norm > 0) in_parts_ = false;  // that norm is of all gradients
+  in_parts_ = setting_.in_step() && options.clipping.max_norm == 0;  // that norm is of all gradients
   exchange(
       [&](Server& server) {
         server.link.send(RequestHeader{.request = Request::kOptimizer});

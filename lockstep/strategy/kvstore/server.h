@@ -95,7 +95,7 @@ class StoreServer {
 
   // ---- server_requests.cc: each on its client's thread
   void serve(int client);
-  bool handle(int client, const RequestHeader& request);
+  void handle(int client, const RequestHeader& request);
   void create(int worker, const RequestHeader& request);
   void set_optimizer(int worker);
   void push(int worker, const RequestHeader& request);

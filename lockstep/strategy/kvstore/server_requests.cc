@@ -14,16 +14,16 @@ namespace lockstep {
 void StoreServer::serve(int client) {
   const torch::NoGradGuard no_grad;
   try {
-    while (handle(client, clients_[client].link.receive<RequestHeader>())) {
-    }
+    const Link& link = clients_[client].link;
+    for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;)
+      handle(client, request);
     leave(client);
   } catch (const std::exception& error) {
     lose(client, error);
   }
 }
 
-// False once the client has said goodbye.
-bool StoreServer::handle(int client, const RequestHeader& request) {
+void StoreServer::handle(int client, const RequestHeader& request) {
   switch (request.request) {
     case Request::kInit: create(client, request); break;
     case Request::kOptimizer: set_optimizer(client); break;
@@ -32,10 +32,9 @@ bool StoreServer::handle(int client, const RequestHeader& request) {
     case Request::kPull: pull(client, request); break;
     case Request::kPullRows: pull_rows(client, request); break;
     case Request::kState: send_states(client, request); break;
-    case Request::kAlive: break;
-    case Request::kGoodbye: return false;
+    case Request::kAlive:
+    case Request::kGoodbye: break;
   }
-  return true;
 }
 
 // ---- Keys and optimizer

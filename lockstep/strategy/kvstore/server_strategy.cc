@@ -97,7 +97,7 @@ class ServerStrategy : public ReplicaStrategy {
   void synchronise() override {
     const torch::NoGradGuard no_grad;
     if (!setting_.options.kvstore.update_on_kvstore) return follow_first_worker();
-    if (is_first()) collect();
+    if (setting_.number == 0) collect();
     if (setting_.in_step()) setting_.broadcast_model(model(), 0);
   }
 
@@ -116,12 +116,10 @@ class ServerStrategy : public ReplicaStrategy {
  private:
   using States = std::map<std::size_t, Optimizer::StateTensors>;  // of whole keys
 
-  bool is_first() const { return setting_.world.rank() == 0; }
-
   void follow_first_worker() {
     const int first_worker = setting_.workers.front();
     setting_.broadcast_model(model(), first_worker);
-    if (!is_first()) return;
+    if (setting_.number > 0) return;
     for (std::size_t i = 0; i < trained_; ++i)
       optimizer().set_state(values_[i], state_in(receive_tensors(setting_.world, first_worker, /*tag=*/0)));
   }

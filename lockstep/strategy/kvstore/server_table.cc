@@ -68,15 +68,11 @@ torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
 // A gradient waits for update(); another value is stored at once.
 void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
   if (!value.defined()) return;
-  if (!slice.place.trained) {
-    slice.value.copy_(value);
-    return;
-  }
-  if (optimizer_ != nullptr)
+  if (slice.place.trained && optimizer_ != nullptr)
     slice.value.mutable_grad() = value;
   else
     slice.value.copy_(value);
-  changed_.push_back(&slice);
+  if (slice.place.trained) changed_.push_back(&slice);
 }
 
 // The optimizer skips parameters without a gradient, so one step() updates exactly the slices that were merged.
