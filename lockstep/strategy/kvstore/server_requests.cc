@@ -3,7 +3,6 @@
 #include "lockstep/strategy/kvstore/server.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/two_bit.h"
@@ -164,8 +163,7 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
 // dist_sync: merges those of the slices that every worker has pushed now. Once every worker's gradient is complete, all
 // their parts are merged: then it counts as one update of all their samples.
 void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
-  std::vector<int> all(workers());
-  std::iota(all.begin(), all.end(), 0);
+  const ServerTable::Workers all(0, workers());
   IntVector<std::int64_t> delays;
   for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
   table_.merge(slices, all, request.push.learning_rate);
@@ -189,7 +187,7 @@ void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
     statistics_.add_update(request.push.samples);
     gate_.update(worker);
   }
-  table_.merge(request.slices, std::span(&worker, 1), request.push.learning_rate);
+  table_.merge(request.slices, ServerTable::Workers(worker, worker + 1), request.push.learning_rate);
   if (request.trained) count_push(worker);
 }
 

@@ -34,7 +34,7 @@ int ServerTable::first_missing(int worker, SliceRange slices) const {
   return worker;
 }
 
-void ServerTable::merge(SliceRange slices, std::span<const int> workers, double learning_rate) {
+void ServerTable::merge(SliceRange slices, Workers workers, double learning_rate) {
   for (Slice& slice : in(slices))
     if (std::ranges::all_of(workers, [&](int worker) { return slice.pushes[worker].unmerged; }))
       apply(slice, merged(slice, workers));
@@ -44,7 +44,7 @@ void ServerTable::merge(SliceRange slices, std::span<const int> workers, double 
 // The mean over `workers`, weighted by samples: sum of m_j v_j / sum of m_j, where a worker without a value counts as
 // zero. Undefined if no worker has one. Integers, such as counters of batches, are the first worker's. A value that has
 // all the weight is taken from its inbox as it is: no pass over memory.
-torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
+torch::Tensor ServerTable::merged(Slice& slice, Workers workers) {
   std::vector<Term> terms;
   std::vector<torch::Tensor> values;
   std::int64_t samples = 0;

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <ranges>
 #include <span>
 #include <vector>
 
@@ -31,6 +32,8 @@ struct SliceState {
 
 class ServerTable {
  public:
+  using Workers = std::ranges::iota_view<int, int>;
+
   void create(BlockLayout layout, int workers);
   bool created() const { return values_.defined(); }
   void set_inbox(int worker, torch::Tensor block) { inboxes_[worker] = std::move(block); }
@@ -57,7 +60,7 @@ class ServerTable {
   int first_missing(int worker, SliceRange slices) const;
 
   // Merges those of the slices that all `workers` have pushed, and updates. learning_rate: NaN: the optimizer's own.
-  void merge(SliceRange slices, std::span<const int> workers, double learning_rate);
+  void merge(SliceRange slices, Workers workers, double learning_rate);
 
   // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
   // gradient is the difference now, the largest over the slices.
@@ -90,7 +93,7 @@ class ServerTable {
 
   std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
   std::span<const Slice> in(SliceRange range) const { return std::span(slices_).subspan(range.first, range.size()); }
-  torch::Tensor merged(Slice& slice, std::span<const int> workers);
+  torch::Tensor merged(Slice& slice, Workers workers);
   void apply(Slice& slice, const torch::Tensor& value);
   void update(double learning_rate);
 
