@@ -5,10 +5,12 @@
 
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/kvstore/messages.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
+
+constexpr int kStateTag = 2;  // beside those of links.cc
 
 bool contains(const std::vector<torch::Tensor>& all, const torch::Tensor& one) {
   return std::ranges::any_of(all, [&](const torch::Tensor& each) { return each.is_same(one); });
@@ -69,13 +71,14 @@ void StageParameters::broadcast(const PipelineRanks& ranks) const {
 void StageParameters::collect_state(const PipelineRanks& ranks, Optimizer& optimizer) const {
   const int stage = ranks.of_replica.rank();
   if (ranks.of_stage.rank() > 0) return;
-  if (stage > 0)
-    for (const torch::Tensor& parameter : stages_[stage].owned)
-      send_state(ranks.of_replica, 0, {.value = {}, .state = optimizer.state_of(parameter)});
-  else
-    for (int from = 1; from < stages_.size(); ++from)
-      for (const torch::Tensor& parameter : stages_[from].owned)
-        optimizer.set_state(parameter, receive_state(ranks.of_replica, from).state);
+  if (stage > 0) {
+    TensorSender sender(ranks.of_replica, 0, kStateTag);
+    for (const torch::Tensor& parameter : stages_[stage].owned) sender.send(message_of(optimizer.state_of(parameter)));
+    return sender.finish();
+  }
+  for (int from = 1; from < stages_.size(); ++from)
+    for (const torch::Tensor& parameter : stages_[from].owned)
+      optimizer.set_state(parameter, state_in(receive_tensors(ranks.of_replica, from, kStateTag)));
 }
 
 }  // namespace lockstep

@@ -67,4 +67,22 @@ Tensors receive_tensors(const World& world, int from, int tag) {
   return tensors;
 }
 
+Tensors message_of(const Optimizer::StateTensors& state) {
+  Tensors message;
+  for (const auto& [name, tensor] : state) {
+    message.push_back(torch::tensor(std::vector<std::uint8_t>(name.begin(), name.end()), torch::kUInt8));
+    message.push_back(tensor);
+  }
+  return message;
+}
+
+Optimizer::StateTensors state_in(const Tensors& message) {
+  Optimizer::StateTensors state;
+  for (std::size_t i = 0; i < message.size(); i += 2) {
+    const auto* name = message[i].const_data_ptr<std::uint8_t>();
+    state[std::string(name, name + message[i].numel())] = message[i + 1];
+  }
+  return state;
+}
+
 }  // namespace lockstep

@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "lockstep/optimizer.h"
 #include "lockstep/task.h"
 #include "lockstep/world.h"
 
@@ -35,5 +36,9 @@ class TensorSender {
 
 // Blocks until they are there. Throws PeerLost.
 Tensors receive_tensors(const World& world, int from, int tag);
+
+// An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
+Tensors message_of(const Optimizer::StateTensors& state);
+Optimizer::StateTensors state_in(const Tensors& message);
 
 }  // namespace lockstep
