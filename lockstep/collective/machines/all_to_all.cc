@@ -5,8 +5,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/exchange.h"
-#include "lockstep/collective/machines/machine_collective.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -13,10 +13,6 @@
 //
 // Invariant: a machine posts the receives of all chunks before it waits for the first, so no machine waits for the one
 // after it.
-#include <algorithm>
-
-#include "lockstep/base/cache_line.h"
-#include "lockstep/collective/machines/chunks.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_collective.h"
 
@@ -83,7 +79,7 @@ class MachineBroadcast : private MachineCollective {
 
   // Data may be waited for only once it is known that the sender makes the same call.
   void pass_on(std::size_t chunk) {
-    if (chunk == 0 && route_.from != kNoMachine) hierarchy_.check.compare(link(), route_.from);
+    if (chunk == 0 && route_.from != kNoMachine) link().check_peer(route_.from);
     link().wait(arriving_[chunk]);
     for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
   }

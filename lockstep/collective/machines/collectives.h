@@ -21,7 +21,6 @@
 // Ranks:   all of all machines, in the same order. Throw MismatchError: ranks make different calls; PeerLost
 #pragma once
 
-#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
 
 namespace lockstep {

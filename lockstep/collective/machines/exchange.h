@@ -7,10 +7,14 @@
 // Ranks:   all of all machines, in the same order
 #pragma once
 
-#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
 
 namespace lockstep {
+
+using PartCounts = IntVector<std::size_t>;
+
+// Elements of each rank's part.
+PartCounts counts_of(const Call& call, int ranks);
 
 // Blocks until it is known that all ranks make this call: no rank may send before. 24 bytes between each two machines.
 // Throws MismatchError, PeerLost.
@@ -18,7 +22,6 @@ void check_all_ranks(Hierarchy& hierarchy, const Call& call);
 
 // Sends send[r] elements to each rank r and receives receive[r] from it; what lies one after the other in call.input
 // and in call.output. Blocks. Throws PeerLost.
-void exchange(Hierarchy& hierarchy, const Call& call, const IntVector<std::size_t>& send,
-              const IntVector<std::size_t>& receive);
+void exchange(Hierarchy& hierarchy, const Call& call, const PartCounts& send, const PartCounts& receive);
 
 }  // namespace lockstep

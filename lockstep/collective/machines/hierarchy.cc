@@ -24,7 +24,7 @@ std::unique_ptr<MachineLink> connect_counterparts(const Hierarchy& hierarchy,
 
 }  // namespace
 
-Watchdog::Watchdog(shm::Group& inside, OnLoss on_loss) : group_(whole_group_of(inside)) {
+Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
   group_.set_timeout(kAsLongAsTheGroup);
   heard_ = group_.start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
   thread_ = std::thread([this, on_loss = std::move(on_loss)] {

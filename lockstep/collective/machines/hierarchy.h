@@ -16,24 +16,10 @@
 // Ranks:   all of all machines make theirs at the same time
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <array>
-#include <cstddef>
-#include <exception>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "lockstep/collective/machines/gloo_messages.h"
-#include "lockstep/collective/machines/link.h"
-#include "lockstep/collective/machines/signature_check.h"
 #include "lockstep/collective/machines/topology.h"
-#include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/transport.h"
 
 namespace lockstep {
 
@@ -53,9 +39,7 @@ struct ChunkBuffers {
 // message that only this rank itself sends, in the destructor.
 class Watchdog {
  public:
-  using OnLoss = std::function<void(const std::exception_ptr&)>;
-
-  Watchdog(shm::Group& inside, OnLoss on_loss);
+  Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss);
   ~Watchdog();
 
  private:
@@ -91,7 +75,6 @@ class Hierarchy {
   const int smallest_machine;  // topology.smallest_machine()
   const std::vector<int> ranks_here;
 
-  SignatureCheck check;
   std::array<ChunkBuffers, 3> buffers;   // of three chunks in turn
   std::unique_ptr<std::byte[]> scratch;  // of the call under way
 

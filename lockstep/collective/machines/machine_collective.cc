@@ -5,10 +5,6 @@
 
 namespace lockstep {
 
-PartCounts counts_of(const Call& call, int ranks) {
-  return call.counts.empty() ? PartCounts(ranks, call.count) : PartCounts(call.counts);
-}
-
 MachineCollective::MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
     : hierarchy_(hierarchy), call_(call), signature_(signature_of(call)), slices_(slices) {}
 
@@ -19,18 +15,16 @@ shm::Part MachineCollective::slice_of(const shm::Part& range, int owner) const {
 }
 
 void MachineCollective::begin_check() {
-  if (owns_slice()) hierarchy_.check.begin(link(), signature_);
+  if (owns_slice()) link().begin_check(signature_);
 }
 
 void MachineCollective::finish_check() {
-  if (owns_slice()) hierarchy_.check.finish(link());
+  if (owns_slice()) link().finish_check();
 }
 
 void MachineCollective::run_inside(std::size_t chunk, const Call& call) {
-  if (chunk == 0)
-    hierarchy_.inside.run_as(signature_, call);
-  else
-    hierarchy_.inside.run(call);
+  if (chunk > 0) return run_inside(call);
+  hierarchy_.inside.run_as(signature_, call);
 }
 
 void MachineCollective::reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count,

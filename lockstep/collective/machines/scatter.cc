@@ -3,7 +3,6 @@
 // nothing.
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/exchange.h"
-#include "lockstep/collective/machines/machine_collective.h"
 
 namespace lockstep {
 

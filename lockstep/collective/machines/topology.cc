@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/topology.h"
 
-#include <algorithm>
-
 namespace lockstep {
 namespace {
 
 using shm::Part;
 
 // The elements of one machine. Parts of consecutive ranks are one range.
-std::vector<Part> ranges_of(const IntVector<std::size_t>& counts, const Topology& topology, int machine) {
+std::vector<Part> ranges_of(const shm::Partition& parts, const Topology& topology, int machine) {
   std::vector<Part> ranges;
-  std::size_t begin = 0;
-  for (int rank = 0; rank < topology.ranks(); ++rank) {
-    const std::size_t count = counts[rank];
-    const bool continues = !ranges.empty() && ranges.back().begin + ranges.back().count == begin;
-    if (topology.machine_of[rank] == machine && continues) ranges.back().count += count;
-    if (topology.machine_of[rank] == machine && !continues && count > 0) ranges.push_back({begin, count});
-    begin += count;
+  for (const int rank : topology.ranks_on(machine)) {
+    const Part part = parts[rank];
+    const bool continues = !ranges.empty() && ranges.back().begin + ranges.back().count == part.begin;
+    if (continues)
+      ranges.back().count += part.count;
+    else if (part.count > 0)
+      ranges.push_back(part);
   }
   return ranges;
 }
@@ -42,9 +40,7 @@ std::vector<int> Topology::ranks_on(int machine) const {
 }
 
 int Topology::local_rank(int rank) const {
-  int before = 0;
-  for (int other = 0; other < rank; ++other) before += machine_of[other] == machine_of[rank] ? 1 : 0;
-  return before;
+  return static_cast<int>(std::count(machine_of.begin(), machine_of.begin() + rank, machine_of[rank]));
 }
 
 int Topology::smallest_machine() const {
@@ -76,11 +72,11 @@ std::vector<std::vector<int>> Topology::lists_on(int machine, const std::vector<
   return local;
 }
 
-std::vector<Pieces> rounds_of(const IntVector<std::size_t>& counts, const Topology& topology, std::size_t most) {
+std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topology, std::size_t most) {
   const Pieces none(topology.machines());
   std::vector<Pieces> rounds{none};
   for (int machine = 0; machine < topology.machines(); ++machine) {
-    const std::vector<Part> pieces = pieces_of(ranges_of(counts, topology, machine), most);
+    const std::vector<Part> pieces = pieces_of(ranges_of(parts, topology, machine), most);
     if (rounds.size() < pieces.size()) rounds.resize(pieces.size(), none);
     for (std::size_t round = 0; round < pieces.size(); ++round) rounds[round][machine] = pieces[round];
   }
