@@ -35,6 +35,8 @@ struct ProcessOptions {
 struct ExitStatus {
   int exit_code = 0;
   int signal = 0;  // 0: it exited by itself
+
+  bool failed() const { return exit_code != 0 || signal != 0; }
 };
 
 class Process {

@@ -12,10 +12,6 @@
 // Ranks:   the two of a message
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <string>
-
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/link.h"
 

@@ -1,16 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/hierarchical_transport.h"
 
-#include <exception>
-#include <optional>
-
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shared_memory_transport.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -98,12 +92,12 @@ class HierarchicalTransport : public Transport {
   std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> inside,
                                           const TransportOptions& like) {
     const std::vector<int>& ranks = lists.begin()[options_.rank];
-    const std::string prefix = ranks.empty() ? "" : prefix_of_group(groups_made_, ranks);
-    ++groups_made_;
+    const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     const Topology topology = hierarchy_.topology.of_group(ranks);
     if (topology.machines() == 1) return make_shared_memory(std::move(*inside));
-    return make_hierarchical(std::move(*inside), topology, with_prefix(store_, prefix), options_of_group(like, ranks));
+    return make_hierarchical(std::move(*inside), topology, with_prefix(store_, prefix_of_group(made, ranks)),
+                             options_of_group(like, ranks));
   }
 
   // Whatever a call throws ends the hierarchy, before the caller's arrays may go: Gloo could still write there.

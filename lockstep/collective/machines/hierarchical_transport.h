@@ -13,10 +13,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <memory>
-
 #include "lockstep/collective/machines/topology.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {

@@ -2,9 +2,7 @@
 #include "lockstep/collective/machines/hierarchy.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/shared_memory_transport.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
