@@ -4,8 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstdlib>
-#include <iterator>
+#include <algorithm>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -95,7 +94,7 @@ class Reader {
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
     read(job_.local_servers, "local_servers", {"LOCKSTEP_LOCAL_SERVERS"});
-    set_job_id_of_torchrun();
+    set_job_id_of_address();
   }
 
   // Variables set by hand often leave out the local ones. Ranks that meet on a loopback address are on one machine.
@@ -115,8 +114,8 @@ class Reader {
       set(job_.local_size, "local_size", one_machine ? job_.world_size : 1, source);
   }
 
-  // A restarted set of ranks keeps run id and port, and must not meet what is left of the set before it.
-  void set_job_id_of_torchrun() {
+  // A set of ranks that torchrun restarts keeps run id and port, and must not meet what is left of the set before it.
+  void set_job_id_of_address() {
     if (job_.master_addr.empty()) return set_job_id_of_process();
     set_job_id({"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"});
   }
@@ -181,8 +180,7 @@ class Reader {
     const auto peer = socket && parse_int(socket->value, fd) ? identity_of_peer(fd) : std::nullopt;
     if (peer && !several_machines()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
     read_master(job_.world_size > 1);
-    if (job_.master_addr.empty()) return set_job_id_of_process();
-    set_job_id({"MASTER_ADDR", "MASTER_PORT"});
+    set_job_id_of_address();
   }
 
   void read_nothing() {
@@ -204,11 +202,11 @@ class Reader {
   void set_job_id(const Names& names) {
     Names values;
     Names sources;
-    for (const std::string& name : names) {
-      if (!is_set(name)) continue;
-      values.push_back(*lookup_(name));
-      sources.push_back(name);
-    }
+    for (const std::string& name : names)
+      if (const auto value = lookup_(name)) {
+        values.push_back(*value);
+        sources.push_back(name);
+      }
     set(job_.job_id, "job_id", join(values, "-"), join(sources, ", "));
   }
 
@@ -242,16 +240,16 @@ class Reader {
   bool several_machines() const { return job_.world_size > job_.local_size; }
 
   void check() const {
-    check_fits("rank", job_.rank + 1, "world_size", job_.world_size);
-    check_fits("local_rank", job_.local_rank + 1, "local_size", job_.local_size);
-    if (job_.local_servers > 0) check_fits("local_servers", job_.local_servers + 1, "local_size", job_.local_size);
-    check_fits("local_size", job_.local_size, "world_size", job_.world_size);
+    check_at_most("rank", job_.rank, "world_size", job_.world_size - 1);
+    check_at_most("local_rank", job_.local_rank, "local_size", job_.local_size - 1);
+    if (job_.local_servers > 0) check_at_most("local_servers", job_.local_servers, "local_size", job_.local_size - 1);
+    check_at_most("local_size", job_.local_size, "world_size", job_.world_size);
   }
 
-  void check_fits(const std::string& setting, int needed, const std::string& limit, int available) const {
-    if (needed <= available) return;
-    const Setting one = recorded(setting);
-    const Setting other = recorded(limit);
+  void check_at_most(const std::string& setting, int value, const std::string& limit, int most) const {
+    if (value <= most) return;
+    const Setting& one = recorded(setting);
+    const Setting& other = recorded(limit);
     throw EnvironmentError({.what = concat(one.source, " is ", one.value, " but ", other.source, " is ", other.value),
                             .here = concat("launcher ", job_.launcher),
                             .likely = "variables left over from another job, or set by hand",
@@ -319,10 +317,8 @@ class Reader {
     job_.settings.push_back({.name = setting, .value = concat(value), .source = source});
   }
 
-  Setting recorded(const std::string& setting) const {
-    for (const Setting& known : job_.settings)
-      if (known.name == setting) return known;
-    return {};
+  const Setting& recorded(const std::string& setting) const {
+    return *std::ranges::find(job_.settings, setting, &Setting::name);
   }
 
   const VariableLookup& lookup_;

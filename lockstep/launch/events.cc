@@ -2,10 +2,6 @@
 #include "lockstep/launch/events.h"
 
 #include <sys/signalfd.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <utility>
 
 #include "lockstep/error.h"
 

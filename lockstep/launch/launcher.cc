@@ -16,7 +16,6 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/events.h"
-#include "lockstep/launch/guardian.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 
@@ -91,7 +90,7 @@ struct Sinks {
   Sink err{STDERR_FILENO};
 };
 
-// One launch: start(), then run() until every rank has ended. Destroyed, it has left no process behind.
+// One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
   Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
@@ -101,9 +100,8 @@ class Job {
     for (int local = 0; local < options_.ranks; ++local) {
       const int rank = options_.node_rank * options_.ranks + local;
       const std::string prefix = concat("[rank ", rank, "] ");
-      ranks_.push_back({.rank = rank,
-                        .output = {prefix, first_only ? sinks_.err : sinks_.out},
-                        .error = {prefix, sinks_.err}});
+      ranks_.push_back(
+          {.rank = rank, .output = {prefix, first_only ? sinks_.err : sinks_.out}, .error = {prefix, sinks_.err}});
     }
   }
 
@@ -146,14 +144,10 @@ class Job {
         {"MASTER_PORT", concat(options_.master_port)},
     };
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
+    const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
-      result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
+      result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
-  }
-
-  int threads_per_rank() const {
-    if (options_.threads_per_rank > 0) return options_.threads_per_rank;
-    return std::max(1, static_cast<int>(cores_.size()) / workers());
   }
 
   bool is_server(int local) const { return local < options_.servers; }
@@ -244,10 +238,8 @@ class Job {
   }
 
   void on_failed(const Rank& rank) {
-    failure_ = RankFailure{.rank = rank.rank,
-                           .pid = rank.process->pid(),
-                           .exit_code = rank.end->exit_code,
-                           .signal = rank.end->signal};
+    failure_ = RankFailure{
+        .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
     stop_all(SIGTERM);
   }
 

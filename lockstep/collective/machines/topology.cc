@@ -20,14 +20,6 @@ std::vector<Part> ranges_of(const shm::Partition& parts, const Topology& topolog
   return ranges;
 }
 
-std::vector<Part> pieces_of(const std::vector<Part>& ranges, std::size_t most) {
-  std::vector<Part> pieces;
-  for (const Part& range : ranges)
-    for (std::size_t done = 0; done < range.count; done += most)
-      pieces.push_back({range.begin + done, std::min(most, range.count - done)});
-  return pieces;
-}
-
 }  // namespace
 
 int Topology::machines() const { return std::ranges::max(machine_of) + 1; }
@@ -76,9 +68,12 @@ std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topol
   const Pieces none(topology.machines());
   std::vector<Pieces> rounds{none};
   for (int machine = 0; machine < topology.machines(); ++machine) {
-    const std::vector<Part> pieces = pieces_of(ranges_of(parts, topology, machine), most);
-    if (rounds.size() < pieces.size()) rounds.resize(pieces.size(), none);
-    for (std::size_t round = 0; round < pieces.size(); ++round) rounds[round][machine] = pieces[round];
+    std::size_t round = 0;
+    for (const Part& range : ranges_of(parts, topology, machine))
+      for (std::size_t done = 0; done < range.count; done += most, ++round) {
+        if (round == rounds.size()) rounds.push_back(none);
+        rounds[round][machine] = {range.begin + done, std::min(most, range.count - done)};
+      }
   }
   return rounds;
 }
