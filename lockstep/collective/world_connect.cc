@@ -10,7 +10,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
-#include "lockstep/collective/machines/hierarchical_transport.h"
+#include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/self_transport.h"
 #include "lockstep/collective/shared_memory_transport.h"
@@ -53,9 +53,10 @@ void connect(const std::shared_ptr<WorldState>& state) {
   const Topology topology{state->nodes};
   const auto here = topology.ranks_on(state->nodes[state->rank()]);
   auto inside = connect_shared_memory(world, here, options);
-  state->cpu_transport = topology.machines() == 1
-                             ? make_shared_memory(std::move(inside))
-                             : make_hierarchical(std::move(inside), topology, state->store, options);
+  if (topology.machines() == 1)
+    state->cpu_transport = make_shared_memory(std::move(inside));
+  else
+    state->cpu_transport = std::make_unique<Hierarchy>(std::move(inside), topology, state->store, options);
   if (state->caller.device.is_cuda()) state->cuda_transport = make_nccl(state->store, options);
 }
 

@@ -181,30 +181,27 @@ class Job {
   }
 
   void wait_for_events() {
-    Poller poller;
+    std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
     std::vector<const Rank*> ended;
-    poller.add(signals_.fd(), POLLIN, [this] { on_signal(); });
     for (Rank& rank : ranks_) {
       if (!rank.end)
-        poller.add(rank.process->pidfd(), POLLIN, [&ended, &rank] {
-          if ((rank.end = rank.process->status())) ended.push_back(&rank);
-        });
-      add_stream(poller, rank.output);
-      add_stream(poller, rank.error);
+        events.push_back({rank.process->pidfd(), POLLIN, [&ended, &rank] {
+                            if ((rank.end = rank.process->status())) ended.push_back(&rank);
+                          }});
+      for (RankStream* stream : {&rank.output, &rank.error})
+        if (can_read(*stream)) events.push_back({stream->fd(), POLLIN, [stream] { stream->read_some(); }});
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
-      if (!sink->empty()) poller.add(sink->fd(), POLLOUT, [sink] { sink->write_some(); });
+      if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
     // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
     // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poller.wait(kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    poll_events(events, kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
     on_ended(ended);
     if (kill_at_ && kill_at_->passed()) kill_all();
   }
 
   // Reads only when everything read before is written: a slow reader makes the ranks wait, and memory does not grow.
-  static void add_stream(Poller& poller, RankStream& stream) {
-    if (stream.fd() >= 0 && stream.sink().empty()) poller.add(stream.fd(), POLLIN, [&stream] { stream.read_some(); });
-  }
+  static bool can_read(const RankStream& stream) { return stream.fd() >= 0 && stream.sink().empty(); }
 
   void on_signal() {
     const int signal = signals_.next();

@@ -64,8 +64,8 @@ void execute(const std::vector<std::string>& command) {
 }
 
 void write_report(int report, const std::string& text) {
-  const ssize_t ignored = ::write(report, text.data(), text.size());  // less than a pipe holds; the parent reads all
-  static_cast<void>(ignored);
+  // Less than a pipe holds; the parent reads all.
+  [[maybe_unused]] const ssize_t written = ::write(report, text.data(), text.size());
 }
 
 // The parent reads `report`: text if the child could not start, its end when it has (exec closes it).

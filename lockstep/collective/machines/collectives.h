@@ -16,7 +16,7 @@
 // All block until the call is done here. After an exception other than UsageError the hierarchy is of no more use: the
 // caller closes it (Hierarchy::give_up).
 //
-// Flow:    hierarchical_transport.cc -> here -> Hierarchy's links
+// Flow:    hierarchy.cc -> here -> its links
 // Threads: one at a time
 // Ranks:   all of all machines, in the same order. Throw MismatchError: ranks make different calls; PeerLost
 #pragma once

@@ -6,7 +6,7 @@
 // ends the process when a message is longer than expected. A receiver whose tensor does not fit drops the data and gets
 // MismatchError; the sender learns nothing, and the world stays usable.
 //
-// Flow:    hierarchical_transport.cc -> here -> the network
+// Flow:    hierarchy.cc -> here -> the network
 // Owns:    its share of the connection; messages that nobody waits for
 // Threads: one at a time; close() from any
 // Ranks:   the two of a message

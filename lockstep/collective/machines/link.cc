@@ -38,9 +38,7 @@ MachineLink::MachineLink(const c10::intrusive_ptr<c10d::Store>& store, Transport
 }
 
 MachineLink::~MachineLink() {
-  if (!watcher_.joinable()) return;
-  watched_->abort();
-  watcher_.join();
+  if (watched_) watched_->abort();  // ends the watcher
 }
 
 // ---- Losses, see Note [Who watches whom]
@@ -48,7 +46,7 @@ MachineLink::~MachineLink() {
 void MachineLink::watch(OnLoss on_loss) {
   auto tensors = as_tensor(&goodbye_, 1);
   watched_ = issue(next(), [&] { return gloo_->recv(tensors, next(), kWatchTag); });
-  watcher_ = std::thread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
+  watcher_ = std::jthread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
 }
 
 void MachineLink::watch_next(const OnLoss& on_loss) {

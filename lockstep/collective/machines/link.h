@@ -119,7 +119,7 @@ class MachineLink {
   std::map<std::uint64_t, Transfer> under_way_;
   std::byte goodbye_{};  // from the next machine
   c10::intrusive_ptr<c10d::Work> watched_;
-  std::thread watcher_;
+  std::jthread watcher_;
 };
 
 }  // namespace lockstep

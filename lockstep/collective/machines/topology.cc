@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/topology.h"
 
+#include <map>
+
 namespace lockstep {
 namespace {
 
@@ -42,24 +44,19 @@ int Topology::smallest_machine() const {
 }
 
 Topology Topology::of_group(const std::vector<int>& ranks) const {
-  std::vector<int> known;
+  std::map<int, int> numbers;  // of this world's machines in the sub-world
   Topology group;
-  for (const int rank : ranks) {
-    const auto place = std::ranges::find(known, machine_of[rank]);
-    group.machine_of.push_back(static_cast<int>(place - known.begin()));
-    if (place == known.end()) known.push_back(machine_of[rank]);
-  }
+  for (const int rank : ranks)
+    group.machine_of.push_back(numbers.try_emplace(machine_of[rank], numbers.size()).first->second);
   return group;
 }
 
 std::vector<std::vector<int>> Topology::lists_on(int machine, const std::vector<std::vector<int>>& lists) const {
   std::vector<std::vector<int>> local;
-  int rank = 0;
-  for (const std::vector<int>& members : lists) {
-    if (machine_of[rank++] != machine) continue;
-    local.emplace_back();
-    for (const int member : members)
-      if (machine_of[member] == machine) local.back().push_back(local_rank(member));
+  for (const int rank : ranks_on(machine)) {
+    std::vector<int>& members = local.emplace_back();
+    for (const int member : lists[to_size(rank)])
+      if (machine_of[member] == machine) members.push_back(local_rank(member));
   }
   return local;
 }
