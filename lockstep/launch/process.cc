@@ -27,21 +27,17 @@ void redirect(int from, int to) {
   if (from >= 0 && ::dup2(from, to) < 0) throw system_error("redirect", concat("descriptor ", to));
 }
 
-void close_stdin() {
-  const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  if (!nothing) throw system_error("open", "/dev/null");
-  redirect(nothing.get(), STDIN_FILENO);
-}
-
 // What the child does before its program. The group is written down before the look at the parent: either whoever
 // cleans up after a dead parent finds the group, or the child sees that its parent is gone.
 void set_up(const ProcessOptions& options, pid_t parent) {
   if (::setpgid(0, 0) != 0) throw system_error("make a process group for", "a child process");
   if (options.group != nullptr) options.group->store(::getpid());
   die_with(parent);
+  const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (!nothing) throw system_error("open", "/dev/null");
+  redirect(nothing.get(), STDIN_FILENO);
   redirect(options.output_fd, STDOUT_FILENO);
   redirect(options.error_fd, STDERR_FILENO);
-  close_stdin();
   for (const auto& [name, value] : options.variables) ::setenv(name.c_str(), value.c_str(), 1);
   if (!options.cores.empty()) pin_this_thread(options.cores);
   ::sigprocmask(SIG_SETMASK, &options.signal_mask, nullptr);
@@ -185,8 +181,6 @@ std::optional<ExitStatus> Process::status() const {
   if (info.si_code == CLD_EXITED) return ExitStatus{.exit_code = info.si_status};
   return ExitStatus{.signal = info.si_status};
 }
-
-void Process::signal_group(int signal) const { ::kill(-pid_, signal); }
 
 // ---- The guardian
 

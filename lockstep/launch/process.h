@@ -54,7 +54,8 @@ class Process {
   // How it ended, or nothing while it runs. Does not wait for it, so its pid stays taken and signal_group stays safe.
   std::optional<ExitStatus> status() const;
 
-  void signal_group(int signal) const;  // it and everything it started that is still in its group
+  // To it and everything it started that is still in its group.
+  void signal_group(int signal) const { ::kill(-pid_, signal); }
 
  private:
   pid_t pid_ = -1;

@@ -62,8 +62,7 @@ class MachineAllGather : private MachineParts {
     for (int peer = 0; peer < machines(); ++peer) {
       if (peer == machine()) continue;
       const Part theirs = own_slice(piece(round, peer));
-      buffers.slices[peer] = alone() ? in_whole(theirs) : next;
-      next += alone() ? 0 : bytes(theirs.count);
+      buffers.slices[peer] = alone() ? in_whole(theirs) : std::exchange(next, next + bytes(theirs.count));
     }
     for (const int peer : link().peers()) {
       link().receive(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.receives);

@@ -4,7 +4,6 @@
 // knows what comes and no two sides of a message differ in size.
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/machines/exchange.h"
+#include "lockstep/collective/machines/collectives.h"
 
 namespace lockstep {
 

@@ -2,7 +2,6 @@
 // gather between machines: each rank sends its part straight to root, in one round. A rank other than root sends its
 // part, root nothing.
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
 
 namespace lockstep {
 

@@ -90,16 +90,12 @@ int GlooMessages::next_tag() {
   return static_cast<int>(0x40000001 | second_transfers_++ % kTags << 1);
 }
 
-FuturePtr GlooMessages::start_without_header(const char* operation, const std::function<C10dWork()>& issue) {
-  return messages_.start({.call = {operation, here_}, .issue = issue});
-}
-
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
 FuturePtr GlooMessages::send(const TensorCall& call) {
   const int to = call.call.peer;
   const int tag = tag_of(call.call);
   Tensors data{bytes_of(call.input)};
-  if (!headers_) return start_without_header("send", [&] { return gloo_->send(data, to, tag); });
+  if (!headers_) return messages_.start({.call = {"send", here_}, .issue = [&] { return gloo_->send(data, to, tag); }});
   const int second_tag = call.input.nbytes() <= kDataInFirst ? 0 : next_tag();
   const auto dtype = static_cast<std::uint64_t>(call.call.dtype);
   Tensors first{write_header({dtype, call.call.count, second_tag}, call.input)};
@@ -121,7 +117,8 @@ FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
     const int from = call.call.peer;
     return from == kAnyRank ? gloo_->recvAnysource(places, tag) : gloo_->recv(places, from, tag);
   };
-  if (!headers_) return start_without_header("receive", [&] { return issue(bytes_of(call.output)); });
+  const auto issue_data = [&] { return issue(bytes_of(call.output)); };
+  if (!headers_) return messages_.start({.call = {"receive", here_}, .issue = issue_data});
   const auto receive = std::make_shared<Receive>(Receive{.call = call, .from = call.call.peer, .here = rank_});
   return messages_.start(
       {.call = {"receive", here_, [receive] { receive->check(); }},

@@ -36,7 +36,6 @@ class GlooMessages {
  private:
   static constexpr std::int64_t kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
 
-  FuturePtr start_without_header(const char* operation, const std::function<C10dWork()>& issue);
   int tag_of(const Call& call) const;
   int next_tag();
 

@@ -110,8 +110,8 @@ class MachineLink {
   int tag_;                          // of the call under way
   IntVector<Signature> signatures_;  // of each peer, and this rank's
   IntVector<Transfers> checks_;      // the receive of each peer's signature; this rank's: all sends
-  std::mutex mutex_;                 // guards the next six
-  bool left_ = false;
+  std::atomic<bool> left_ = false;
+  std::mutex mutex_;  // guards the next five
   bool timed_out_ = false;
   std::optional<Deadline> wait_ends_;  // of the wait under way
   std::exception_ptr closed_;

@@ -57,10 +57,8 @@ class MachineReduceScatter : private MachineParts {
                        .counts = counts.elements(),
                        .dtype = call_.dtype,
                        .op = op_inside()});
-    for (int machine = 0; machine < machines(); ++machine) {
-      buffers.slices[machine] = slice;
-      slice += bytes(own_slice(piece(round, machine)).count);
-    }
+    for (int machine = 0; machine < machines(); ++machine)
+      buffers.slices[machine] = std::exchange(slice, slice + bytes(own_slice(piece(round, machine)).count));
   }
 
   const std::byte* pack(std::size_t round) {

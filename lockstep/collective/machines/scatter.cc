@@ -2,7 +2,6 @@
 // scatter between machines: root sends each rank its part, in one round. Root sends all parts but its own, other ranks
 // nothing.
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
 
 namespace lockstep {
 
