@@ -24,13 +24,9 @@ struct Arguments {
   PackOptions options;
 };
 
-std::string shape_text(const Record& record) {
-  return concat(c10::toString(record.dtype), " (", join(record.shape, ", "), ")");
-}
-
 std::string first_sample(const RecordReader& records) {
   const Record first = first_good_record(records);
-  if (!first.encoded) return shape_text(first);
+  if (!first.encoded) return concat(c10::toString(first.dtype), " (", join(first.shape, ", "), ")");
   const ImageShape shape = encoded_shape(first.payload, records.folder().string());
   return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",
                 human_bytes(first.payload.size()));

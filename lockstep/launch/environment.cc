@@ -61,17 +61,16 @@ class Reader {
   explicit Reader(const VariableLookup& lookup) : lookup_(lookup) {}
 
   JobEnvironment read() {
-    if (is_set("RANK") || is_set("WORLD_SIZE")) {
+    if (is_set("RANK") || is_set("WORLD_SIZE"))
       read_torchrun();
-    } else if (is_task_of_srun()) {
+    else if (is_task_of_srun())
       read_slurm();
-    } else if (is_set("OMPI_COMM_WORLD_RANK") || is_set("OMPI_COMM_WORLD_SIZE")) {
+    else if (is_set("OMPI_COMM_WORLD_RANK") || is_set("OMPI_COMM_WORLD_SIZE"))
       read_open_mpi();
-    } else if (is_set("PMI_RANK") || is_set("PMI_SIZE")) {
+    else if (is_set("PMI_RANK") || is_set("PMI_SIZE"))
       read_mpich();
-    } else {
+    else
       read_nothing();
-    }
     check();
     return std::move(job_);
   }

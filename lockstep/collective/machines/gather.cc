@@ -8,10 +8,9 @@ namespace lockstep {
 void gather(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
   const PartCounts parts = counts_of(call, hierarchy.all.size());
-  const PartCounts none(parts.size());
-  PartCounts send = none;
+  PartCounts send(parts.size());
   send[call.root] = parts[hierarchy.rank];
-  exchange(hierarchy, call, send, hierarchy.rank == call.root ? parts : none);
+  exchange(hierarchy, call, send, hierarchy.rank == call.root ? parts : PartCounts(parts.size()));
 }
 
 }  // namespace lockstep

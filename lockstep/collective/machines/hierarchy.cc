@@ -36,7 +36,7 @@ void dispatch(Hierarchy& hierarchy, const Call& call) {
 Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
   group_.set_timeout(kAsLongAsTheGroup);
   heard_ = group_.start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
-  thread_ = std::thread([this, on_loss = std::move(on_loss)] {
+  thread_ = std::jthread([this, on_loss = std::move(on_loss)] {
     try {
       heard_->wait();
     } catch (...) {
@@ -51,7 +51,6 @@ Watchdog::~Watchdog() {
     group_.send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_.rank()});
   } catch (const std::exception&) {  // a rank is lost: the thread ends by itself
   }
-  thread_.join();
 }
 
 Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,

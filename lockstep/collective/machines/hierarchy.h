@@ -49,7 +49,7 @@ class Watchdog {
   std::uint8_t goodbye_ = 0;
   shm::Group group_;
   FuturePtr heard_;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
 class Hierarchy : public Transport {

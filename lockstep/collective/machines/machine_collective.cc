@@ -5,21 +5,10 @@
 
 namespace lockstep {
 
-MachineCollective::MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
-    : hierarchy_(hierarchy), call_(call), signature_(signature_of(call)), slices_(slices) {}
-
 shm::Part MachineCollective::slice_of(const shm::Part& range, int owner) const {
   if (owner >= slices_) return {range.begin + range.count, 0};
   const shm::Part slice = shm::Partition::even(range.count, slices_, kCacheLine / bytes(1))[owner];
   return {range.begin + slice.begin, slice.count};
-}
-
-void MachineCollective::begin_check() {
-  if (owns_slice()) link().begin_check(signature_);
-}
-
-void MachineCollective::finish_check() {
-  if (owns_slice()) link().finish_check();
 }
 
 void MachineCollective::run_inside(std::size_t chunk, const Call& call) {

@@ -45,7 +45,8 @@ struct Chunks {
 class MachineCollective {
  protected:
   // `slices`: S.
-  MachineCollective(Hierarchy& hierarchy, const Call& call, int slices);
+  MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
+      : hierarchy_(hierarchy), call_(call), signature_(signature_of(call)), slices_(slices) {}
 
   int machine() const { return hierarchy_.machine; }
   int machines() const { return hierarchy_.machines; }
@@ -63,8 +64,12 @@ class MachineCollective {
 
   // Owners compare the call's signature with the other machines': start to, and wait for it. Transfers may be started
   // in between, but not waited for. Throws MismatchError, PeerLost.
-  void begin_check();
-  void finish_check();
+  void begin_check() {
+    if (owns_slice()) link().begin_check(signature_);
+  }
+  void finish_check() {
+    if (owns_slice()) link().finish_check();
+  }
 
   // A software pipeline: every stage works on every chunk, in order. In step t stage k works on chunk t - k, so that
   // what stage k started for a chunk goes on while the stages work on other chunks; stage k+1 of that chunk then waits

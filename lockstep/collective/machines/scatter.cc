@@ -8,10 +8,9 @@ namespace lockstep {
 void scatter(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
   const PartCounts parts = counts_of(call, hierarchy.all.size());
-  const PartCounts none(parts.size());
-  PartCounts receive = none;
+  PartCounts receive(parts.size());
   receive[call.root] = parts[hierarchy.rank];
-  exchange(hierarchy, call, hierarchy.rank == call.root ? parts : none, receive);
+  exchange(hierarchy, call, hierarchy.rank == call.root ? parts : PartCounts(parts.size()), receive);
 }
 
 }  // namespace lockstep
