@@ -75,8 +75,9 @@ class MachineBroadcast : private MachineCollective {
                        .root = root});
   }
 
-  // Places count from root's machine, which has place 0. In the chain place p sends to p + 1. In the tree place p, whose
-  // lowest set bit is d (for place 0 the next power of two), receives from p - d and sends to p + d/2, p + d/4, ..., p + 1.
+  // Places count from root's machine, which has place 0. In the chain place p sends to p + 1. In the tree place p,
+  // whose lowest set bit is d (for place 0 the next power of two), receives from p - d and sends to p + d/2, p + d/4,
+  // ..., p + 1.
   Route route() const {
     const int place = (machine() - root_machine_ + machines()) % machines();
     const bool chain = chunks_.size() > 1;

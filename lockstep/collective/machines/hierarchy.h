@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/machines/hierarchy.h: the transport for CPU tensors of ranks on several machines. A rank has connections on
-// two levels:
+// collective/machines/hierarchy.h: the transport for CPU tensors of ranks on several machines. A rank has connections
+// on two levels:
 //
 //   inside    the ranks of this machine, in shared memory
 //   between   a link to the ranks of the same local number on the other machines, one each

@@ -20,9 +20,10 @@
 // answer. The link tells the two cases apart by the clock: it notes when each wait ends at the latest.
 //
 // Note [Signatures]
-// Peers compare the signatures of their calls: Gloo ends the process when the two sides of a message differ in size. Data
-// does not wait for the comparison: transfers of calls with different signatures have different tags (hashes of them), so
-// they never meet. Only waits for data come after it.
+// Peers compare the signatures of their calls: Gloo ends the process when the two sides of a message differ in size.
+// Data does not wait for the comparison: transfers of calls with different signatures have different tags (hashes of
+// them), so they never meet. Only waits for data come after it. The ranks of one machine compare through shared memory
+// (MachineCollective::run_inside).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -66,8 +67,8 @@ class MachineLink {
   const std::vector<int>& peers() const { return peers_; }
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
 
-  // Begins a call: sends its signature, 24 bytes, to each peer. Transfers that are started afterwards belong to it. Does
-  // not block. See Note [Signatures].
+  // Begins a call: sends its signature, 24 bytes, to each peer. Transfers that are started afterwards belong to it.
+  // Does not block. See Note [Signatures].
   void begin_check(const Signature& mine);
 
   // Block until the signature of that peer, or of all, has arrived. Throw MismatchError, PeerLost.
