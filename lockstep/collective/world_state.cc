@@ -15,7 +15,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
-#include "lockstep/collective/machines/hierarchical_transport.h"
+#include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
@@ -61,7 +61,7 @@ void connect(WorldState& state) {
   if (topology.machines() == 1)
     state.cpu_transport = std::make_unique<SharedMemoryTransport>(std::move(inside));
   else
-    state.cpu_transport = make_hierarchical(std::move(inside), topology, store, options);
+    state.cpu_transport = std::make_unique<Hierarchy>(std::move(inside), topology, store, options);
   if (state.caller.device.is_cuda()) state.cuda_transport = make_nccl(store, options);
 }
 

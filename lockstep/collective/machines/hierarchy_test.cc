@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks on several machines. Here a machine is a group of threads: shared memory inside it, Gloo between them.
-#include "lockstep/collective/machines/hierarchical_transport.h"
+#include "lockstep/collective/machines/hierarchy.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,6 @@
 #include <numeric>
 #include <thread>
 
-#include "lockstep/collective/machines/link.h"
 #include "lockstep/deadline.h"
 #include "tests/worlds.h"
 
