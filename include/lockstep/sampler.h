@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
@@ -18,12 +19,17 @@ namespace lockstep {
 // One epoch's order: into[i] = the sample at place begin + i. Any part can be read without what lies before it.
 using EpochOrder = std::function<void(std::int64_t begin, std::span<std::int64_t> into)>;
 
-// The order in which epochs visit samples: a function of (seed, epoch) alone.
+// The order in which epochs visit samples: `draw` gives that of an epoch, as a function of (seed, epoch) alone.
 class SampleOrder {
  public:
-  virtual ~SampleOrder() = default;
-  virtual std::int64_t samples() const = 0;  // of an epoch
-  virtual EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const = 0;
+  using Draw = std::function<EpochOrder(std::uint64_t seed, std::int64_t epoch)>;
+  SampleOrder(std::int64_t samples, Draw draw) : samples_(samples), draw_(std::move(draw)) {}
+  std::int64_t samples() const { return samples_; }  // of an epoch
+  EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const { return draw_(seed, epoch); }
+
+ private:
+  std::int64_t samples_;
+  Draw draw_;
 };
 
 std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples);

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/loader/prefetch.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -11,15 +15,55 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
+namespace {
 
-// The queue between the workers and the training thread: a ring of `depth` places; the batch of step s goes to place
-// s % depth. Workers claim steps in order, and a step only when its place is free, that is, when step s - depth was
-// taken: claimed_ <= taken_ + depth. So two workers never share a place, batches wait for each other in any order of
+struct CopiedBatch {
+  Batch batch;
+  std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
+};
+
+// Copies batches from pinned memory to a device on a stream of its own, during another step. Nothing here blocks.
+class DeviceCopy {
+ public:
+  explicit DeviceCopy(torch::Device device) : device_(device) {
+    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  }
+
+  CopiedBatch start(Batch batch) const {
+    if (!stream_) return {std::move(batch), nullptr};
+    const c10::StreamGuard guard(*stream_);
+    CopiedBatch result{{batch.data.to(device_, /*non_blocking=*/true), batch.target.to(device_, /*non_blocking=*/true)},
+                       std::make_shared<c10::Event>(device_.type())};
+    result.copied->record(*stream_);
+    return result;
+  }
+
+ private:
+  torch::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy.
+Batch receive(CopiedBatch arriving) {
+  if (!arriving.copied) return std::move(arriving.batch);
+  const torch::Device device = arriving.batch.data.device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  arriving.copied->block(stream);
+  // The allocator must not hand the memory out again on the copying stream while the step still reads it.
+  arriving.batch.data.record_stream(stream);
+  arriving.batch.target.record_stream(stream);
+  return std::move(arriving.batch);
+}
+
+}  // namespace
+
+// The queue between the workers and the training thread: a ring of `prefetch` places; the batch of step s goes to place
+// s % prefetch. Workers claim steps in order, and a step only when its place is free, that is, when step s - prefetch
+// was taken: claimed_ <= taken_ + prefetch. So two workers never share a place, batches wait for each other in any order of
 // completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
 // can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
@@ -27,8 +71,8 @@ class Prefetcher::Shared {
   Shared(const PrefetchOptions& options, Load load)
       : options_(options),
         load_(std::move(load)),
-        places_(to_size(std::max(1, options.depth))),
-        running_(options.workers) {}
+        places_(to_size(options.loader.prefetch)),
+        running_(options.loader.workers) {}
 
   void work() {
     DeviceCopy copy(options_.device);
@@ -56,7 +100,7 @@ class Prefetcher::Shared {
     Place place;
     {
       std::unique_lock lock(mutex_);
-      if (!ready_.wait_for(lock, options_.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      if (!ready_.wait_for(lock, options_.loader.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
       statistics += std::exchange(took_, {});
       statistics.queued += ready_count_;
       place = std::exchange(place_of(taken_), {});
@@ -69,14 +113,22 @@ class Prefetcher::Shared {
     return receive(std::move(place.batch));
   }
 
+  Batch load_here(LoadingStatistics& statistics) {
+    const Stopwatch watch;
+    Batch batch = receive(DeviceCopy(options_.device).start(load_(taken_, statistics)));
+    ++taken_;
+    statistics.wait += watch.seconds();
+    return batch;
+  }
+
   // Ends the workers; false: some were still loading at the deadline.
   bool stop() {
     constexpr std::chrono::milliseconds kOnceMore = std::chrono::seconds(1);  // for workers that were late already
     std::unique_lock lock(mutex_);
     stopped_ = true;
     room_.notify_all();
-    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, options_.timeout) : options_.timeout,
-                           [&] { return running_ == 0; });
+    const auto timeout = options_.loader.timeout;
+    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout) : timeout, [&] { return running_ == 0; });
   }
 
  private:
@@ -121,7 +173,7 @@ class Prefetcher::Shared {
   [[noreturn]] void no_batch_came(const Stopwatch& watch) {
     late_ = true;
     throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                     .here = concat("batch ", taken_, " of this epoch, ", options_.workers, " workers"),
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers"),
                      .likely = "a disk or network file system that does not answer",
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
@@ -144,7 +196,7 @@ class Prefetcher::Shared {
 
 Prefetcher::Prefetcher(const PrefetchOptions& options, Load load)
     : shared_(std::make_shared<Shared>(options, std::move(load))) {
-  for (int i = 0; i < options.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
+  for (int i = 0; i < options.loader.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
 }
 
 Prefetcher::~Prefetcher() {
@@ -157,6 +209,8 @@ Prefetcher::~Prefetcher() {
       worker.detach();  // it holds the queue, and through `load` the dataset
 }
 
-Batch Prefetcher::next(LoadingStatistics& statistics) { return shared_->next(statistics); }
+Batch Prefetcher::next(LoadingStatistics& statistics) {
+  return workers_.empty() ? shared_->load_here(statistics) : shared_->next(statistics);
+}
 
 }  // namespace lockstep
