@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-// Bytes of pixels that somebody else owns. Planar (C, H, W): pixel_stride 1; interleaved (H, W, C): pixel_stride C.
+// Bytes of pixels that somebody else owns. Planar (C, H, W): pixel_stride 1; interleaved RGB (H, W, 3): pixel_stride 3.
 struct ImageView {
   const std::uint8_t* pixels = nullptr;
   ImageShape shape;
@@ -24,7 +24,7 @@ inline ImageView planar(const std::uint8_t* pixels, const ImageShape& shape) {
   return {pixels, shape, shape.height * shape.width, shape.width, 1};
 }
 inline ImageView interleaved(const std::uint8_t* pixels, const ImageShape& shape) {
-  return {pixels, shape, 1, shape.width * shape.channels, shape.channels};
+  return {pixels, shape, 1, shape.width * 3, 3};
 }
 
 // A part of an image in pixels, from its upper left corner. It may reach beyond the edges, where pixels are zero.
