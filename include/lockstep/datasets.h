@@ -176,7 +176,6 @@ class TokenDataset : public Dataset {
 
  private:
   std::int64_t token(std::int64_t place) const;
-  void write_sample(std::int64_t index, std::int64_t* data, std::int64_t* target) const;
 
   std::shared_ptr<const MappedFile> file_;
   TokenOptions options_;

@@ -5,7 +5,6 @@
 // include path breaks the other.
 #pragma once
 
-#include <charconv>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -41,12 +40,7 @@ std::string human_bytes(std::uint64_t bytes);    // 26214400 -> "25.0 MiB"
 std::string human_seconds(double seconds);       // 0.0123 -> "12.3 ms"; 75 -> "1:15"
 std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
-// The whole text as a number; false if it is not one, or does not fit.
-template <class Number>
-bool parse_number(std::string_view text, Number& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  return error == std::errc() && end == text.data() + text.size();
-}
-inline bool parse_int(std::string_view text, int& value) { return parse_number(text, value); }
+// The whole text as a number; nothing if it is not one, or does not fit.
+bool parse_int(std::string_view text, int& value);
 
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/mapped_file.h"
-#include "lockstep/datasets.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

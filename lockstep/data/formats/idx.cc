@@ -36,7 +36,9 @@ class IdxReader {
 
   torch::Tensor read_tensor() {
     const std::vector<std::int64_t> shape = read_shape();
-    std::vector<std::uint8_t> values = read_values(to_size(size_of(shape)));
+    const auto size = product(shape);
+    if (!size) throw bad("its header promises more values than 64 bits can count", "a damaged file");
+    std::vector<std::uint8_t> values = read_values(to_size(*size));
     return torch::from_blob(values.data(), shape, torch::kUInt8).clone();
   }
 
@@ -56,12 +58,6 @@ class IdxReader {
       for (const std::uint8_t byte : big_endian) size = size << 8 | byte;
     }
     return shape;
-  }
-
-  std::int64_t size_of(const std::vector<std::int64_t>& shape) const {
-    const auto size = product(shape);
-    if (!size) throw bad("its header promises more values than 64 bits can count", "a damaged file");
-    return *size;
   }
 
   // A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
@@ -127,10 +123,11 @@ std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, con
   const auto label_file = find("-labels-idx1-ubyte");
   const torch::Tensor images = read_idx(image_file);
   if (images.dim() != 3 || images.size(0) == 0 || images.size(1) != 28 || images.size(2) != 28)
-    throw DataError({.what = concat(image_file.filename().string(), " holds shape ", images.sizes(), ", not (N, 28, 28)"),
-                     .here = concat(image_file.string(), ", offset 4"),
-                     .likely = "another dataset, or labels where images belong",
-                     .next = "look at the files in --data-dir"});
+    throw DataError(
+        {.what = concat(image_file.filename().string(), " holds shape ", images.sizes(), ", not (N, 28, 28)"),
+         .here = concat(image_file.string(), ", offset 4"),
+         .likely = "another dataset, or labels where images belong",
+         .next = "look at the files in --data-dir"});
   return std::make_shared<MemoryImages>(name, images, read_idx(label_file), 10, label_file.string());
 }
 

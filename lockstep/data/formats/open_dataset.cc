@@ -2,6 +2,7 @@
 #include <array>
 #include <filesystem>
 #include <map>
+#include <ranges>
 
 #include "lockstep/base/names.h"
 #include "lockstep/data/formats/readers.h"
@@ -171,11 +172,8 @@ Datasets npy(Request& request) {
 Datasets npz(Request& request) {
   const auto found = read_npz(request.path());
   const auto array = [&](const std::string& name) {
-    const auto entry = found.find(name);
-    if (entry != found.end()) return entry->second;
-    std::vector<std::string> names;
-    for (const auto& [known, tensor] : found) names.push_back(known);
-    throw request.refuse(concat("it has no array ", name, ", only ", join(names, ", ")));
+    if (const auto entry = found.find(name); entry != found.end()) return entry->second;
+    throw request.refuse(concat("it has no array ", name, ", only ", join(std::views::keys(found), ", ")));
   };
   const torch::Tensor data = array(request.text("data", "x"));
   return arrays(request, data, array(request.text("target", "y")));
@@ -184,9 +182,8 @@ Datasets npz(Request& request) {
 Datasets csv(Request& request) {
   const std::string delimiter = request.text("delimiter", ",");
   if (delimiter.size() != 1) throw request.refuse("the delimiter is one character");
-  const CsvOptions options{.target = request.text("target", ""),
-                           .classes = request.whole("classes", 1) != 0,
-                           .delimiter = delimiter[0]};
+  const CsvOptions options{
+      .target = request.text("target", ""), .classes = request.whole("classes", 1) != 0, .delimiter = delimiter[0]};
   const double share = request.number("val", 0);
   return in_two_parts(csv_dataset(request.path(), options), share, request);
 }
@@ -225,8 +222,7 @@ struct Kind {
   Datasets (*open)(Request& request);
 };
 constexpr Kind kKinds[] = {
-    {"fashion-mnist",
-     [](Request& r) { return both_splits<FashionMNIST>(r, r.path(FashionMNIST::kDebianFolder)); }},
+    {"fashion-mnist", [](Request& r) { return both_splits<FashionMNIST>(r, r.path(FashionMNIST::kDebianFolder)); }},
     {"mnist", mnist},
     {"cifar-10", [](Request& r) { return both_splits<CIFAR10>(r, r.path()); }},
     {"cifar-100", [](Request& r) { return both_splits<CIFAR100>(r, r.path()); }},

@@ -6,11 +6,13 @@
 
 #include <torch/types.h>
 
+#include <charconv>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "lockstep/datasets.h"
 
@@ -20,6 +22,13 @@ namespace lockstep {
 // Throws DataError, as FashionMNIST does.
 std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
                                                     Split split);
+
+// As parse_int of base/text.h, for every type of number.
+template <class Number>
+bool parse_number(std::string_view text, Number& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
 
 // Of the sizes and `each`; nothing where a size is negative, or 64 bits can't count it.
 inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, std::int64_t each = 1) {

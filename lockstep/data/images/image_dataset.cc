@@ -93,9 +93,7 @@ ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTrans
   if (source_->size() <= 0)
     throw DataError({.what = concat(source_->name(), " has no images"), .likely = "an empty file, folder or split"});
   const bool sized = transforms_.height > 0 && transforms_.width > 0;
-  const ImageShape stored =
-      sized ? ImageShape{source_->channels(), transforms_.height, transforms_.width} : first_shape();
-  shape_ = output_shape(transforms_, stored);
+  shape_ = output_shape(transforms_, sized ? source_->common_shape() : first_shape());
   // Every crop has a size from here on: its own, or that of the stored images.
   transforms_.height = transforms_.crop == Crop::kNone ? transforms_.height : shape_.height;
   transforms_.width = transforms_.crop == Crop::kNone ? transforms_.width : shape_.width;
@@ -108,7 +106,7 @@ ImageShape ImageDataset::first_shape() const {
   std::vector<std::uint8_t> scratch;
   const StoredImage first = source_->read(0, scratch);
   ImageShape shape = first.encoded ? encoded_shape(first.bytes, source_->origin(0)) : first.shape;
-  shape.channels = source_->channels();
+  shape.channels = common.channels;
   return shape;
 }
 

@@ -23,7 +23,8 @@ void convert(const std::uint8_t* __restrict from, std::int64_t count, float scal
 void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale,
                  float shift, float* into) {
   const std::uint8_t* last = from + (count - 1) * stride;
-  if (stride == 1) return flip ? convert<-1>(last, count, scale, shift, into) : convert<1>(from, count, scale, shift, into);
+  if (stride == 1)
+    return flip ? convert<-1>(last, count, scale, shift, into) : convert<1>(from, count, scale, shift, into);
   return flip ? convert<-3>(last, count, scale, shift, into) : convert<3>(from, count, scale, shift, into);
 }
 
@@ -33,12 +34,8 @@ bool whole_plane(const ImageView& image, const Placement& placement) {
          placement.height == image.shape.height;
 }
 
-// Which of the `length` places from `begin` on are in [0, limit): [first, last), counted from `begin`.
-struct Inside {
-  std::int64_t first;
-  std::int64_t last;
-};
-Inside inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
+// Which of the `length` places from `begin` on are in [0, limit), counted from `begin`.
+Range inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
   const std::int64_t first = std::clamp<std::int64_t>(-begin, 0, length);
   return {first, std::clamp<std::int64_t>(limit - begin, first, length)};
 }
@@ -49,18 +46,18 @@ void copy_plane(const ImageView& image, const Placement& placement, const std::u
                 float* into) {
   const auto left = static_cast<std::int64_t>(placement.box.left);
   const auto top = static_cast<std::int64_t>(placement.box.top);
-  const Inside rows = inside(top, placement.height, image.shape.height);
-  const Inside columns = inside(left, placement.width, image.shape.width);
+  const Range rows = inside(top, placement.height, image.shape.height);
+  const Range columns = inside(left, placement.width, image.shape.width);
   const std::int64_t width = placement.width;
-  const std::int64_t first = placement.flip ? width - columns.last : columns.first;
-  const std::int64_t count = columns.last - columns.first;
+  const std::int64_t first = placement.flip ? width - columns.end : columns.begin;
+  const std::int64_t count = columns.size();
   for (std::int64_t y = 0; y < placement.height; ++y, into += width) {
-    if (y < rows.first || y >= rows.last) {
+    if (y < rows.begin || y >= rows.end) {
       std::fill_n(into, width, shift);
       continue;
     }
     std::fill_n(into, first, shift);
-    convert_row(plane + (top + y) * image.row_stride + (left + columns.first) * image.pixel_stride, image.pixel_stride,
+    convert_row(plane + (top + y) * image.row_stride + (left + columns.begin) * image.pixel_stride, image.pixel_stride,
                 count, placement.flip, scale, shift, into + first);
     std::fill_n(into + first + count, width - first - count, shift);
   }

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/images.h"
-
 #include <algorithm>
 #include <cmath>
 
 #include "lockstep/base/text.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -55,34 +54,33 @@ struct Transform {
   const char* name;
   void (*parse)(const Parts& parts, ImageTransforms& t);
 };
-constexpr Transform kTransforms[] = {
-    {"resize", parse_size},
-    {"crop",
-     [](const Parts& p, ImageTransforms& t) {
-       t.crop = Crop::kRandom;
-       t.padding = whole(p, 1, 4);
-     }},
-    {"center-crop",
-     [](const Parts& p, ImageTransforms& t) {
-       parse_size(p, t);
-       t.crop = Crop::kCentre;
-       t.shorter_edge = whole(p, 2, 0);
-     }},
-    {"random-resized-crop",
-     [](const Parts& p, ImageTransforms& t) {
-       parse_size(p, t);
-       t.crop = Crop::kRandomResized;
-       t.least_area = number(p, 2, t.least_area);
-     }},
-    {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
-    {"jitter", parse_jitter},
-    {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
-    {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
-    {"normalise", [](const Parts& p, ImageTransforms& t) {
-       if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
-       t.mean = parse_channels(p[1]);
-       t.deviation = parse_channels(p[2]);
-     }}};
+constexpr Transform kTransforms[] = {{"resize", parse_size},
+                                     {"crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        t.crop = Crop::kRandom;
+                                        t.padding = whole(p, 1, 4);
+                                      }},
+                                     {"center-crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        parse_size(p, t);
+                                        t.crop = Crop::kCentre;
+                                        t.shorter_edge = whole(p, 2, 0);
+                                      }},
+                                     {"random-resized-crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        parse_size(p, t);
+                                        t.crop = Crop::kRandomResized;
+                                        t.least_area = number(p, 2, t.least_area);
+                                      }},
+                                     {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
+                                     {"jitter", parse_jitter},
+                                     {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
+                                     {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
+                                     {"normalise", [](const Parts& p, ImageTransforms& t) {
+                                        if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
+                                        t.mean = parse_channels(p[1]);
+                                        t.deviation = parse_channels(p[2]);
+                                      }}};
 
 }  // namespace
 

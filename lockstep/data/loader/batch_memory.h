@@ -20,7 +20,8 @@ class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made 
  public:
   // Keeps at most `spare_blocks` free blocks. With a device that is not the CPU, memory is pinned, and the allocator of
   // that device reuses it.
-  BatchMemory(std::size_t spare_blocks, torch::Device device) : spare_blocks_(spare_blocks), pinned_(!device.is_cpu()) {}
+  BatchMemory(std::size_t spare_blocks, torch::Device device)
+      : spare_blocks_(spare_blocks), pinned_(!device.is_cpu()) {}
 
   // An uninitialised, contiguous tensor on the CPU. Throws what torch throws when there is no memory.
   torch::Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);

@@ -51,15 +51,13 @@ Batch joined(const std::vector<Batch>& parts) {
 
 // Makes this rank's batches of one epoch. The workers share it with the loader: one that hangs in a read outlives both,
 // and must find neither the dataset gone nor the sampler at another epoch.
-class EpochBatches {
- public:
-  EpochBatches(const LoaderOptions& options, std::shared_ptr<const Dataset> dataset, const DistributedSampler& sampler,
-               std::shared_ptr<BatchMemory> memory, std::int64_t epoch)
-      : options_(options),
-        dataset_(std::move(dataset)),
-        sampler_(sampler),
-        memory_(std::move(memory)),
-        epoch_(epoch) {}
+struct EpochBatches {
+  const LoaderOptions options;
+  const std::shared_ptr<const Dataset> dataset;
+  const DistributedSampler sampler;
+  const std::shared_ptr<BatchMemory> memory;
+  const std::int64_t epoch;
+  std::atomic<std::int64_t> skipped = 0;
 
   Batch load(std::int64_t step, LoadingStatistics& took) {
     const Stopwatch watch;
@@ -72,23 +70,22 @@ class EpochBatches {
     return batch;
   }
 
- private:
   std::vector<std::int64_t> part(std::int64_t step) const {
-    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
+    return options.empty ? std::vector<std::int64_t>() : sampler.part(step);
   }
 
   // Announces the batch that this worker comes to next (each of W workers takes every W-th, more or less), so that the
   // disk reads it while this one is decoded.
   void read_ahead(std::int64_t step) const {
-    const std::int64_t next = step + std::max(1, options_.workers);
-    if (next < sampler_.steps()) dataset_->will_read(part(next));
+    const std::int64_t next = step + std::max(1, options.workers);
+    if (next < sampler.steps()) dataset->will_read(part(next));
   }
 
   Batch assemble(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
     try {
-      return dataset_->assemble(request(indices, times));
+      return dataset->assemble(request(indices, times));
     } catch (const DataError&) {
-      if (options_.skip_bad == 0) throw;
+      if (options.skip_bad == 0) throw;
     }
     return assemble_good_ones(indices, times, took);
   }
@@ -98,19 +95,19 @@ class EpochBatches {
     std::vector<Batch> good;
     for (std::size_t i = 0; i < indices.size(); ++i) {
       try {
-        good.push_back(dataset_->assemble(request(indices.subspan(i, 1), times)));
+        good.push_back(dataset->assemble(request(indices.subspan(i, 1), times)));
       } catch (const DataError& error) {
         skip(error);
         ++took.skipped;
       }
     }
-    return good.empty() ? dataset_->assemble(request({}, times)) : joined(good);
+    return good.empty() ? dataset->assemble(request({}, times)) : joined(good);
   }
 
   void skip(const DataError& error) {
-    const std::int64_t count = ++skipped_;
-    if (count > options_.skip_bad)
-      throw DataError({.what = concat(count, " bad samples in this epoch, ", options_.skip_bad,
+    const std::int64_t count = ++skipped;
+    if (count > options.skip_bad)
+      throw DataError({.what = concat(count, " bad samples in this epoch, ", options.skip_bad,
                                       " may be skipped; the last one: ", error.text().what),
                        .here = error.text().here,
                        .likely = error.text().likely,
@@ -119,15 +116,8 @@ class EpochBatches {
   }
 
   BatchRequest request(std::span<const std::int64_t> indices, BatchTimes& times) {
-    return {.indices = indices, .seed = options_.seed, .epoch = epoch_, .memory = memory_.get(), .times = &times};
+    return {.indices = indices, .seed = options.seed, .epoch = epoch, .memory = memory.get(), .times = &times};
   }
-
-  const LoaderOptions options_;
-  const std::shared_ptr<const Dataset> dataset_;
-  const DistributedSampler sampler_;
-  const std::shared_ptr<BatchMemory> memory_;
-  const std::int64_t epoch_;
-  std::atomic<std::int64_t> skipped_ = 0;
 };
 
 struct Loader::State {

@@ -84,7 +84,10 @@ class Prefetcher::Shared {
       Place place;
       try {
         if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
-        place = load(*step, copy, took);
+        Batch batch = load_(*step, took);
+        const Stopwatch watch;
+        place.batch = copy.start(std::move(batch));
+        took.copy += watch.seconds();
       } catch (...) {
         place.error = std::current_exception();
       }
@@ -149,14 +152,6 @@ class Prefetcher::Shared {
     took.room += watch.seconds();
     if (stopped_ || claimed_ == options_.steps) return std::nullopt;
     return claimed_++;
-  }
-
-  Place load(std::int64_t step, const DeviceCopy& copy, LoadingStatistics& took) const {
-    Batch batch = load_(step, took);
-    const Stopwatch watch;
-    Place place{.batch = copy.start(std::move(batch))};
-    took.copy += watch.seconds();
-    return place;
   }
 
   void put(std::int64_t step, Place place, const LoadingStatistics& took) {

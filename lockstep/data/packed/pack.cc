@@ -4,8 +4,8 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/images/encoded_image.h"
+#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"

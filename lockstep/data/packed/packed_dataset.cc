@@ -69,7 +69,6 @@ class PackedTensors : public OfRecords<Dataset> {
 class PackedImages : public OfRecords<ImageSource> {
  public:
   using OfRecords::OfRecords;
-  std::int64_t channels() const override { return common_shape().channels; }
   std::int64_t classes() const override { return records_->info().classes; }
   ImageShape common_shape() const override { return shape_of(first_); }
   std::string origin(std::int64_t index) const override { return records_->origin(index); }

@@ -105,7 +105,6 @@ class RecordWriter {
 
  private:
   struct Shard {
-    std::string file;
     std::uint64_t records;
     std::uint64_t bytes;
   };

@@ -2,6 +2,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <iomanip>
 
 #include <nlohmann/json.hpp>
 
@@ -38,10 +39,7 @@ packed::RecordHeader header_of(const Record& record) {
           .dimensions = static_cast<std::uint8_t>(record.shape.size())};
 }
 
-std::string shard_name(std::size_t number) {
-  const std::string digits = std::to_string(number);
-  return concat(std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0'), digits, ".lsr");
-}
+std::string shard_name(std::size_t number) { return concat(std::setfill('0'), std::setw(5), number, ".lsr"); }
 
 }  // namespace
 
@@ -91,7 +89,7 @@ void RecordWriter::close_shard() {
   file_->write(pending_.data(), pending_.size());
   file_->commit();
   file_.reset();
-  shards_.push_back({shard_name(shards_.size()), index_.size(), written_ + pending_.size()});
+  shards_.push_back({index_.size(), written_ + pending_.size()});
   pending_.clear();
   index_.clear();
 }
@@ -101,7 +99,7 @@ void RecordWriter::finish(const PackedInfo& info) {
   if (file_) close_shard();
   Json shards = Json::array();
   for (const Shard& shard : shards_)
-    shards.push_back({{"file", shard.file}, {"records", shard.records}, {"bytes", shard.bytes}});
+    shards.push_back({{"file", shard_name(shards.size())}, {"records", shard.records}, {"bytes", shard.bytes}});
   const Json json = {{"format", packed::kFormatName}, {"version", packed::ShardHeader{}.version}, {"name", info.name},
                      {"classes", info.classes},       {"class_names", info.class_names},          {"shards", shards}};
   write_file(folder_ / packed::kInfoFile, json.dump(2) + "\n");
