@@ -5,7 +5,9 @@
 #include <ranges>
 
 #include "lockstep/base/names.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/data/packed/packed_records.h"
 
 namespace lockstep {
@@ -209,10 +211,16 @@ Datasets synthetic(Request& request) {
     if (texts.size() != sizes.size() || !parse_number(texts[i], sizes[i]))
       throw request.refuse("it is synthetic:NxCxHxW");
   const auto [samples, channels, height, width] = sizes;
-  const SyntheticOptions options{
-      .samples = samples, .shape = {channels, height, width}, .classes = request.whole("classes", 10)};
+  const auto source = synthetic_images(samples, {channels, height, width}, request.whole("classes", 10));
   const double share = request.number("val", 0);
-  return in_two_parts(synthetic_images(options), {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
+  return in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
+}
+
+void write_synthetic(std::int64_t index, std::int64_t class_of_it, std::span<std::uint8_t> into) {
+  constexpr std::uint64_t kPatterns = 0x7061747465726E73ULL;
+  SampleRandom pattern(kPatterns, class_of_it);
+  SampleRandom noise(mix_seed(0, 0), index);
+  for (std::uint8_t& value : into) value = static_cast<std::uint8_t>((pattern() % 256 + noise() % 256) / 2);
 }
 
 // Every kind of dataset that --data knows. To add one, write a function that opens it and add a row; the command's help
@@ -235,6 +243,20 @@ constexpr Kind kKinds[] = {
     {"synthetic", synthetic}};
 
 }  // namespace
+
+std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
+                                                    std::int64_t classes) {
+  if (samples < 1 || classes < 1 || shape.channels < 1 || shape.height < 1 || shape.width < 1)
+    throw UsageError({.what = concat("synthetic data of ", samples, " samples, ", shape.channels, " x ", shape.height,
+                                     " x ", shape.width, " values, ", classes, " classes"),
+                      .next = "give at least 1 of each"});
+  const torch::Tensor images = torch::empty({samples, shape.channels, shape.height, shape.width}, torch::kUInt8);
+  auto* into = images.data_ptr<std::uint8_t>();
+  for (std::int64_t i = 0; i < samples; ++i, into += shape.values())
+    write_synthetic(i, i % classes, {into, to_size(shape.values())});
+  return std::make_shared<MemoryImages>("synthetic", images, torch::arange(samples).remainder(classes), classes,
+                                        "synthetic");
+}
 
 std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 

@@ -40,14 +40,9 @@ inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, 
 // The content of a .npy file. Throws DataError naming `origin`.
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin);
 
-struct SyntheticOptions {
-  std::int64_t samples = 1024;
-  ImageShape shape{3, 32, 32};
-  std::int64_t classes = 10;
-};
-
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.
-std::shared_ptr<const ImageSource> synthetic_images(const SyntheticOptions& options);
+std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
+                                                    std::int64_t classes);
 
 }  // namespace lockstep

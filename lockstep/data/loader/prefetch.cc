@@ -19,35 +19,33 @@
 #include "lockstep/error.h"
 
 namespace lockstep {
-namespace {
 
 struct CopiedBatch {
   Batch batch;
   std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
 };
 
-// Copies batches from pinned memory to a device on a stream of its own, during another step. Nothing here blocks.
-class DeviceCopy {
- public:
-  explicit DeviceCopy(torch::Device device) : device_(device) {
-    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  }
+namespace {
 
-  CopiedBatch start(Batch batch) const {
-    if (!stream_) return {std::move(batch), nullptr};
-    const c10::StreamGuard guard(*stream_);
-    CopiedBatch result{{batch.data.to(device_, /*non_blocking=*/true), batch.target.to(device_, /*non_blocking=*/true)},
-                       std::make_shared<c10::Event>(device_.type())};
-    result.copied->record(*stream_);
-    return result;
-  }
+// For copies from pinned memory to the device during another step; none on the CPU.
+std::optional<c10::Stream> copy_stream(torch::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
 
- private:
-  torch::Device device_;
-  std::optional<c10::Stream> stream_;
-};
+// Does not block.
+CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
+  if (!stream) return {std::move(batch), nullptr};
+  const c10::StreamGuard guard(*stream);
+  const torch::Device device = stream->device();
+  CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
+                     std::make_shared<c10::Event>(device.type())};
+  result.copied->record(*stream);
+  return result;
+}
 
-// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy.
+// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not
+// block.
 Batch receive(CopiedBatch arriving) {
   if (!arriving.copied) return std::move(arriving.batch);
   const torch::Device device = arriving.batch.data.device();
@@ -63,8 +61,8 @@ Batch receive(CopiedBatch arriving) {
 
 // The queue between the workers and the training thread: a ring of `prefetch` places; the batch of step s goes to place
 // s % prefetch. Workers claim steps in order, and a step only when its place is free, that is, when step s - prefetch
-// was taken: claimed_ <= taken_ + prefetch. So two workers never share a place, batches wait for each other in any order of
-// completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
+// was taken: claimed_ <= taken_ + prefetch. So two workers never share a place, batches wait for each other in any
+// order of completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
 // can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
  public:
@@ -75,7 +73,7 @@ class Prefetcher::Shared {
         running_(options.loader.workers) {}
 
   void work() {
-    DeviceCopy copy(options_.device);
+    const auto stream = copy_stream(options_.device);
     bool pinned = options_.cores.empty();
     for (;;) {
       LoadingStatistics took;
@@ -86,7 +84,7 @@ class Prefetcher::Shared {
         if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
         Batch batch = load_(*step, took);
         const Stopwatch watch;
-        place.batch = copy.start(std::move(batch));
+        place.batch = start_copy(std::move(batch), stream);
         took.copy += watch.seconds();
       } catch (...) {
         place.error = std::current_exception();
@@ -118,7 +116,7 @@ class Prefetcher::Shared {
 
   Batch load_here(LoadingStatistics& statistics) {
     const Stopwatch watch;
-    Batch batch = receive(DeviceCopy(options_.device).start(load_(taken_, statistics)));
+    Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
     ++taken_;
     statistics.wait += watch.seconds();
     return batch;
