@@ -77,7 +77,6 @@ class MemoryImages : public ImageSource {
   std::string origin(std::int64_t index) const override;
 
   const torch::Tensor& images() const { return images_; }  // (N, C, H, W) uint8
-  const torch::Tensor& labels() const { return labels_; }  // (N) int64
 
  private:
   std::string name_;

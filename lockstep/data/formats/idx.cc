@@ -17,16 +17,12 @@
 namespace lockstep {
 namespace {
 
-struct GzClose {
-  void operator()(gzFile file) const { gzclose(file); }
-};
-
 // zlib passes a file that is not compressed through, so one reader serves both.
 class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
   explicit IdxReader(const std::filesystem::path& path)
-      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb")) {
+      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
     if (!file_)
       throw DataError({.what = concat("can't open ", path.string(), ": ", std::strerror(errno)),
                        .here = path.string(),
@@ -104,7 +100,7 @@ class IdxReader {
   }
 
   std::filesystem::path path_;
-  std::unique_ptr<gzFile_s, GzClose> file_;
+  std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
   std::size_t offset_ = 0;    // of the uncompressed content
   bool ended_early_ = false;  // the last read reached the end inside compressed data, or inside the checksum after it
 };

@@ -89,11 +89,6 @@ torch::Tensor to_tensor(std::span<const std::uint8_t> values, const std::vector<
   return dtype == torch::kBool ? tensor.ne(0) : tensor;
 }
 
-struct ZipClose {
-  void operator()(zip_t* archive) const { zip_discard(archive); }
-  void operator()(zip_file_t* file) const { zip_fclose(file); }
-};
-
 DataError bad_zip(const std::string& origin, const std::string& why) {
   return DataError({.what = concat("not a .npz archive that can be read: ", why),
                     .here = origin,
@@ -103,7 +98,7 @@ DataError bad_zip(const std::string& origin, const std::string& why) {
 
 std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
   constexpr std::size_t kReadBytes = std::size_t{1} << 20;
-  const std::unique_ptr<zip_file_t, ZipClose> file(zip_fopen_index(archive, index, 0));
+  const std::unique_ptr<zip_file_t, decltype(&zip_fclose)> file(zip_fopen_index(archive, index, 0), &zip_fclose);
   if (!file) throw bad_zip(origin, zip_strerror(archive));
   std::vector<std::uint8_t> bytes;
   for (;;) {
@@ -142,7 +137,7 @@ torch::Tensor read_npy(const std::filesystem::path& path) {
 
 std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path) {
   int code = 0;
-  const std::unique_ptr<zip_t, ZipClose> archive(zip_open(path.c_str(), ZIP_RDONLY, &code));
+  const std::unique_ptr<zip_t, decltype(&zip_discard)> archive(zip_open(path.c_str(), ZIP_RDONLY, &code), &zip_discard);
   if (!archive) {
     zip_error_t error;
     zip_error_init_with_code(&error, code);

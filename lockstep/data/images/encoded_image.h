@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/images/image_view.h"
+#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -103,10 +103,9 @@ class Prefetcher::Shared {
       std::unique_lock lock(mutex_);
       if (!ready_.wait_for(lock, options_.loader.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
       statistics += std::exchange(took_, {});
-      statistics.queued += ready_count_;
+      statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
       place = std::exchange(place_of(taken_), {});
       ++taken_;
-      --ready_count_;
     }
     statistics.wait += watch.seconds();
     room_.notify_one();
@@ -157,7 +156,6 @@ class Prefetcher::Shared {
       const std::lock_guard lock(mutex_);
       place.ready = true;
       place_of(step) = std::move(place);
-      ++ready_count_;
       took_ += took;
     }
     ready_.notify_one();
@@ -180,8 +178,7 @@ class Prefetcher::Shared {
   std::vector<Place> places_;
   std::int64_t claimed_ = 0;  // steps that workers have claimed
   std::int64_t taken_ = 0;    // steps that next() has returned
-  int ready_count_ = 0;
-  int running_;  // workers
+  int running_;               // workers
   bool stopped_ = false;
   bool late_ = false;       // a batch did not come within the timeout
   LoadingStatistics took_;  // by workers, since next() was called last
