@@ -63,8 +63,9 @@ struct RecordHeader {  // the sizes of the dimensions follow, 8 bytes each, then
 static_assert(sizeof(ShardHeader) == 16 && sizeof(Entry) == 24 && sizeof(Trailer) == 32 && sizeof(RecordHeader) == 16);
 
 constexpr std::size_t kMostDimensions = 8;
-constexpr std::array kDtypes = {torch::kUInt8,   torch::kInt8,     torch::kInt16,   torch::kInt32,  torch::kInt64,
-                                torch::kFloat16, torch::kBFloat16, torch::kFloat32, torch::kFloat64};
+inline constexpr std::array kDtypes = {torch::kUInt8,    torch::kInt8,    torch::kInt16,
+                                       torch::kInt32,    torch::kInt64,   torch::kFloat16,
+                                       torch::kBFloat16, torch::kFloat32, torch::kFloat64};
 
 constexpr const char* kInfoFile = "packed.json";
 constexpr const char* kFormatName = "lockstep packed records";
