@@ -11,7 +11,7 @@
 
 #include "bench/harness.h"
 #include "lockstep/base/file.h"
-#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
