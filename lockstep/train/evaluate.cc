@@ -15,22 +15,15 @@ struct Sums {
   double samples = 0;
 };
 
-Sums evaluate_batch(const Task& task, Strategy& strategy, const Batch& batch) {
-  const torch::Tensor output = strategy.forward(batch.data);
-  const auto samples = static_cast<double>(batch.size());
-  return {.loss = task.loss(output, batch.target).item<double>() * samples,
-          .correct = task.correct ? task.correct(output, batch.target).item<double>() : kUnknown,
-          .samples = samples};
-}
-
 Sums evaluate_part(const Task& task, Strategy& strategy, Loader& loader) {
   Sums sums;
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
-    const Sums found = evaluate_batch(task, strategy, batch);
-    sums.loss += found.loss;
-    sums.correct += found.correct;
-    sums.samples += found.samples;
+    const auto samples = static_cast<double>(batch.size());
+    const torch::Tensor output = strategy.forward(batch.data);
+    sums.loss += task.loss(output, batch.target).item<double>() * samples;
+    sums.correct += task.correct ? task.correct(output, batch.target).item<double>() : kUnknown;
+    sums.samples += samples;
   }
   return sums;
 }
