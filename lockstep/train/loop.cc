@@ -72,11 +72,10 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       strategy_(strategy),
       options_(options),
       loader_(strategy.data_world(world), datasets.train, loader_options(options, strategy.has_data())),
-      progress_(Progress::Style::kNone),
+      progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
     if (!options.checkpoint_dir.empty()) open_checkpoints();
-    if (!options.quiet) progress_ = Progress(Progress::style_for_stderr());
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
@@ -216,15 +215,9 @@ void TrainingLoop::open_checkpoints() {
 
 // Rank 0 finds and reads the newest file and sends it to all ranks, so that machines need no shared disk.
 void TrainingLoop::resume() {
-  std::string bytes;
-  std::string origin = "the checkpoint of rank 0";
-  if (checkpoints_) {
-    if (auto newest = checkpoints_->load_newest()) {
-      bytes = std::move(newest->bytes);
-      origin = newest->path;
-    }
-  }
-  bytes = send_to_all(world_, bytes);
+  auto newest = checkpoints_ ? checkpoints_->load_newest() : std::nullopt;
+  const std::string origin = newest ? newest->path : "the checkpoint of rank 0";
+  const std::string bytes = send_to_all(world_, newest ? std::move(newest->bytes) : "");
   if (bytes.empty()) {
     if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
     return;

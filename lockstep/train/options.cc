@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
@@ -241,30 +240,6 @@ void check_options(const TrainOptions& options) {
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");
-}
-
-int server_count(const TrainOptions& options) {
-  const StrategyOptions& strategy = options.strategy;
-  const bool servers = strategy.kind == StrategyKind::kKVStore && has_servers(strategy.kvstore.kind);
-  return servers ? strategy.kvstore.servers : 0;
-}
-
-int devices_of_worker(const TrainOptions& options, int worker) {
-  const auto& devices = options.devices_per_worker;
-  if (devices.empty()) return 0;
-  if (devices.size() == 1) return devices.front();
-  require(worker < std::ssize(devices),
-          concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
-          "give one number for all workers, or one for each");
-  return *std::next(devices.begin(), worker);
-}
-
-int rank_count(const TrainOptions& options) {
-  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
-  int ranks = 0;
-  require(parse_int(options.ranks, ranks) && ranks > 0, concat("--ranks ", options.ranks, " is not a number of ranks"),
-          "give a positive number, or auto for one per core");
-  return ranks;
 }
 
 }  // namespace lockstep

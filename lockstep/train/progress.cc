@@ -25,7 +25,10 @@ std::string value_or_dash(double value, int digits) { return std::isnan(value) ?
 
 }  // namespace
 
-Progress::Style Progress::style_for_stderr() { return ::isatty(STDERR_FILENO) != 0 ? Style::kBar : Style::kPlain; }
+Progress::Progress(bool shown)
+    : style_(!shown                         ? Style::kNone
+             : ::isatty(STDERR_FILENO) != 0 ? Style::kBar
+                                            : Style::kPlain) {}
 
 void Progress::begin_run(const std::string& headline, const RunLength& length) {
   length_ = length;

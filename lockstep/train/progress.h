@@ -36,10 +36,7 @@ struct RunLength {
 
 class Progress {
  public:
-  enum class Style { kNone, kPlain, kBar };
-  static Style style_for_stderr();  // kBar on a terminal, else kPlain
-
-  explicit Progress(Style style) : style_(style) {}
+  explicit Progress(bool shown);
 
   void begin_run(const std::string& headline, const RunLength& length);
   void begin_epoch(const Position& position);
@@ -48,6 +45,8 @@ class Progress {
   void end_run(const Json& run, const std::string& table);  // table: the strategy's; may be empty
 
  private:
+  enum class Style { kNone, kPlain, kBar };  // a bar on a terminal
+
   std::string status(const Position& position, double loss) const;
   void clear_bar() const;
 

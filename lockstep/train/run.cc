@@ -12,6 +12,7 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
@@ -44,8 +45,31 @@ void use_threads(const TrainOptions& options, const World& world) {
   at::set_num_threads(threads);
 }
 
-Datasets load_data(const Task& task, const TrainOptions& options) {
-  return task.make_data ? task.make_data(options.source.folder) : builtin_datasets(options.source, task);
+// The ranks that are servers, beside the workers that --ranks counts.
+int server_count(const TrainOptions& options) {
+  const StrategyOptions& strategy = options.strategy;
+  const bool servers = strategy.kind == StrategyKind::kKVStore && has_servers(strategy.kvstore.kind);
+  return servers ? strategy.kvstore.servers : 0;
+}
+
+// --devices-per-worker of a worker: 0 if it is not given.
+int devices_of_worker(const TrainOptions& options, int worker) {
+  const auto& devices = options.devices_per_worker;
+  if (devices.empty()) return 0;
+  if (devices.size() == 1) return devices.front();
+  if (worker < std::ssize(devices)) return *std::next(devices.begin(), worker);
+  throw UsageError(
+      {.what = concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
+       .next = "give one number for all workers, or one for each"});
+}
+
+// "auto" is the number of cores that this process may use.
+int rank_count(const TrainOptions& options) {
+  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
+  int ranks = 0;
+  if (parse_int(options.ranks, ranks) && ranks > 0) return ranks;
+  throw UsageError({.what = concat("--ranks ", options.ranks, " is not a number of ranks"),
+                    .next = "give a positive number, or auto for one per core"});
 }
 
 // Where devices are threads of one process, --ranks counts them.
@@ -88,7 +112,7 @@ StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironme
 int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   keep_freed_memory();
   const Task task = make_task(options);
-  const Datasets datasets = load_data(task, options);
+  const Datasets datasets = load_datasets(options.source, task);
   const JobEnvironment job = read_job_environment();
   const World world =
       World::from_env({.device = chosen_device(options, job.local_size), .timeout = options.strategy.timeout});
