@@ -8,6 +8,7 @@
 #include <iostream>
 #include <string_view>
 
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
@@ -104,14 +105,11 @@ Program::Program(const std::string& name, const std::string& description, int tu
   app_.add_option("--json", json_, "file for the figures");
 }
 
-std::optional<int> Program::parse(int argc, const char* const* argv) {
-  try {
-    app_.parse(argc, argv);
-    return std::nullopt;
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app_.exit(error) == 0 ? 0 : kUsage;
-  }
+int Program::run(int argc, const char* const* argv, const std::function<void()>& body) {
+  return parse_and_run(app_, argc, argv, [&] {
+    body();
+    return 0;
+  });
 }
 
 void Program::take_turns(const std::string& what, const std::function<void(int turn)>& turn) const {

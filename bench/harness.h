@@ -84,9 +84,9 @@ class Program {
     return app_.add_flag(name, value, help);
   }
 
-  // Nothing: go on. Otherwise the exit code: 0 after --help, 2 after options that make no sense, which are named on
-  // stderr.
-  std::optional<int> parse(int argc, const char* const* argv);
+  // Parses the command line, calls `body` and returns the exit code: 0, or 2 after options that make no sense, which are
+  // named on stderr.
+  int run(int argc, const char* const* argv, const std::function<void()>& body);
   bool was_given(const std::string& name) const { return app_.count(name) > 0; }
 
   int turns() const { return turns_; }
@@ -117,5 +117,13 @@ std::vector<std::string> names_of(const std::vector<Case>& cases) {
   for (const Case& one : cases) names.push_back(one.name);
   return names;
 }
+
+// The benchmarks of `lockstep bench`. Each gets argv from its own name on, prints its table on stdout and returns the exit
+// code; lockstep::Error is main's to print (cli/bench.cc).
+int bench_collectives(int argc, const char* const* argv);
+int bench_step(int argc, const char* const* argv);
+int bench_data(int argc, const char* const* argv);
+int bench_hosts(int argc, const char* const* argv);
+int bench_strategies(int argc, const char* const* argv);
 
 }  // namespace lockstep::bench

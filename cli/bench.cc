@@ -6,7 +6,7 @@
 #include <iostream>
 #include <string_view>
 
-#include "bench/benchmarks.h"
+#include "bench/harness.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
