@@ -69,30 +69,31 @@ Case in_column(Case one, const Column& column) {
 }
 
 // The turns of each system at each case, which is named by its word.
-using Results = std::map<std::string, Figures>;
+using Results = std::map<std::string, std::map<std::string, Turns>>;
 
-const Turns* turns_of(const Results& results, const std::string& system, const Case& one) {
+// Empty: never measured.
+Turns turns_of(const Results& results, const std::string& system, const Case& one) {
   const auto found = results.find(system);
-  return found == results.end() ? nullptr : found->second.find(to_word(one));
+  if (found == results.end() || !found->second.contains(to_word(one))) return {};
+  return found->second.at(to_word(one));
 }
 
 std::optional<double> seconds_of(const Results& results, const std::string& system, const Case& one) {
-  const Turns* const turns = turns_of(results, system, one);
-  return turns == nullptr ? std::nullopt : std::optional(median(*turns));
+  const Turns turns = turns_of(results, system, one);
+  return turns.empty() ? std::nullopt : std::optional(median(turns));
 }
 
 // How many times as long as `ours` the peer took.
 std::optional<double> ratio_to(const Results& results, const std::string& peer, const Case& theirs, const Case& ours) {
-  const Turns* const above = turns_of(results, peer, theirs);
-  const Turns* const below = turns_of(results, kLockstep, ours);
-  if (above == nullptr || below == nullptr) return std::nullopt;
-  return median_ratio(*above, *below);
+  const Turns above = turns_of(results, peer, theirs);
+  const Turns below = turns_of(results, kLockstep, ours);
+  return above.empty() || below.empty() ? std::nullopt : std::optional(median_ratio(above, below));
 }
 
 Json to_json(const Results& results) {
   Json json;
-  for (const auto& [system, figures] : results)
-    for (const auto& [word, turns] : figures.all()) json[system][word] = bench::to_json(turns);
+  for (const auto& [system, cases] : results)
+    for (const auto& [word, turns] : cases) json[system][word] = bench::to_json(turns);
   return json;
 }
 
@@ -104,7 +105,7 @@ Results measure(const Program& program, const CollectivesOptions& options, int r
   for (const Peer& peer : here) theirs.push_back(peer.start(ranks));
   Results results;
   const auto run = [&](const RunningSystemPtr& system, const Case& one) {
-    if (const auto seconds = system->seconds(to_word(one))) results[system->name()].add(to_word(one), *seconds);
+    if (const auto seconds = system->seconds(to_word(one))) results[system->name()][to_word(one)].push_back(*seconds);
   };
   for (const Case& one : cases_of(options))
     program.take_turns(concat(ranks, " ranks: ", one.operation, " ", one.bytes), [&](int) {

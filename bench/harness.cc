@@ -47,17 +47,12 @@ double median_ratio(const Turns& above, const Turns& below) {
 Json to_json(const Turns& turns) { return {{"median", median(turns)}, {"turns", turns}}; }
 
 void Figures::add(const std::map<std::string, double>& values) {
-  for (const auto& [name, value] : values) add(name, value);
-}
-
-const Turns* Figures::find(const std::string& name) const {
-  const auto found = turns_.find(name);
-  return found == turns_.end() ? nullptr : &found->second;
+  for (const auto& [name, value] : values) turns_[name].push_back(value);
 }
 
 double Figures::operator[](const std::string& name) const {
-  const Turns* const found = find(name);
-  return found == nullptr ? 0 : median(*found);
+  const auto found = turns_.find(name);
+  return found == turns_.end() ? 0 : median(found->second);
 }
 
 Json Figures::medians() const {

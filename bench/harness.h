@@ -33,11 +33,8 @@ Json to_json(const Turns& turns);  // {"median": ..., "turns": [...]}
 // The turns of several systems or phases, by name.
 class Figures {
  public:
-  void add(const std::string& name, double value) { turns_[name].push_back(value); }
   void add(const std::map<std::string, double>& values);
-  const Turns* find(const std::string& name) const;  // nullptr: never measured
   double operator[](const std::string& name) const;  // the median; 0: never measured
-  const std::map<std::string, Turns>& all() const { return turns_; }
   Json medians() const;
 
  private:

@@ -54,40 +54,33 @@ std::function<void()> WorldRank::prepare(const Case& one) {
   return nullptr;
 }
 
-using Body = std::function<void(int rank, int host, const std::string& address)>;
+using MakeRank = std::function<std::unique_ptr<System>(int rank, int host, const std::string& address)>;
 
-RunningSystemPtr start(const std::string& name, const Network& network, int ranks_per_host, const Body& body) {
-  std::vector<RankProgram> programs;
-  for (int rank = 0; rank < network.hosts() * ranks_per_host; ++rank) {
+RunningSystemPtr start(const std::string& name, const Network& network, int ranks_per_host, const MakeRank& make) {
+  const int ranks = network.hosts() * ranks_per_host;
+  return std::make_unique<RunningSystem>(name, ranks, ranks, [&](int rank, const std::string& address) {
     const int host = rank / ranks_per_host;
-    programs.push_back({.command = {},
-                        .body =
-                            [=, &network](const std::string& address) {
-                              network.host(host).enter();
-                              at::set_num_threads(1);
-                              body(rank, host, address);
-                              return 0;
-                            },
-                        .variables = network.variables(host, rank % ranks_per_host, ranks_per_host)});
-  }
-  return std::make_unique<RunningSystem>(name, static_cast<int>(programs.size()), programs);
+    const auto body = [=, &network] {
+      network.host(host).enter();
+      at::set_num_threads(1);
+      serve(*make(rank, host, address), address);
+      return 0;
+    };
+    return ProcessOptions{.body = body, .variables = network.variables(host, rank % ranks_per_host, ranks_per_host)};
+  });
 }
 
 // World's collectives: shared memory inside a host, the hierarchy between hosts.
 RunningSystemPtr start_hierarchy(const Network& network, int ranks_per_host) {
-  return start("lockstep", network, ranks_per_host, [](int, int, const std::string& address) {
-    WorldRank system(World::from_env());
-    serve(system, address);
-  });
+  return start("lockstep", network, ranks_per_host,
+               [](auto&&...) { return std::make_unique<WorldRank>(World::from_env()); });
 }
 
 // c10d's Gloo between all ranks, as PyTorch uses it on CPUs.
 RunningSystemPtr start_flat_gloo(const Network& network, int ranks_per_host) {
   const int size = network.hosts() * ranks_per_host;
-  return start("Gloo", network, ranks_per_host, [size, &network](int rank, int host, const std::string& address) {
-    const auto system =
-        make_gloo_rank({.store = address + ".store", .rank = rank, .size = size, .address = network.address(host)});
-    serve(*system, address);
+  return start("Gloo", network, ranks_per_host, [&](int rank, int host, const std::string& address) {
+    return make_gloo_rank({.store = address + ".store", .rank = rank, .size = size, .address = network.address(host)});
   });
 }
 
@@ -116,8 +109,7 @@ std::vector<Setup> setups_of(const HostsOptions& options) {
         {.what = concat(options.hosts.size(), " numbers of hosts and ", ranks.size(), " of ranks per host"),
          .next = "give one --ranks-per-host for each of --hosts, or one for all"});
   std::vector<Setup> setups;
-  for (std::size_t i = 0; i < options.hosts.size(); ++i)
-    setups.push_back({options.hosts[i], ranks.size() == 1 ? ranks.front() : ranks[i]});
+  for (const int hosts : options.hosts) setups.push_back({hosts, ranks[ranks.size() == 1 ? 0 : setups.size()]});
   return setups;
 }
 
@@ -130,8 +122,7 @@ double share_sent(const std::string& operation, int hosts) {
 
 struct HostsResult {
   Case one;
-  Turns ours{};
-  Turns gloo{};
+  Turns ours{}, gloo{};
   double bound = 0;  // seconds, at the nominal rate
 };
 

@@ -10,7 +10,6 @@
 #include <cstdlib>
 
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
 
 namespace lockstep::bench {
@@ -48,18 +47,19 @@ std::string why_missing(const std::string& launcher, const std::string& program,
 RunningSystemPtr start_mpi(const std::string& name, std::vector<std::string> command, const std::string& program,
                            int ranks) {
   command.insert(command.end(), {"-np", concat(ranks), beside_this(program)});
-  const RankProgram mpirun{.command = std::move(command),
-                           .body = nullptr,
-                           .variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"}, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}}};
-  return std::make_unique<RunningSystem>(name, ranks, std::vector{mpirun});
+  return std::make_unique<RunningSystem>(name, ranks, 1, [&](int, const std::string& address) {
+    command.push_back(address);
+    return ProcessOptions{.command = command,
+                          .variables = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"}, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}}};
+  });
 }
 
 }  // namespace
 
-RunningSystem::RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs)
+RunningSystem::RunningSystem(std::string name, int ranks, int processes, const RankProgram& program)
     : name_(std::move(name)), listener_(listen_at(folder_.file("socket"))) {
   ranks_.resize(ranks);
-  start(programs);
+  for (int i = 0; i < processes; ++i) processes_.emplace_back(program(i, folder_.file("socket")));
   for (int i = 0; i < ranks; ++i) accept_rank();
 }
 
@@ -71,20 +71,6 @@ RunningSystem::~RunningSystem() {
     ::poll(&ended, 1, 5000);
   }
   processes_.clear();
-}
-
-void RunningSystem::start(const std::vector<RankProgram>& programs) {
-  const std::string address = folder_.file("socket");
-  processes_.reserve(programs.size());
-  for (std::size_t i = 0; i < programs.size(); ++i) {
-    ProcessOptions options{.command = programs[i].command};
-    if (programs[i].body) options.body = [body = programs[i].body, address] { return body(address); };
-    if (!programs[i].body) options.command.push_back(address);
-    options.variables = programs[i].variables;
-    if (programs[i].pinned)
-      options.cores = cores_of_rank(usable_cores(), static_cast<int>(i), static_cast<int>(programs.size()));
-    processes_.emplace_back(options);
-  }
 }
 
 // Until there is something to read; a rank that ends first, or takes too long, is an error.
