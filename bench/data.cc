@@ -5,12 +5,8 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <cstdint>
-#include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <memory>
-#include <vector>
 
 #include <ATen/Parallel.h>
 
@@ -22,10 +18,8 @@
 #include "lockstep/data/images/jpeg.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/data/packed/packed_records.h"
-#include "lockstep/dataset.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 #include "lockstep/images.h"
 #include "lockstep/loader.h"
 #include "lockstep/models.h"
@@ -230,20 +224,24 @@ std::vector<double> peer_rates(const DataOptions& options, const std::vector<std
   return Json::parse(run_python("peers/data.py", arguments)).at("rates").get<std::vector<double>>();
 }
 
+// What is measured in turn with others; each turn gives no figure, one or several.
+struct Contender {
+  std::string name;
+  std::function<Turns(int turn)> measure;
+};
+
 class Report {
  public:
   explicit Report(const Program& program) : program_(program) {}
 
-  // Calls `turn` --turns times; it appends to the lists that add() gets afterwards.
-  void take_turns(const std::string& what, const std::function<void(int)>& turn) { program_.take_turns(what, turn); }
-
-  // A line: what was measured, its median in `unit`, and how many times that of `base` it is.
-  void add(const std::string& what, const Turns& values, const Turns& base = {}, int digits = 0, double unit = 1) {
-    if (values.empty()) return lines_.add({what, "not measured", ""});
-    const double found = median(values) / unit;
-    lines_.add({what, digits == 0 ? with_thousands(std::llround(found)) : fixed(found, digits),
-                base.empty() ? "" : times(found * unit / median(base))});
-    json_[what] = values;
+  // Adds a line for each contender: its median in `unit`, and how many times that of the first it is.
+  void compare(const std::string& what, const std::vector<Contender>& all, int digits = 0, double unit = 1) {
+    std::vector<Turns> found(all.size());
+    program_.take_turns(what, [&](int turn) {
+      for (std::size_t i = 0; i < all.size(); ++i)
+        std::ranges::copy(all[i].measure(turn), std::back_inserter(found[i]));
+    });
+    for (std::size_t i = 0; i < all.size(); ++i) add(all[i].name, found[i], i == 0 ? Turns{} : found[0], digits, unit);
   }
   void print(const std::string& title) {
     std::cout << '\n' << title << '\n';
@@ -255,27 +253,27 @@ class Report {
  private:
   static Table new_table() { return Table({"", "median", "of the first"}); }
 
+  void add(const std::string& what, const Turns& values, const Turns& base, int digits, double unit) {
+    if (values.empty()) return lines_.add({what, "not measured", ""});
+    const double found = median(values) / unit;
+    lines_.add({what, digits == 0 ? with_thousands(std::llround(found)) : fixed(found, digits),
+                base.empty() ? "" : times(found * unit / median(base))});
+    json_[what] = values;
+  }
+
   const Program& program_;
   Table lines_ = new_table();
   Json json_;
 };
 
-void append(Turns& all, const Turns& more) { all.insert(all.end(), more.begin(), more.end()); }
-
 void bench_fashion(const DataOptions& options, Report& report) {
   const auto dataset = std::make_shared<FashionMNIST>();
-  const auto peer = [&](int workers) { return peer_rates(options, {"fashion", concat(workers), "1"}); };
-  Turns theirs, theirs_two, here, one;
-  report.take_turns("Fashion-MNIST", [&](int) {
-    append(theirs, peer(0));
-    append(here, epoch_rates(dataset, 0, 3));
-    append(theirs_two, peer(2));
-    append(one, epoch_rates(dataset, 1, 3));
-  });
-  report.add("DataLoader, in process", theirs);
-  report.add("DataLoader, 2 workers", theirs_two, theirs);
-  report.add("lockstep, in the training thread", here, theirs);
-  report.add("lockstep, 1 worker", one, theirs);
+  const auto peer = [&](const char* workers) { return peer_rates(options, {"fashion", workers, "1"}); };
+  report.compare("Fashion-MNIST",
+                 {{"DataLoader, in process", [&](int) { return peer("0"); }},
+                  {"DataLoader, 2 workers", [&](int) { return peer("2"); }},
+                  {"lockstep, in the training thread", [&](int) { return epoch_rates(dataset, 0, 3); }},
+                  {"lockstep, 1 worker", [&](int) { return epoch_rates(dataset, 1, 3); }}});
   report.print("Fashion-MNIST, batches of 256, shuffled, normalised: images/s");
 
   const std::vector<double> bytes = memory_after_epochs(dataset, 1, 10);
@@ -290,13 +288,10 @@ void bench_jpeg(const DataOptions& options, const TemporaryFolder& scratch, Repo
   const auto dataset = std::make_shared<ImageDataset>(
       std::make_shared<ImageFolder>(folder),
       parse_transforms("random-resized-crop:224,flip,normalise:0.485+0.456+0.406:0.229+0.224+0.225", {}));
-  Turns theirs, ours;
-  report.take_turns("JPEG", [&](int) {
-    append(theirs, peer_rates(options, {"jpeg", folder.string(), concat(cores), "1"}));
-    append(ours, epoch_rates(dataset, cores, 1, 32));
-  });
-  report.add(concat("torchvision and DataLoader, ", cores, " workers"), theirs);
-  report.add(concat("lockstep, ", cores, " workers"), ours, theirs);
+  const auto theirs = [&](int) { return peer_rates(options, {"jpeg", folder.string(), concat(cores), "1"}); };
+  report.compare("JPEG",
+                 {{concat("torchvision and DataLoader, ", cores, " workers"), theirs},
+                  {concat("lockstep, ", cores, " workers"), [&](int) { return epoch_rates(dataset, cores, 1, 32); }}});
   report.print("JPEG of 500 x 375, random-resized crop to 224, flip, normalise, batches of 32: images/s");
 }
 
@@ -307,13 +302,13 @@ void bench_packed(const DataOptions& options, const TemporaryFolder& scratch, Re
     const std::string from = cold ? "disk" : "page cache";
     file_rate(folder, cold);  // fills the page cache
     record_rate(folder, cold, 0);
-    Turns plain, records;
-    report.take_turns(concat("records, ", from), [&](int turn) {
-      plain.push_back(file_rate(folder, cold));
-      records.push_back(record_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1));
-    });
-    report.add(concat("read() of the shards, ", from), plain, {}, 2, 1e9);
-    report.add(concat("records, shuffled, checksums compared, ", from), records, plain, 2, 1e9);
+    const auto records = [&](int turn) {
+      return Turns{record_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1)};
+    };
+    report.compare(concat("records, ", from),
+                   {{concat("read() of the shards, ", from), [&](int) { return Turns{file_rate(folder, cold)}; }},
+                    {concat("records, shuffled, checksums compared, ", from), records}},
+                   2, 1e9);
   }
   report.print("Packed records of 112 KiB, one thread: GB/s");
 }

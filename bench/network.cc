@@ -5,14 +5,11 @@
 #include <sched.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <future>
-#include <vector>
 
 #include "bench/tcp.h"
 #include "lockstep/base/file.h"

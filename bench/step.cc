@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.
-#include <cstdint>
 #include <cstring>
 #include <fstream>
 #include <iostream>
-#include <map>
-#include <string>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -15,17 +11,13 @@
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/dataset.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/layout.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/strategy/option_names.h"
-#include "lockstep/task.h"
 
 namespace lockstep::bench {
 namespace {

@@ -3,13 +3,8 @@
 // each strategy in turn: the time of a step, and what the busiest link carries, beside the formulas.
 #include <fcntl.h>
 
-#include <algorithm>
-#include <chrono>
 #include <fstream>
 #include <iostream>
-#include <list>
-#include <string>
-#include <vector>
 
 #include "bench/harness.h"
 #include "bench/network.h"
