@@ -3,7 +3,7 @@
 #include <array>
 #include <iomanip>
 
-#include "bench/benchmarks.h"
+#include "bench/harness.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/train/end_process.h"

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step with PyTorch's DistributedDataParallel over Gloo: the peer of `lockstep bench step`.
 
-    pytorch.py CASE RANKS BATCH LAYOUT WARMUP STEPS      BATCH is global; LAYOUT: contiguous | channels_last
+    step.py CASE RANKS BATCH LAYOUT WARMUP STEPS      BATCH is global; LAYOUT: contiguous | channels_last
 
-Prints "name value" lines: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
+Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
 the ranks' memory (PSS) in MiB, idle and at the end.
 """
+import json
 import math
 import os
 import statistics
@@ -33,40 +34,17 @@ def mlp():
 
 
 def alexnet():
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(True), nn.MaxPool2d(3, 2), nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(True),
-        nn.MaxPool2d(3, 2), nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(True), nn.Conv2d(384, 256, 3, padding=1),
-        nn.ReLU(True), nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(True), nn.MaxPool2d(3, 2), nn.AdaptiveAvgPool2d(6),
-        nn.Flatten(), nn.Dropout(), nn.Linear(256 * 36, 4096), nn.ReLU(True), nn.Dropout(), nn.Linear(4096, 4096),
-        nn.ReLU(True), nn.Linear(4096, 1000))
-
-
-class Residual(nn.Module):
-    def __init__(self, inputs, width, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.down = None
-        if stride != 1 or inputs != width:
-            self.down = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x):
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        y = self.bn2(self.conv2(y))
-        return F.relu(y + (x if self.down is None else self.down(x)), inplace=True)
+    from torchvision import models
+    return models.alexnet()
 
 
 def resnet18():
-    blocks, channels = [], 64
-    for group in range(4):
-        width = 64 << group
-        for block in range(2):
-            blocks.append(Residual(channels, width, 2 if block == 0 and group > 0 else 1))
-            channels = width
-    return nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(True), *blocks,
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    """ResNet-18 as it is for images of 32 x 32: a first convolution of 3 x 3, no pooling after it."""
+    from torchvision import models
+    net = models.resnet18(num_classes=10)
+    net.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
 
 
 class Block(nn.Module):
@@ -124,20 +102,34 @@ def summed(value):
     return total.item()
 
 
-def train(rank, case, ranks, batch, layout, warmup, steps, store):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
+def join(rank, ranks, store):
     torch.set_num_threads(1)
     torch.manual_seed(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method="file://" + store)
+
+
+def memory_format(layout):
+    return torch.channels_last if layout == "channels_last" else torch.contiguous_format
+
+
+def run_ranks(train, ranks, *arguments):
+    """Calls train(rank, ranks, store, *arguments) in a process per rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(train, args=(ranks, folder + "/store", *arguments), nprocs=ranks)
+
+
+def train(rank, ranks, store, case, batch, layout, warmup, steps):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
+    join(rank, ranks, store)
     idle = summed(pss_mib())
     make, shape, classes = CASES[case]
-    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    images = shape is not None and len(shape) == 3
     model = make()
-    if shape and len(shape) == 3:
-        model = model.to(memory_format=memory_format)
+    if images:
+        model = model.to(memory_format=memory_format(layout))
     data, target = samples(shape, classes, batch // ranks)
-    if data.dim() == 4:
-        data = data.contiguous(memory_format=memory_format)
+    if images:
+        data = data.contiguous(memory_format=memory_format(layout))
     net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
@@ -165,16 +157,12 @@ def train(rank, case, ranks, batch, layout, warmup, steps, store):
             times["no_sync"] += block(math.ceil(steps / 2))
     memory = summed(pss_mib())
     if rank == 0:
-        for name, seconds in times.items():
-            print(name, statistics.median(seconds))
-        print("idle_mib", idle)
-        print("memory_mib", memory)
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        print(json.dumps({**medians, "idle_mib": idle, "memory_mib": memory}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     case, ranks, batch, layout, warmup, steps = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (case, int(ranks), int(batch), layout, int(warmup), int(steps), folder + "/store")
-        torch.multiprocessing.spawn(train, args=arguments, nprocs=int(ranks))
+    run_ranks(train, int(ranks), case, int(batch), layout, int(warmup), int(steps))

@@ -1,33 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's DataLoader on the data of `lockstep bench data`; prints one JSON line with samples per second of each epoch.
 
-    pytorch.py fashion IMAGES LABELS WORKERS EPOCHS
-    pytorch.py jpeg FOLDER WORKERS EPOCHS
+    data.py fashion WORKERS EPOCHS
+    data.py jpeg FOLDER WORKERS EPOCHS
 
 fashion: a TensorDataset of images that were normalised beforehand, the fastest that a user gets without a sampler of batches
 of their own. jpeg: torchvision's ImageFolder, random-resized crop to 224, flip, normalise.
 """
-import gzip
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
+from fashion_mnist import training_set
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def idx(path):
-    path = Path(path)
-    data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
-    dimensions = data[3]
-    shape = [int.from_bytes(data[4 + 4 * i:8 + 4 * i], "big") for i in range(dimensions)]
-    return torch.frombuffer(bytearray(data[4 + 4 * dimensions:]), dtype=torch.uint8).reshape(shape)
-
-
-def fashion(images, labels):
-    pixels = (idx(images).float().div(255) - 0.2860) / 0.3530
-    return TensorDataset(pixels.unsqueeze(1), idx(labels).long())
+def fashion():
+    images, labels = map(torch.from_numpy, training_set())
+    return TensorDataset(images.unsqueeze(1), labels)
 
 
 def jpeg(folder):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/hosts/network.h: hosts on one machine: network namespaces, each with one link to a switch.
+// bench/network.h: hosts on one machine: network namespaces, each with one link to a switch.
 //
 //   host 0 -- eth0 ==== port0 --.
 //   host 1 -- eth0 ==== port1 --+-- bridge         eth0 of host h has the address 10.77.0.(h + 1)
@@ -12,21 +12,42 @@
 // Threads: make it on the main thread while that is the only one (it forks)
 #pragma once
 
-#include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bench/harness.h"
-#include "bench/hosts/network_namespace.h"
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/unique_fd.h"
 
 namespace lockstep::bench {
 
+// A network with interfaces, addresses and ports of its own. It is a descriptor, no name: the kernel removes the namespace
+// and its interfaces with the last descriptor or process that holds it, so nothing is left behind however this program ends.
+class NetworkNamespace {
+ public:
+  NetworkNamespace();  // its loopback device is down. Throws SystemError: not root
+
+  // The calling thread, and what it starts, live here from now on.
+  void enter() const;
+
+  // Runs `body` on a thread that lives here, and throws what it throws.
+  void run(const std::function<void()>& body) const;
+
+  // Runs lines of sh here up to the first that fails. Throws SystemError.
+  void shell(const std::string& script) const;
+
+  std::string path() const;  // what `ip netns` and `nsenter --net` take, while this lives
+
+ private:
+  UniqueFd fd_;
+};
+
 // What a host's link has carried since it was made, frames with their headers.
 struct LinkBytes {
-  std::uint64_t sent = 0;
-  std::uint64_t received = 0;
+  double sent = 0;
+  double received = 0;
 };
 
 struct LinkOptions {
