@@ -10,9 +10,9 @@
 // are 2-norms over one parameter. Constructors throw UsageError: negative values, a beta outside [0, 1), SGD with
 // nesterov but without momentum.
 //
-// To add an optimizer: its options, rule_of() and name here, its options in OptimizerOptions below, its name and options
-// in lockstep/optimizer/registry.cc, and its rule in a source of lockstep/optimizer/. The command line, checkpoints,
-// servers and `lockstep verify` then know it.
+// To add an optimizer: its options, their rule_of() and its name here, its options in OptimizerOptions below, its rule in
+// a source of lockstep/optimizer/, its name and hyperparameters in lockstep/optimizer/registry.cc. The command line,
+// checkpoints, servers and `lockstep verify` then know it.
 #pragma once
 
 #include <torch/types.h>

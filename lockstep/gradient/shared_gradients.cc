@@ -24,7 +24,7 @@ struct Row {
 };
 
 // The gradient is another one, or was written to, exactly if this differs.
-std::pair<const void*, std::int64_t> version_of(const torch::Tensor& gradient) {
+std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
   return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
 }
 
@@ -162,12 +162,12 @@ std::uint64_t SharedGradients::place_for_peers(std::size_t source, std::size_t i
 
 void SharedGradients::remember_grads() {
   when_published_.clear();
-  for (const auto& [name, parameter] : parameters_) when_published_.push_back(version_of(parameter.grad()));
+  for (const auto& [name, parameter] : parameters_) when_published_.push_back(identity_of(parameter.grad()));
 }
 
 void SharedGradients::require_unchanged_grads() const {
   for (std::size_t i = 0; i < when_published_.size(); ++i) {
-    if (version_of(parameters_[i].tensor.grad()) == when_published_[i]) continue;
+    if (identity_of(parameters_[i].tensor.grad()) == when_published_[i]) continue;
     throw UsageError(
         {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
