@@ -15,7 +15,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
-#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
