@@ -2,11 +2,10 @@
 // `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.
 #include <iostream>
 
-#include "bench/benchmarks.h"
 #include "bench/collectives/cases.h"
-#include "bench/collectives/loopback.h"
 #include "bench/collectives/systems.h"
 #include "bench/harness.h"
+#include "bench/tcp.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -70,30 +69,31 @@ Case in_column(Case one, const Column& column) {
 }
 
 // The turns of each system at each case, which is named by its word.
-using Results = std::map<std::string, Figures>;
+using Results = std::map<std::string, std::map<std::string, Turns>>;
 
-const Turns* turns_of(const Results& results, const std::string& system, const Case& one) {
+// Empty: never measured.
+Turns turns_of(const Results& results, const std::string& system, const Case& one) {
   const auto found = results.find(system);
-  return found == results.end() ? nullptr : found->second.find(to_word(one));
+  if (found == results.end() || !found->second.contains(to_word(one))) return {};
+  return found->second.at(to_word(one));
 }
 
 std::optional<double> seconds_of(const Results& results, const std::string& system, const Case& one) {
-  const Turns* const turns = turns_of(results, system, one);
-  return turns == nullptr ? std::nullopt : std::optional(median(*turns));
+  const Turns turns = turns_of(results, system, one);
+  return turns.empty() ? std::nullopt : std::optional(median(turns));
 }
 
 // How many times as long as `ours` the peer took.
 std::optional<double> ratio_to(const Results& results, const std::string& peer, const Case& theirs, const Case& ours) {
-  const Turns* const above = turns_of(results, peer, theirs);
-  const Turns* const below = turns_of(results, kLockstep, ours);
-  if (above == nullptr || below == nullptr) return std::nullopt;
-  return median_ratio(*above, *below);
+  const Turns above = turns_of(results, peer, theirs);
+  const Turns below = turns_of(results, kLockstep, ours);
+  return above.empty() || below.empty() ? std::nullopt : std::optional(median_ratio(above, below));
 }
 
 Json to_json(const Results& results) {
   Json json;
-  for (const auto& [system, figures] : results)
-    for (const auto& [word, turns] : figures.all()) json[system][word] = bench::to_json(turns);
+  for (const auto& [system, cases] : results)
+    for (const auto& [word, turns] : cases) json[system][word] = bench::to_json(turns);
   return json;
 }
 
@@ -105,7 +105,7 @@ Results measure(const Program& program, const CollectivesOptions& options, int r
   for (const Peer& peer : here) theirs.push_back(peer.start(ranks));
   Results results;
   const auto run = [&](const RunningSystemPtr& system, const Case& one) {
-    if (const auto seconds = system->seconds(to_word(one))) results[system->name()].add(to_word(one), *seconds);
+    if (const auto seconds = system->seconds(to_word(one))) results[system->name()][to_word(one)].push_back(*seconds);
   };
   for (const Case& one : cases_of(options))
     program.take_turns(concat(ranks, " ranks: ", one.operation, " ", one.bytes), [&](int) {
@@ -125,63 +125,55 @@ double copied_share(const std::string& operation, int ranks) {
   return 1;
 }
 
-class Page {
- public:
-  Page(const CollectivesOptions& options, int ranks, const std::vector<Peer>& here, const Results& results)
-      : options_(options), ranks_(ranks), here_(here), results_(results) {}
-
-  void print(std::ostream& out) const {
-    Table table(heads());
-    for (const Case& one : cases_of(options_)) table.add(row(one));
-    out << '\n' << ranks_ << " ranks, " << options_.dtype << ", microseconds\n";
-    table.print(out);
-  }
-
- private:
-  std::vector<std::string> heads() const {
-    std::vector<std::string> heads{"operation", "bytes"};
-    for (const Column& column : lockstep_columns(options_))
-      heads.insert(heads.end(), {column.name, "/Gloo", "/best", "GB/s", "limit"});
-    for (const Peer& peer : here_) heads.push_back(peer.name);
-    heads.emplace_back(kMemcpy);
-    return heads;
-  }
-
-  std::vector<std::string> row(const Case& one) const {
-    std::vector<std::string> cells{one.operation,
-                                   one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
-    const auto copy = seconds_of(results_, kLockstep, copy_of(one));
-    for (const Column& column : lockstep_columns(options_)) {
-      const auto ours = seconds_of(results_, kLockstep, in_column(one, column));
-      cells.push_back(microseconds(ours));
-      cells.push_back(times(ratio_to(results_, "Gloo", one, in_column(one, column)), 1));
-      cells.push_back(times(ratio_to_best(one, in_column(one, column)), 1));
-      cells.push_back(ours && one.bytes > 0 ? fixed(static_cast<double>(one.bytes) / *ours / 1e9, 2) : "");
-      cells.push_back(share_of_limit(one, ours, copy));
-    }
-    for (const Peer& peer : here_) cells.push_back(microseconds(seconds_of(results_, peer.name, one)));
-    cells.push_back(microseconds(copy));
-    return cells;
-  }
-
-  std::optional<double> ratio_to_best(const Case& theirs, const Case& ours) const {
-    std::optional<double> least;
-    for (const Peer& peer : here_)
-      if (const auto ratio = ratio_to(results_, peer.name, theirs, ours); ratio && (!least || *ratio < *least))
-        least = ratio;
-    return least;
-  }
-
-  std::string share_of_limit(const Case& one, std::optional<double> ours, std::optional<double> copy) const {
-    if (!ours || !copy) return "";
-    return percent(*copy * copied_share(one.operation, ranks_) / *ours);
-  }
-
-  const CollectivesOptions& options_;
-  int ranks_;
-  const std::vector<Peer>& here_;
-  const Results& results_;
+struct Page {
+  const CollectivesOptions& options;
+  int ranks;
+  const std::vector<Peer>& here;
+  const Results& results;
 };
+
+std::vector<std::string> heads_of(const Page& page) {
+  std::vector<std::string> heads{"operation", "bytes"};
+  for (const Column& column : lockstep_columns(page.options))
+    heads.insert(heads.end(), {column.name, "/Gloo", "/best", "GB/s", "limit"});
+  for (const Peer& peer : page.here) heads.push_back(peer.name);
+  heads.emplace_back(kMemcpy);
+  return heads;
+}
+
+std::optional<double> ratio_to_best(const Page& page, const Case& theirs, const Case& ours) {
+  std::optional<double> least;
+  for (const Peer& peer : page.here)
+    if (const auto ratio = ratio_to(page.results, peer.name, theirs, ours); ratio && (!least || *ratio < *least))
+      least = ratio;
+  return least;
+}
+
+std::vector<std::string> row_of(const Page& page, const Case& one) {
+  const auto& results = page.results;
+  std::vector<std::string> cells{one.operation,
+                                 one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
+  const auto copy = seconds_of(results, kLockstep, copy_of(one));
+  for (const Column& column : lockstep_columns(page.options)) {
+    const Case mine = in_column(one, column);
+    const auto ours = seconds_of(results, kLockstep, mine);
+    cells.push_back(microseconds(ours));
+    cells.push_back(times(ratio_to(results, "Gloo", one, mine), 1));
+    cells.push_back(times(ratio_to_best(page, one, mine), 1));
+    cells.push_back(ours && one.bytes > 0 ? fixed(static_cast<double>(one.bytes) / *ours / 1e9, 2) : "");
+    cells.push_back(ours && copy ? percent(*copy * copied_share(one.operation, page.ranks) / *ours) : "");
+  }
+  for (const Peer& peer : page.here) cells.push_back(microseconds(seconds_of(results, peer.name, one)));
+  cells.push_back(microseconds(copy));
+  return cells;
+}
+
+void print(const Page& page, std::ostream& out) {
+  Table table(heads_of(page));
+  for (const Case& one : cases_of(page.options)) table.add(row_of(page, one));
+  out << '\n' << page.ranks << " ranks, " << page.options.dtype << ", microseconds\n";
+  table.print(out);
+}
 
 void add_options(Program& program, CollectivesOptions& options) {
   program.list("--ranks", options.ranks, "numbers of processes, such as 2,4,8");
@@ -213,7 +205,7 @@ void run(const Program& program, const CollectivesOptions& options) {
   Json json{{"turns", program.turns()}};
   for (const int ranks : options.ranks) {
     const Results results = measure(program, options, ranks, here);
-    Page(options, ranks, here, results).print(std::cout);
+    print(Page{options, ranks, here, results}, std::cout);
     json["seconds"][concat(ranks, " ranks")] = to_json(results);
   }
   program.save(json);
@@ -226,11 +218,11 @@ int bench_collectives(int argc, const char* const* argv) {
   Program program("collectives", "Every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.",
                   3);
   add_options(program, options);
-  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
-  if (options.full && !program.was_given("--ranks")) options.ranks = {2, 4, 8};
-  if (options.full && !program.was_given("--algorithm")) options.algorithms = kAlgorithms;
-  run(program, options);
-  return 0;
+  return program.run(argc, argv, [&] {
+    if (options.full && !program.was_given("--ranks")) options.ranks = {2, 4, 8};
+    if (options.full && !program.was_given("--algorithm")) options.algorithms = kAlgorithms;
+    run(program, options);
+  });
 }
 
 }  // namespace lockstep::bench

@@ -1,19 +1,213 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
 // page cache, and a LeNet step with loading beside one without; in turn, medians.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <fstream>
 #include <iostream>
 
-#include "bench/benchmarks.h"
-#include "bench/data/measure.h"
+#include <ATen/Parallel.h>
+
 #include "bench/harness.h"
 #include "bench/processes.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
+#include "lockstep/data/images/encoded_image.h"
+#include "lockstep/data/loader/random.h"
+#include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
+#include "lockstep/deadline.h"
 #include "lockstep/images.h"
+#include "lockstep/loader.h"
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
 
 namespace lockstep::bench {
 namespace {
+
+// ---- the measurements, each of lockstep alone
+
+struct StepSeconds {
+  double loaded;    // a step with its batch out of the loader
+  double repeated;  // the same step on one batch in memory
+};
+
+constexpr std::int64_t kBatch = 256;
+
+double resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  double all = 0;
+  double resident = 0;
+  file >> all >> resident;
+  return resident * static_cast<double>(::sysconf(_SC_PAGESIZE));
+}
+
+double run_epoch(Loader& loader, std::int64_t epoch) {
+  const Stopwatch watch;
+  std::int64_t samples = 0;
+  for (const Batch& batch : loader.epoch(epoch)) samples += batch.size();
+  return static_cast<double>(samples) / watch.seconds();
+}
+
+// Waves with noise: about as many bytes as a photograph of this size has.
+std::vector<std::uint8_t> photograph(std::int64_t height, std::int64_t width, std::int64_t index) {
+  SampleRandom random(7, index);
+  const double down = random.uniform(0.01, 0.1);
+  const double across = random.uniform(0.01, 0.1);
+  std::vector<std::uint8_t> pixels;
+  for (std::int64_t y = 0; y < height; ++y)
+    for (std::int64_t x = 0; x < width; ++x)
+      for (int c = 0; c < 3; ++c)
+        pixels.push_back(static_cast<std::uint8_t>(
+            110 + 80 * std::sin(down * static_cast<double>(y) + across * static_cast<double>(x) + c) + random() % 24));
+  return pixels;
+}
+
+template <class Visit>
+void for_each_shard(const std::filesystem::path& folder, Visit&& visit) {
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const UniqueFd fd(::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
+    if (!fd) throw system_error("open", entry.path());
+    visit(fd.get());
+  }
+}
+
+void drop_from_page_cache(const std::filesystem::path& folder) {
+  for_each_shard(folder, [](int fd) { ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); });
+}
+
+// One block of steps; seconds per step.
+template <class NextBatch>
+double block_of_steps(Strategy& strategy, int steps, NextBatch&& next_batch) {
+  const Stopwatch watch;
+  for (int step = 0; step < steps; ++step) {
+    strategy.forward_backward(next_batch());
+    strategy.update();
+  }
+  return watch.seconds() / steps;
+}
+
+StepSeconds measure_rank(World& world, int blocks) {
+  constexpr int kSteps = 20;
+  at::set_num_threads(1);
+  const auto strategy = make_strategy(world, classification_task<LeNet>("lenet"),
+                                      {.kind = StrategyKind::kDdp, .optimizer = SGDOptions{.lr = 0.01}});
+  Loader loader = make_loader(world, FashionMNIST(), {.batch_size = kBatch, .seed = 1});
+  std::vector<double> loaded;
+  std::vector<double> repeated;
+  Batch kept;
+  for (int block = 0; block <= blocks; ++block) {
+    auto batch = loader.epoch(block).begin();
+    if (block == 0) kept = {(*batch).data.clone(), (*batch).target.clone()};
+    const double with_loading = block_of_steps(*strategy, kSteps, [&]() -> Batch& { return *++batch; });
+    const double without = block_of_steps(*strategy, kSteps, [&]() -> Batch& { return kept; });
+    if (block == 0) continue;  // warms up
+    loaded.push_back(with_loading);
+    repeated.push_back(without);
+  }
+  return {median(loaded), median(repeated)};
+}
+
+// Samples per second of one epoch after another, the first left out; shuffled.
+std::vector<double> epoch_rates(const std::shared_ptr<const Dataset>& dataset, int workers, int epochs,
+                                std::int64_t batch_size = 256) {
+  Loader loader(World::single(), dataset, {.batch_size = batch_size, .seed = 1, .workers = workers, .prefetch = 4});
+  run_epoch(loader, 0);
+  std::vector<double> rates;
+  for (int epoch = 1; epoch <= epochs; ++epoch) rates.push_back(run_epoch(loader, epoch));
+  return rates;
+}
+
+// Resident memory in bytes after each of `epochs` epochs.
+std::vector<double> memory_after_epochs(const std::shared_ptr<const Dataset>& dataset, int workers, int epochs) {
+  Loader loader(World::single(), dataset, {.batch_size = kBatch, .seed = 1, .workers = workers});
+  std::vector<double> bytes;
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    run_epoch(loader, epoch);
+    bytes.push_back(resident_bytes());
+  }
+  return bytes;
+}
+
+// FOLDER/CLASS/N.jpg: synthetic photographs of 500 x 375 pixels.
+void write_photographs(const std::filesystem::path& folder, int count) {
+  constexpr std::int64_t kHeight = 375;
+  constexpr std::int64_t kWidth = 500;
+  for (int i = 0; i < count; ++i) {
+    const auto in = folder / (i % 2 == 0 ? "even" : "odd");
+    std::filesystem::create_directories(in);
+    const auto file = encode_jpeg(photograph(kHeight, kWidth, i).data(), kHeight, kWidth, 90);
+    std::ofstream out(in / (std::to_string(i) + ".jpg"), std::ios::binary);
+    out.write(reinterpret_cast<const char*>(file.data()), static_cast<std::streamsize>(file.size()));
+    if (!out) throw system_error("write", in);
+  }
+}
+
+// FOLDER: packed records of 112 KiB, `bytes` in all.
+void write_records(const std::filesystem::path& folder, std::uint64_t bytes) {
+  std::vector<std::uint8_t> payload(std::size_t{112} << 10);
+  RecordWriter writer(folder);
+  for (std::uint64_t i = 0; i * payload.size() < bytes; ++i) {
+    SampleRandom random(3, static_cast<std::int64_t>(i));
+    for (std::uint8_t& byte : payload) byte = static_cast<std::uint8_t>(random());
+    writer.add({.target = 0, .encoded = true, .payload = payload});
+  }
+  writer.finish({.name = "records", .classes = 1});
+}
+
+// Bytes per second of one thread; shuffled, with checksums. With `cold`, the files are dropped from the page cache first.
+double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t seed) {
+  constexpr std::int64_t kWindow = 1024;
+  constexpr std::int64_t kAhead = 64;
+  if (cold) drop_from_page_cache(folder);
+  const Stopwatch watch;
+  const RecordReader records(folder);
+  const auto order = window_order(records.shard_sizes(), kWindow)->draw(seed, 0);
+  std::uint64_t bytes = 0;
+  const auto part = [&](std::int64_t begin) {
+    const std::int64_t end = std::min(begin + kAhead, records.size());
+    std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
+    order(begin, batch);
+    return batch;
+  };
+  for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {
+    records.will_read(part(begin + kAhead));
+    for (const std::int64_t index : part(begin)) bytes += records.read(index).payload.size();
+  }
+  return static_cast<double>(bytes) / watch.seconds();
+}
+
+// The same of read() on the same files.
+double file_rate(const std::filesystem::path& folder, bool cold) {
+  if (cold) drop_from_page_cache(folder);
+  std::vector<char> buffer(std::size_t{1} << 20);
+  double bytes = 0;
+  const Stopwatch watch;
+  for_each_shard(folder, [&](int fd) {
+    for (;;) {
+      const ssize_t got = ::read(fd, buffer.data(), buffer.size());
+      if (got <= 0) return;
+      bytes += static_cast<double>(got);
+    }
+  });
+  return bytes / watch.seconds();
+}
+
+// LeNet on Fashion-MNIST, a rank of one thread per core; medians over blocks of steps, in turn.
+StepSeconds lenet_step(int ranks, int blocks) {
+  StepSeconds found{};
+  run_ranks(ranks, [&](World& world) {
+    const StepSeconds mine = measure_rank(world, blocks);
+    if (world.rank() == 0) found = mine;
+  });
+  return found;
+}
+
+// ---- the comparison
 
 namespace fs = std::filesystem;
 
@@ -24,26 +218,30 @@ struct DataOptions {
   fs::path scratch = fs::temp_directory_path();
 };
 
-// Samples per second of each epoch that data-pytorch.py runs; none where PyTorch is not here.
+// Samples per second of each epoch that bench/peers/data.py runs; none where PyTorch is not here.
 std::vector<double> peer_rates(const DataOptions& options, const std::vector<std::string>& arguments) {
   if (!options.with_pytorch) return {};
-  return Json::parse(run_python("data-pytorch.py", arguments)).at("rates").get<std::vector<double>>();
+  return Json::parse(run_python("peers/data.py", arguments)).at("rates").get<std::vector<double>>();
 }
+
+// What is measured in turn with others; each turn gives no figure, one or several.
+struct Contender {
+  std::string name;
+  std::function<Turns(int turn)> measure;
+};
 
 class Report {
  public:
   explicit Report(const Program& program) : program_(program) {}
 
-  // Calls `turn` --turns times; it appends to the lists that add() gets afterwards.
-  void take_turns(const std::string& what, const std::function<void(int)>& turn) { program_.take_turns(what, turn); }
-
-  // A line: what was measured, its median in `unit`, and how many times that of `base` it is.
-  void add(const std::string& what, const Turns& values, const Turns& base = {}, int digits = 0, double unit = 1) {
-    if (values.empty()) return lines_.add({what, "not measured", ""});
-    const double found = median(values) / unit;
-    lines_.add({what, digits == 0 ? with_thousands(std::llround(found)) : fixed(found, digits),
-                base.empty() ? "" : times(found * unit / median(base))});
-    json_[what] = values;
+  // Adds a line for each contender: its median in `unit`, and how many times that of the first it is.
+  void compare(const std::string& what, const std::vector<Contender>& all, int digits = 0, double unit = 1) {
+    std::vector<Turns> found(all.size());
+    program_.take_turns(what, [&](int turn) {
+      for (std::size_t i = 0; i < all.size(); ++i)
+        std::ranges::copy(all[i].measure(turn), std::back_inserter(found[i]));
+    });
+    for (std::size_t i = 0; i < all.size(); ++i) add(all[i].name, found[i], i == 0 ? Turns{} : found[0], digits, unit);
   }
   void print(const std::string& title) {
     std::cout << '\n' << title << '\n';
@@ -55,34 +253,27 @@ class Report {
  private:
   static Table new_table() { return Table({"", "median", "of the first"}); }
 
+  void add(const std::string& what, const Turns& values, const Turns& base, int digits, double unit) {
+    if (values.empty()) return lines_.add({what, "not measured", ""});
+    const double found = median(values) / unit;
+    lines_.add({what, digits == 0 ? with_thousands(std::llround(found)) : fixed(found, digits),
+                base.empty() ? "" : times(found * unit / median(base))});
+    json_[what] = values;
+  }
+
   const Program& program_;
   Table lines_ = new_table();
   Json json_;
 };
 
-void append(Turns& all, const Turns& more) { all.insert(all.end(), more.begin(), more.end()); }
-
 void bench_fashion(const DataOptions& options, Report& report) {
   const auto dataset = std::make_shared<FashionMNIST>();
-  const std::string folder = FashionMNIST::kDebianFolder;
-  const auto file = [&](const std::string& name) {
-    return fs::exists(fs::path(folder) / name) ? concat(folder, "/", name) : concat(folder, "/", name, ".gz");
-  };
-  const auto peer = [&](int workers) {
-    return peer_rates(
-        options, {"fashion", file("train-images-idx3-ubyte"), file("train-labels-idx1-ubyte"), concat(workers), "1"});
-  };
-  Turns theirs, theirs_two, here, one;
-  report.take_turns("Fashion-MNIST", [&](int) {
-    append(theirs, peer(0));
-    append(here, epoch_rates(dataset, 0, 3));
-    append(theirs_two, peer(2));
-    append(one, epoch_rates(dataset, 1, 3));
-  });
-  report.add("DataLoader, in process", theirs);
-  report.add("DataLoader, 2 workers", theirs_two, theirs);
-  report.add("lockstep, in the training thread", here, theirs);
-  report.add("lockstep, 1 worker", one, theirs);
+  const auto peer = [&](const char* workers) { return peer_rates(options, {"fashion", workers, "1"}); };
+  report.compare("Fashion-MNIST",
+                 {{"DataLoader, in process", [&](int) { return peer("0"); }},
+                  {"DataLoader, 2 workers", [&](int) { return peer("2"); }},
+                  {"lockstep, in the training thread", [&](int) { return epoch_rates(dataset, 0, 3); }},
+                  {"lockstep, 1 worker", [&](int) { return epoch_rates(dataset, 1, 3); }}});
   report.print("Fashion-MNIST, batches of 256, shuffled, normalised: images/s");
 
   const std::vector<double> bytes = memory_after_epochs(dataset, 1, 10);
@@ -97,13 +288,10 @@ void bench_jpeg(const DataOptions& options, const TemporaryFolder& scratch, Repo
   const auto dataset = std::make_shared<ImageDataset>(
       std::make_shared<ImageFolder>(folder),
       parse_transforms("random-resized-crop:224,flip,normalise:0.485+0.456+0.406:0.229+0.224+0.225", {}));
-  Turns theirs, ours;
-  report.take_turns("JPEG", [&](int) {
-    append(theirs, peer_rates(options, {"jpeg", folder.string(), concat(cores), "1"}));
-    append(ours, epoch_rates(dataset, cores, 1, 32));
-  });
-  report.add(concat("torchvision and DataLoader, ", cores, " workers"), theirs);
-  report.add(concat("lockstep, ", cores, " workers"), ours, theirs);
+  const auto theirs = [&](int) { return peer_rates(options, {"jpeg", folder.string(), concat(cores), "1"}); };
+  report.compare("JPEG",
+                 {{concat("torchvision and DataLoader, ", cores, " workers"), theirs},
+                  {concat("lockstep, ", cores, " workers"), [&](int) { return epoch_rates(dataset, cores, 1, 32); }}});
   report.print("JPEG of 500 x 375, random-resized crop to 224, flip, normalise, batches of 32: images/s");
 }
 
@@ -114,13 +302,13 @@ void bench_packed(const DataOptions& options, const TemporaryFolder& scratch, Re
     const std::string from = cold ? "disk" : "page cache";
     file_rate(folder, cold);  // fills the page cache
     record_rate(folder, cold, 0);
-    Turns plain, records;
-    report.take_turns(concat("records, ", from), [&](int turn) {
-      plain.push_back(file_rate(folder, cold));
-      records.push_back(record_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1));
-    });
-    report.add(concat("read() of the shards, ", from), plain, {}, 2, 1e9);
-    report.add(concat("records, shuffled, checksums compared, ", from), records, plain, 2, 1e9);
+    const auto records = [&](int turn) {
+      return Turns{record_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1)};
+    };
+    report.compare(concat("records, ", from),
+                   {{concat("read() of the shards, ", from), [&](int) { return Turns{file_rate(folder, cold)}; }},
+                    {concat("records, shuffled, checksums compared, ", from), records}},
+                   2, 1e9);
   }
   report.print("Packed records of 112 KiB, one thread: GB/s");
 }
@@ -142,19 +330,19 @@ int bench_data(int argc, const char* const* argv) {
   program.option("--photographs", options.photographs, "JPEG files to make")->check(CLI::Range(2, 1000000));
   program.option("--packed-mib", options.packed_mib, "packed records to write")->check(CLI::Range(1.0, 1e7));
   program.option("--scratch", options.scratch, "folder for them");
-  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
-  std::cout << machine() << '\n';
-  const std::string missing = why_no_python("torch, torchvision");
-  if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << '\n';
-  options.with_pytorch = missing.empty();
-  Report report(program);
-  const TemporaryFolder scratch(options.scratch);
-  bench_fashion(options, report);
-  bench_jpeg(options, scratch, report);
-  bench_packed(options, scratch, report);
-  bench_loading_step(program.turns());
-  report.save();
-  return 0;
+  return program.run(argc, argv, [&] {
+    std::cout << machine() << '\n';
+    const std::string missing = why_no_python("torch, torchvision");
+    if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << '\n';
+    options.with_pytorch = missing.empty();
+    Report report(program);
+    const TemporaryFolder scratch(options.scratch);
+    bench_fashion(options, report);
+    bench_jpeg(options, scratch, report);
+    bench_packed(options, scratch, report);
+    bench_loading_step(program.turns());
+    report.save();
+  });
 }
 
 }  // namespace lockstep::bench

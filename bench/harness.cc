@@ -8,6 +8,7 @@
 #include <iostream>
 #include <string_view>
 
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
@@ -46,17 +47,12 @@ double median_ratio(const Turns& above, const Turns& below) {
 Json to_json(const Turns& turns) { return {{"median", median(turns)}, {"turns", turns}}; }
 
 void Figures::add(const std::map<std::string, double>& values) {
-  for (const auto& [name, value] : values) add(name, value);
-}
-
-const Turns* Figures::find(const std::string& name) const {
-  const auto found = turns_.find(name);
-  return found == turns_.end() ? nullptr : &found->second;
+  for (const auto& [name, value] : values) turns_[name].push_back(value);
 }
 
 double Figures::operator[](const std::string& name) const {
-  const Turns* const found = find(name);
-  return found == nullptr ? 0 : median(*found);
+  const auto found = turns_.find(name);
+  return found == turns_.end() ? 0 : median(found->second);
 }
 
 Json Figures::medians() const {
@@ -104,14 +100,11 @@ Program::Program(const std::string& name, const std::string& description, int tu
   app_.add_option("--json", json_, "file for the figures");
 }
 
-std::optional<int> Program::parse(int argc, const char* const* argv) {
-  try {
-    app_.parse(argc, argv);
-    return std::nullopt;
-  } catch (const CLI::ParseError& error) {
-    constexpr int kUsage = 2;
-    return app_.exit(error) == 0 ? 0 : kUsage;
-  }
+int Program::run(int argc, const char* const* argv, const std::function<void()>& body) {
+  return parse_and_run(app_, argc, argv, [&] {
+    body();
+    return 0;
+  });
 }
 
 void Program::take_turns(const std::string& what, const std::function<void(int turn)>& turn) const {

@@ -33,11 +33,8 @@ Json to_json(const Turns& turns);  // {"median": ..., "turns": [...]}
 // The turns of several systems or phases, by name.
 class Figures {
  public:
-  void add(const std::string& name, double value) { turns_[name].push_back(value); }
   void add(const std::map<std::string, double>& values);
-  const Turns* find(const std::string& name) const;  // nullptr: never measured
   double operator[](const std::string& name) const;  // the median; 0: never measured
-  const std::map<std::string, Turns>& all() const { return turns_; }
   Json medians() const;
 
  private:
@@ -84,9 +81,9 @@ class Program {
     return app_.add_flag(name, value, help);
   }
 
-  // Nothing: go on. Otherwise the exit code: 0 after --help, 2 after options that make no sense, which are named on
-  // stderr.
-  std::optional<int> parse(int argc, const char* const* argv);
+  // Parses the command line, calls `body` and returns the exit code: 0, or 2 after options that make no sense, which are
+  // named on stderr.
+  int run(int argc, const char* const* argv, const std::function<void()>& body);
   bool was_given(const std::string& name) const { return app_.count(name) > 0; }
 
   int turns() const { return turns_; }
@@ -117,5 +114,13 @@ std::vector<std::string> names_of(const std::vector<Case>& cases) {
   for (const Case& one : cases) names.push_back(one.name);
   return names;
 }
+
+// The benchmarks of `lockstep bench`. Each gets argv from its own name on, prints its table on stdout and returns the exit
+// code; lockstep::Error is main's to print (cli/bench.cc).
+int bench_collectives(int argc, const char* const* argv);
+int bench_step(int argc, const char* const* argv);
+int bench_data(int argc, const char* const* argv);
+int bench_hosts(int argc, const char* const* argv);
+int bench_strategies(int argc, const char* const* argv);
 
 }  // namespace lockstep::bench

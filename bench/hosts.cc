@@ -2,16 +2,89 @@
 // `lockstep bench hosts`: collectives between hosts, which are network namespaces with shaped links, beside flat Gloo.
 #include <iostream>
 
-#include "bench/benchmarks.h"
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
 #include "bench/collectives/cases.h"
+#include "bench/collectives/systems.h"
 #include "bench/harness.h"
-#include "bench/hosts/network.h"
-#include "bench/hosts/systems.h"
+#include "bench/network.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/world.h"
 
 namespace lockstep::bench {
 namespace {
+
+// ---- what is compared, each with ranks on every host of a network
+
+class WorldRank final : public System {
+ public:
+  explicit WorldRank(World world) : world_(std::move(world)) {}
+
+  int rank() const override { return world_.rank(); }
+  void barrier() override { world_.barrier(); }
+  double slowest(double seconds) override {
+    const at::Tensor all = at::full({1}, seconds, at::kDouble);
+    world_.all_reduce(all, ReduceOp::kMax);
+    return all.item<double>();
+  }
+  std::function<void()> prepare(const Case& one) override;
+
+ private:
+  at::Tensor array(std::int64_t elements) const { return world_.allocate({elements}, at::kFloat).zero_(); }
+
+  World world_;
+};
+
+// As World::allocate gives it: where lockstep's buckets lie.
+std::function<void()> WorldRank::prepare(const Case& one) {
+  const auto part = static_cast<std::int64_t>(one.part(world_.size()));
+  const at::Tensor data = array(static_cast<std::int64_t>(one.count()));
+  const Algorithm algorithm = one.algorithm == "ring" ? Algorithm::kRing : Algorithm::kDirect;
+  if (one.operation == "all_reduce") return [=, this] { world_.all_reduce(data, {.algorithm = algorithm}); };
+  if (one.operation == "broadcast") return [=, this] { world_.broadcast(data); };
+  const at::Tensor own = array(part);
+  const at::Tensor all = array(part * world_.size());
+  if (one.operation == "reduce_scatter")
+    return [=, this] { static_cast<void>(world_.reduce_scatter(all, {.output = own})); };
+  const at::Tensor table = all.view({world_.size(), part});
+  if (one.operation == "all_gather") return [=, this] { static_cast<void>(world_.all_gather(own, {.output = table})); };
+  return nullptr;
+}
+
+using MakeRank = std::function<std::unique_ptr<System>(int rank, int host, const std::string& address)>;
+
+RunningSystemPtr start(const std::string& name, const Network& network, int ranks_per_host, const MakeRank& make) {
+  const int ranks = network.hosts() * ranks_per_host;
+  return std::make_unique<RunningSystem>(name, ranks, ranks, [&](int rank, const std::string& address) {
+    const int host = rank / ranks_per_host;
+    const auto body = [=, &network] {
+      network.host(host).enter();
+      at::set_num_threads(1);
+      serve(*make(rank, host, address), address);
+      return 0;
+    };
+    return ProcessOptions{.body = body, .variables = network.variables(host, rank % ranks_per_host, ranks_per_host)};
+  });
+}
+
+// World's collectives: shared memory inside a host, the hierarchy between hosts.
+RunningSystemPtr start_hierarchy(const Network& network, int ranks_per_host) {
+  return start("lockstep", network, ranks_per_host,
+               [](auto&&...) { return std::make_unique<WorldRank>(World::from_env()); });
+}
+
+// c10d's Gloo between all ranks, as PyTorch uses it on CPUs.
+RunningSystemPtr start_flat_gloo(const Network& network, int ranks_per_host) {
+  const int size = network.hosts() * ranks_per_host;
+  return start("Gloo", network, ranks_per_host, [&](int rank, int host, const std::string& address) {
+    return make_gloo_rank({.store = address + ".store", .rank = rank, .size = size, .address = network.address(host)});
+  });
+}
+
+// ---- the comparison
 
 const std::vector<std::string> kOperations{"all_reduce", "reduce_scatter", "all_gather", "broadcast"};
 
@@ -36,8 +109,7 @@ std::vector<Setup> setups_of(const HostsOptions& options) {
         {.what = concat(options.hosts.size(), " numbers of hosts and ", ranks.size(), " of ranks per host"),
          .next = "give one --ranks-per-host for each of --hosts, or one for all"});
   std::vector<Setup> setups;
-  for (std::size_t i = 0; i < options.hosts.size(); ++i)
-    setups.push_back({options.hosts[i], ranks.size() == 1 ? ranks.front() : ranks[i]});
+  for (const int hosts : options.hosts) setups.push_back({hosts, ranks[ranks.size() == 1 ? 0 : setups.size()]});
   return setups;
 }
 
@@ -50,8 +122,7 @@ double share_sent(const std::string& operation, int hosts) {
 
 struct HostsResult {
   Case one;
-  Turns ours{};
-  Turns gloo{};
+  Turns ours{}, gloo{};
   double bound = 0;  // seconds, at the nominal rate
 };
 
@@ -139,13 +210,7 @@ void add_options(Program& program, HostsOptions& options) {
   program.list("--sizes", options.sizes, "bytes of float32 per rank; of all parts together");
 }
 
-}  // namespace
-
-int bench_hosts(int argc, const char* const* argv) {
-  HostsOptions options;
-  Program program("hosts", "Collectives between hosts with shaped links, beside flat Gloo, in turn. Needs root.", 3);
-  add_options(program, options);
-  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
+void run(const Program& program, const HostsOptions& options) {
   print_head(options.link);
   Json json{{"turns", program.turns()},
             {"congestion_control", congestion_control(options.link)},
@@ -156,7 +221,15 @@ int bench_hosts(int argc, const char* const* argv) {
     json["setups"].push_back(to_json(all));
   }
   program.save(json);
-  return 0;
+}
+
+}  // namespace
+
+int bench_hosts(int argc, const char* const* argv) {
+  HostsOptions options;
+  Program program("hosts", "Collectives between hosts with shaped links, beside flat Gloo, in turn. Needs root.", 3);
+  add_options(program, options);
+  return program.run(argc, argv, [&] { run(program, options); });
 }
 
 }  // namespace lockstep::bench

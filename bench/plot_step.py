@@ -5,15 +5,9 @@
 With Debian's python3 and its python3-matplotlib.
 """
 import json
-from pathlib import Path
 
-import matplotlib
+from common import ROOT, use_svg
 
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "lockstep"  # the same file from the same figures
-import matplotlib.pyplot as plot  # noqa: E402  (after the backend was chosen)
-
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = {
     "mlp": "MLP, 25.1 M",
     "alexnet": "AlexNet, 61 M",
@@ -35,7 +29,7 @@ def load():
 
 def main():
     models, machine = load()
-    figure, axes = plot.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = use_svg().subplots(figsize=(8, 3.6), layout="constrained")
     for row, name in enumerate(NAMES):
         peer = models[name]["pytorch"]
         times = (models[name]["lockstep"]["step"], peer["no_sync"], peer["ddp"])

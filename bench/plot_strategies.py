@@ -11,13 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
+from common import ROOT, use_svg
 
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "lockstep"  # the same file from the same figures
-import matplotlib.pyplot as plot  # noqa: E402  (after the backend was chosen)
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def by_strategy(results):
@@ -43,7 +38,7 @@ def main():
     result = json.loads(source.read_text())
     curves = by_strategy(result["results"])
     rate = result["bytes_per_second"]
-    figure, (left, right) = plot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = use_svg().subplots(1, 2, figsize=(10, 4), layout="constrained")
     draw(left, curves, lambda point: point["seconds"], lambda point: point["formula"] / rate)
     left.set_ylabel("seconds per step")
     draw(right, curves, lambda point: max(point["sent"], point["received"]) / 1e6, lambda point: point["formula"] / 1e6)

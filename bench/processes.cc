@@ -2,15 +2,12 @@
 #include "bench/processes.h"
 
 #include <poll.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <system_error>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
@@ -41,14 +38,6 @@ std::string beside_this(const std::string& name) {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
 }
 
-void replace_by(const std::vector<std::string>& command) {
-  std::vector<char*> arguments;
-  for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
-  arguments.push_back(nullptr);
-  ::execv(arguments.front(), arguments.data());
-  throw system_error("start", command.front());
-}
-
 // Each round polls the processes that are left, until one of them ends or the time is up. The first that fails ends the
 // wait; whoever owns the list then ends the others.
 void wait_for_success(std::list<Process>& processes, const std::string& name, std::chrono::milliseconds timeout) {
@@ -62,22 +51,14 @@ void wait_for_success(std::list<Process>& processes, const std::string& name, st
   }
 }
 
-void run_to_its_end(const ProcessOptions& options, const std::string& name, std::chrono::milliseconds timeout) {
-  std::list<Process> processes;
-  processes.emplace_back(options);
-  wait_for_success(processes, name, timeout);
-}
-
 std::string run_python(const std::string& script, const std::vector<std::string>& arguments) {
-  const UniqueFd output(::memfd_create("output", MFD_CLOEXEC));
-  if (!output) throw system_error("make", "a file for a program's output");
-  ProcessOptions options;
-  options.command = {"python3", beside_this(script)};
-  options.command.insert(options.command.end(), arguments.begin(), arguments.end());
-  options.variables = {{"OMP_NUM_THREADS", "1"}};
-  options.output_fd = output.get();
-  run_to_its_end(options, concat("python3 ", script), std::chrono::minutes(10));
-  return read_file(concat("/proc/self/fd/", output.get()));
+  const TemporaryFolder folder;
+  const std::string output = folder.file("output");
+  const std::string command = concat("OMP_NUM_THREADS=1 timeout 600 python3 '", beside_this(script), "' '",
+                                     join(arguments, "' '"), "' > '", output, "'");
+  if (std::system(command.c_str()) != 0)
+    throw SystemError({.what = concat("python3 ", script, " failed"), .likely = "its own message is above"});
+  return read_file(output);
 }
 
 std::string why_no_python(const std::string& modules) {

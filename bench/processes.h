@@ -32,17 +32,11 @@ class TemporaryFolder {
 // The path of a file in the folder of this program, where its peers are installed.
 std::string beside_this(const std::string& name);
 
-// Replaces this process by a program; command[0] is its path. Throws SystemError.
-[[noreturn]] void replace_by(const std::vector<std::string>& command);
-
 // Blocks until all processes have exited with 0, and removes them from the list. Throws SystemError naming them: one
 // of them failed, or they did not all end in time.
 void wait_for_success(std::list<Process>& processes, const std::string& name, std::chrono::milliseconds timeout);
 
-// Runs one process to its end, as above.
-void run_to_its_end(const ProcessOptions& options, const std::string& name, std::chrono::milliseconds timeout);
-
-// Runs `script`, which is in the folder of this program, with the python3 and the PYTHONPATH of the caller and one
+// Runs `script`, whose path is from the folder of this program, with the python3 and the PYTHONPATH of the caller and one
 // OpenMP thread per process. Returns its stdout. Blocks, at most 10 minutes. Throws SystemError: it failed (its message
 // is on stderr), or did not end.
 std::string run_python(const std::string& script, const std::vector<std::string>& arguments);

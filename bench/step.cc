@@ -1,16 +1,216 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.
+#include <cstring>
+#include <fstream>
 #include <iostream>
 
-#include "bench/benchmarks.h"
+#include <ATen/Parallel.h>
+#include <torch/types.h>
+
 #include "bench/harness.h"
 #include "bench/processes.h"
-#include "bench/step/training.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/deadline.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/memory.h"
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::bench {
 namespace {
+
+// ---- the training steps that are compared: five models, from small to heavy in parameters
+
+struct StepCase {
+  std::string name;    // bench/peers/step.py knows it too
+  std::int64_t batch;  // global
+  std::string layout;  // of both systems: contiguous | channels_last
+};
+
+constexpr std::int64_t kTokens = 128;
+constexpr std::int64_t kVocabulary = 256;
+
+const std::vector<StepCase>& step_cases() {
+  static const std::vector<StepCase> cases{
+      {"lenet", 256, "channels_last"},       // 0.13 M parameters
+      {"mlp", 32, "contiguous"},             // 25.1 M
+      {"alexnet", 8, "channels_last"},       // 61.1 M
+      {"resnet18-32", 64, "channels_last"},  // 11.2 M
+      {"gpt", 8, "contiguous"},              // 10.8 M
+  };
+  return cases;
+}
+
+Task task_of(const StepCase& one) {
+  if (one.name == "mlp")
+    return classification_task<MLP>("mlp", MLPOptions{.inputs = 1024, .hidden = {4096, 4096}, .outputs = 1000});
+  if (one.name == "gpt")
+    return gpt_task(
+        "gpt", {.vocabulary = kVocabulary, .context = kTokens, .layers = 6, .heads = 6, .width = 384, .dropout = 0});
+  return model_task(one.name);
+}
+
+// Random samples of the right shape: the time of a step does not depend on what they show.
+Batch random_batch(const StepCase& one, std::int64_t size) {
+  torch::manual_seed(1);
+  if (one.name == "gpt")
+    return {torch::randint(kVocabulary, {size, kTokens}, torch::kInt64),
+            torch::randint(kVocabulary, {size, kTokens}, torch::kInt64)};
+  std::vector<std::int64_t> shape{size, 3, 32, 32};
+  if (one.name == "lenet") shape = {size, 1, 28, 28};
+  if (one.name == "mlp") shape = {size, 1024};
+  if (one.name == "alexnet") shape = {size, 3, 224, 224};
+  const std::int64_t classes = one.name == "mlp" || one.name == "alexnet" ? 1000 : 10;
+  return {torch::randn(shape), torch::randint(classes, {size}, torch::kInt64)};
+}
+
+// ---- the systems, each run as processes of this machine
+
+using Seconds = std::map<std::string, double>;  // by name
+
+struct StepRun {
+  int ranks = 2;
+  int warmup = 2;
+  int steps = 10;
+  bool share_parameters = true;
+  int virtual_shards = 0;
+};
+
+constexpr std::size_t kCopied = std::size_t{64} << 20;
+constexpr int kCopies = 5;
+
+double pss_mib() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
+  return 0;
+}
+
+double reduced(const World& world, double value, ReduceOp op) {
+  const torch::Tensor tensor = torch::full({}, value, torch::kFloat64);
+  world.all_reduce(tensor, op);
+  return tensor.item<double>();
+}
+
+// Bytes per second that all ranks together read and write while each copies memory: what the machine can do at best.
+double copy_speed(const World& world) {
+  const torch::Tensor from = torch::ones({kCopied}, torch::kUInt8);
+  const torch::Tensor to = torch::ones({kCopied}, torch::kUInt8);
+  std::vector<double> seconds;
+  for (int i = 0; i < kCopies; ++i) {
+    world.barrier();
+    const Stopwatch watch;
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    seconds.push_back(reduced(world, watch.seconds(), ReduceOp::kMax));
+  }
+  return 2.0 * kCopied * world.size() / median(seconds);
+}
+
+// The steps of one rank, phase by phase.
+class RankTraining {
+ public:
+  RankTraining(const World& world, const StepCase& one, const StepRun& run)
+      : world_(world), strategy_(make(world, one, run)), batch_(own_part(world, one)) {
+    batch_.data = in_layout(batch_.data, one.layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous);
+  }
+
+  void step() {
+    const PhaseTimes before = strategy_->phases();
+    const Stopwatch watch;
+    strategy_->forward_backward(batch_);
+    strategy_->update();
+    const PhaseTimes& after = strategy_->phases();
+    keep("step", watch.seconds());
+    keep("forward", after.forward - before.forward);
+    keep("backward", after.backward - before.backward);
+    keep("wait", after.exchange - before.exchange);
+    keep("update", after.update - before.update);
+  }
+
+  void forget() { seconds_.clear(); }
+
+  // A step takes as long as on the slowest rank; who arrives last does not wait.
+  Seconds medians() const {
+    Seconds result;
+    for (const auto& [name, values] : seconds_)
+      result[name] = reduced(world_, median(values), name == "wait" ? ReduceOp::kMin : ReduceOp::kMax);
+    return result;
+  }
+
+  double parameter_mib() const {
+    double bytes = 0;
+    for (const torch::Tensor& parameter : strategy_->model().parameters())
+      bytes += static_cast<double>(parameter.nbytes());
+    return bytes / (1 << 20);
+  }
+
+ private:
+  static std::unique_ptr<Strategy> make(const World& world, const StepCase& one, const StepRun& run) {
+    return make_strategy(world, task_of(one),
+                         {.optimizer = SGDOptions{.lr = 1e-3, .momentum = 0.9},
+                          .seed = 1,
+                          .layout = value_named<std::optional<Layout>>(one.layout, "--layout"),
+                          .ddp = {.share_parameters = run.share_parameters, .virtual_shards = run.virtual_shards}});
+  }
+
+  static Batch own_part(const World& world, const StepCase& one) {
+    const Range mine = even_part(one.batch, world.rank(), world.size());
+    return random_batch(one, mine.end - mine.begin);
+  }
+
+  void keep(const std::string& name, double seconds) { seconds_[name].push_back(seconds); }
+
+  World world_;
+  std::unique_ptr<Strategy> strategy_;
+  Batch batch_;
+  std::map<std::string, std::vector<double>> seconds_;
+};
+
+Seconds train(const World& world, const StepCase& one, const StepRun& run) {
+  const double idle = reduced(world, pss_mib(), ReduceOp::kSum);
+  RankTraining training(world, one, run);
+  for (int i = 0; i < run.warmup; ++i) training.step();
+  training.forget();
+  for (int i = 0; i < run.steps; ++i) training.step();
+  Seconds result = training.medians();
+  result["idle_mib"] = idle;
+  result["memory_mib"] = reduced(world, pss_mib(), ReduceOp::kSum);
+  result["parameter_mib"] = training.parameter_mib();
+  result["copy"] = copy_speed(world);
+  return result;
+}
+
+// Medians in seconds: step, forward, backward, wait (for the last rank to arrive), update; copy (bytes per second that
+// all ranks together read and write in memcpy); idle_mib and memory_mib, sums of PSS; parameter_mib.
+Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
+  const TemporaryFolder folder;
+  const std::string results = folder.file("results");
+  const auto rank = [&] {
+    keep_freed_memory();
+    at::set_num_threads(1);
+    const World world = World::from_env();
+    const Seconds seconds = train(world, one, run);
+    if (world.rank() == 0) write_file(results, Json(seconds).dump());
+    return 0;
+  };
+  const LaunchResult ended = launch({.ranks = run.ranks, .output = RankOutput::kFirst}, rank);
+  if (ended.exit_code != 0)
+    throw SystemError(
+        {.what = concat("a rank of lockstep ended with code ", ended.exit_code), .likely = "its own message is above"});
+  return Json::parse(read_file(results)).get<Seconds>();
+}
+
+// ddp, no_sync: medians in seconds; idle_mib and memory_mib.
+Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
+  return Json::parse(run_python("peers/step.py", {one.name, concat(run.ranks), concat(one.batch), one.layout,
+                                                  concat(run.warmup), concat(run.steps)}))
+      .get<Seconds>();
+}
+
+// ---- the comparison
 
 struct Compared {
   StepCase one;
@@ -82,15 +282,15 @@ int bench_step(int argc, const char* const* argv) {
   program.option("--steps", run.steps, "steps per turn")->check(CLI::Range(1, 10000));
   program.flag("--separate-parameters", separate, "lockstep with share_parameters = false: buckets and private copies");
   program.option("--virtual-shards", run.virtual_shards, "lockstep with these; 0: none");
-  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
-  run.share_parameters = !separate;
-  const std::string missing = why_no_python("torch, numpy");
-  if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << "\n";
-  std::vector<Compared> all;
-  for (const StepCase& one : chosen(step_cases(), models)) all.push_back(compare(program, one, run, missing.empty()));
-  print(all, run, program.turns());
-  program.save(to_json(all, run, program.turns()));
-  return 0;
+  return program.run(argc, argv, [&] {
+    run.share_parameters = !separate;
+    const std::string missing = why_no_python("torch, torchvision");
+    if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << "\n";
+    std::vector<Compared> all;
+    for (const StepCase& one : chosen(step_cases(), models)) all.push_back(compare(program, one, run, missing.empty()));
+    print(all, run, program.turns());
+    program.save(to_json(all, run, program.turns()));
+  });
 }
 
 }  // namespace lockstep::bench

@@ -1,19 +1,120 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench strategies`: parameter server against ring: training over 1 to 8 hosts with equal, slow links,
 // each strategy in turn: the time of a step, and what the busiest link carries, beside the formulas.
+#include <fcntl.h>
+
+#include <fstream>
 #include <iostream>
 
-#include "bench/benchmarks.h"
 #include "bench/harness.h"
-#include "bench/hosts/network.h"
-#include "bench/strategies/cases.h"
-#include "bench/strategies/cluster.h"
+#include "bench/network.h"
+#include "bench/processes.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/models.h"
 
 namespace lockstep::bench {
 namespace {
+
+// ---- ways to keep the replicas on several hosts equal, each with the bytes that the literature gives for it
+// N workers, a host each; S servers, a host each; K bytes of gradient.
+
+struct StrategyCase {
+  std::string name;       // in tables and plots
+  std::string formula;    // of busiest_bytes, to print
+  std::string arguments;  // of lockstep train
+  int servers = 0;
+
+  // In and out of the busiest host's link in one step, each direction, in K.
+  double (*busiest)(int workers, int servers) = nullptr;
+};
+
+// Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009): the least there is.
+double all_reduced(int workers, int) { return 2.0 * (workers - 1) / workers; }
+
+// Li et al., "Scaling distributed machine learning with the parameter server" (OSDI 2014): each worker gives K and
+// takes K; a server has its share of the keys. With more servers than workers a worker's own link is the busiest.
+double served(int workers, int servers) { return std::max(1.0, static_cast<double>(workers) / servers); }
+
+// One more strategy is one more line.
+const std::vector<StrategyCase>& strategy_cases() {
+  const std::string store = "--strategy kvstore --kvstore dist_sync --split-above 10000 --servers ";
+  static const std::vector<StrategyCase> cases{
+      {"ddp", "2(N-1)/N * K", "--strategy ddp", 0, all_reduced},
+      {"ddp ring", "2(N-1)/N * K", "--strategy ddp --algorithm ring", 0, all_reduced},
+      {"1 server", "N * K", store + "1", 1, served},
+      {"2 servers", "N/2 * K", store + "2", 2, served},
+      {"4 servers", "N/4 * K", store + "4", 4, served},
+  };
+  return cases;
+}
+
+// ---- one training, spread over the hosts of a network: a worker or a server on each
+
+struct Training {
+  std::vector<double> step_seconds;  // of each step
+  std::vector<LinkBytes> links;      // of each host, while it ran
+};
+
+struct TrainingOptions {
+  std::string model = "mlp";
+  int workers = 1;
+  int steps = 10;
+};
+
+constexpr int kBatchPerWorker = 4;
+constexpr std::chrono::minutes kLongestTraining{5};
+
+std::vector<std::string> arguments_of(const StrategyCase& one, const TrainingOptions& options,
+                                      const std::string& metrics) {
+  auto arguments = split(concat("--data synthetic --threads 1 --quiet --model ", options.model, " --batch-size ",
+                                kBatchPerWorker * options.workers, " --max-steps ", options.steps, " ", one.arguments),
+                         ' ');
+  arguments.insert(arguments.end(), {"--metrics", metrics});
+  return arguments;
+}
+
+std::vector<double> step_seconds(const std::string& metrics) {
+  std::vector<double> seconds;
+  std::ifstream file(metrics);
+  for (std::string line; std::getline(file, line);)
+    if (const auto event = Json::parse(line); event["event"] == "step")
+      seconds.push_back(event["seconds"].get<double>());
+  return seconds;
+}
+
+std::vector<LinkBytes> links_of(const Network& network) {
+  std::vector<LinkBytes> links;
+  for (int host = 0; host < network.hosts(); ++host) links.push_back(network.bytes(host));
+  return links;
+}
+
+// `network`: a host for each server and each worker. Blocks until all processes have ended. Throws SystemError: one
+// of them failed, or they take too long.
+Training train(const Network& network, const StrategyCase& one, const TrainingOptions& options) {
+  const TemporaryFolder folder;
+  const auto arguments = arguments_of(one, options, folder.file("metrics"));
+  const std::vector<LinkBytes> before = links_of(network);
+  const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+  std::list<Process> processes;
+  for (int host = 0; host < network.hosts(); ++host) {  // servers are the first ranks
+    ProcessOptions process{
+        .command = {"nsenter", concat("--net=", network.host(host).path()), beside_this("lockstep-train")},
+        .variables = network.variables(host, 0, 1),
+        .output_fd = nothing.get()};
+    process.command.insert(process.command.end(), arguments.begin(), arguments.end());
+    processes.emplace_back(process);
+  }
+  wait_for_success(processes, concat("a process of ", one.name), kLongestTraining);
+  Training training{.step_seconds = step_seconds(folder.file("metrics")), .links = links_of(network)};
+  for (std::size_t host = 0; host < before.size(); ++host) {
+    training.links[host].sent -= before[host].sent;
+    training.links[host].received -= before[host].received;
+  }
+  return training;
+}
+
+// ---- the comparison
 
 constexpr int kWarmUpSteps = 3;  // steps: the first ones connect, order buckets and grow memory
 
@@ -45,13 +146,8 @@ double gradient_bytes(const std::string& model) {
 // What one step more costs: the start of a training, with its broadcast, is in both of two that differ in length.
 void add_bytes(StrategyResult& result, const Training& longer, const Training& shorter, int steps) {
   for (std::size_t host = 0; host < longer.links.size(); ++host) {
-    const auto per_step = [&](std::uint64_t LinkBytes::*direction) {
-      return (static_cast<double>(longer.links[host].*direction) -
-              static_cast<double>(shorter.links[host].*direction)) /
-             steps;
-    };
-    result.sent = std::max(result.sent, per_step(&LinkBytes::sent));
-    result.received = std::max(result.received, per_step(&LinkBytes::received));
+    result.sent = std::max(result.sent, (longer.links[host].sent - shorter.links[host].sent) / steps);
+    result.received = std::max(result.received, (longer.links[host].received - shorter.links[host].received) / steps);
   }
 }
 
@@ -123,15 +219,15 @@ int bench_strategies(int argc, const char* const* argv) {
   StrategiesOptions options;
   Program program("strategies", "Parameter server against ring, over hosts with equal links. Needs root.", 1);
   add_options(program, options);
-  if (const auto exit_code = program.parse(argc, argv)) return *exit_code;
-  const double gradient = gradient_bytes(options.model);
-  std::vector<StrategyResult> results;
-  for (const int workers : options.workers)
-    for (const StrategyCase& one : chosen(strategy_cases(), options.cases))
-      results.push_back(measure(program, one, workers, options, gradient));
-  print(results, options, gradient);
-  program.save(to_json(results, program, options, gradient));
-  return 0;
+  return program.run(argc, argv, [&] {
+    const double gradient = gradient_bytes(options.model);
+    std::vector<StrategyResult> results;
+    for (const int workers : options.workers)
+      for (const StrategyCase& one : chosen(strategy_cases(), options.cases))
+        results.push_back(measure(program, one, workers, options, gradient));
+    print(results, options, gradient);
+    program.save(to_json(results, program, options, gradient));
+  });
 }
 
 }  // namespace lockstep::bench

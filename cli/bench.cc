@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep-bench: `lockstep bench NAME`: finds the benchmark. Each one has a file of its name in bench/.
-#include <algorithm>
 #include <array>
 #include <iomanip>
-#include <iostream>
-#include <string_view>
 
-#include "bench/benchmarks.h"
+#include "bench/harness.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/train/end_process.h"
 
 namespace lockstep::bench {

@@ -3,7 +3,6 @@
 // them.
 #include <CLI/CLI.hpp>
 #include <filesystem>
-#include <iostream>
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
@@ -11,7 +10,6 @@
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -26,13 +24,9 @@ struct Arguments {
   PackOptions options;
 };
 
-std::string shape_text(const Record& record) {
-  return concat(c10::toString(record.dtype), " (", join(record.shape, ", "), ")");
-}
-
 std::string first_sample(const RecordReader& records) {
   const Record first = first_good_record(records);
-  if (!first.encoded) return shape_text(first);
+  if (!first.encoded) return concat(c10::toString(first.dtype), " (", join(first.shape, ", "), ")");
   const ImageShape shape = encoded_shape(first.payload, records.folder().string());
   return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",
                 human_bytes(first.payload.size()));
@@ -87,15 +81,11 @@ void add_pack(CLI::App& app, Arguments& arguments) {
       ->required();
   pack->add_option("--data-dir", arguments.source.folder, "folder that holds the dataset");
   pack->add_option("--to", arguments.folder, "folder to write; with validation data, its train and val")->required();
-  pack->add_option("--shard-mib", arguments.shard_mib, "size of a shard")
-      ->check(CLI::Range(0.001, 1e6))
-      ->capture_default_str();
+  pack->add_option("--shard-mib", arguments.shard_mib, "size of a shard")->check(CLI::Range(0.001, 1e6));
   pack->add_option("--shorter-edge", arguments.options.shorter_edge, "resize JPEG and PNG files to it; 0: keep them")
-      ->check(CLI::Range(0, 65535))
-      ->capture_default_str();
+      ->check(CLI::Range(0, 65535));
   pack->add_option("--quality", arguments.options.quality, "of JPEG files that were resized")
-      ->check(CLI::Range(1, 100))
-      ->capture_default_str();
+      ->check(CLI::Range(1, 100));
   pack->add_flag("--keep-order", arguments.options.keep_order, "do not shuffle the records");
 }
 
@@ -107,6 +97,7 @@ void add_info(CLI::App& app, Arguments& arguments) {
 
 int run(int argc, char** argv) {
   CLI::App app("Packs datasets and describes them", "lockstep data");
+  app.option_defaults()->always_capture_default();
   Arguments arguments;
   add_pack(app, arguments);
   add_info(app, arguments);

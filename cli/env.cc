@@ -2,14 +2,11 @@
 // `lockstep env`: every resolved setting of this process, and where it came from.
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <iomanip>
 #include <iostream>
 
 #include "cli/commands.h"
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 

@@ -3,21 +3,14 @@
 // lockstep-<subcommand> in ../libexec/lockstep, as git does it.
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <filesystem>
 #include <iomanip>
-#include <iostream>
 #include <numeric>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -95,8 +88,7 @@ int run(int argc, char** argv) {
     std::cout << "lockstep " << LOCKSTEP_VERSION << '\n';
     return 0;
   }
-  const auto named = [name](const Subcommand& subcommand) { return subcommand.name == name; };
-  const auto* const found = std::find_if(kSubcommands.begin(), kSubcommands.end(), named);
+  const auto* const found = std::ranges::find(kSubcommands, name, &Subcommand::name);
   if (found != kSubcommands.end() && found->function != nullptr) return found->function(argc - 1, argv + 1);
   return run_program(argv + 1);
 }

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
 #include <CLI/CLI.hpp>
-#include <iostream>
-#include <memory>
 
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
-#include "lockstep/error.h"
 #include "lockstep/launch/launcher.h"
 
 namespace lockstep {
@@ -37,31 +34,26 @@ class HelpFormatter : public CLI::Formatter {
 
 void add_job_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
-  app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks, "ranks on this machine; auto: one per core")
-      ->capture_default_str();
-  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks")
-      ->capture_default_str();
-  app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node");
+  app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks, "ranks on this machine; auto: one per core");
+  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks");
+  app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node")
+      ->default_str("");
   app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
-  app.add_option("--nnodes", launch.nodes, "machines")->capture_default_str();
-  app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")->capture_default_str();
+  app.add_option("--nnodes", launch.nodes, "machines");
+  app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0");
   app.add_option("--master-addr,--master_addr", arguments.master_addr, "the machine of rank 0");
-  app.add_option("--master-port,--master_port", launch.master_port, "a free port there; 0: any, for one machine")
-      ->capture_default_str();
+  app.add_option("--master-port,--master_port", launch.master_port, "a free port there; 0: any, for one machine");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
   app.add_option("--output", arguments.output, "prefix: lines with [rank N] before them; split: files in --log-dir")
-      ->check(CLI::IsMember({"prefix", "split"}))
-      ->capture_default_str();
+      ->check(CLI::IsMember({"prefix", "split"}));
   app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
-  app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks")
-      ->capture_default_str();
+  app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
-      ->check(CLI::Range(0.0, 86400.0))
-      ->capture_default_str();
+      ->check(CLI::Range(0.0, 86400.0));
 }
 
 int number_of_ranks(const std::string& text) {
@@ -104,6 +96,7 @@ int run_command(int argc, char** argv) {
   CLI::App app("Starts PROGRAM once per rank on this machine, and ends all ranks when one fails.", "lockstep run");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
+  app.option_defaults()->always_capture_default();
   RunArguments arguments;
   add_job_options(app, arguments);
   add_rank_options(app, arguments);

@@ -12,14 +12,10 @@ namespace lockstep {
 namespace {
 
 void add_options(CLI::App& app, std::string& model, VerifyOptions& options) {
-  app.add_option("--model", model, "which model")->check(CLI::IsMember(model_names()))->capture_default_str();
-  app.add_option("--ranks", options.ranks, "ranks, as threads of one process")
-      ->check(CLI::Range(2, 64))
-      ->capture_default_str();
-  app.add_option("--steps", options.steps, "steps")->check(CLI::Range(1, 100000))->capture_default_str();
-  app.add_option("--batch-size", options.batch_size, "global batch")
-      ->check(CLI::Range(1, 1000000))
-      ->capture_default_str();
+  app.add_option("--model", model, "which model")->check(CLI::IsMember(model_names()));
+  app.add_option("--ranks", options.ranks, "ranks, as threads of one process")->check(CLI::Range(2, 64));
+  app.add_option("--steps", options.steps, "steps")->check(CLI::Range(1, 100000));
+  app.add_option("--batch-size", options.batch_size, "global batch")->check(CLI::Range(1, 1000000));
   OptimizerOptions& optimizer = options.strategy.optimizer;
   const auto choose = [&optimizer](const std::string& name) {
     if (name != name_of(optimizer)) optimizer = optimizer_options(name);
@@ -27,9 +23,8 @@ void add_options(CLI::App& app, std::string& model, VerifyOptions& options) {
   app.add_option_function<std::string>("--optimizer", choose, "update rule")
       ->check(CLI::IsMember(optimizer_names()))
       ->default_str(name_of(optimizer));
-  app.add_option("--virtual-shards", options.strategy.ddp.virtual_shards, "expect the same bits; 0: off")
-      ->capture_default_str();
-  app.add_option("--tolerance", options.tolerance, "of each parameter's norm, in float64")->capture_default_str();
+  app.add_option("--virtual-shards", options.strategy.ddp.virtual_shards, "expect the same bits; 0: off");
+  app.add_option("--tolerance", options.tolerance, "of each parameter's norm, in float64");
 }
 
 int verify_model(const std::string& model, const VerifyOptions& options) {
@@ -45,6 +40,7 @@ int run_verify(int argc, char** argv) {
   std::string model = "lenet";
   CLI::App app("Trains a model for a few steps on one rank and on several, and reports whether the same comes out.",
                "lockstep verify");
+  app.option_defaults()->always_capture_default();
   add_options(app, model, options);
   return parse_and_run(app, argc, argv, [&] { return verify_model(model, options); });
 }

@@ -20,7 +20,8 @@ def sources(pattern):
 
 
 base = [os.path.join(root, "lockstep/base", name) for name in ("cores.cc", "error.cc", "file.cc", "text.cc")]
-calls = [os.path.join(root, "lockstep/collective", name) for name in ("call.cc", "call_queue.cc", "collective_types.cc", "future.cc")]
+call_sources = ("call.cc", "call_queue.cc", "collective_types.cc", "future.cc", "shared_memory_transport.cc", "tensor_call.cc")
+calls = [os.path.join(root, "lockstep/collective", name) for name in call_sources]
 backend = sources("collective/shm/**/*.cc") + sources("collective/c10d/backend*.cc")
 
 setup(

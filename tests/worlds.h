@@ -11,7 +11,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/machines/hierarchical_transport.h"
+#include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/world.h"
@@ -46,11 +46,11 @@ inline void run_over_machines(const Nodes& nodes, const Body& body,
   }
   const auto connect = [&](int rank) {
     shm::Group& inside = insides[topology.machine_of[rank]][topology.local_rank(rank)];
-    return make_hierarchical(std::move(inside), topology, store,
-                             {.rank = rank,
-                              .size = static_cast<int>(nodes.size()),
-                              .describe = concat("rank ", rank),
-                              .timeout = options.timeout});
+    return std::make_unique<Hierarchy>(std::move(inside), topology, store,
+                                       TransportOptions{.rank = rank,
+                                                        .size = static_cast<int>(nodes.size()),
+                                                        .describe = concat("rank ", rank),
+                                                        .timeout = options.timeout});
   };
   run_threads(nodes, connect, body, options);
 }

@@ -95,15 +95,12 @@ std::unique_ptr<System> make_gloo_rank(const GlooOptions& options) { return std:
 
 // Gloo's ranks meet through a file beside the socket.
 RunningSystemPtr start_gloo(int ranks) {
-  std::vector<RankProgram> programs;
-  for (int rank = 0; rank < ranks; ++rank)
-    programs.push_back({.command = {}, .body = [=](const std::string& address) {
-                          const auto system =
-                              make_gloo_rank({.store = address + ".store", .rank = rank, .size = ranks});
-                          serve(*system, address);
-                          return 0;
-                        }});
-  return std::make_unique<RunningSystem>("Gloo", ranks, programs);
+  return std::make_unique<RunningSystem>("Gloo", ranks, ranks, [=](int rank, const std::string& address) {
+    return ProcessOptions{.body = [=] {
+      serve(*make_gloo_rank({.store = address + ".store", .rank = rank, .size = ranks}), address);
+      return 0;
+    }};
+  });
 }
 
 }  // namespace lockstep::bench

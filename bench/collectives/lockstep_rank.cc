@@ -8,6 +8,7 @@
 #include "bench/collectives/systems.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/cores.h"
 #include "lockstep/error.h"
 
 namespace lockstep::bench {
@@ -71,51 +72,46 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   const int peer = 1 - group_.rank();
   const Call send{.operation = Operation::kSend, .input = in, .count = count, .dtype = dtype, .peer = peer};
   const Call receive{.operation = Operation::kReceive, .output = in, .count = count, .dtype = dtype, .peer = peer};
+  const auto call = [&](Operation operation, std::byte* input, std::byte* output, std::size_t elements) {
+    return Call{.operation = operation,
+                .input = input,
+                .output = output,
+                .count = elements,
+                .dtype = dtype,
+                .algorithm = algorithm};
+  };
   const std::map<std::string, Call> calls{
       {"barrier", Call{}},
-      {"all_reduce", Call{.operation = Operation::kAllReduce,
-                          .input = in,
-                          .output = in,
-                          .count = count,
-                          .dtype = dtype,
-                          .algorithm = algorithm}},
-      {"reduce", Call{.operation = Operation::kReduce, .input = in, .output = in, .count = count, .dtype = dtype}},
-      {"reduce_scatter",
-       Call{.operation = Operation::kReduceScatter, .input = in, .output = out, .count = part, .dtype = dtype}},
-      {"all_gather",
-       Call{.operation = Operation::kAllGather, .input = in, .output = out, .count = part, .dtype = dtype}},
-      {"broadcast", Call{.operation = Operation::kBroadcast, .output = in, .count = count, .dtype = dtype}},
-      {"gather", Call{.operation = Operation::kGather, .input = in, .output = out, .count = part, .dtype = dtype}},
-      {"scatter", Call{.operation = Operation::kScatter, .input = in, .output = out, .count = part, .dtype = dtype}},
-      {"all_to_all",
-       Call{.operation = Operation::kAllToAll, .input = in, .output = out, .count = part, .dtype = dtype}},
+      {"all_reduce", call(Operation::kAllReduce, in, in, count)},
+      {"reduce", call(Operation::kReduce, in, in, count)},
+      {"reduce_scatter", call(Operation::kReduceScatter, in, out, part)},
+      {"all_gather", call(Operation::kAllGather, in, out, part)},
+      {"broadcast", call(Operation::kBroadcast, nullptr, in, count)},
+      {"gather", call(Operation::kGather, in, out, part)},
+      {"scatter", call(Operation::kScatter, in, out, part)},
+      {"all_to_all", call(Operation::kAllToAll, in, out, part)},
   };
   if (one.operation == "memcpy") return [=] { std::memcpy(out, in, bytes); };
   if (one.operation == "send_receive")
     return there_and_back(
         group_.rank(), [=, this] { group_.send(send); }, [=, this] { group_.receive(receive); });
-  return [this, call = calls.at(one.operation)] { group_.run(call); };
+  return [this, chosen = calls.at(one.operation)] { group_.run(chosen); };
 }
 
 }  // namespace
 
 RunningSystemPtr start_lockstep(int ranks) {
   const auto server = std::make_shared<shm::RendezvousServer>(ranks);
-  std::vector<RankProgram> programs;
-  for (int rank = 0; rank < ranks; ++rank)
-    programs.push_back({.command = {},
-                        .body =
-                            [=](const std::string& address) {
-                              const Deadline soon = Deadline::after(std::chrono::seconds(30));
-                              LockstepRank system(rank == 0
-                                                      ? server->connect(soon)
-                                                      : shm::join_rendezvous(server->address(), rank, ranks, soon));
-                              serve(system, address);
-                              return 0;
-                            },
-                        .variables = {},
-                        .pinned = true});
-  return std::make_unique<RunningSystem>("lockstep", ranks, programs);
+  return std::make_unique<RunningSystem>("lockstep", ranks, ranks, [=](int rank, const std::string& address) {
+    const auto body = [=] {
+      const Deadline soon = Deadline::after(std::chrono::seconds(30));
+      LockstepRank system(rank == 0 ? server->connect(soon)
+                                    : shm::join_rendezvous(server->address(), rank, ranks, soon));
+      serve(system, address);
+      return 0;
+    };
+    return ProcessOptions{.body = body, .cores = cores_of_rank(usable_cores(), rank, ranks)};
+  });
 }
 
 }  // namespace lockstep::bench

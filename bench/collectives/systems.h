@@ -8,6 +8,7 @@
 #pragma once
 
 #include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,17 +22,14 @@
 
 namespace lockstep::bench {
 
-struct RankProgram {
-  std::vector<std::string> command;                            // the address to serve is its last argument
-  std::function<int(const std::string& address)> body;         // instead of a command
-  std::vector<std::pair<std::string, std::string>> variables;  // set in its environment
-  bool pinned = false;                                         // to its share of the cores
-};
+// The process of a rank, or what starts all of them; it calls serve(..., address), or is a program that does.
+using RankProgram = std::function<ProcessOptions(int rank, const std::string& address)>;
 
 class RunningSystem {
  public:
-  // Blocks until all ranks have connected. Throws lockstep::Error naming the system.
-  RunningSystem(std::string name, int ranks, const std::vector<RankProgram>& programs);
+  // Starts `processes` of them: one per rank, or one launcher. Blocks until all ranks have connected. Throws
+  // lockstep::Error naming the system.
+  RunningSystem(std::string name, int ranks, int processes, const RankProgram& program);
   ~RunningSystem();
 
   const std::string& name() const { return name_; }
@@ -40,7 +38,6 @@ class RunningSystem {
   std::optional<double> seconds(const std::string& word);
 
  private:
-  void start(const std::vector<RankProgram>& programs);
   void accept_rank();
   void wait_readable(const UniqueFd& fd) const;
   std::string read_line(const UniqueFd& rank) const;
@@ -49,7 +46,7 @@ class RunningSystem {
   TemporaryFolder folder_;
   UniqueFd listener_;
   IntVector<UniqueFd> ranks_;
-  std::vector<Process> processes_;
+  std::list<Process> processes_;
 };
 
 using RunningSystemPtr = std::unique_ptr<RunningSystem>;

@@ -6,25 +6,17 @@
 
 MODEL: lenet | mlp-wide. BATCH: global. Prints, in the first worker, seconds per step as JSON: STEPS of them after ten that warm up.
 """
-import gzip
 import json
 import os
-import struct
 import sys
 import time
 
 import mxnet as mx
 import numpy as np
+from fashion_mnist import training_set
 from mxnet import autograd, gluon, nd
 
-FOLDER = "/usr/share/datasets/fashion-mnist/"
 WARM_UP = 10
-
-
-def read_idx(name):
-    raw = gzip.open(FOLDER + name).read()
-    shape = struct.unpack(">" + "I" * raw[3], raw[4:4 + 4 * raw[3]])
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def make_net(model):
@@ -40,8 +32,8 @@ def make_net(model):
 
 def main():
     kind, devices, model, batch, steps = sys.argv[1], *map(int, sys.argv[2:3]), sys.argv[3], *map(int, sys.argv[4:6])
-    images = ((read_idx("train-images-idx3-ubyte.gz").astype(np.float32) / 255 - 0.2860) / 0.3530)[:, None]
-    labels = read_idx("train-labels-idx1-ubyte.gz").astype(np.float32)
+    images, labels = training_set()
+    images, labels = images[:, None], labels.astype(np.float32)
     contexts = [mx.cpu(i) for i in range(devices)]
     net = make_net(model)
     net.initialize(mx.init.Xavier(), ctx=contexts)

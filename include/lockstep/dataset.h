@@ -17,7 +17,7 @@
 namespace lockstep {
 
 class BatchMemory;
-class SampleOrder;
+struct SampleOrder;
 
 // A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64
 // where the dataset has classes. B may be 0: a rank without samples still takes part in the step.

@@ -52,7 +52,6 @@ enum class Split { kTrain, kValidation };
 class FashionMNIST : public ImageDataset {
  public:
   static constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";  // of dataset-fashion-mnist
-  static constexpr int kClasses = 10;
   static ImageTransforms normalised();  // to mean 0 and deviation 1 over the training set
 
   // Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte, with or without .gz. Throws DataError: a file that read_idx
@@ -167,7 +166,6 @@ class TokenDataset : public Dataset {
 
   std::string name() const override;
   std::int64_t size() const override { return samples_; }
-  const TokenOptions& options() const { return options_; }
 
   // Sample i is block i of the text. data: (B, block) int64; target: (B, block) int64, the tokens one further on.
   // Throws DataError naming a token that is not in the vocabulary.
@@ -176,7 +174,6 @@ class TokenDataset : public Dataset {
 
  private:
   std::int64_t token(std::int64_t place) const;
-  void write_sample(std::int64_t index, std::int64_t* data, std::int64_t* target) const;
 
   std::shared_ptr<const MappedFile> file_;
   TokenOptions options_;

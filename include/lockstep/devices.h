@@ -84,9 +84,6 @@ class Devices {
   // first exception of any device; PeerLost.
   void run(Body body);
 
-  // Runs `body` on one device; the others do nothing.
-  void run_on(int index, const Body& body);
-
   // Divides [begin, end) among the devices, which call part(first, last) on their cores for pieces of at least `grain`.
   // Blocks until every call of `part` has returned, even after the timeout: `part` may use the caller's variables, and
   // must return. Throws as run() does.
@@ -105,11 +102,6 @@ class Devices {
 };
 
 // Adapts Devices::parallel_for to what an optimizer runs its loops with. `devices` must outlive it.
-inline auto on_all(Devices& devices) {
-  return [&devices](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                    const std::function<void(std::int64_t, std::int64_t)>& part) {
-    devices.parallel_for(begin, end, grain, part);
-  };
-}
+inline auto on_all(Devices& devices) { return std::bind_front(&Devices::parallel_for, &devices); }
 
 }  // namespace lockstep

@@ -45,9 +45,9 @@ class ImageSource {
   virtual ~ImageSource() = default;
   virtual std::string name() const = 0;
   virtual std::int64_t size() const = 0;
-  virtual std::int64_t channels() const = 0;  // of every sample; encoded images become RGB: 3
   virtual std::int64_t classes() const = 0;
-  virtual ImageShape common_shape() const = 0;  // of all images; height and width 0: they differ, or are not known
+  // Of all images; height and width 0: they differ, or are not known. Encoded images become RGB: 3 channels.
+  virtual ImageShape common_shape() const = 0;
   virtual bool in_memory() const { return false; }
 
   // `scratch` is memory that the source may fill and return a view of. Throws DataError: unreadable, damaged.
@@ -70,7 +70,6 @@ class MemoryImages : public ImageSource {
 
   std::string name() const override { return name_; }
   std::int64_t size() const override { return images_.size(0); }
-  std::int64_t channels() const override { return shape_.channels; }
   std::int64_t classes() const override { return classes_; }
   ImageShape common_shape() const override { return shape_; }
   bool in_memory() const override { return true; }
@@ -78,7 +77,6 @@ class MemoryImages : public ImageSource {
   std::string origin(std::int64_t index) const override;
 
   const torch::Tensor& images() const { return images_; }  // (N, C, H, W) uint8
-  const torch::Tensor& labels() const { return labels_; }  // (N) int64
 
  private:
   std::string name_;
@@ -101,7 +99,6 @@ class ImageFolder : public ImageSource {
 
   std::string name() const override { return folder_.filename().string(); }
   std::int64_t size() const override { return static_cast<std::int64_t>(files_.size()); }
-  std::int64_t channels() const override { return 3; }
   std::int64_t classes() const override { return static_cast<std::int64_t>(classes_.size()); }
   ImageShape common_shape() const override { return {3, 0, 0}; }
   StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const override;

@@ -16,7 +16,7 @@
 //   dist_async               servers update with each worker's gradient as it arrives
 //   dist_bounded             the same, but no gradient gets older than `staleness` updates
 //
-// Flow:    strategy/kvstore/store_strategy.h, or a user's loop -> here -> optimizer
+// Flow:    strategy/kvstore/kvstore_strategy.h, or a user's loop -> here -> optimizer
 // Owns:    the stored values and the optimizer's state (dist_*: on the servers)
 // Threads: one thread
 // Ranks:   local kinds: one process. dist_*: one store per worker. dist_sync: every worker pushes the same keys in the same

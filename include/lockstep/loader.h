@@ -71,7 +71,7 @@ class Loader {
   std::int64_t steps_per_epoch() const;
 
   class Iterator;
-  class State;
+  struct State;
   // The batches of an epoch, for a range-for; on the world's device. A batch may be kept: its memory is reused only
   // when its last tensor is gone. begin() starts the workers; starting another epoch ends this one. Going on to the
   // next batch blocks until it is ready, and throws what the dataset threw for it; DataError after the timeout.

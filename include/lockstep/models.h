@@ -6,8 +6,7 @@
 // Threads: one thread per model
 // Ranks:   no communication
 //
-// Parameters have the names they have in torchvision or Hugging Face, so that their weights fit. Each model's pieces()
-// is the finest cut that it allows, for pipelines.
+// Parameters have the names they have in torchvision or Hugging Face, so that their weights fit.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -21,9 +20,8 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 
-#include <array>
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -38,21 +36,30 @@ std::vector<std::string> model_names();
 
 Task model_task(const std::string& name);  // throws UsageError naming the models there are
 
+// A model that runs its pieces one after another: the finest cut that it allows, for pipelines.
+class PiecewiseModule : public torch::nn::Module {
+ public:
+  torch::Tensor forward(const torch::Tensor& data) { return run_pieces(pieces_, data); }
+  const std::vector<Piece>& pieces() const { return pieces_; }
+
+ protected:
+  // The next piece, of one tensor in and one out.
+  void add_piece(std::string name, std::vector<torch::nn::Module*> modules,
+                 std::function<torch::Tensor(const torch::Tensor&)> forward) {
+    pieces_.push_back(make_piece(std::move(name), std::move(modules), std::move(forward)));
+  }
+
+ private:
+  std::vector<Piece> pieces_;
+};
+
 // conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
 // 129,068 parameters. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), with the
 // widths of Zhang et al., "Dive into Deep Learning", section "Training on Multiple GPUs".
-class LeNetImpl : public torch::nn::Module {
+class LeNetImpl : public PiecewiseModule {
  public:
+  // images: (B, 1, 28, 28) -> logits (B, 10); a piece per layer
   LeNetImpl();
-  // images: (B, 1, 28, 28) -> logits (B, 10)
-  torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Piece> pieces();  // one per layer
-
- private:
-  torch::nn::Conv2d conv1_;
-  torch::nn::Conv2d conv2_;
-  torch::nn::Linear fc1_;
-  torch::nn::Linear fc2_;
 };
 TORCH_MODULE(LeNet);
 
@@ -64,15 +71,10 @@ struct MLPOptions {
 
 // Dense layers with ReLU between them (Rumelhart, Hinton and Williams, "Learning representations by back-propagating
 // errors", 1986). With its defaults 784 -> 512 -> 512 -> 10: 669,706 parameters.
-class MLPImpl : public torch::nn::Module {
+class MLPImpl : public PiecewiseModule {
  public:
+  // (B, ...) with `inputs` values per sample -> logits (B, outputs); a piece per dense layer
   explicit MLPImpl(const MLPOptions& options = {});
-  // (B, ...) with `inputs` values per sample -> logits (B, outputs)
-  torch::Tensor forward(const torch::Tensor& data);
-  std::vector<Piece> pieces();  // one per dense layer
-
- private:
-  torch::nn::Sequential layers_;
 };
 TORCH_MODULE(MLP);
 
@@ -85,16 +87,11 @@ struct AlexNetOptions {
 // ReLU after each, dropout before the first two dense layers. 61,100,840 parameters with 1000 classes, most of them in
 // the dense layers. Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), in the form
 // and with the parameter names of torchvision.models.alexnet.
-class AlexNetImpl : public torch::nn::Module {
+class AlexNetImpl : public PiecewiseModule {
  public:
+  // images: (B, 3, H, W), H and W at least 63, 224 as published -> logits (B, classes); a piece per convolution or dense
+  // layer, with what follows it
   explicit AlexNetImpl(const AlexNetOptions& options = {});
-  // images: (B, 3, H, W), H and W at least 63, 224 as published -> logits (B, classes)
-  torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Piece> pieces();  // one per convolution or dense layer, with what follows it
-
- private:
-  torch::nn::Sequential features_;
-  torch::nn::Sequential classifier_;
 };
 TORCH_MODULE(AlexNet);
 
@@ -107,23 +104,11 @@ struct InceptionOptions {
 // Szegedy et al., "Going deeper with convolutions" (CVPR 2015), in the form and with the parameter names of
 // torchvision.models.googlenet: batch normalisation after each convolution, 3x3 in place of 5x5 in the third branch, no
 // auxiliary heads.
-class InceptionImpl : public torch::nn::Module {
+class InceptionImpl : public PiecewiseModule {
  public:
+  // images: (B, 3, H, W), H and W at least 15, 224 as published -> logits (B, classes); pieces: the stem, each block, the
+  // head
   explicit InceptionImpl(const InceptionOptions& options = {});
-  // images: (B, 3, H, W), H and W at least 15, 224 as published -> logits (B, classes)
-  torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Piece> pieces();  // the stem, each block, the head
-
- private:
-  class ConvNorm;
-  class Block;
-  torch::Tensor stem(const torch::Tensor& images);
-  torch::Tensor head(const torch::Tensor& x);
-
-  std::array<std::shared_ptr<ConvNorm>, 3> stem_;
-  std::vector<std::shared_ptr<Block>> blocks_;
-  torch::nn::Dropout dropout_;
-  torch::nn::Linear fc_{nullptr};
 };
 TORCH_MODULE(Inception);
 
@@ -137,22 +122,11 @@ struct ResNetOptions {
 // parameter names of torchvision.models.resnet18, 34 and 50 (50: the stride in the 3x3 convolution). With 1000 classes
 // 11,689,512, 21,797,672 and 25,557,032 parameters. The form for 32x32 images begins with a 3x3 convolution of stride 1
 // and no pooling; with 10 classes 11,173,962, 21,282,122 and 23,520,842.
-class ResNetImpl : public torch::nn::Module {
+class ResNetImpl : public PiecewiseModule {
  public:
+  // images: (B, 3, H, W), 224 x 224 as published -> logits (B, classes); pieces: the stem, each residual block, the head:
+  // 10 for ResNet-18, 18 for ResNet-34 and -50
   explicit ResNetImpl(const ResNetOptions& options = {});  // throws UsageError: another number of layers
-  // images: (B, 3, H, W), 224 x 224 as published -> logits (B, classes)
-  torch::Tensor forward(const torch::Tensor& images);
-  std::vector<Piece> pieces();  // the stem, each residual block, the head: 10 for ResNet-18, 18 for ResNet-34 and -50
-
- private:
-  torch::Tensor stem(const torch::Tensor& images);
-  torch::Tensor head(const torch::Tensor& x);
-
-  bool small_images_;
-  torch::nn::Conv2d conv1_;
-  torch::nn::BatchNorm2d bn1_;
-  std::array<torch::nn::Sequential, 4> groups_;
-  torch::nn::Linear fc_{nullptr};
 };
 TORCH_MODULE(ResNet);
 
@@ -168,23 +142,11 @@ struct GPTOptions {
 // A decoder-only transformer in the form of GPT-2 (Radford et al., "Language models are unsupervised multitask
 // learners", 2019): tokens -> embedding + position -> blocks of (norm, causal attention, + ; norm, dense 4x, GELU,
 // dense, +) -> norm -> times the embedding. With its defaults (GPT-2 small) 124,439,808 parameters.
-class GPTImpl : public torch::nn::Module {
+class GPTImpl : public PiecewiseModule {
  public:
+  // tokens: (B, T) int64, T up to the context -> logits of the next token (B, T, vocabulary); pieces: the embeddings, each
+  // block, the head (which uses the token embedding again)
   explicit GPTImpl(const GPTOptions& options = {});  // throws UsageError: heads that do not divide the width
-  // tokens: (B, T) int64, T up to the context -> logits of the next token (B, T, vocabulary)
-  torch::Tensor forward(const torch::Tensor& tokens);
-  std::vector<Piece> pieces();  // the embeddings, each block, the head (which uses the token embedding again)
-
- private:
-  torch::Tensor embed(const torch::Tensor& tokens);
-  torch::Tensor head(const torch::Tensor& x);
-  void initialise();
-
-  GPTOptions options_;
-  torch::nn::Embedding wte_;
-  torch::nn::Embedding wpe_;
-  torch::nn::ModuleList h_;
-  torch::nn::LayerNorm ln_f_;
 };
 TORCH_MODULE(GPT);
 

@@ -9,7 +9,7 @@
 // Ranks:   on its own it does not communicate and uses each parameter's .grad. Attached to a DistributedDataParallel,
 //          every rank calls step() in the same order and updates a slice of the parameters that all of them share
 //
-// A new optimizer derives from Optimizer, and implements UpdateRule and update_on_device(): see lockstep/optimizers.h.
+// A new optimizer is an UpdateRule: see lockstep/optimizers.h.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -44,7 +44,7 @@ struct WholeTensors {
   std::vector<std::int64_t> steps;                // of each parameter, from 1
 };
 
-class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
+class Optimizer : public torch::optim::Optimizer {
  public:
   using StateTensors = std::map<std::string, torch::Tensor>;
 
@@ -68,7 +68,7 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
 
   // From the next step on gradients are divided by `scale`; if any element on any rank is not finite, the step changes
   // nothing on any rank, and skipped() returns true. GradientScaler calls this. nullopt: off.
-  void set_loss_scale(std::optional<double> scale);
+  void set_loss_scale(std::optional<double> scale) { loss_scale_ = scale; }
   bool skipped() const { return skipped_; }
 
   // What all ranks must have set alike when they call step(), by name: every option of every group ("lr of parameter
@@ -90,27 +90,23 @@ class Optimizer : public torch::optim::Optimizer, protected UpdateRule {
   // the source's ranks share. Blocks. Throws UsageError: it has stepped already.
   void attach(std::shared_ptr<GradientSource> source);
 
-  using UpdateRule::layerwise;
+  bool layerwise() const { return rule_->layerwise(); }
 
  protected:
   Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
-            std::vector<std::string> state_names);
-
-  // The rule's formula for tensors that are not on the CPU.
-  virtual void update_on_device(const Group& group, const WholeTensors& tensors) const = 0;
+            std::unique_ptr<UpdateRule> rule);
 
  private:
   struct Layout;
   Layout& layout();
-  void make_state_in_memory(Layout& all);
-  void make_state_on_device(Layout& all) const;
+  void make_state(Layout& all);
   std::size_t number_of_parameters() const;
   StateTensors state_tensors(const Layout& all, std::size_t i) const;
   void step_in_memory(Layout& all);
   void step_on_device(Layout& all);
   void require_not_begun(const char* call) const;
 
-  std::vector<std::string> state_names_;
+  std::unique_ptr<UpdateRule> rule_;
   ClippingOptions clipping_;
   double ema_decay_ = 0;
   std::optional<double> loss_scale_;

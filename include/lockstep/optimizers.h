@@ -7,10 +7,12 @@
 // Ranks:   every rank makes the same optimizer with the same options
 //
 // All update 16-bit parameters through a float32 original. Notation: parameter p, gradient g, step t from 1; norms |.|
-// are 2-norms over one parameter. Constructors throw UsageError: negative values, a beta outside [0, 1).
+// are 2-norms over one parameter. Constructors throw UsageError: negative values, a beta outside [0, 1), SGD with
+// nesterov but without momentum.
 //
-// To add an optimizer: its options and its class here, its options in OptimizerOptions below, and one entry in
-// lockstep/optimizer/registry.cc. The command line, checkpoints, servers and `lockstep verify` then know it.
+// To add an optimizer: its options, their rule_of() and its name here, its options in OptimizerOptions below, its rule in
+// a source of lockstep/optimizer/, its name and hyperparameters in lockstep/optimizer/registry.cc. The command line,
+// checkpoints, servers and `lockstep verify` then know it.
 #pragma once
 
 #include <torch/types.h>
@@ -78,61 +80,25 @@ struct LARSOptions {
   double trust = 1e-3;
 };
 
-class SGD : public Optimizer {  // state: momentum_buffer, if there is momentum
- public:
-  SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options);  // throws also: nesterov without momentum
+// The rule that these options choose. Throws UsageError.
+std::unique_ptr<UpdateRule> rule_of(const SGDOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const AdamOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const AdamWOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const LAMBOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const LARSOptions& options);
 
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
+template <class Options>
+class OptimizerWith : public Optimizer {
+ public:
+  OptimizerWith(std::vector<torch::Tensor> parameters, const Options& options)
+      : Optimizer(std::move(parameters), std::make_unique<GroupOptions<Options>>(options), rule_of(options)) {}
 };
 
-class Adam : public Optimizer {  // state: exp_avg, exp_avg_sq
- public:
-  Adam(std::vector<torch::Tensor> parameters, const AdamOptions& options);
-
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
-};
-
-class AdamW : public Optimizer {  // state: exp_avg, exp_avg_sq
- public:
-  AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options);
-
- private:
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
-};
-
-class LAMB : public Optimizer {  // state: exp_avg, exp_avg_sq
- public:
-  LAMB(std::vector<torch::Tensor> parameters, const LAMBOptions& options);
-
- private:
-  bool layerwise() const override { return true; }
-  void direct(const Group& group, const Run<float>& run) const override;
-  void direct(const Group& group, const Run<double>& run) const override;
-  double trust_ratio(const Group& group, double parameter_norm, double direction_norm) const override;
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
-};
-
-class LARS : public Optimizer {  // state: momentum_buffer
- public:
-  LARS(std::vector<torch::Tensor> parameters, const LARSOptions& options);
-
- private:
-  bool layerwise() const override { return true; }
-  double trust_ratio(const Group& group, double parameter_norm, double gradient_norm) const override;
-  void update(const Group& group, const Run<float>& run) const override;
-  void update(const Group& group, const Run<double>& run) const override;
-  void update_on_device(const Group& group, const WholeTensors& tensors) const override;
-};
+using SGD = OptimizerWith<SGDOptions>;      // state: momentum_buffer, if there is momentum
+using Adam = OptimizerWith<AdamOptions>;    // state: exp_avg, exp_avg_sq
+using AdamW = OptimizerWith<AdamWOptions>;  // state: exp_avg, exp_avg_sq
+using LAMB = OptimizerWith<LAMBOptions>;    // state: exp_avg, exp_avg_sq
+using LARS = OptimizerWith<LARSOptions>;    // state: momentum_buffer
 
 // ---- Choosing one at run time
 

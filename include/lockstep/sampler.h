@@ -18,12 +18,10 @@ namespace lockstep {
 // One epoch's order: into[i] = the sample at place begin + i. Any part can be read without what lies before it.
 using EpochOrder = std::function<void(std::int64_t begin, std::span<std::int64_t> into)>;
 
-// The order in which epochs visit samples: a function of (seed, epoch) alone.
-class SampleOrder {
- public:
-  virtual ~SampleOrder() = default;
-  virtual std::int64_t samples() const = 0;  // of an epoch
-  virtual EpochOrder draw(std::uint64_t seed, std::int64_t epoch) const = 0;
+// The order in which epochs visit samples.
+struct SampleOrder {
+  std::int64_t samples;                                                    // of an epoch
+  std::function<EpochOrder(std::uint64_t seed, std::int64_t epoch)> draw;  // that of an epoch; depends on nothing else
 };
 
 std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples);
@@ -56,7 +54,7 @@ class DistributedSampler {
  public:
   explicit DistributedSampler(const SamplerOptions& options);  // throws UsageError: batch_size < ranks, no samples
 
-  std::int64_t samples() const { return order_->samples(); }
+  std::int64_t samples() const { return order_->samples; }
   std::int64_t steps_per_epoch() const;
 
   // The order of `epoch` without its first `first_sample` samples: those that all ranks together have had already, with

@@ -8,12 +8,20 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/optim/optimizer.h>
-
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::optim {
+class OptimizerParamGroup;
+}
 
 namespace lockstep {
+
+struct WholeTensors;  // lockstep/optimizer.h
 
 inline constexpr std::size_t kMaxStates = 2;
 
@@ -31,11 +39,19 @@ struct Run {
 class UpdateRule {
  public:
   using Group = torch::optim::OptimizerParamGroup;  // where the options are
+
+  // Names of the arrays beside each parameter, such as momentum_buffer: at most kMaxStates.
+  explicit UpdateRule(std::vector<std::string> state_names = {}) : state_names_(std::move(state_names)) {}
   virtual ~UpdateRule() = default;
+
+  const std::vector<std::string>& state_names() const { return state_names_; }
 
   // T is float (also for 16-bit parameters, of which a float32 original is kept) or double.
   virtual void update(const Group& group, const Run<float>& run) const = 0;
   virtual void update(const Group& group, const Run<double>& run) const = 0;
+
+  // The same for tensors that are not on the CPU.
+  virtual void update_on_device(const Group& group, const WholeTensors& tensors) const = 0;
 
   // A layerwise rule scales each parameter's step by norms over the whole parameter. direct() may turn the gradient
   // into a direction; trust_ratio() then gets the norms of the parameter and of that direction.
@@ -43,6 +59,9 @@ class UpdateRule {
   virtual void direct(const Group&, const Run<float>&) const {}
   virtual void direct(const Group&, const Run<double>&) const {}
   virtual double trust_ratio(const Group&, double /*parameter_norm*/, double /*direction_norm*/) const { return 1; }
+
+ private:
+  std::vector<std::string> state_names_;
 };
 
 }  // namespace lockstep

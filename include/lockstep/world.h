@@ -227,8 +227,8 @@ class World {
   void abandon(const std::string& reason) const;
 
   // Every rank's text in rank order; texts may differ in length. For settings that must agree before tensors are
-  // exchanged. Throws PeerLost; RendezvousError naming the ranks that did not come.
-  [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& topic, const std::string& mine) const;
+  // exchanged. Throws PeerLost.
+  [[nodiscard]] std::vector<std::string> exchange_texts(const std::string& mine) const;
 
   // A group of the ranks on this machine that share memory, apart from this world's own; none where they can't, and in a
   // world of one. For collective/shared_memory.h. Throws PeerLost.

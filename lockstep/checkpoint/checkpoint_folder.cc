@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <iomanip>
-#include <sstream>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
@@ -19,11 +18,7 @@ namespace fs = std::filesystem;
 constexpr const char* kPrefix = "step-";
 constexpr const char* kSuffix = ".safetensors";
 
-std::string file_name(std::int64_t step) {
-  std::ostringstream name;
-  name << kPrefix << std::setw(8) << std::setfill('0') << step << kSuffix;
-  return std::move(name).str();
-}
+std::string file_name(std::int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step, kSuffix); }
 
 bool is_checkpoint(const fs::path& path) {
   return path.filename().string().starts_with(kPrefix) && path.extension() == kSuffix;

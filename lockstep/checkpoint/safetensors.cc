@@ -5,8 +5,8 @@
 
 #include <array>
 #include <bit>
-#include <cstdio>
 #include <cstring>
+#include <iomanip>
 #include <utility>
 #include <vector>
 
@@ -54,10 +54,7 @@ CheckpointError damaged(const std::string& origin, const std::string& what) {
 }
 
 std::string hash_of(const std::string& bytes) {
-  std::array<char, 17> text{};
-  std::snprintf(text.data(), text.size(), "%016llx",
-                static_cast<unsigned long long>(XXH3_64bits(bytes.data(), bytes.size())));
-  return text.data();
+  return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits(bytes.data(), bytes.size()));
 }
 
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
@@ -124,14 +121,12 @@ torch::Tensor read_tensor(const Json& entry, const std::string& name, std::strin
 
 TensorFile read_entries(const Json& header, std::string_view data, const std::string& origin) {
   TensorFile file;
-  for (const auto& [name, entry] : header.items()) {
-    if (name != kMetadata) {
+  for (const auto& [name, entry] : header.items())
+    if (name == kMetadata)
+      file.metadata = entry.get<std::map<std::string, std::string>>();
+    else
       file.tensors[name] = read_tensor(entry, name, data, origin);
-      continue;
-    }
-    for (const auto& [key, value] : entry.items())
-      if (key != kChecksum) file.metadata[key] = value.get<std::string>();
-  }
+  file.metadata.erase(kChecksum);
   return file;
 }
 

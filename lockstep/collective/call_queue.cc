@@ -119,13 +119,18 @@ void CallQueue::run_front(Lock& lock) {
   changed_.notify_all();
 }
 
-void CallQueue::run_until_done(const Item& item) {
-  Lock lock(mutex_);
-  while (!item.finished())
+template <class Done>
+void CallQueue::run_until(Lock& lock, const Done& done) {
+  while (!done())
     if (busy())
       changed_.wait(lock);
     else
       run_front(lock);
+}
+
+void CallQueue::run_until_done(const Item& item) {
+  Lock lock(mutex_);
+  run_until(lock, [&] { return item.finished(); });
 }
 
 bool CallQueue::wait_until_done(const Item& item, Deadline deadline) {
@@ -138,11 +143,7 @@ CallQueue::Turn::Turn(CallQueue& queue) : queue_(queue) {
   Lock lock(queue_.mutex_);
   nested_ = queue_.runner_ == std::this_thread::get_id();
   if (nested_) return;
-  while (queue_.busy() || !queue_.items_.empty())
-    if (queue_.busy())
-      queue_.changed_.wait(lock);
-    else
-      queue_.run_front(lock);
+  queue_.run_until(lock, [&] { return !queue_.busy() && queue_.items_.empty(); });
   queue_.runner_ = std::this_thread::get_id();
 }
 

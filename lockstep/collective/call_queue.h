@@ -85,6 +85,8 @@ class CallQueue {
   bool busy() const { return runner_ != std::thread::id(); }
   void work();
   void run_front(Lock& lock);
+  template <class Done>
+  void run_until(Lock& lock, const Done& done);  // makes calls, or waits for who makes them
   void run_until_done(const Item& item);
   bool wait_until_done(const Item& item, Deadline deadline);
 

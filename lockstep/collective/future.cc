@@ -3,20 +3,11 @@
 
 namespace lockstep {
 
-PeerLost not_finished_by_deadline(const std::string& here) {
-  return PeerLost({.what = "a call that was started is not finished at the deadline",
+PeerLost not_finished_by_deadline(const std::string& here, const std::string& what) {
+  return PeerLost({.what = what + " is not finished at the deadline",
                    .here = here,
                    .likely = "a rank that is slower than the others, or stopped",
                    .next = "wait longer, or look at what each rank is doing"});
-}
-
-FuturePtr finished_future() {
-  static const FuturePtr finished = [] {
-    auto future = std::make_shared<Completion>();
-    future->complete();
-    return future;
-  }();
-  return finished;
 }
 
 void Completion::wait() {

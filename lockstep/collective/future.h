@@ -34,9 +34,7 @@ class Future {
 
 using FuturePtr = std::shared_ptr<Future>;
 
-FuturePtr finished_future();
-
-PeerLost not_finished_by_deadline(const std::string& here);
+PeerLost not_finished_by_deadline(const std::string& here, const std::string& what = "a call that was started");
 
 // A future that another thread completes.
 class Completion final : public Future {

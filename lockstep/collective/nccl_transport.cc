@@ -9,6 +9,7 @@
 #endif
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/error.h"
 
@@ -20,20 +21,15 @@ namespace {
 
 using Nccl = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 using Splits = std::vector<std::int64_t>;
-using Tensors = std::vector<torch::Tensor>;
 
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
-    case ReduceOp::kMean: return c10d::ReduceOp::AVG;
-    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
-    case ReduceOp::kBitAnd: return c10d::ReduceOp::BAND;
-    case ReduceOp::kBitOr: return c10d::ReduceOp::BOR;
-    case ReduceOp::kBitXor: return c10d::ReduceOp::BXOR;
-  }
-  return c10d::ReduceOp::SUM;
+// c10d's options for a call: its reduction and root, where they have those.
+template <class Options>
+Options options_of(const Call& call) {
+  static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
+  Options options;
+  if constexpr (requires { options.reduceOp; }) options.reduceOp = static_cast<c10d::ReduceOp::RedOpType>(call.op);
+  if constexpr (requires { options.rootRank; }) options.rootRank = call.root;
+  return options;
 }
 
 Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
@@ -41,8 +37,6 @@ Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
   nccl->timeout = options.timeout;
   return c10::make_intrusive<c10d::ProcessGroupNCCL>(with_prefix(store, "nccl"), options.rank, options.size, nccl);
 }
-
-torch::Tensor flat(const torch::Tensor& tensor) { return tensor.detach().view(-1); }
 
 class NcclTransport : public Transport {
  public:
@@ -54,113 +48,58 @@ class NcclTransport : public Transport {
   }
 
   std::unique_ptr<Transport> group(const RankLists& lists) override {
-    const std::vector<int>& ranks = lists[static_cast<unsigned>(options_.rank)];
+    const std::vector<int>& ranks = lists[to_size(options_.rank)];
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     return std::make_unique<NcclTransport>(with_prefix(store_, prefix_of_group(made, ranks)),
                                            options_of_group(options_, ranks));
   }
 
-  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds) override {
-    return group(lists);
-  }
-
-  void fail(const std::string&) override {}  // the closed connection tells the others
-
  private:
-  C10dWork issue(const TensorCall& call) const {
-    switch (call.call.operation) {
-      case Operation::kAllReduce: return all_reduce(call);
-      case Operation::kReduce: return reduce(call);
-      case Operation::kReduceScatter: return reduce_scatter(call);
-      case Operation::kAllGather: return all_gather(call);
-      case Operation::kBroadcast: return broadcast(call);
-      case Operation::kGather: return gather(call);
-      case Operation::kScatter: return scatter(call);
-      case Operation::kAllToAll: return all_to_all(call);
-      case Operation::kSend: return send(call);
-      case Operation::kReceive: return receive(call);
+  C10dWork issue(const TensorCall& made) const {
+    const Call& call = made.call;
+    Tensors input = list_of(made.input);
+    Tensors output = list_of(made.output);
+    Splits send = splits(call.counts);
+    Splits receive = splits(call.receive_counts);
+    switch (call.operation) {
+      case Operation::kAllReduce: return nccl_->allreduce(output, options_of<c10d::AllreduceOptions>(call));
+      case Operation::kReduce: return nccl_->reduce(input, options_of<c10d::ReduceOptions>(call));
+      case Operation::kBroadcast: return nccl_->broadcast(output, options_of<c10d::BroadcastOptions>(call));
+      case Operation::kAllToAll: return nccl_->alltoall_base(output.front(), input.front(), receive, send);
+      case Operation::kSend: return nccl_->send(input, call.peer, static_cast<int>(call.tag));
+      case Operation::kReceive: return nccl_->recv(output, call.peer, static_cast<int>(call.tag));
+      case Operation::kReduceScatter:
+      case Operation::kScatter: return issue_to_parts(call, output, parts_of(input, send));
+      case Operation::kAllGather:
+      case Operation::kGather: return issue_from_parts(call, parts_of(output, send), input);
       default: return nccl_->barrier();
     }
   }
 
-  C10dWork all_reduce(const TensorCall& call) const {
-    Tensors tensors{flat(call.output)};
-    c10d::AllreduceOptions options;
-    options.reduceOp = to_c10d(call.call.op);
-    return nccl_->allreduce(tensors, options);
+  C10dWork issue_to_parts(const Call& call, Tensors& output, std::vector<Tensors> inputs) const {
+    if (call.operation == Operation::kScatter)
+      return nccl_->scatter(output, inputs, options_of<c10d::ScatterOptions>(call));
+    return nccl_->reduce_scatter(output, inputs, options_of<c10d::ReduceScatterOptions>(call));
   }
 
-  C10dWork reduce(const TensorCall& call) const {
-    Tensors tensors{flat(call.input)};
-    c10d::ReduceOptions options;
-    options.rootRank = call.call.root;
-    options.reduceOp = to_c10d(call.call.op);
-    return nccl_->reduce(tensors, options);
-  }
-
-  C10dWork reduce_scatter(const TensorCall& call) const {
-    Tensors outputs{flat(call.output)};
-    std::vector<Tensors> inputs{parts_of(call.input, call.call.counts)};
-    c10d::ReduceScatterOptions options;
-    options.reduceOp = to_c10d(call.call.op);
-    return nccl_->reduce_scatter(outputs, inputs, options);
-  }
-
-  C10dWork all_gather(const TensorCall& call) const {
-    std::vector<Tensors> outputs{parts_of(call.output, call.call.counts)};
-    Tensors inputs{flat(call.input)};
-    return nccl_->allgather(outputs, inputs);
-  }
-
-  C10dWork broadcast(const TensorCall& call) const {
-    Tensors tensors{flat(call.output)};
-    c10d::BroadcastOptions options;
-    options.rootRank = call.call.root;
-    return nccl_->broadcast(tensors, options);
-  }
-
-  C10dWork gather(const TensorCall& call) const {
-    std::vector<Tensors> outputs;
-    if (call.output.defined()) outputs.push_back(parts_of(call.output, {}));
-    Tensors inputs{flat(call.input)};
-    c10d::GatherOptions options;
-    options.rootRank = call.call.root;
-    return nccl_->gather(outputs, inputs, options);
-  }
-
-  C10dWork scatter(const TensorCall& call) const {
-    std::vector<Tensors> inputs;
-    if (call.input.defined()) inputs.push_back(parts_of(call.input, {}));
-    Tensors outputs{flat(call.output)};
-    c10d::ScatterOptions options;
-    options.rootRank = call.call.root;
-    return nccl_->scatter(outputs, inputs, options);
-  }
-
-  C10dWork all_to_all(const TensorCall& call) const {
-    torch::Tensor output = flat(call.output);
-    torch::Tensor input = flat(call.input);
-    Splits receive = splits(call.call.receive_counts);
-    Splits send = splits(call.call.counts);
-    return nccl_->alltoall_base(output, input, receive, send);
-  }
-
-  C10dWork send(const TensorCall& call) const {
-    Tensors tensors{flat(call.input)};
-    return nccl_->send(tensors, call.call.peer, static_cast<int>(call.call.tag));
-  }
-
-  C10dWork receive(const TensorCall& call) const {
-    Tensors tensors{flat(call.output)};
-    return nccl_->recv(tensors, call.call.peer, static_cast<int>(call.call.tag));
+  C10dWork issue_from_parts(const Call& call, std::vector<Tensors> outputs, Tensors& input) const {
+    if (call.operation == Operation::kGather)
+      return nccl_->gather(outputs, input, options_of<c10d::GatherOptions>(call));
+    return nccl_->allgather(outputs, input);
   }
 
   static Splits splits(const std::vector<std::size_t>& counts) { return {counts.begin(), counts.end()}; }
 
-  Tensors parts_of(const torch::Tensor& whole, const std::vector<std::size_t>& counts) const {
-    const Splits even(static_cast<unsigned>(options_.size), whole.numel() / options_.size);
-    return flat(whole).split_with_sizes(counts.empty() ? even : splits(counts));
+  static Tensors list_of(const torch::Tensor& tensor) {
+    return tensor.defined() ? Tensors{tensor.detach().view(-1)} : Tensors();
+  }
+
+  // The parts of all ranks of a whole; empty where this rank has none. `counts`: of each part; empty: equal parts.
+  std::vector<Tensors> parts_of(const Tensors& whole, const Splits& counts) const {
+    if (whole.empty()) return {};
+    const Splits even(to_size(options_.size), whole.front().numel() / options_.size);
+    return {whole.front().split_with_sizes(counts.empty() ? even : counts)};
   }
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -139,7 +139,14 @@ void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const 
   }
 }
 
-c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, const c10d::TCPStoreOptions& options) try {
+// The store at `endpoint`, served here where there is a listener.
+c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, milliseconds timeout, UniqueFd listener = {}) try {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(listener ? port_of(listener) : endpoint.port);
+  options.isServer = static_cast<bool>(listener);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  if (listener) options.masterListenFd = listener.release();
   return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
 } catch (const std::exception& error) {
   throw RendezvousError({.what = concat("no store at ", endpoint.text(), ": ", split(error.what(), '\n').front()),
@@ -147,22 +154,9 @@ c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, const c10d:
                          .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
-c10::intrusive_ptr<c10d::Store> serve_store(const Endpoint& endpoint, UniqueFd listener, milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(port_of(listener));
-  options.isServer = true;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  options.masterListenFd = listener.release();
-  return make_store(endpoint, options);
-}
-
 c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
   wait_for_answer(endpoint, job, Deadline::after(timeout));
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(endpoint.port);
-  options.timeout = timeout;
-  return make_store(endpoint, options);
+  return make_store(endpoint, timeout);
 }
 
 bool is_loopback(const addrinfo& address) {
@@ -196,7 +190,7 @@ c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, mi
   const Endpoint endpoint{job.master_addr, job.master_port};
   require_reachable(endpoint, job);
   const bool serve = job.rank == 0 && !agent_serves_store();
-  auto store = serve ? serve_store(endpoint, listen_on(endpoint), timeout) : join_store(endpoint, job, timeout);
+  auto store = serve ? make_store(endpoint, timeout, listen_on(endpoint)) : join_store(endpoint, job, timeout);
   return c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
 }
 
@@ -224,8 +218,8 @@ fs::path private_folder() {
 
 fs::path rendezvous_file(const JobEnvironment& job) {
   std::string name = job.job_id;
-  for (char& c : name)
-    if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return std::isalnum(c) == 0; }, '_');
   return private_folder() / concat("job-", name);
 }
 
@@ -272,7 +266,7 @@ c10::intrusive_ptr<c10d::Store> serve_through_file(const JobEnvironment& job, mi
   const Endpoint endpoint{kLoopback, 0};
   UniqueFd listener = listen_on(endpoint);
   const int port = port_of(listener);
-  auto store = serve_store(endpoint, std::move(listener), timeout);
+  auto store = make_store(endpoint, timeout, std::move(listener));
   const fs::path file = rendezvous_file(job);
   const std::shared_ptr<void> removed_at_exit(nullptr, [&file](void*) { ::unlink(file.c_str()); });
   write_file(file, concat(port, " ", ::getpid(), " ", start_time_of(::getpid()), "\n"));

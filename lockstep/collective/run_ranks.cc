@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <thread>
 
 #include <ATen/Parallel.h>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
@@ -14,23 +15,16 @@
 namespace lockstep {
 namespace {
 
-bool is_peer_lost(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const PeerLost&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 // The first exception of any rank: the others follow from it. A rank may report PeerLost before the lost peer reports
 // its own error; that error is the cause and replaces it.
 class FirstError {
  public:
-  void keep(std::exception_ptr error) {
+  // The exception that is being handled.
+  void keep(bool is_peer_lost) {
     const std::lock_guard lock(mutex_);
-    if (!error_ || (is_peer_lost(error_) && !is_peer_lost(error))) error_ = std::move(error);
+    if (error_ && (is_peer_lost || !is_peer_lost_)) return;
+    error_ = std::current_exception();
+    is_peer_lost_ = is_peer_lost;
   }
   void rethrow() {
     if (error_) std::rethrow_exception(error_);
@@ -38,36 +32,14 @@ class FirstError {
 
  private:
   std::mutex mutex_;
-  std::exception_ptr error_;
+  std::exception_ptr error_;  // guarded by mutex_, like the next
+  bool is_peer_lost_ = false;
 };
-
-// `nodes`: of each rank.
-JobEnvironment job_of_thread(int rank, const std::vector<int>& nodes) {
-  const int node = nodes[static_cast<unsigned>(rank)];
-  JobEnvironment job;
-  job.launcher = "threads";
-  job.rank = rank;
-  job.world_size = static_cast<int>(nodes.size());
-  job.local_rank = static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, node));
-  job.local_size = static_cast<int>(std::ranges::count(nodes, node));
-  job.node_rank = node;
-  return job;
-}
 
 void use_share_of_cores(int rank, int ranks) {
   const CoreSet mine = cores_of_rank(usable_cores(), rank, ranks);
   pin_this_thread(mine);
   at::set_num_threads(static_cast<int>(mine.size()));
-}
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
 }
 
 }  // namespace
@@ -78,19 +50,24 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
   FirstError first_error;
   const auto run_rank = [&](int rank) {
     std::shared_ptr<WorldState> state;
-    Transport* connection = nullptr;
+    const auto give_up = [&](const std::string& reason, bool is_peer_lost = false) {
+      first_error.keep(is_peer_lost);
+      if (state) state->cpu_transport->fail(reason);
+    };
     try {
       std::unique_ptr<Transport> transport = connect(rank);
-      connection = transport.get();
       use_share_of_cores(rank, ranks);
-      state = make_world_state(job_of_thread(rank, nodes), options);
+      state = make_world_state(job_of_rank({.launcher = "threads"}, rank, nodes), options);
       state->nodes = nodes;
       state->cpu_transport = std::move(transport);
       World world = WorldState::world_of(state);
       body(world);
+    } catch (const PeerLost& error) {
+      give_up(error.what(), true);
+    } catch (const std::exception& error) {
+      give_up(error.what());
     } catch (...) {
-      first_error.keep(std::current_exception());
-      if (state) connection->fail(message_of(std::current_exception()));
+      give_up("an exception that is no std::exception");
     }
   };
   std::vector<std::thread> threads;
@@ -100,9 +77,11 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
 }
 
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
-  auto transports = make_shared_memory_of_threads(ranks, options.timeout);
-  const auto connect = [&](int rank) { return std::move(transports[static_cast<unsigned>(rank)]); };
-  run_threads(std::vector<int>(transports.size()), connect, body, options);
+  std::vector<shm::Group> groups = shm::make_thread_group(ranks, {.timeout = options.timeout});
+  const auto connect = [&](int rank) {
+    return std::make_unique<SharedMemoryTransport>(std::move(groups[to_size(rank)]));
+  };
+  run_threads(std::vector<int>(groups.size()), connect, body, options);
 }
 
 }  // namespace lockstep

@@ -1,155 +1,167 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory_transport.h"
 
+#include <algorithm>
+#include <array>
 #include <exception>
-#include <list>
-#include <mutex>
 #include <numeric>
-#include <optional>
 
-#include "lockstep/base/int_vector.h"
-#include "lockstep/collective/call_queue.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-class SharedMemoryTransport : public Transport {
- public:
-  explicit SharedMemoryTransport(shm::Group group) : group_(std::move(group)) {}
+std::unique_ptr<Transport> transport_of(std::optional<shm::Group> group) {
+  return group ? std::make_unique<SharedMemoryTransport>(std::move(*group)) : nullptr;
+}
 
-  // In good order, unless an exception is on its way out: then the others learn at once that this rank is gone.
-  ~SharedMemoryTransport() override {
-    if (std::uncaught_exceptions() > 0) {
-      group_.cancel();
-      return;
-    }
-    try {
-      queue_.drain();
-      group_.leave();
-    } catch (const std::exception&) {
-    }
-  }
-
-  FuturePtr start(TensorCall call) override {
-    if (is_message(call.call.operation)) return start_message(std::move(call));
-    return queue_.add([this, call = std::move(call)] { group_.run(call.call); });
-  }
-
-  int run(const TensorCall& call) override {
-    if (is_message(call.call.operation)) {
-      queue_.hand_to_worker();
-      return group_.run(call.call);
-    }
-    queue_.run([&] { group_.run(call.call); });
-    return kAnyRank;
-  }
-
-  std::unique_ptr<Transport> group(const RankLists& lists) override {
-    queue_.run_all();
-    auto members = subgroup_of(group_, lists);
-    return members ? make_shared_memory(std::move(*members)) : nullptr;
-  }
-
-  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override {
-    queue_.run_all();
-    auto members = separate_group_of(group_, lists, timeout);
-    return members ? make_shared_memory(std::move(*members)) : nullptr;
-  }
-
-  torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override {
-    return allocate_shared(group_, sizes, options);
-  }
-
-  std::optional<shm::Group> machine_group() override {
-    queue_.run_all();
-    return whole_group_of(group_);
-  }
-
-  void fail(const std::string& reason) override { group_.poison(reason); }
-
- private:
-  struct Message {
-    TensorCall call;  // keeps the memory
-    FuturePtr future;
-  };
-
-  FuturePtr start_message(TensorCall call) {
-    queue_.hand_to_worker();
-    const std::lock_guard lock(mutex_);
-    std::erase_if(messages_, [](const Message& message) { return message.future->done(); });
-    FuturePtr future = group_.start(call.call);
-    messages_.push_back({std::move(call), future});
-    return future;
-  }
-
-  // Destroyed in reverse order: first the queue, whose thread uses the group; last the tensors that the group's
-  // messages use.
-  std::mutex mutex_;
-  std::list<Message> messages_;  // under way; guarded by mutex_
-  shm::Group group_;
-  CallQueue queue_;
-};
-
-constexpr std::size_t kLongestAddress = 256;
+std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
+  std::vector<std::string> missing;
+  for (std::size_t rank = 0; rank < keys.size(); ++rank)
+    if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
+  return join(missing, ", ");
+} catch (const std::exception&) {
+  return "0, which keeps the store";
+}
 
 // Every rank's address, where it has one, in rank order.
-IntVector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
-  if (mine.size() >= kLongestAddress)
+std::vector<std::string> exchange_addresses(shm::Group& group, const std::string& mine) {
+  using Padded = std::array<char, 256>;
+  Padded padded{};
+  if (mine.size() >= padded.size())
     throw SystemError({.what = "an address of shared memory that is too long: " + mine});
-  std::string padded = mine;
-  padded.resize(kLongestAddress);
-  std::string all(kLongestAddress * static_cast<unsigned>(group.size()), '\0');
-  group.all_gather({.input = padded.data(), .output = all.data(), .count = kLongestAddress, .dtype = DType::kUInt8});
-  IntVector<std::string> addresses;
-  for (std::size_t i = 0; i < all.size(); i += kLongestAddress) addresses.emplace_back(all.c_str() + i);
+  std::ranges::copy(mine, padded.begin());
+  std::vector<Padded> all(to_size(group.size()));
+  group.all_gather({.input = &padded, .output = all.data(), .count = sizeof padded, .dtype = DType::kUInt8});
+  std::vector<std::string> addresses;
+  for (const Padded& address : all) addresses.emplace_back(address.data());
   return addresses;
+}
+
+// Connects `ranks`, none where they are no ranks; `rank` is this one. `exchange` gives the addresses of all ranks for
+// this one's, which only the first of each list has.
+template <class Exchange>
+std::optional<shm::Group> connect_ranks(const std::vector<int>& ranks, int rank, const shm::Options& options,
+                                        const Exchange& exchange) {
+  const int size = static_cast<int>(ranks.size());
+  std::optional<shm::RendezvousServer> server;
+  if (size > 0 && ranks.front() == rank) server.emplace(size, options);
+  const std::vector<std::string> addresses = exchange(server ? server->address() : "");
+  if (size == 0) return std::nullopt;
+  const Deadline deadline = Deadline::after(options.timeout);
+  if (server) return server->connect(deadline);
+  const auto place = static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
+  return shm::join_rendezvous(addresses[to_size(ranks.front())], place, size, deadline, options);
 }
 
 }  // namespace
 
-shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options) {
+SharedMemoryTransport::~SharedMemoryTransport() {
+  if (std::uncaught_exceptions() > 0) {
+    group_.cancel();
+    return;
+  }
+  try {
+    queue_.drain();
+    group_.leave();
+  } catch (const std::exception&) {
+  }
+}
+
+FuturePtr SharedMemoryTransport::start(TensorCall call) {
+  if (is_message(call.call.operation)) return start_message(std::move(call));
+  return queue_.add([this, call = std::move(call)] { group_.run(call.call); });
+}
+
+int SharedMemoryTransport::run(const TensorCall& call) {
+  if (is_message(call.call.operation)) {
+    queue_.hand_to_worker();
+    return group_.run(call.call);
+  }
+  queue_.run([&] { group_.run(call.call); });
+  return kAnyRank;
+}
+
+FuturePtr SharedMemoryTransport::start_message(TensorCall call) {
+  queue_.hand_to_worker();
+  const std::lock_guard lock(mutex_);
+  std::erase_if(messages_, [](const Message& message) { return message.future->done(); });
+  FuturePtr future = group_.start(call.call);
+  messages_.push_back({std::move(call), future});
+  return future;
+}
+
+std::unique_ptr<Transport> SharedMemoryTransport::group(const RankLists& lists) {
+  queue_.run_all();
+  return transport_of(subgroup_of(group_, lists));
+}
+
+std::unique_ptr<Transport> SharedMemoryTransport::separate(const RankLists& lists, std::chrono::milliseconds timeout) {
+  queue_.run_all();
+  return transport_of(separate_group_of(group_, lists, timeout));
+}
+
+torch::Tensor SharedMemoryTransport::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
+  return allocate_shared(group_, sizes, options);
+}
+
+std::optional<shm::Group> SharedMemoryTransport::machine_group() {
+  queue_.run_all();
+  return whole_group_of(group_);
+}
+
+void SharedMemoryTransport::set_timeout(std::chrono::milliseconds timeout) {
+  queue_.run([&] { group_.set_timeout(timeout); });
+}
+
+std::vector<std::string> exchange_texts(c10d::Store& store, const std::string& topic, const std::string& mine,
+                                        const TransportOptions& options) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < options.size; ++rank) keys.push_back(concat("lockstep/", topic, "/", rank));
+  std::vector<std::string> texts;
+  try {
+    store.set(keys[to_size(options.rank)], mine);
+    store.wait(keys, options.timeout);
+    for (const std::string& key : keys) texts.push_back(store.get_to_str(key));
+  } catch (const std::exception&) {
+    throw RendezvousError(
+        {.what = concat("not all ranks have come: no ", topic, " from rank ", missing_ranks(store, keys)),
+         .here = options.describe,
+         .likely = "that rank died, or does not make the same calls in the same order",
+         .next = "look at its output"});
+  }
+  return texts;
+}
+
+shm::Group connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks, const TransportOptions& options) {
   const shm::Options shm_options{.timeout = options.timeout, .job_ranks = ranks};
-  const Deadline deadline = Deadline::after(options.timeout);
-  const auto place = std::ranges::find(ranks, options.rank);
-  const int size = static_cast<int>(ranks.size());
-  std::optional<shm::RendezvousServer> server;
-  if (place == ranks.begin()) server.emplace(size, shm_options);
-  const IntVector addresses = world.exchange_texts("the address of shared memory", server ? server->address() : "");
-  if (server) return server->connect(deadline);
-  const std::string& address = addresses[ranks.front()];
-  return shm::join_rendezvous(address, static_cast<int>(place - ranks.begin()), size, deadline, shm_options);
+  const auto exchange = [&](const std::string& mine) { return exchange_texts(store, "address", mine, options); };
+  return std::move(*connect_ranks(ranks, options.rank, shm_options, exchange));
 }
 
 std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists) {
-  const auto& mine = lists[static_cast<unsigned>(group.rank())];
+  const auto& mine = lists[to_size(group.rank())];
   const auto some = std::ranges::find_if(lists, [](const auto& list) { return !list.empty(); });
   if (some == lists.end()) return std::nullopt;
   return group.subgroup(mine.empty() ? *some : mine);  // who is in none takes part in making one
 }
 
 shm::Group whole_group_of(shm::Group& group) {
-  std::vector<int> everyone(static_cast<unsigned>(group.size()));
+  std::vector<int> everyone(to_size(group.size()));
   std::iota(everyone.begin(), everyone.end(), 0);
   return std::move(*group.subgroup(everyone));
 }
 
 std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
                                             std::chrono::milliseconds timeout) {
-  const auto& mine = lists[static_cast<unsigned>(group.rank())];
+  const std::vector<int>& mine = lists[to_size(group.rank())];
   shm::Options options{.timeout = timeout};
   for (const int member : mine) options.job_ranks.push_back(group.job_rank(member));
-  const int size = static_cast<int>(mine.size());
-  std::optional<shm::RendezvousServer> server;
-  if (size > 1 && mine.front() == group.rank()) server.emplace(size, options);
-  const auto addresses = exchange_addresses(group, server ? server->address() : "");
-  if (mine.empty()) return std::nullopt;
-  if (size == 1) return std::move(shm::make_thread_group(1, options).front());
-  if (server) return server->connect(Deadline::after(timeout));
-  const auto place = static_cast<int>(std::ranges::find(mine, group.rank()) - mine.begin());
-  return shm::join_rendezvous(addresses[mine.front()], place, size, Deadline::after(timeout), options);
+  const auto exchange = [&](const std::string& address) { return exchange_addresses(group, address); };
+  return connect_ranks(mine, group.rank(), options, exchange);
 }
 
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options) {
@@ -157,17 +169,6 @@ torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const
   auto memory = std::make_shared<shm::Memory>(group.allocate(bytes));
   return torch::from_blob(
       memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);
-}
-
-std::unique_ptr<Transport> make_shared_memory(shm::Group group) {
-  return std::make_unique<SharedMemoryTransport>(std::move(group));
-}
-
-std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout) {
-  std::vector<std::unique_ptr<Transport>> transports;
-  for (shm::Group& group : shm::make_thread_group(ranks, {.timeout = timeout}))
-    transports.push_back(make_shared_memory(std::move(group)));
-  return transports;
 }
 
 }  // namespace lockstep

@@ -1,24 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shared_memory_transport.h: the shared-memory core as a transport for host tensors.
 //
-// Flow:    World -> here -> collective/shm/
+// Flow:    World, c10d backend -> here -> collective/shm/
 // Owns:    this rank's side of the shared memory
 // Ranks:   every rank of the machine makes its transport at the same time
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <list>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport.h"
 
 namespace lockstep {
 
-// `ranks` of `world` are the processes of this machine: through the world's store they exchange an address, then
-// memory. All ranks of the world call. Blocks until those of this machine are connected. Throws RendezvousError,
-// SystemError.
-shm::Group connect_shared_memory(const World& world, const std::vector<int>& ranks, const TransportOptions& options);
+class SharedMemoryTransport final : public Transport {
+ public:
+  explicit SharedMemoryTransport(shm::Group group) : group_(std::move(group)) {}
+
+  // In good order, unless an exception is on its way out: then the others learn at once that this rank is gone.
+  ~SharedMemoryTransport() override;
+
+  FuturePtr start(TensorCall call) override;
+  int run(const TensorCall& call) override;
+  std::unique_ptr<Transport> group(const RankLists& lists) override;
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override;
+  torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
+  std::optional<shm::Group> machine_group() override;
+  void fail(const std::string& reason) override { group_.poison(reason); }
+
+  // What makes the collectives. run() out of one of them makes another one at once, inside it.
+  CallQueue& queue() { return queue_; }
+
+  void set_timeout(std::chrono::milliseconds timeout);  // after the calls that were started before
+
+ private:
+  struct Message {
+    TensorCall call;  // keeps the memory
+    FuturePtr future;
+  };
+
+  FuturePtr start_message(TensorCall call);
+
+  // Destroyed in reverse order: first the queue, whose thread uses the group; last the tensors that the group's
+  // messages use.
+  std::mutex mutex_;
+  std::list<Message> messages_;  // under way; guarded by mutex_
+  shm::Group group_;
+  CallQueue queue_;
+};
+
+// The text of every rank in rank order, through a store, once per topic. Throws RendezvousError naming the ranks that
+// did not come.
+std::vector<std::string> exchange_texts(c10d::Store& store, const std::string& topic, const std::string& mine,
+                                        const TransportOptions& options);
+
+// `ranks` are the processes of this machine: through the store they exchange an address, then memory. All ranks call.
+// Blocks until those of this machine are connected. Throws RendezvousError, SystemError.
+shm::Group connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks, const TransportOptions& options);
 
 // The group of lists[rank], none where that is empty. Every rank of the group calls, with the same lists.
 std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists);
@@ -33,10 +79,5 @@ std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& 
 
 // As World::allocate.
 torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
-
-std::unique_ptr<Transport> make_shared_memory(shm::Group group);
-
-// Ranks that are threads of this process: the transport of each, in rank order.
-std::vector<std::unique_ptr<Transport>> make_shared_memory_of_threads(int ranks, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

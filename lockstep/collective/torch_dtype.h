@@ -4,6 +4,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
 
 #include "lockstep/collective_types.h"
@@ -12,19 +14,12 @@ namespace lockstep {
 
 // None for a dtype that collectives do not exchange.
 inline std::optional<DType> to_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kDouble: return DType::kFloat64;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kChar: return DType::kInt8;
-    case at::kByte: return DType::kUInt8;
-    case at::kShort: return DType::kInt16;
-    case at::kInt: return DType::kInt32;
-    case at::kLong: return DType::kInt64;
-    case at::kBool: return DType::kBool;
-    default: return std::nullopt;
-  }
+  static constexpr std::array<at::ScalarType, kDTypes> kInOrderOfDType{
+      at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+      at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kBool};
+  const auto* const place = std::ranges::find(kInOrderOfDType, dtype);
+  if (place == kInOrderOfDType.end()) return std::nullopt;
+  return static_cast<DType>(place - kInOrderOfDType.begin());
 }
 
 }  // namespace lockstep

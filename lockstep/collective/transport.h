@@ -46,7 +46,9 @@ class Transport {
   virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
 
   // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
-  virtual std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) = 0;
+  virtual std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds /*timeout*/) {
+    return group(lists);
+  }
 
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);
@@ -55,9 +57,13 @@ class Transport {
   // As World's; none where ranks don't share memory.
   virtual std::optional<shm::Group> machine_group() { return std::nullopt; }
 
-  // This rank has failed: the others find out now and not at their deadline. From any thread.
-  virtual void fail(const std::string& reason) = 0;
+  // This rank has failed: the others find out now and not at their deadline. From any thread. Nothing where there are no
+  // others, or the closed connection tells them.
+  virtual void fail(const std::string& /*reason*/) {}
 };
+
+// The transport of a world of one rank: the result is what that rank gives.
+std::unique_ptr<Transport> make_self();
 
 struct TransportOptions {
   int rank = 0;

@@ -147,131 +147,16 @@ std::optional<World> World::split(int color, int key) const {
 // ---- Calls
 
 torch::Tensor World::run(const TensorCall& call) const {
+  call.begin();
   state_->transport_for(call).run(call);
   call.finish();
   return call.result;
 }
 
 Work World::start(TensorCall call) const {
+  call.begin();
   FuturePtr future = state_->transport_for(call).start(call);
   return Work(std::make_shared<Work::State>(Work::State{state_, std::move(call), std::move(future)}));
-}
-
-void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
-  run(all_reduce_call(state_->caller, tensor, options));
-}
-Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options) const {
-  return start(all_reduce_call(state_->caller, tensor, options));
-}
-
-void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
-  run(reduce_call(state_->caller, tensor, options));
-}
-
-torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
-  return run(reduce_scatter_call(state_->caller, tensor, options));
-}
-Work World::reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
-  return start(reduce_scatter_call(state_->caller, tensor, options));
-}
-
-torch::Tensor World::all_gather(const torch::Tensor& tensor, const AllGatherOptions& options) const {
-  return run(all_gather_call(state_->caller, tensor, options));
-}
-Work World::all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options) const {
-  return start(all_gather_call(state_->caller, tensor, options));
-}
-
-void World::broadcast(const torch::Tensor& tensor, int root) const {
-  run(broadcast_call(state_->caller, tensor, root));
-}
-Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
-  return start(broadcast_call(state_->caller, tensor, root));
-}
-
-torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
-  return run(gather_call(state_->caller, tensor, root));
-}
-
-void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
-  run(scatter_call(state_->caller, parts, output, root));
-}
-
-void World::barrier() const { run(barrier_call()); }
-
-// ---- Calls that need counts first
-
-namespace {
-
-std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
-  const auto* const values = tensor.const_data_ptr<std::int64_t>();
-  return {values, values + tensor.numel()};
-}
-
-// How many rows each rank has, or sends to this one.
-std::vector<std::int64_t> exchange_rows(const World& world, const torch::Tensor& tensor) {
-  return values_of(world.all_gather(torch::tensor({tensor.dim() > 0 ? tensor.size(0) : 0})));
-}
-
-std::vector<std::int64_t> exchange_rows(const World& world, const std::vector<std::int64_t>& send_rows) {
-  return values_of(world.all_to_all(torch::tensor(send_rows)));
-}
-
-}  // namespace
-
-torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
-  AllGatherRowsOptions known = options;
-  if (known.rows.empty()) known.rows = exchange_rows(*this, tensor);
-  return run(all_gather_rows_call(state_->caller, tensor, known));
-}
-
-torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
-  AllToAllOptions known = options;
-  if (known.receive_rows.empty() && !known.send_rows.empty())
-    known.receive_rows = exchange_rows(*this, known.send_rows);
-  return run(all_to_all_call(state_->caller, tensor, known));
-}
-
-Work World::all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options) const {
-  return start(all_to_all_call(state_->caller, tensor, options));
-}
-
-void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
-  const torch::NoGradGuard no_grad;
-  if (!tensor.is_floating_point() || !(weight >= 0))
-    throw UsageError({.what = concat("weighted_mean of ", c10::toString(tensor.scalar_type()), " with weight ", weight),
-                      .here = describe(),
-                      .next = "give floating point, and a weight of 0 or more"});
-  const auto wide = tensor.element_size() < 4 ? torch::kFloat32 : tensor.scalar_type();
-  const torch::Tensor total = torch::tensor({weight}, torch::kFloat64);
-  const torch::Tensor weighted =
-      weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
-  all_reduce(total);
-  if (total.item<double>() == 0)
-    throw UsageError({.what = "weighted_mean with weights that are all 0", .here = describe()});
-  all_reduce(weighted);
-  tensor.copy_(weighted / total.item<double>());
-}
-
-// ---- Messages
-
-void World::send(const torch::Tensor& tensor, int to, int tag) const {
-  run(send_call(state_->caller, tensor, to, tag));
-}
-
-Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
-  return start(send_call(state_->caller, tensor, to, tag));
-}
-
-int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  const TensorCall call = receive_call(state_->caller, tensor, options);
-  const int source = state_->transport_for(call).run(call);
-  call.finish();
-  return source;
-}
-
-Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  return start(receive_call(state_->caller, tensor, options));
 }
 
 // ---- Others
@@ -284,14 +169,6 @@ torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptio
 std::optional<shm::Group> World::machine_group() const {
   if (size() == 1 || !device().is_cpu()) return std::nullopt;
   return state_->cpu_transport->machine_group();
-}
-
-void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
-  const bool same_type = tensor.device().type() == device.type();
-  if (same_type && (!device.has_index() || tensor.device().index() == device.index())) return;
-  throw DeviceError({.what = concat(name, " is on ", tensor.device().str(), ", but ", device.str(), " is needed"),
-                     .likely = "a tensor or a module that was not moved",
-                     .next = "call .to(world.device()) on it first"});
 }
 
 }  // namespace lockstep

@@ -6,10 +6,18 @@
 #include <algorithm>
 #include <array>
 #include <climits>
+#include <map>
 #include <set>
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/collective/machines/hierarchy.h"
+#include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -26,6 +34,37 @@ std::string describe(const JobEnvironment& job) {
   return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
 }
 
+// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher.
+std::string machine_id(const JobEnvironment& job) {
+  return concat(read_file("/proc/sys/kernel/random/boot_id"), job.node_rank);
+}
+
+std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
+  std::map<std::string, int> known;
+  std::vector<int> numbers;
+  for (const std::string& name : names)
+    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
+  return numbers;
+}
+
+void connect(WorldState& state) {
+  const auto store = connect_store(state.job, state.timeout);
+  const TransportOptions options{.rank = state.rank(),
+                                 .size = state.size(),
+                                 .describe = state.caller.here,
+                                 .address = address_towards(state.job),
+                                 .timeout = state.timeout};
+  state.nodes = number_by_first_appearance(exchange_texts(*store, "machine", machine_id(state.job), options));
+  const Topology topology{state.nodes};
+  const auto here = topology.ranks_on(state.nodes[state.rank()]);
+  auto inside = connect_shared_memory(*store, here, options);
+  if (topology.machines() == 1)
+    state.cpu_transport = std::make_unique<SharedMemoryTransport>(std::move(inside));
+  else
+    state.cpu_transport = std::make_unique<Hierarchy>(std::move(inside), topology, store, options);
+  if (state.caller.device.is_cuda()) state.cuda_transport = make_nccl(store, options);
+}
+
 }  // namespace
 
 Transport& WorldState::transport_for(const TensorCall& call) const {
@@ -37,20 +76,24 @@ Transport& WorldState::transport_for(const TensorCall& call) const {
                      .next = "start the ranks as processes: `lockstep run` or --ranks"});
 }
 
+JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes) {
+  const int node = nodes[rank];
+  const std::set<int> used(nodes.begin(), nodes.end());
+  job.rank = rank;
+  job.world_size = nodes.size();
+  job.local_rank = static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, node));
+  job.local_size = static_cast<int>(std::ranges::count(nodes, node));
+  job.node_rank = static_cast<int>(std::distance(used.begin(), used.find(node)));
+  return job;
+}
+
 std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks) const {
   auto state = std::make_shared<WorldState>();
-  state->job = job;
   state->cores = cores;
   state->timeout = timeout;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);
   const auto me = std::ranges::find(ranks, rank()) - ranks.begin();
-  const int node = nodes[rank()];
-  const std::set<int> used(state->nodes.begin(), state->nodes.end());
-  state->job.rank = static_cast<int>(me);
-  state->job.world_size = static_cast<int>(ranks.size());
-  state->job.local_rank = static_cast<int>(std::count(state->nodes.begin(), state->nodes.begin() + me, node));
-  state->job.local_size = static_cast<int>(std::ranges::count(state->nodes, node));
-  state->job.node_rank = static_cast<int>(std::distance(used.begin(), used.find(node)));
+  state->job = job_of_rank(job, static_cast<int>(me), state->nodes);
   state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
   return state;
 }
@@ -62,7 +105,32 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);
+  if (job.world_size == 1) state->cpu_transport = make_self();
   return state;
+}
+
+World World::from_env(const WorldOptions& options) {
+  const JobEnvironment job = read_job_environment();
+  auto state = make_world_state(job, options);
+  set_log_rank(job.rank, job.world_size);
+  if (job.world_size > 1) connect(*state);
+  return World(std::move(state));
+}
+
+World World::single(const WorldOptions& options) { return World(make_world_state({}, options)); }
+
+// First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
+std::vector<std::string> World::exchange_texts(const std::string& mine) const {
+  const torch::Tensor lengths = all_gather(torch::tensor({static_cast<std::int64_t>(mine.size())}));
+  const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
+  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
+  const torch::Tensor all = all_gather(padded);
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) {
+    const auto* text = all[rank].const_data_ptr<std::uint8_t>();
+    texts.emplace_back(text, text + lengths[rank].item<std::int64_t>());
+  }
+  return texts;
 }
 
 }  // namespace lockstep

@@ -7,11 +7,10 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
@@ -21,6 +20,14 @@
 
 namespace lockstep {
 
+// The rank that makes a call.
+struct Caller {
+  int rank = 0;
+  int size = 1;
+  torch::Device device = torch::kCPU;  // where its tensors belong; those on the CPU are fine too
+  std::string here;                    // "rank 2 of 4 on gpu-a", for messages
+};
+
 class WorldState {
  public:
   JobEnvironment job;    // rank, sizes and node of this world, also where it is a sub-world
@@ -28,10 +35,11 @@ class WorldState {
   Caller caller;         // this rank, in its calls
   CoreSet cores;
   std::chrono::milliseconds timeout{};
-  c10::intrusive_ptr<c10d::Store> store;  // only until cpu_transport is there
   std::unique_ptr<Transport> cpu_transport;
   std::unique_ptr<Transport> cuda_transport;  // where the device is one
-  int exchanges = 0;                          // texts exchanged through the store so far: keys are never used twice
+
+  // The job of a rank, out of the machine of each rank.
+  static void place(JobEnvironment& job, int rank, const IntVector<int>& nodes);
 
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
@@ -45,7 +53,10 @@ class WorldState {
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
 };
 
-// A world without transports.
+// `job` of another rank of those whose machines are `nodes`.
+JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes);
+
+// A world without transports, unless it has one rank.
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);
 
 // run_ranks over any transport: `connect` makes the transport of a rank, on that rank's thread; nodes[r] is the machine

@@ -21,7 +21,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, WorldOfSize, ::testing::Values(1, 2, 3, 4, 7));
 TEST_P(WorldOfSize, exchange_texts_gives_the_texts_in_rank_order) {
   run_ranks(GetParam(), [](World& world) {
     for (const std::string& word : {std::string("a"), std::string(), std::string("longer")}) {
-      const auto texts = world.exchange_texts("words", word + std::to_string(world.rank()));
+      const auto texts = world.exchange_texts(word + std::to_string(world.rank()));
       ASSERT_EQ(texts.size(), static_cast<unsigned>(world.size()));
       for (int rank = 0; rank < world.size(); ++rank)
         EXPECT_EQ(texts[static_cast<unsigned>(rank)], word + std::to_string(rank));
@@ -69,7 +69,7 @@ TEST(World, an_exception_in_one_rank_ends_the_others_and_comes_out) {
 
 TEST(World, a_rank_that_does_not_come_is_named_at_the_deadline) {
   const auto rank_1_stays_away = [](World& world) {
-    if (world.rank() != 1) static_cast<void>(world.exchange_texts("shapes", "x"));
+    if (world.rank() != 1) static_cast<void>(world.exchange_texts("x"));
   };
   const WorldOptions impatient{.timeout = std::chrono::milliseconds(300)};
   const std::string message = message_of<PeerLost>([&] { run_ranks(3, rank_1_stays_away, impatient); });

@@ -10,6 +10,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
+#include <utility>
+
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -50,5 +54,12 @@ struct AccumulatedBatches {
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
+
+inline UsageError after_failed_backward(std::string here = {}) {
+  return UsageError({.what = "backward() was called after one that failed half-way",
+                     .here = std::move(here),
+                     .likely = "an exception in backward() that was caught and ignored",
+                     .next = "let it end the program, and go on from a checkpoint"});
+}
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/local_gradients.h"
 
 namespace lockstep {
 namespace {
@@ -42,14 +43,11 @@ Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameter
   bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
   bucket.values = bucket.flat.narrow(0, 0, values);
   bucket.flags = bucket.flat.narrow(0, values, count);
-  std::int64_t offset = 0;
+  std::int64_t offset = 0, index = 0;
   for (const auto& parameter : parameters) {
-    const auto index = static_cast<std::int64_t>(bucket.slots.size());
-    Slot& slot = bucket.slots.emplace_back();
-    slot.parameter = parameter;
-    slot.gradient = bucket.flat.narrow(0, offset, parameter.tensor.numel());
-    slot.flag = bucket.flags.narrow(0, index, 1);
-    offset += parameter.tensor.numel();
+    const std::int64_t size = parameter.tensor.numel();
+    bucket.slots.push_back({parameter, bucket.flat.narrow(0, offset, size), bucket.flags.narrow(0, index++, 1)});
+    offset += size;
   }
   return bucket;
 }
@@ -61,8 +59,7 @@ torch::Tensor in_parameter_order(const NamedTensor& parameter, const torch::Tens
     throw UsageError({.what = concat("the gradient of ", parameter.name, " is sparse, which was not expected"),
                       .likely = "an embedding with sparse(true) in a module of your own",
                       .next = "name it in the option sparse_parameters"});
-  if (gradient.strides() == parameter.tensor.strides()) return dense_view(gradient);
-  return dense_view(torch::empty_like(parameter.tensor).copy_(gradient));
+  return dense_view(gradient_like(parameter.tensor, gradient));
 }
 
 torch::Tensor number(double value) { return torch::scalar_tensor(value, torch::kFloat64); }

@@ -10,8 +10,10 @@
 #include <torch/types.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
+#include "lockstep/communication_hook.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
 
@@ -42,6 +44,10 @@ struct Bucket {
   torch::Tensor values;  // its gradients: a view
   torch::Tensor flags;   // (slots) view
   std::vector<Slot> slots;
+
+  // Of the exchange while it is under way.
+  std::optional<Work> work{};             // of the whole bucket; with a hook, of the flags alone
+  CommunicationHook::Finish finish_hook;  // with a hook
 
   bool full() const;
 

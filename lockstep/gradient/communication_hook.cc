@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <utility>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -97,36 +96,40 @@ class TopKHook : public CommunicationHook {
   Residuals residuals_;
 };
 
+// The sum over ranks, in as many bytes as they have.
+void sum_exactly(const World& world, const std::vector<torch::Tensor>& parts) {
+  if (parts.empty()) return;
+  const torch::Tensor all = at::flatten_dense_tensors(parts);
+  world.all_reduce(all);
+  at::_foreach_copy_(parts, at::unflatten_dense_tensors(all, parts));
+}
+
 class PowerSGDHook : public CommunicationHook {
  public:
   explicit PowerSGDHook(const PowerSGDOptions& options) : options_(options) {}
 
   // Adds what was not sent before to each matrix; compresses and sums in the returned function.
   Finish start(const World& world, const GradientBucket& bucket) override {
-    Memory& memory = memory_for(bucket);
-    const double unit = std::exchange(memory.unit, bucket.unit);
-    std::vector<torch::Tensor> matrices, others;
-    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
-      if (!is_compressed(bucket.parts[i])) {
+    const auto left = at::unflatten_dense_tensors(residuals_.add_to(bucket), bucket.parts);
+    std::vector<torch::Tensor> sums, matrices, others;
+    for (std::size_t i = 0; i < left.size(); ++i) {
+      if (is_compressed(left[i])) {
+        sums.push_back(bucket.parts[i]);
+        matrices.push_back(left[i].flatten(1));  // the first dimension against the others
+      } else {
         others.push_back(bucket.parts[i]);
-        continue;
+        left[i].zero_();
       }
-      if (unit != bucket.unit) memory.left[i].mul_(unit / bucket.unit);
-      matrices.push_back(memory.left[i].add_(bucket.parts[i]).flatten(1));  // the first dimension against the others
     }
-    return [world, &memory, matrices, others, bucket] {
+    auto& bases = bases_[bucket.number];
+    if (bases.empty()) bases = random_bases(options_.seed + bucket.number, matrices);
+    return [world, sums, matrices, others, &bases] {
       sum_exactly(world, others);
-      sum_as_products(world, memory, matrices, bucket);
+      sum_as_products(world, matrices, bases, sums);
     };
   }
 
  private:
-  struct Memory {
-    std::vector<torch::Tensor> left;   // not sent yet, of each part; undefined for one that is sent uncompressed
-    std::vector<torch::Tensor> bases;  // (m, r), of each matrix
-    double unit = 1;                   // of `left`
-  };
-
   bool is_compressed(const torch::Tensor& part) const {
     if (part.dim() < 2 || part.numel() == 0) return false;
     const std::int64_t n = part.size(0);
@@ -138,37 +141,13 @@ class PowerSGDHook : public CommunicationHook {
     return std::min({options_.rank, part.size(0), part.numel() / part.size(0)});
   }
 
-  // In the first step the bases are random, the same on every rank.
-  Memory& memory_for(const GradientBucket& bucket) {
-    Memory& memory = of_bucket_[bucket.number];
-    if (!memory.left.empty()) return memory;
-    memory.left.resize(bucket.parts.size());
-    const auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.seed + bucket.number);
-    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
-      const torch::Tensor& part = bucket.parts[i];
-      if (!is_compressed(part)) continue;
-      memory.left[i] = torch::zeros(part.sizes(), part.options());
-      const torch::Tensor random = torch::randn({part.numel() / part.size(0), rank_of(part)}, generator);
-      memory.bases.push_back(random.to(part.options()));
-    }
-    return memory;
-  }
-
-  static void sum_exactly(const World& world, const std::vector<torch::Tensor>& parts) {
-    if (parts.empty()) return;
-    std::vector<torch::Tensor> flat;
-    for (const torch::Tensor& part : parts) flat.push_back(part.flatten());
-    const torch::Tensor all = torch::cat(flat);
-    world.all_reduce(all);
-    give_back(all, parts);
-  }
-
-  static void give_back(const torch::Tensor& all, const std::vector<torch::Tensor>& parts) {
-    std::int64_t offset = 0;
-    for (torch::Tensor part : parts) {
-      part.copy_(all.narrow(0, offset, part.numel()).view(part.sizes()));
-      offset += part.numel();
-    }
+  // Of the first step: the same on every rank.
+  std::vector<torch::Tensor> random_bases(std::uint64_t seed, const std::vector<torch::Tensor>& matrices) const {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+    std::vector<torch::Tensor> bases;
+    for (const torch::Tensor& matrix : matrices)
+      bases.push_back(torch::randn({matrix.size(1), rank_of(matrix)}, generator).to(matrix.options()));
+    return bases;
   }
 
   // Algorithm 1 of the paper, for all matrices of a bucket at once. For a matrix M_j (n x m) on rank j, with the basis
@@ -177,30 +156,26 @@ class PowerSGDHook : public CommunicationHook {
   //   2. Q = sum_j M_j^T P, all-reduced: 4 m r bytes: the basis of the next step
   //   3. the sum over ranks is P Q^T; each rank keeps M_j - P Q^T / N, which it has not sent
   // P and Q come out of all-reduces and the same arithmetic, so all ranks have the same bits.
-  static void sum_as_products(const World& world, Memory& memory, const std::vector<torch::Tensor>& matrices,
-                              const GradientBucket& bucket) {
-    if (matrices.empty()) return;
+  static void sum_as_products(const World& world, const std::vector<torch::Tensor>& matrices,
+                              std::vector<torch::Tensor>& bases, const std::vector<torch::Tensor>& sums) {
     std::vector<torch::Tensor> left_factors;
-    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(memory.bases[i]));
+    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(bases[i]));
     sum_exactly(world, left_factors);
     for (std::size_t i = 0; i < matrices.size(); ++i) {
       left_factors[i] = std::get<0>(torch::linalg_qr(left_factors[i]));
-      memory.bases[i] = matrices[i].t().matmul(left_factors[i]);
+      bases[i] = matrices[i].t().matmul(left_factors[i]);
     }
-    sum_exactly(world, memory.bases);
-    const double share = 1.0 / world.size();
-    std::size_t next = 0;
-    for (std::size_t i = 0; i < bucket.parts.size(); ++i) {
-      if (!memory.left[i].defined()) continue;
-      const torch::Tensor sum = left_factors[next].matmul(memory.bases[next].t()).view(bucket.parts[i].sizes());
-      torch::Tensor(bucket.parts[i]).copy_(sum);
-      memory.left[i].sub_(sum, share);
-      ++next;
+    sum_exactly(world, bases);
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+      const torch::Tensor sum = left_factors[i].matmul(bases[i].t());
+      sums[i].copy_(sum.view(sums[i].sizes()));
+      matrices[i].sub_(sum, 1.0 / world.size());
     }
   }
 
   PowerSGDOptions options_;
-  std::map<std::size_t, Memory> of_bucket_;
+  Residuals residuals_;
+  std::map<std::size_t, std::vector<torch::Tensor>> bases_;  // of each bucket: (m, r) of each matrix
 };
 
 }  // namespace

@@ -67,98 +67,75 @@ namespace {
 
 thread_local GradientMemory::Pool* active_pool = nullptr;
 
-// The blocks that tensors hold at the moment, over all pools, by address: a deleter is given nothing but a pointer.
-// Guarded by a mutex because any thread may release a tensor.
-class BlocksInUse {
+// The CPU allocator of the process once a GradientMemory was made; `base` is the one that it replaces. It knows the
+// blocks that tensors hold at the moment, over all pools, by address: a deleter is given nothing but a pointer.
+class PoolingAllocator : public c10::Allocator {
  public:
+  static PoolingAllocator& installed() {
+    static PoolingAllocator* const allocator = [] {  // never destroyed: tensors may be released after static objects
+      auto* const made = new PoolingAllocator(c10::GetCPUAllocator());
+      c10::SetCPUAllocator(made, /*priority=*/100);
+      return made;
+    }();
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (active_pool == nullptr || !active_pool->serves(bytes)) return base_->allocate(bytes);
+    SharedMemory::Own memory = active_pool->take(bytes);
+    void* const data = memory.data.get();
+    const std::unique_lock lock(mutex_);
+    in_use_.emplace(data, Block{std::move(memory), bytes, active_pool->shared_from_this()});
+    return {data, data, &release, c10::Device(c10::kCPU)};
+  }
+
+  // oneDNN requires a raw deleter, and a DataPtr whose context is its data.
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  std::optional<std::uint64_t> place_of(const void* data, const GradientMemory::Pool* pool) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = in_use_.find(data);
+    if (found == in_use_.end() || found->second.pool.get() != pool) return std::nullopt;
+    return found->second.memory.place;
+  }
+
+ private:
   struct Block {
     SharedMemory::Own memory;
     std::size_t bytes;
     std::shared_ptr<GradientMemory::Pool> pool;
   };
 
-  void add(void* data, Block block) {
-    const std::unique_lock lock(mutex_);
-    blocks_.emplace(data, std::move(block));
-  }
-
-  bool release(void* data) {
-    Block block;
-    {
-      const std::unique_lock lock(mutex_);
-      const auto found = blocks_.find(data);
-      if (found == blocks_.end()) return false;
-      block = std::move(found->second);
-      blocks_.erase(found);
-    }
-    block.pool->give_back(std::move(block.memory), block.bytes);
-    return true;
-  }
-
-  std::optional<std::uint64_t> place_of(const void* data, const GradientMemory::Pool* pool) const {
-    const std::shared_lock lock(mutex_);
-    const auto found = blocks_.find(const_cast<void*>(data));
-    if (found == blocks_.end() || found->second.pool.get() != pool) return std::nullopt;
-    return found->second.memory.place;
-  }
-
- private:
-  mutable std::shared_mutex mutex_;
-  std::unordered_map<void*, Block> blocks_;
-};
-
-BlocksInUse& in_use() {
-  static BlocksInUse* const blocks = new BlocksInUse;  // tensors may be released after static objects are gone
-  return *blocks;
-}
-
-// The CPU allocator of the process once install() was called: `base` is the one that it replaces.
-class PoolingAllocator : public c10::Allocator {
- public:
   explicit PoolingAllocator(c10::Allocator* base) : base_(base) {}
 
-  c10::DataPtr allocate(std::size_t bytes) override {
-    if (active_pool == nullptr || !active_pool->serves(bytes)) return base_->allocate(bytes);
-    SharedMemory::Own block = active_pool->take(bytes);
-    void* const data = block.data.get();
-    in_use().add(data, {std::move(block), bytes, active_pool->shared_from_this()});
-    return {data, data, &release, c10::Device(c10::kCPU)};
-  }
-
-  // oneDNN requires a raw deleter, and a DataPtr whose context is its data.
-  c10::DeleterFnPtr raw_deleter() const override { return &release_any; }
-
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
-
-  static PoolingAllocator& install() {
-    static PoolingAllocator* const installed = [] {
-      auto* const allocator = new PoolingAllocator(c10::GetCPUAllocator());
-      c10::SetCPUAllocator(allocator, /*priority=*/100);
-      return allocator;
-    }();
-    return *installed;
-  }
-
- private:
-  static void release(void* data) { in_use().release(data); }
-  static void release_any(void* data) {
-    if (!in_use().release(data)) install().base_->raw_deleter()(data);
+  static void release(void* data) {
+    PoolingAllocator& all = installed();
+    std::unique_lock lock(all.mutex_);
+    auto node = all.in_use_.extract(data);
+    lock.unlock();
+    if (node.empty()) return all.base_->raw_deleter()(data);
+    Block& block = node.mapped();
+    block.pool->give_back(std::move(block.memory), block.bytes);
   }
 
   c10::Allocator* base_;
+  mutable std::shared_mutex mutex_;  // any thread may release a tensor
+  std::unordered_map<const void*, Block> in_use_;
 };
 
 }  // namespace
 
 GradientMemory::GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters)
     : pool_(std::make_shared<Pool>(std::move(memory), parameters)) {
-  PoolingAllocator::install();
+  PoolingAllocator::installed();
 }
 GradientMemory::~GradientMemory() = default;
 
 std::optional<std::uint64_t> GradientMemory::place_of(const torch::Tensor& tensor) const {
   if (pool_->is_private()) return std::bit_cast<std::uint64_t>(tensor.const_data_ptr());
-  return in_use().place_of(tensor.const_data_ptr(), pool_.get());
+  return PoolingAllocator::installed().place_of(tensor.const_data_ptr(), pool_.get());
 }
 
 std::size_t GradientMemory::bytes() const { return pool_->allocated(); }

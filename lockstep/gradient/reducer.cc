@@ -7,8 +7,12 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
@@ -16,19 +20,35 @@
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/bucket.h"
 #include "lockstep/gradient/exchange_totals.h"
-#include "lockstep/gradient/ready_hooks.h"
-#include "lockstep/gradient/sparse_exchange.h"
 #include "lockstep/gradient/unused_parameters.h"
 
 namespace lockstep {
 namespace {
 
-// A bucket, and its exchange while that is under way.
-struct BucketExchange {
-  Bucket bucket;
-  std::optional<Work> work{};          // of the whole bucket; with a hook, of the flags alone
-  CommunicationHook::Finish finish{};  // with a hook
-};
+torch::Tensor rows_of(const torch::Tensor& gradient) {
+  return gradient.layout() == torch::kSparse ? gradient.coalesce() : gradient.to_sparse(1);
+}
+
+torch::Tensor no_rows_of(const torch::Tensor& parameter) {
+  auto sizes = parameter.sizes().vec();
+  sizes[0] = 0;
+  return torch::sparse_coo_tensor(torch::empty({1, 0}, parameter.options().dtype(torch::kInt64).requires_grad(false)),
+                                  torch::empty(sizes, parameter.options().requires_grad(false)), parameter.sizes())
+      ._coalesced_(true);
+}
+
+// The sum over ranks of factor * parameter.grad() where gradients have few rows, as an embedding's: each rank sends its
+// rows to all others. A coalesced sparse tensor with every row that some rank has; undefined if no rank has any. .grad:
+// sparse in the first dimension, or dense; if it is undefined or factor is 0, this rank has no rows.
+torch::Tensor sum_of_rows(const World& world, const torch::Tensor& parameter, double factor) {
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor& gradient = parameter.grad();
+  const torch::Tensor mine = gradient.defined() && factor != 0 ? rows_of(gradient) : no_rows_of(parameter);
+  const torch::Tensor indices = world.all_gather_rows(mine.indices()[0].contiguous());
+  const torch::Tensor values = world.all_gather_rows((mine.values() * factor).contiguous());
+  if (indices.numel() == 0) return {};
+  return torch::sparse_coo_tensor(indices.unsqueeze(0), values, parameter.sizes()).coalesce();
+}
 
 }  // namespace
 
@@ -44,9 +64,11 @@ class Reducer::Impl {
     build_buckets();
   }
 
+  ~Impl() { remove_hooks(); }
+
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
-    if (is_active_) throw unfinished();
+    if (is_active_) throw after_failed_backward(world_.describe());
     const torch::Tensor start = batches_.add(samples, loss);
     start_exchange();
     if (some_are_unused_) pack_unused(loss);
@@ -60,14 +82,11 @@ class Reducer::Impl {
   }
 
   void accumulate(std::int64_t samples, const torch::Tensor& loss) {
-    const torch::Tensor start = begin_to_accumulate(samples, loss);
-    try {
-      if (samples > 0) loss.backward(start);
-    } catch (...) {
-      stop_accumulating();
-      throw;
-    }
-    stop_accumulating();
+    if (is_active_) throw after_failed_backward(world_.describe());
+    const torch::Tensor start = batches_.add(samples, loss);
+    is_accumulating_ = true;
+    const auto stop = c10::make_scope_exit([this] { is_accumulating_ = false; });
+    if (samples > 0) loss.backward(start);
   }
 
   const ReducerStatistics& statistics() const { return statistics_; }
@@ -81,33 +100,20 @@ class Reducer::Impl {
     if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
     next_to_send_ = 0;
     first_sent_.reset();
-    for (BucketExchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots) {
-        slot.packed = false;
-        slot.times_ready = 0;
-      }
+    for_each_slot([](Slot& slot) {
+      slot.packed = false;
+      slot.times_ready = 0;
+    });
     is_active_ = true;
   }
 
   // Parameters that this backward() will not reach would hold their buckets back until its end.
   void pack_unused(const torch::Tensor& loss) {
     const auto reached = reached_by(loss);
-    for (BucketExchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots)
-        if (!reached(slot.parameter.tensor)) slot.pack(batches_.samples > 0, weight());
+    for_each_slot([&](Slot& slot) {
+      if (!reached(slot.parameter.tensor)) slot.pack(batches_.samples > 0, weight());
+    });
     send_full_buckets();
-  }
-
-  torch::Tensor begin_to_accumulate(std::int64_t samples, const torch::Tensor& loss) {
-    const std::lock_guard lock(mutex_);
-    if (is_active_) throw unfinished();
-    is_accumulating_ = true;
-    return batches_.add(samples, loss);
-  }
-
-  void stop_accumulating() {
-    const std::lock_guard lock(mutex_);
-    is_accumulating_ = false;
   }
 
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
@@ -143,20 +149,19 @@ class Reducer::Impl {
   // Buckets are sent in their order, whichever is full first: gradients may become ready in another order on each rank,
   // but collectives must be started in the same order on all of them.
   void send_full_buckets() {
-    for (; next_to_send_ < exchanges_.size() && exchanges_[next_to_send_].bucket.full(); ++next_to_send_)
-      send(next_to_send_);
+    for (; next_to_send_ < buckets_.size() && buckets_[next_to_send_].full(); ++next_to_send_)
+      send(buckets_[next_to_send_], next_to_send_);
   }
 
-  void send(std::size_t number) {
-    auto& [bucket, work, finish] = exchanges_[number];
+  void send(Bucket& bucket, std::size_t number) {
     if (!first_sent_) first_sent_.emplace();
     statistics_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
     if (options_.hook) {
       const torch::NoGradGuard no_grad;
-      work.emplace(world_.all_reduce_async(bucket.flags));
-      finish = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
+      bucket.work.emplace(world_.all_reduce_async(bucket.flags));
+      bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
     } else {
-      work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
+      bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
   }
 
@@ -166,25 +171,24 @@ class Reducer::Impl {
     const std::lock_guard lock(mutex_);
     pack_the_rest();
     const BatchTotals totals = totals_.wait();
-    for (BucketExchange& exchange : exchanges_) store_means(exchange, scale_ / static_cast<double>(totals.samples));
+    for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
     if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
     learn_scale(totals);
-    if (!order_is_known_ && !exchanges_.empty()) follow_order_of_rank_0();
+    if (!order_is_known_ && !buckets_.empty()) follow_order_of_rank_0();
     is_active_ = false;
     batches_ = {};
     return totals;
   }
 
   void pack_the_rest() {
-    for (BucketExchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots) {
-        if (!slot.packed) slot.pack(batches_.samples > 0, weight());
-        if (batches_.samples == 0) continue;
-        if (slot.times_ready == 0) some_are_unused_ = true;
-        if (options_.static_graph)
-          times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
-      }
+    for_each_slot([this](Slot& slot) {
+      if (!slot.packed) slot.pack(batches_.samples > 0, weight());
+      if (batches_.samples == 0) return;
+      if (slot.times_ready == 0) some_are_unused_ = true;
+      if (options_.static_graph)
+        times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
+    });
     send_full_buckets();
   }
 
@@ -195,13 +199,13 @@ class Reducer::Impl {
 
   double weight() const { return batches_.weight() / scale_; }  // m_j / s
 
-  void store_means(BucketExchange& exchange, double factor) {
+  void store_means(Bucket& bucket, double factor) {
     const torch::NoGradGuard no_grad;
-    exchange.work->wait();
-    if (exchange.finish) exchange.finish();
-    const torch::Tensor ranks_with_gradient = exchange.bucket.flags.to(torch::kCPU, torch::kFloat32);
+    bucket.work->wait();
+    if (bucket.finish_hook) bucket.finish_hook();
+    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
-    for (Slot& slot : exchange.bucket.slots)
+    for (Slot& slot : bucket.slots)
       if (*count++ > 0) slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
@@ -216,16 +220,38 @@ class Reducer::Impl {
 
   // ---- Buckets
 
+  void for_each_slot(const auto& each) {
+    for (Bucket& bucket : buckets_)
+      for (Slot& slot : bucket.slots) each(slot);
+  }
+
   // parameters_ is in the reverse of the order in which the buckets should fill.
   void build_buckets() {
-    for (Bucket& bucket : make_buckets(world_, parameters_, options_.bucket_bytes))
-      exchanges_.push_back({std::move(bucket)});
-    std::int64_t index = static_cast<std::int64_t>(parameters_.size());
-    for (BucketExchange& exchange : exchanges_)
-      for (Slot& slot : exchange.bucket.slots) {
-        slot.index = --index;
-        hooks_.add(slot.parameter.tensor, [this, &slot] { on_ready(slot); });
-      }
+    remove_hooks();
+    buckets_.clear();  // gives its memory back first
+    buckets_ = make_buckets(world_, parameters_, options_.bucket_bytes);
+    auto index = static_cast<std::int64_t>(parameters_.size());
+    for_each_slot([&](Slot& slot) {
+      slot.index = --index;
+      add_hook(slot);
+    });
+  }
+
+  // Calls on_ready(slot) once autograd has accumulated the gradient; several times in a backward() that contains another
+  // one. What it throws comes out of backward().
+  void add_hook(Slot& slot) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
+    const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [this, &slot](const auto& outputs, const auto& /*inputs*/) {
+          on_ready(slot);
+          return outputs;
+        }));
+    hooks_.emplace_back(std::move(accumulator), key);
+  }
+
+  void remove_hooks() {
+    for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+    hooks_.clear();
   }
 
   // Once, after the first exchange: buckets are built anew, in the order in which gradients became ready on rank 0;
@@ -242,18 +268,7 @@ class Reducer::Impl {
     std::vector<NamedTensor> sorted;
     for (std::int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
     parameters_ = std::move(sorted);
-    hooks_.clear();
-    exchanges_.clear();
     build_buckets();
-  }
-
-  // ---- Errors
-
-  UsageError unfinished() const {
-    return UsageError({.what = "backward() was called after one that failed half-way",
-                       .here = world_.describe(),
-                       .likely = "an exception in backward() that was caught and ignored",
-                       .next = "let it end the program, and go on from a checkpoint"});
   }
 
   UsageError ready_again(const std::string& name) const {
@@ -272,18 +287,18 @@ class Reducer::Impl {
   std::vector<NamedTensor> sparse_;      // whose gradients are exchanged row by row
   ReducerOptions options_;
   OnFinished on_finished_;
-  std::vector<BucketExchange> exchanges_;             // of each bucket
+  std::vector<Bucket> buckets_;
   bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
   std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
   std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
   bool some_are_unused_ = false;  // some step left a parameter out: later ones look for such before backward()
   ReducerStatistics statistics_;
-  ReadyHooks hooks_;
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
+  bool is_accumulating_ = false;  // inside accumulate(); changes only while no backward() runs
 
-  std::mutex mutex_;              // guards what follows, and the buckets
-  bool is_active_ = false;        // between begin and finish
-  bool is_accumulating_ = false;  // inside accumulate()
-  AccumulatedBatches batches_;    // since the last exchange
+  std::mutex mutex_;            // guards what follows, and the buckets
+  bool is_active_ = false;      // between begin and finish
+  AccumulatedBatches batches_;  // since the last exchange
   ExchangeTotals totals_;
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_ = 0;                     // s; 0 before the first step with samples

@@ -55,7 +55,7 @@ struct ReducerOptions {
   // zeroed in place.
   bool gradient_as_bucket_view = false;
 
-  // Parameters whose gradients have few rows (gradient/sparse_exchange.h): exchanged after backward(), without a hook.
+  // Parameters whose gradients have few rows, as an embedding's: exchanged after backward(), without a hook.
   std::set<std::string> sparse{};
 
   // What every rank must have alike at the beginning of each exchange.

@@ -22,8 +22,12 @@ struct Row {
   double leading;        // of these, those before the first with samples
 
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
-  const std::uint64_t* places() const { return reinterpret_cast<const std::uint64_t*>(this + 1); }
 };
+
+// The gradient is another one, or was written to, exactly if this differs.
+std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
+  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+}
 
 }  // namespace
 
@@ -43,13 +47,13 @@ class SharedGradients::Table {
   void begin_exchange() { current_ = 1 - current_; }
 
   std::size_t rows() const { return rows_; }  // one per source of each rank
-  Row& own(std::size_t source) { return *at(first_ + source); }
-  const Row& row(std::size_t index) const { return *at(index); }
+  Row& row(std::size_t index) const {
+    return *reinterpret_cast<Row*>(data_.get() + (current_ * rows_ + index) * row_bytes_);
+  }
+  Row& own(std::size_t source) const { return row(first_ + source); }
   int rank_of(std::size_t row) const { return static_cast<int>(row / sources_); }
 
  private:
-  Row* at(std::size_t row) const { return reinterpret_cast<Row*>(data_.get() + (current_ * rows_ + row) * row_bytes_); }
-
   std::size_t sources_;  // of each rank
   std::size_t rows_;
   std::size_t first_;  // row of this rank
@@ -73,10 +77,7 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 SharedGradients::~SharedGradients() = default;
 
 void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
-  if (failed_)
-    throw UsageError({.what = "backward() was called after one that failed half-way",
-                      .likely = "an exception in backward() that was caught and ignored",
-                      .next = "let it end the program, and go on from a checkpoint"});
+  if (failed_) throw after_failed_backward();
   forget_dropped_gradients();
   Source& source = current_source();
   const torch::Tensor start = source.batches.add(samples, loss);
@@ -166,8 +167,8 @@ void SharedGradients::remember_grads() {
   when_published_.clear();
   std::vector<torch::Tensor> gradients;
   for (const auto& [name, parameter] : parameters_) {
-    const torch::Tensor& gradient = gradients.emplace_back(parameter.grad());
-    when_published_.push_back({gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0});
+    gradients.push_back(parameter.grad());
+    when_published_.push_back(identity_of(parameter.grad()));
   }
   watch_.watch(gradients);
 }
@@ -175,11 +176,7 @@ void SharedGradients::remember_grads() {
 void SharedGradients::require_unchanged_grads() const {
   const auto changed = watch_.changed();
   for (std::size_t i = 0; i < when_published_.size(); ++i) {
-    const auto& [tensor, version] = when_published_[i];
-    const torch::Tensor& gradient = parameters_[i].tensor.grad();
-    const bool same =
-        gradient.unsafeGetTensorImpl() == tensor && (!gradient.defined() || gradient._version() == version);
-    if (same && changed != i) continue;
+    if (identity_of(parameters_[i].tensor.grad()) == when_published_[i] && changed != i) continue;
     throw UsageError(
         {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "

@@ -28,6 +28,7 @@
 #include <functional>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "lockstep/batch_totals.h"
@@ -77,10 +78,6 @@ class SharedGradients : public GradientSource {
     AccumulatedBatches batches;
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
-  struct PublishedGradient {
-    const void* tensor;
-    std::int64_t version;
-  };
 
   Source& current_source();
   void forget_dropped_gradients();
@@ -100,9 +97,9 @@ class SharedGradients : public GradientSource {
   std::vector<Source> sources_;
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::unique_ptr<Table> table_;
-  bool is_published_ = false;                      // since the last step
-  std::vector<PublishedGradient> when_published_;  // .grad of each parameter
-  DataWatch watch_;                                // the same
+  bool is_published_ = false;                                         // since the last step
+  std::vector<std::pair<const void*, std::int64_t>> when_published_;  // identity and version of each .grad
+  DataWatch watch_;                                                   // the same
   StepAgreement agreement_;
   bool failed_ = false;
 };

@@ -4,8 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstdlib>
-#include <iterator>
+#include <algorithm>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -62,17 +61,16 @@ class Reader {
   explicit Reader(const VariableLookup& lookup) : lookup_(lookup) {}
 
   JobEnvironment read() {
-    if (is_set("RANK") || is_set("WORLD_SIZE")) {
+    if (is_set("RANK") || is_set("WORLD_SIZE"))
       read_torchrun();
-    } else if (is_task_of_srun()) {
+    else if (is_task_of_srun())
       read_slurm();
-    } else if (is_set("OMPI_COMM_WORLD_RANK") || is_set("OMPI_COMM_WORLD_SIZE")) {
+    else if (is_set("OMPI_COMM_WORLD_RANK") || is_set("OMPI_COMM_WORLD_SIZE"))
       read_open_mpi();
-    } else if (is_set("PMI_RANK") || is_set("PMI_SIZE")) {
+    else if (is_set("PMI_RANK") || is_set("PMI_SIZE"))
       read_mpich();
-    } else {
+    else
       read_nothing();
-    }
     check();
     return std::move(job_);
   }
@@ -95,30 +93,28 @@ class Reader {
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
     read(job_.local_servers, "local_servers", {"LOCKSTEP_LOCAL_SERVERS"});
-    set_job_id_of_torchrun();
+    set_job_id_of_address();
   }
 
   // Variables set by hand often leave out the local ones. Ranks that meet on a loopback address are on one machine.
   // Any other address, this host's own name included, says nothing about where the other ranks are: then each rank
   // counts as a machine of its own, which is never wrong, only slower where they do share one.
   void read_local_ranks() {
-    if (job_.world_size == 1 || is_loopback(job_.master_addr)) {
-      if (!read(job_.local_rank, "local_rank", {"LOCAL_RANK"}))
-        set(job_.local_rank, "local_rank", job_.rank, "RANK: all ranks are on this machine");
-      if (!read(job_.local_size, "local_size", {"LOCAL_WORLD_SIZE"}))
-        set(job_.local_size, "local_size", job_.world_size, "WORLD_SIZE: all ranks are on this machine");
-    } else if (is_set("LOCAL_RANK") || is_set("LOCAL_WORLD_SIZE")) {
+    const bool one_machine = job_.world_size == 1 || is_loopback(job_.master_addr);
+    if (!one_machine && (is_set("LOCAL_RANK") || is_set("LOCAL_WORLD_SIZE"))) {
       require(job_.local_rank, "local_rank", {"LOCAL_RANK"});
       require(job_.local_size, "local_size", {"LOCAL_WORLD_SIZE"});
-      throw_if_missing();
-    } else {
-      set(job_.local_rank, "local_rank", 0, "default");
-      set(job_.local_size, "local_size", 1, "default");
+      return throw_if_missing();
     }
+    const std::string source = one_machine ? "derived: all ranks are on this machine" : "default";
+    if (!read(job_.local_rank, "local_rank", {"LOCAL_RANK"}))
+      set(job_.local_rank, "local_rank", one_machine ? job_.rank : 0, source);
+    if (!read(job_.local_size, "local_size", {"LOCAL_WORLD_SIZE"}))
+      set(job_.local_size, "local_size", one_machine ? job_.world_size : 1, source);
   }
 
-  // A restarted set of ranks keeps run id and port, and must not meet what is left of the set before it.
-  void set_job_id_of_torchrun() {
+  // A set of ranks that torchrun restarts keeps run id and port, and must not meet what is left of the set before it.
+  void set_job_id_of_address() {
     if (job_.master_addr.empty()) return set_job_id_of_process();
     set_job_id({"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"});
   }
@@ -183,17 +179,17 @@ class Reader {
     const auto peer = socket && parse_int(socket->value, fd) ? identity_of_peer(fd) : std::nullopt;
     if (peer && !several_machines()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
     read_master(job_.world_size > 1);
-    if (job_.master_addr.empty()) return set_job_id_of_process();
-    set_job_id({"MASTER_ADDR", "MASTER_PORT"});
+    set_job_id_of_address();
   }
 
   void read_nothing() {
     set(job_.launcher, "launcher", "none", "default");
-    set(job_.rank, "rank", 0, "default");
-    set(job_.world_size, "world_size", 1, "default");
-    set(job_.local_rank, "local_rank", 0, "default");
-    set(job_.local_size, "local_size", 1, "default");
-    set(job_.node_rank, "node_rank", 0, "default");
+    for (const auto& [field, setting, value] : {std::tuple{&job_.rank, "rank", 0},
+                                                {&job_.world_size, "world_size", 1},
+                                                {&job_.local_rank, "local_rank", 0},
+                                                {&job_.local_size, "local_size", 1},
+                                                {&job_.node_rank, "node_rank", 0}})
+      set(*field, setting, value, "default");
     set_job_id_of_process();
   }
 
@@ -205,11 +201,11 @@ class Reader {
   void set_job_id(const Names& names) {
     Names values;
     Names sources;
-    for (const std::string& name : names) {
-      if (!is_set(name)) continue;
-      values.push_back(*lookup_(name));
-      sources.push_back(name);
-    }
+    for (const std::string& name : names)
+      if (const auto value = lookup_(name)) {
+        values.push_back(*value);
+        sources.push_back(name);
+      }
     set(job_.job_id, "job_id", join(values, "-"), join(sources, ", "));
   }
 
@@ -243,20 +239,17 @@ class Reader {
   bool several_machines() const { return job_.world_size > job_.local_size; }
 
   void check() const {
-    check_below("rank", job_.rank, "world_size", job_.world_size);
-    check_below("local_rank", job_.local_rank, "local_size", job_.local_size);
-    if (job_.local_servers > 0) check_below("local_servers", job_.local_servers, "local_size", job_.local_size);
-    if (job_.local_size > job_.world_size) throw_contradiction("local_size", "world_size");
+    check_at_most("rank", job_.rank, "world_size", job_.world_size - 1);
+    check_at_most("local_rank", job_.local_rank, "local_size", job_.local_size - 1);
+    if (job_.local_servers > 0) check_at_most("local_servers", job_.local_servers, "local_size", job_.local_size - 1);
+    check_at_most("local_size", job_.local_size, "world_size", job_.world_size);
   }
 
-  void check_below(const std::string& rank_setting, int rank, const std::string& size_setting, int size) const {
-    if (rank >= size) throw_contradiction(rank_setting, size_setting);
-  }
-
-  [[noreturn]] void throw_contradiction(const std::string& one, const std::string& other) const {
-    const Setting a = recorded(one);
-    const Setting b = recorded(other);
-    throw EnvironmentError({.what = concat(a.source, " is ", a.value, " but ", b.source, " is ", b.value),
+  void check_at_most(const std::string& setting, int value, const std::string& limit, int most) const {
+    if (value <= most) return;
+    const Setting& one = recorded(setting);
+    const Setting& other = recorded(limit);
+    throw EnvironmentError({.what = concat(one.source, " is ", one.value, " but ", other.source, " is ", other.value),
                             .here = concat("launcher ", job_.launcher),
                             .likely = "variables left over from another job, or set by hand",
                             .next = "unset them, or make them agree; ranks are counted from 0"});
@@ -299,21 +292,22 @@ class Reader {
   }
 
   // False if none of the variables is set.
-  bool read(int& field, const std::string& setting, const Names& names) {
+  template <class Value>
+  bool read(Value& field, const std::string& setting, const Names& names) {
     const auto found = first(names);
     if (!found) return false;
-    int number = 0;
-    if (!parse_int(found->value, number) || number < 0) throw_malformed(*found, "a whole number from 0 on");
-    set(field, setting, number, found->source);
+    parse(*found, field);
+    job_.settings.push_back({.name = setting, .value = concat(field), .source = found->source});
     return true;
   }
 
-  bool read(std::string& field, const std::string& setting, const Names& names) {
-    const auto found = first(names);
-    if (!found) return false;
-    if (found->value.empty()) throw_malformed(*found, "a name");
-    set(field, setting, found->value, found->source);
-    return true;
+  void parse(const Setting& found, int& number) const {
+    if (!parse_int(found.value, number) || number < 0) throw_malformed(found, "a whole number from 0 on");
+  }
+
+  void parse(const Setting& found, std::string& name) const {
+    name = found.value;
+    if (name.empty()) throw_malformed(found, "a name");
   }
 
   template <class Field, class Value>
@@ -322,10 +316,8 @@ class Reader {
     job_.settings.push_back({.name = setting, .value = concat(value), .source = source});
   }
 
-  Setting recorded(const std::string& setting) const {
-    for (const Setting& known : job_.settings)
-      if (known.name == setting) return known;
-    return {};
+  const Setting& recorded(const std::string& setting) const {
+    return *std::ranges::find(job_.settings, setting, &Setting::name);
   }
 
   const VariableLookup& lookup_;

@@ -2,10 +2,6 @@
 #include "lockstep/launch/events.h"
 
 #include <sys/signalfd.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <utility>
 
 #include "lockstep/error.h"
 
@@ -42,16 +38,13 @@ int SignalReader::next() const {
   return ::read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo) : 0;
 }
 
-void Poller::add(int fd, short events, std::function<void()> on_ready) {
-  fds_.push_back({.fd = fd, .events = events, .revents = 0});
-  on_ready_.push_back(std::move(on_ready));
-}
-
-void Poller::wait(int timeout_ms) {
-  const int ready = ::poll(fds_.data(), fds_.size(), timeout_ms);
+void poll_events(const std::vector<Event>& events, int timeout_ms) {
+  std::vector<pollfd> fds;
+  for (const Event& event : events) fds.push_back({.fd = event.fd, .events = event.events, .revents = 0});
+  const int ready = ::poll(fds.data(), fds.size(), timeout_ms);
   if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
-  for (std::size_t i = 0; ready > 0 && i < fds_.size(); ++i)
-    if (fds_[i].revents != 0) on_ready_[i]();
+  for (std::size_t i = 0; ready > 0 && i < fds.size(); ++i)
+    if (fds[i].revents != 0) events[i].on_ready();
 }
 
 }  // namespace lockstep

@@ -34,15 +34,14 @@ class SignalReader {
   UniqueFd fd_;
 };
 
-// poll() with a function to call per descriptor.
-class Poller {
- public:
-  void add(int fd, short events, std::function<void()> on_ready);
-  void wait(int timeout_ms);  // blocks until a descriptor is ready; -1: without a deadline; throws SystemError
-
- private:
-  std::vector<pollfd> fds_;
-  std::vector<std::function<void()>> on_ready_;
+struct Event {
+  int fd;
+  short events;  // POLLIN or POLLOUT
+  std::function<void()> on_ready;
 };
+
+// Blocks until a descriptor is ready, then calls the functions of all that are. -1: without a deadline. Throws
+// SystemError.
+void poll_events(const std::vector<Event>& events, int timeout_ms);
 
 }  // namespace lockstep

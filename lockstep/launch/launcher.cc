@@ -1,28 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/launcher.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/events.h"
-#include "lockstep/launch/guardian.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 
@@ -52,6 +43,10 @@ void check(const LaunchOptions& options) {
           "name a log folder");
 }
 
+std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix) {
+  return std::filesystem::path(options.log_dir) / concat("rank", rank, suffix);
+}
+
 void make_folder(const std::string& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
@@ -75,20 +70,17 @@ UniqueFd reserve_port(int& port) {
   return fd;
 }
 
-std::string how_it_ended(int exit_code, int signal) {
-  if (signal != 0) return concat("was ended by signal ", signal, " (", ::strsignal(signal), ")");
-  return concat("exited with code ", exit_code);
+std::string how_it_ended(const ExitStatus& end) {
+  if (end.signal != 0) return concat("was ended by signal ", end.signal, " (", ::strsignal(end.signal), ")");
+  return concat("exited with code ", end.exit_code);
 }
 
 struct Rank {
-  Rank(int number, const std::string& prefix, Sink& output_sink, Sink& error_sink)
-      : rank(number), output(prefix, output_sink), error(prefix, error_sink) {}
-
   int rank;  // in the job
-  std::unique_ptr<Process> process;
-  std::optional<ExitStatus> end;
   RankStream output;
   RankStream error;
+  std::optional<Process> process{};
+  std::optional<ExitStatus> end{};
 };
 
 struct Sinks {
@@ -96,7 +88,7 @@ struct Sinks {
   Sink err{STDERR_FILENO};
 };
 
-// One launch: start(), then run() until every rank has ended. Destroyed, it has left no process behind.
+// One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
   Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
@@ -105,47 +97,43 @@ class Job {
     const bool first_only = options_.output == RankOutput::kFirst;
     for (int local = 0; local < options_.ranks; ++local) {
       const int rank = options_.node_rank * options_.ranks + local;
+      const std::string prefix = concat("[rank ", rank, "] ");
       ranks_.push_back(
-          std::make_unique<Rank>(rank, concat("[rank ", rank, "] "), first_only ? sinks_.err : sinks_.out, sinks_.err));
+          {.rank = rank, .output = {prefix, first_only ? sinks_.err : sinks_.out}, .error = {prefix, sinks_.err}});
     }
   }
 
-  void start(const ProcessOptions& what) {
+  LaunchResult run(const ProcessOptions& what) {
     for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
-  }
-
-  LaunchResult run() {
-    while (std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank->end; })) wait_for_events();
+    while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
-    LaunchResult result{.exit_code = 0, .failure = failure_};
-    if (failure_) {
-      result.failure->last_lines = last_lines();
-      result.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code;
-    } else if (caught_signal_ != 0) {
-      result.exit_code = kSignalBase + caught_signal_;
-    }
-    return result;
+    if (!failure_) return {.exit_code = caught_signal_ == 0 ? 0 : kSignalBase + caught_signal_};
+    failure_->last_lines = last_lines();
+    return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
+            .failure = failure_};
   }
 
  private:
+  static bool has_ended(const Rank& rank) { return rank.end.has_value(); }
+
   void start_rank(int local, ProcessOptions what) {
-    Rank& rank = *ranks_[local];
-    what.variables = variables(local);
+    Rank& rank = ranks_[local];
+    what.variables = variables(rank.rank, local);
     if (options_.pin && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
     what.group = guardian_.group(local);
-    const UniqueFd output = open_output(rank, rank.output, ".out");
-    const UniqueFd error = open_output(rank, rank.error, ".err");
+    const UniqueFd output = open_output(rank.rank, rank.output, ".out");
+    const UniqueFd error = open_output(rank.rank, rank.error, ".err");
     what.output_fd = output.get();
     what.error_fd = error.get();
     what.close_in_child = descriptors();
     what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
-    rank.process = std::make_unique<Process>(what);
+    rank.process.emplace(what);
   }
 
-  std::vector<std::pair<std::string, std::string>> variables(int local) const {
+  std::vector<std::pair<std::string, std::string>> variables(int rank, int local) const {
     std::vector<std::pair<std::string, std::string>> result = {
-        {"RANK", concat(options_.node_rank * options_.ranks + local)},
+        {"RANK", concat(rank)},
         {"WORLD_SIZE", concat(options_.nodes * options_.ranks)},
         {"LOCAL_RANK", concat(local)},
         {"LOCAL_WORLD_SIZE", concat(options_.ranks)},
@@ -154,14 +142,10 @@ class Job {
         {"MASTER_PORT", concat(options_.master_port)},
     };
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
+    const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
-      result.emplace_back("OMP_NUM_THREADS", concat(threads_per_rank()));
+      result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
-  }
-
-  int threads_per_rank() const {
-    if (options_.threads_per_rank > 0) return options_.threads_per_rank;
-    return std::max(1, static_cast<int>(cores_.size()) / workers());
   }
 
   bool is_server(int local) const { return local < options_.servers; }
@@ -170,23 +154,15 @@ class Job {
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
     if (!options_.workers_may_fail || is_server(rank.rank % options_.ranks)) return false;
-    return std::any_of(ranks_.begin() + options_.servers, ranks_.end(), [](const auto& other) {
-      return !other->end || (other->end->exit_code == 0 && other->end->signal == 0);
-    });
+    return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
+                       [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
 
   // Nothing where the rank keeps this process's own stdout and stderr.
-  UniqueFd open_output(const Rank& rank, RankStream& stream, const std::string& suffix) const {
-    if (options_.output == RankOutput::kSplit) return open_log(log_path(rank.rank, suffix));
-    if (options_.output == RankOutput::kFirst && rank.rank == 0) return {};
-    return stream.open();
-  }
-
-  std::string log_path(int rank, const std::string& suffix) const {
-    return std::filesystem::path(options_.log_dir) / concat("rank", rank, suffix);
-  }
-
-  static UniqueFd open_log(const std::string& path) {
+  UniqueFd open_output(int rank, RankStream& stream, const std::string& suffix) const {
+    if (options_.output == RankOutput::kFirst && rank == 0) return {};
+    if (options_.output != RankOutput::kSplit) return stream.open();
+    const std::string path = log_path(options_, rank, suffix);
     UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
     if (!fd) throw system_error("write", path);
     return fd;
@@ -195,38 +171,35 @@ class Job {
   // Descriptors that a forked child must close.
   std::vector<int> descriptors() const {
     std::vector<int> fds = {signals_.fd(), port_.get()};
-    for (const auto& rank : ranks_) {
-      fds.insert(fds.end(), {rank->output.fd(), rank->error.fd()});
-      if (rank->process) fds.push_back(rank->process->pidfd());
+    for (const Rank& rank : ranks_) {
+      fds.insert(fds.end(), {rank.output.fd(), rank.error.fd()});
+      if (rank.process) fds.push_back(rank.process->pidfd());
     }
     return fds;
   }
 
   void wait_for_events() {
-    Poller poller;
+    std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
     std::vector<const Rank*> ended;
-    poller.add(signals_.fd(), POLLIN, [this] { on_signal(); });
-    for (const auto& rank : ranks_) {
-      if (!rank->end)
-        poller.add(rank->process->pidfd(), POLLIN, [&ended, &rank] {
-          if ((rank->end = rank->process->status())) ended.push_back(rank.get());
-        });
-      add_stream(poller, rank->output);
-      add_stream(poller, rank->error);
+    for (Rank& rank : ranks_) {
+      if (!rank.end)
+        events.push_back({rank.process->pidfd(), POLLIN, [&ended, &rank] {
+                            if ((rank.end = rank.process->status())) ended.push_back(&rank);
+                          }});
+      for (RankStream* stream : {&rank.output, &rank.error})
+        if (can_read(*stream)) events.push_back({stream->fd(), POLLIN, [stream] { stream->read_some(); }});
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
-      if (!sink->empty()) poller.add(sink->fd(), POLLOUT, [sink] { sink->write_some(); });
+      if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
     // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
     // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poller.wait(kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    poll_events(events, kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
     on_ended(ended);
     if (kill_at_ && kill_at_->passed()) kill_all();
   }
 
   // Reads only when everything read before is written: a slow reader makes the ranks wait, and memory does not grow.
-  static void add_stream(Poller& poller, RankStream& stream) {
-    if (stream.fd() >= 0 && stream.sink().empty()) poller.add(stream.fd(), POLLIN, [&stream] { stream.read_some(); });
-  }
+  static bool can_read(const RankStream& stream) { return stream.fd() >= 0 && stream.sink().empty(); }
 
   void on_signal() {
     const int signal = signals_.next();
@@ -238,64 +211,61 @@ class Job {
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
   void on_ended(std::vector<const Rank*>& ended) {
-    std::stable_partition(ended.begin(), ended.end(), [](const Rank* rank) { return rank->end->signal != 0; });
+    std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (const Rank* rank : ended) {
-      const bool failed = rank->end->exit_code != 0 || rank->end->signal != 0;
-      if (!failed || stopping_) continue;
+      if (!rank->end->failed() || stopping_) continue;
       if (can_do_without(*rank))
-        log_warning(concat("rank ", rank->rank, " ", how_it_ended(rank->end->exit_code, rank->end->signal),
-                           "; the job goes on without it"));
+        log_warning(concat("rank ", rank->rank, " ", how_it_ended(*rank->end), "; the job goes on without it"));
       else
         on_failed(*rank);
     }
-    if (options_.workers_may_fail && !stopping_ && servers_ended()) give_workers_the_grace_period();
+    // Once the servers have ended, the workers have little left to do; one that hangs is killed.
+    if (options_.workers_may_fail && servers_ended()) give_the_grace_period();
   }
 
   bool servers_ended() const {
-    return options_.servers > 0 && std::all_of(ranks_.begin(), ranks_.begin() + options_.servers,
-                                               [](const auto& rank) { return rank->end.has_value(); });
+    return options_.servers > 0 && std::all_of(ranks_.begin(), ranks_.begin() + options_.servers, &has_ended);
   }
 
-  // The workers have little left to do; one that hangs is killed.
-  void give_workers_the_grace_period() {
-    kill_at_ = Deadline::after(options_.grace);
+  void give_the_grace_period() {
+    if (!stopping_) kill_at_ = Deadline::after(options_.grace);
     stopping_ = true;
   }
 
   void on_failed(const Rank& rank) {
-    failure_ = RankFailure{.rank = rank.rank,
-                           .pid = rank.process->pid(),
-                           .exit_code = rank.end->exit_code,
-                           .signal = rank.end->signal,
-                           .last_lines = {}};
+    failure_ = RankFailure{
+        .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
     stop_all(SIGTERM);
   }
 
   // SIGCONT: a stopped process receives the other signal only when it continues.
   void stop_all(int signal) {
-    for (const auto& rank : ranks_) rank->process->signal_group(signal);
-    for (const auto& rank : ranks_) rank->process->signal_group(SIGCONT);
-    if (!stopping_) kill_at_ = Deadline::after(options_.grace);
-    stopping_ = true;
+    signal_all(signal);
+    signal_all(SIGCONT);
+    give_the_grace_period();
   }
 
   void kill_all() {
-    for (const auto& rank : ranks_) rank->process->signal_group(SIGKILL);
+    signal_all(SIGKILL);
     kill_at_.reset();
+  }
+
+  void signal_all(int signal) const {
+    for (const Rank& rank : ranks_) rank.process->signal_group(signal);
   }
 
   // The ranks are dead but not yet waited for, so their process groups still are theirs.
   void end_what_ranks_left() {
-    for (const auto& rank : ranks_) {
-      rank->process->signal_group(SIGKILL);
-      rank->output.drain();
-      rank->error.drain();
+    signal_all(SIGKILL);
+    for (Rank& rank : ranks_) {
+      rank.output.drain();
+      rank.error.drain();
     }
   }
 
   std::vector<std::string> last_lines() const {
-    if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(failure_->rank, ".err"));
-    const auto& lines = ranks_[failure_->rank % options_.ranks]->error.last_lines();
+    if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(options_, failure_->rank, ".err"));
+    const auto& lines = ranks_[failure_->rank % options_.ranks].error.last_lines();
     return {lines.begin(), lines.end()};
   }
 
@@ -305,7 +275,7 @@ class Job {
   UniqueFd port_;
   CoreSet cores_ = usable_cores();
   Sinks& sinks_;
-  IntVector<std::unique_ptr<Rank>> ranks_;
+  IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
   int caught_signal_ = 0;            // the first
   bool stopping_ = false;            // since the first failure or signal
@@ -315,12 +285,7 @@ class Job {
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
   check(options);
   Sinks sinks;
-  LaunchResult result;
-  {
-    Job job(options, sinks);
-    job.start(what);
-    result = job.run();
-  }
+  const LaunchResult result = Job(options, sinks).run(what);  // the job is gone before the rest
   sinks.out.flush();  // blocks if the reader has stopped, but signals are back to normal
   sinks.err.flush();
   return result;
@@ -341,26 +306,22 @@ std::string likely_cause(int signal) {
 
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command) {
   if (command.empty()) throw UsageError({.what = "no program to start", .next = "name one, with its arguments"});
-  ProcessOptions what;
-  what.command = command;
-  return launch(options, what);
+  return launch(options, ProcessOptions{.command = command});
 }
 
 LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body) {
-  ProcessOptions what;
-  what.body = body;
-  return launch(options, what);
+  return launch(options, ProcessOptions{.body = body});
 }
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
-  const std::string how = how_it_ended(failure.exit_code, failure.signal);
-  const std::string log = concat(options.log_dir, "/rank", failure.rank, ".err");
+  const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
   const Error error(
       "RankFailed",
       {.what = concat("rank ", failure.rank, " ", how),
        .here = concat("rank ", failure.rank, " of ", options.nodes * options.ranks, ", pid ", failure.pid),
        .likely = likely_cause(failure.signal),
-       .next = options.output == RankOutput::kSplit ? "read " + log : "look at its output above"});
+       .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                    : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -3,11 +3,8 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <array>
-#include <cerrno>
 #include <fstream>
 
 #include "lockstep/base/to_size.h"

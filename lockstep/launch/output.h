@@ -8,7 +8,6 @@
 #include <deque>
 #include <functional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/base/unique_fd.h"

@@ -2,21 +2,17 @@
 #include "lockstep/launch/process.h"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
-#include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <iostream>
+#include <limits>
 
 #include "lockstep/base/guarded.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -31,21 +27,17 @@ void redirect(int from, int to) {
   if (from >= 0 && ::dup2(from, to) < 0) throw system_error("redirect", concat("descriptor ", to));
 }
 
-void close_stdin() {
-  const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  if (!nothing) throw system_error("open", "/dev/null");
-  redirect(nothing.get(), STDIN_FILENO);
-}
-
 // What the child does before its program. The group is written down before the look at the parent: either whoever
 // cleans up after a dead parent finds the group, or the child sees that its parent is gone.
 void set_up(const ProcessOptions& options, pid_t parent) {
   if (::setpgid(0, 0) != 0) throw system_error("make a process group for", "a child process");
   if (options.group != nullptr) options.group->store(::getpid());
   die_with(parent);
+  const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (!nothing) throw system_error("open", "/dev/null");
+  redirect(nothing.get(), STDIN_FILENO);
   redirect(options.output_fd, STDOUT_FILENO);
   redirect(options.error_fd, STDERR_FILENO);
-  close_stdin();
   for (const auto& [name, value] : options.variables) ::setenv(name.c_str(), value.c_str(), 1);
   if (!options.cores.empty()) pin_this_thread(options.cores);
   ::sigprocmask(SIG_SETMASK, &options.signal_mask, nullptr);
@@ -68,8 +60,8 @@ void execute(const std::vector<std::string>& command) {
 }
 
 void write_report(int report, const std::string& text) {
-  const ssize_t ignored = ::write(report, text.data(), text.size());  // less than a pipe holds; the parent reads all
-  static_cast<void>(ignored);
+  // Less than a pipe holds; the parent reads all.
+  [[maybe_unused]] const ssize_t written = ::write(report, text.data(), text.size());
 }
 
 // The parent reads `report`: text if the child could not start, its end when it has (exec closes it).
@@ -104,13 +96,50 @@ void wait_for(pid_t pid) {
   }
 }
 
-}  // namespace
-
 UniqueFd open_pidfd(pid_t pid) {
   UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // close-on-exec by itself
   if (!fd) throw system_error("watch", concat("process ", pid));
   return fd;
 }
+
+// ---- The guardian
+
+using Groups = std::span<std::atomic<pid_t>>;
+static_assert(std::atomic<pid_t>::is_always_lock_free, "shared between processes");
+
+Groups share_groups(std::size_t count) {
+  void* memory =
+      ::mmap(nullptr, count * sizeof(Groups::element_type), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw system_error("map", "memory for the ranks' process groups");
+  return {new (memory) std::atomic<pid_t>[count] {}, count};
+}
+
+// Leaves the launcher's session, so that Ctrl-C does not reach it, and its descriptors, so that whoever reads the
+// launcher's output sees the end of it. `launcher` becomes descriptor 0.
+void detach(int launcher) {
+  ::setsid();
+  ::prctl(PR_SET_NAME, "lockstep-guard");
+  sigset_t all;
+  ::sigfillset(&all);
+  ::sigprocmask(SIG_SETMASK, &all, nullptr);
+  ::dup2(launcher, 0);
+  ::close_range(1, std::numeric_limits<unsigned>::max(), 0);
+}
+
+[[noreturn]] void guard(int launcher, Groups groups) {
+  detach(launcher);
+  pollfd end{.fd = 0, .events = POLLIN, .revents = 0};
+  // Without a deadline: this process exists to wait for the launcher's end, and the launcher's destructor kills it.
+  while (::poll(&end, 1, -1) < 0 && errno == EINTR) {
+  }
+  for (const auto& group : groups)
+    if (const pid_t id = group.load(); id > 0) ::kill(-id, SIGKILL);
+  ::_exit(0);
+}
+
+}  // namespace
+
+// ---- The process
 
 Process::Process(const ProcessOptions& options) {
   std::array<int, 2> ends{};
@@ -153,6 +182,22 @@ std::optional<ExitStatus> Process::status() const {
   return ExitStatus{.signal = info.si_status};
 }
 
-void Process::signal_group(int signal) const { ::kill(-pid_, signal); }
+// ---- The guardian
+
+Guardian::Guardian(int ranks) {
+  const UniqueFd launcher = open_pidfd(::getpid());
+  groups_ = share_groups(to_size(ranks));
+  pid_ = ::fork();
+  if (pid_ == 0) guard(launcher.get(), groups_);
+  if (pid_ > 0) return;
+  ::munmap(groups_.data(), groups_.size_bytes());
+  throw system_error("start", "the process that cleans up after this one");
+}
+
+Guardian::~Guardian() {
+  ::kill(pid_, SIGKILL);
+  wait_for(pid_);
+  ::munmap(groups_.data(), groups_.size_bytes());
+}
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/process.h: one child process, in a process group of its own, that never outlives the process that started it.
+// launch/process.h: one child process, in a process group of its own, that never outlives the process that started it;
+// and the guardian of such groups.
 //
 // Flow:    launcher -> here -> fork, and exec or a function of this program
 // Owns:    the child: the destructor kills its whole group and waits for it
@@ -11,10 +12,9 @@
 #include <atomic>
 #include <functional>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
+#include <span>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/cores.h"
 
@@ -35,6 +35,8 @@ struct ProcessOptions {
 struct ExitStatus {
   int exit_code = 0;
   int signal = 0;  // 0: it exited by itself
+
+  bool failed() const { return exit_code != 0 || signal != 0; }
 };
 
 class Process {
@@ -52,13 +54,33 @@ class Process {
   // How it ended, or nothing while it runs. Does not wait for it, so its pid stays taken and signal_group stays safe.
   std::optional<ExitStatus> status() const;
 
-  void signal_group(int signal) const;  // it and everything it started that is still in its group
+  // To it and everything it started that is still in its group.
+  void signal_group(int signal) const { ::kill(-pid_, signal); }
 
  private:
   pid_t pid_ = -1;
   UniqueFd pidfd_;
 };
 
-UniqueFd open_pidfd(pid_t pid);  // throws SystemError
+// A small process that kills a launcher's ranks, and what they started, if the launcher is killed.
+//
+// Each rank dies with the launcher by itself (PR_SET_PDEATHSIG), but what a rank started does not. The guardian waits
+// for the launcher's end on a pidfd, and reads the ranks' process groups from memory it shares with them.
+//
+// Owns: one process and one shared page; the destructor ends the process and waits for it
+class Guardian {
+ public:
+  explicit Guardian(int ranks);  // throws SystemError
+  ~Guardian();
+  Guardian(const Guardian&) = delete;
+  Guardian& operator=(const Guardian&) = delete;
+
+  // Where rank `index` writes its process group; 0 until then.
+  std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }
+
+ private:
+  std::span<std::atomic<pid_t>> groups_;  // shared with the guardian and the ranks
+  pid_t pid_ = -1;
+};
 
 }  // namespace lockstep

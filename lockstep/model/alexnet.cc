@@ -2,9 +2,6 @@
 #include "lockstep/models.h"
 
 #include <torch/nn/modules/activation.h>
-#include <torch/nn/modules/conv.h>
-#include <torch/nn/modules/dropout.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/pooling.h>
 
 namespace lockstep {
@@ -31,40 +28,25 @@ torch::nn::Sequential make_classifier(const AlexNetOptions& options) {
                                Linear(4096, 4096), relu(), Linear(4096, options.classes));
 }
 
-// Modules [begin, end) of a Sequential as one piece.
-Piece piece_of_range(const std::string& name, torch::nn::SequentialImpl& all, std::size_t begin, std::size_t end) {
-  std::vector<torch::nn::Module*> modules;
-  for (std::size_t i = begin; i < end; ++i) modules.push_back(all[i].get());
-  return make_piece(name + "." + std::to_string(begin), modules, [&all, begin, end](torch::Tensor x) {
-    for (auto module = all.begin() + static_cast<std::ptrdiff_t>(begin);
-         module != all.begin() + static_cast<std::ptrdiff_t>(end); ++module)
-      x = module->forward<torch::Tensor>(x);
-    return x;
-  });
-}
-
-torch::Tensor pooled_and_flat(const torch::Tensor& x) { return torch::adaptive_avg_pool2d(x, {6, 6}).flatten(1); }
-
 }  // namespace
 
-AlexNetImpl::AlexNetImpl(const AlexNetOptions& options)
-    : features_(register_module("features", make_features())),
-      classifier_(register_module("classifier", make_classifier(options))) {}
-
-torch::Tensor AlexNetImpl::forward(const torch::Tensor& images) {
-  return classifier_->forward(pooled_and_flat(features_->forward(images)));
-}
-
-std::vector<Piece> AlexNetImpl::pieces() {
-  std::vector<Piece> pieces;
-  const std::vector<std::size_t> convolutions = {0, 3, 6, 8, 10, features_->size()};
-  for (std::size_t i = 0; i + 1 < convolutions.size(); ++i)
-    pieces.push_back(piece_of_range("features", *features_, convolutions[i], convolutions[i + 1]));
-  pieces.push_back(make_piece("pool", {}, pooled_and_flat));
-  const std::vector<std::size_t> dense = {0, 3, 6, classifier_->size()};
-  for (std::size_t i = 0; i + 1 < dense.size(); ++i)
-    pieces.push_back(piece_of_range("classifier", *classifier_, dense[i], dense[i + 1]));
-  return pieces;
+AlexNetImpl::AlexNetImpl(const AlexNetOptions& options) {
+  // A piece for the modules from each of `begins` to the next.
+  const auto add_pieces = [this](const std::string& name, const auto& modules, std::vector<std::ptrdiff_t> begins) {
+    begins.push_back(std::ssize(*modules));
+    for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
+      std::vector<torch::nn::AnyModule> part(modules->begin() + begins[i], modules->begin() + begins[i + 1]);
+      std::vector<torch::nn::Module*> pointers;
+      for (const auto& module : part) pointers.push_back(module.ptr().get());
+      add_piece(name + "." + std::to_string(begins[i]), pointers, [part](torch::Tensor x) mutable {
+        for (auto& module : part) x = module.forward<torch::Tensor>(x);
+        return x;
+      });
+    }
+  };
+  add_pieces("features", register_module("features", make_features()), {0, 3, 6, 8, 10});
+  add_piece("pool", {}, [](const torch::Tensor& x) { return torch::adaptive_avg_pool2d(x, {6, 6}).flatten(1); });
+  add_pieces("classifier", register_module("classifier", make_classifier(options)), {0, 3, 6});
 }
 
 }  // namespace lockstep

@@ -51,28 +51,12 @@ class GPTBlockImpl : public torch::nn::Module {
   torch::nn::Linear c_fc_;
   torch::nn::Linear mlp_proj_;
 };
-TORCH_MODULE(GPTBlock);
-
-}  // namespace
-
-GPTImpl::GPTImpl(const GPTOptions& options)
-    : options_(options),
-      wte_(register_module("wte", torch::nn::Embedding(options.vocabulary, options.width))),
-      wpe_(register_module("wpe", torch::nn::Embedding(options.context, options.width))),
-      h_(register_module("h", torch::nn::ModuleList())),
-      ln_f_(register_module("ln_f", norm(options.width))) {
-  if (options.heads <= 0 || options.width % options.heads != 0)
-    throw UsageError({.what = concat("a GPT of width ", options.width, " with ", options.heads, " heads"),
-                      .next = "choose a width that is a multiple of the heads"});
-  for (std::int64_t i = 0; i < options.layers; ++i) h_->push_back(GPTBlock(options));
-  initialise();
-}
 
 // Normal with deviation 0.02; what is added to the residual stream is smaller by the root of how often that happens.
-void GPTImpl::initialise() {
+void initialise_normal(torch::nn::Module& model, std::int64_t layers) {
   const torch::NoGradGuard no_grad;
-  const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(options_.layers));
-  for (auto& item : named_parameters()) {
+  const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(layers));
+  for (auto& item : model.named_parameters()) {
     if (item.key().ends_with("bias"))
       item.value().zero_();
     else if (item.value().dim() == 2)
@@ -80,26 +64,28 @@ void GPTImpl::initialise() {
   }
 }
 
-torch::Tensor GPTImpl::embed(const torch::Tensor& tokens) {
-  const torch::Tensor positions = torch::arange(tokens.size(1), tokens.options());
-  return torch::dropout(wte_(tokens) + wpe_(positions), options_.dropout, is_training());
-}
+}  // namespace
 
-torch::Tensor GPTImpl::head(const torch::Tensor& x) { return torch::linear(ln_f_(x), wte_->weight); }
-
-torch::Tensor GPTImpl::forward(const torch::Tensor& tokens) { return run_pieces(pieces(), tokens); }
-
-std::vector<Piece> GPTImpl::pieces() {
-  std::vector<Piece> pieces;
-  pieces.push_back(
-      make_piece("embed", {wte_.get(), wpe_.get()}, [this](const torch::Tensor& tokens) { return embed(tokens); }));
-  for (std::size_t i = 0; i < h_->size(); ++i) {
-    auto* block = h_[i]->as<GPTBlock>();
-    pieces.push_back(
-        make_piece(concat("h.", i), {block}, [block](const torch::Tensor& x) { return block->forward(x); }));
+GPTImpl::GPTImpl(const GPTOptions& options) {
+  if (options.heads <= 0 || options.width % options.heads != 0)
+    throw UsageError({.what = concat("a GPT of width ", options.width, " with ", options.heads, " heads"),
+                      .next = "choose a width that is a multiple of the heads"});
+  const auto wte = register_module("wte", torch::nn::Embedding(options.vocabulary, options.width));
+  const auto wpe = register_module("wpe", torch::nn::Embedding(options.context, options.width));
+  add_piece("embed", {wte.get(), wpe.get()}, [wte, wpe, dropout = options.dropout](const torch::Tensor& tokens) {
+    const torch::Tensor positions = torch::arange(tokens.size(1), tokens.options());
+    return torch::dropout(wte->forward(tokens) + wpe->forward(positions), dropout, wte->is_training());
+  });
+  const auto h = register_module("h", torch::nn::ModuleList());
+  for (std::int64_t i = 0; i < options.layers; ++i) {
+    const auto block = std::make_shared<GPTBlockImpl>(options);
+    h->push_back(block);
+    add_piece(concat("h.", i), {block.get()}, [block](const torch::Tensor& x) { return block->forward(x); });
   }
-  pieces.push_back(make_piece("head", {ln_f_.get(), wte_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return pieces;
+  const auto ln_f = register_module("ln_f", norm(options.width));
+  add_piece("head", {ln_f.get(), wte.get()},
+            [ln_f, wte](const torch::Tensor& x) { return torch::linear(ln_f->forward(x), wte->weight); });
+  initialise_normal(*this, options.layers);
 }
 
 }  // namespace lockstep

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <torch/nn/init.h>
 #include <torch/nn/modules/pooling.h>
 
 #include "lockstep/models.h"
@@ -44,10 +43,8 @@ void cut_normal(torch::nn::Module& model) {
     if (weight.dim() > 1) weight.normal_(0, 0.01).clamp_(-0.02, 0.02);
 }
 
-}  // namespace
-
 // Convolution without bias, batch normalisation, ReLU.
-class InceptionImpl::ConvNorm : public torch::nn::Module {
+class ConvNorm : public torch::nn::Module {
  public:
   explicit ConvNorm(const Conv2dOptions& options)
       : conv_(register_module("conv", torch::nn::Conv2d(Conv2dOptions(options).bias(false)))),
@@ -62,9 +59,9 @@ class InceptionImpl::ConvNorm : public torch::nn::Module {
 };
 
 // Four branches beside each other: 1x1; 1x1 then 3x3; 1x1 then 3x3 (published as 5x5); pool then 1x1.
-class InceptionImpl::Block : public torch::nn::Module {
+class InceptionBlock : public torch::nn::Module {
  public:
-  explicit Block(const BlockChannels& c)
+  explicit InceptionBlock(const BlockChannels& c)
       : branch1_(register_module("branch1", std::make_shared<ConvNorm>(window(c.in, c.one, 1)))),
         branch2_(register_module("branch2", torch::nn::Sequential(ConvNorm(window(c.in, c.three_reduced, 1)),
                                                                   ConvNorm(window(c.three_reduced, c.three, 3))))),
@@ -87,41 +84,28 @@ class InceptionImpl::Block : public torch::nn::Module {
   torch::nn::Sequential branch4_;
 };
 
-InceptionImpl::InceptionImpl(const InceptionOptions& options)
-    : stem_{register_module("conv1", std::make_shared<ConvNorm>(Conv2dOptions(3, 64, 7).stride(2).padding(3))),
-            register_module("conv2", std::make_shared<ConvNorm>(window(64, 64, 1))),
-            register_module("conv3", std::make_shared<ConvNorm>(window(64, 192, 3)))},
-      dropout_(options.dropout) {
-  for (const BlockRow& row : kBlocks)
-    blocks_.push_back(register_module(row.name, std::make_shared<Block>(row.channels)));
-  register_module("dropout", dropout_);
-  fc_ = register_module("fc", torch::nn::Linear(1024, options.classes));
-  cut_normal(*this);
-}
+}  // namespace
 
-torch::Tensor InceptionImpl::stem(const torch::Tensor& images) {
-  const torch::Tensor x = max_pool(stem_[0]->forward(images), 3);
-  return max_pool(stem_[2]->forward(stem_[1]->forward(x)), 3);
-}
-
-torch::Tensor InceptionImpl::head(const torch::Tensor& x) {
-  return fc_(dropout_(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)));
-}
-
-torch::Tensor InceptionImpl::forward(const torch::Tensor& images) { return run_pieces(pieces(), images); }
-
-std::vector<Piece> InceptionImpl::pieces() {
-  std::vector<Piece> pieces;
-  pieces.push_back(make_piece("stem", {stem_[0].get(), stem_[1].get(), stem_[2].get()},
-                              [this](const torch::Tensor& images) { return stem(images); }));
-  for (std::size_t i = 0; i < blocks_.size(); ++i) {
-    const BlockRow& row = kBlocks[i];
-    pieces.push_back(make_piece(row.name, {blocks_[i].get()}, [block = blocks_[i], &row](const torch::Tensor& x) {
+InceptionImpl::InceptionImpl(const InceptionOptions& options) {
+  const auto conv1 = register_module("conv1", std::make_shared<ConvNorm>(Conv2dOptions(3, 64, 7).stride(2).padding(3)));
+  const auto conv2 = register_module("conv2", std::make_shared<ConvNorm>(window(64, 64, 1)));
+  const auto conv3 = register_module("conv3", std::make_shared<ConvNorm>(window(64, 192, 3)));
+  add_piece("stem", {conv1.get(), conv2.get(), conv3.get()}, [conv1, conv2, conv3](const torch::Tensor& images) {
+    const torch::Tensor x = max_pool(conv1->forward(images), 3);
+    return max_pool(conv3->forward(conv2->forward(x)), 3);
+  });
+  for (const BlockRow& row : kBlocks) {
+    const auto block = register_module(row.name, std::make_shared<InceptionBlock>(row.channels));
+    add_piece(row.name, {block.get()}, [block, &row](const torch::Tensor& x) {
       return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
-    }));
+    });
   }
-  pieces.push_back(make_piece("head", {dropout_.get(), fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return pieces;
+  const auto dropout = register_module("dropout", torch::nn::Dropout(options.dropout));
+  const auto fc = register_module("fc", torch::nn::Linear(1024, options.classes));
+  add_piece("head", {dropout.get(), fc.get()}, [dropout, fc](const torch::Tensor& x) {
+    return fc->forward(dropout->forward(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)));
+  });
+  cut_normal(*this);
 }
 
 }  // namespace lockstep

@@ -15,30 +15,20 @@ SampleShape grey_images() { return {.sizes = {1, 28, 28}, .classes = 10}; }
 SampleShape large_images() { return {.sizes = {3, 224, 224}, .classes = 1000}; }
 SampleShape small_images() { return {.sizes = {3, 32, 32}, .classes = 10}; }
 
-template <class M>
-Task grey(const std::string& name) {
-  return of_shape(classification_task<M>(name), grey_images());
+template <class M, SampleShape (*sample)()>
+Task images(const std::string& name) {
+  return of_shape(classification_task<M>(name), sample());
 }
 
 Task wide_mlp(const std::string& name) {
   return of_shape(classification_task<MLP>(name, MLPOptions{.hidden = {4096, 4096}}), grey_images());
 }
 
-template <class M>
-Task large(const std::string& name) {
-  return of_shape(classification_task<M>(name), large_images());
-}
-
-template <int layers>
+template <int layers, bool small = false>
 Task resnet(const std::string& name) {
-  return of_shape(classification_task<ResNet>(name, ResNetOptions{.layers = layers}), large_images());
-}
-
-template <int layers>
-Task resnet_32(const std::string& name) {
-  return of_shape(
-      classification_task<ResNet>(name, ResNetOptions{.layers = layers, .classes = 10, .small_images = true}),
-      small_images());
+  const SampleShape sample = small ? small_images() : large_images();
+  const ResNetOptions options{.layers = layers, .classes = sample.classes, .small_images = small};
+  return of_shape(classification_task<ResNet>(name, options), sample);
 }
 
 Task gpt2(const std::string& name) { return gpt_task(name, {}); }
@@ -53,12 +43,18 @@ struct Entry {
   Task (*make)(const std::string& name);
 };
 constexpr Entry kEntries[] = {
-    {"lenet", grey<LeNet>},          {"mlp", grey<MLP>},
-    {"mlp-wide", wide_mlp},          {"alexnet", large<AlexNet>},
-    {"inception", large<Inception>}, {"resnet18", resnet<18>},
-    {"resnet34", resnet<34>},        {"resnet50", resnet<50>},
-    {"resnet18-32", resnet_32<18>},  {"resnet34-32", resnet_32<34>},
-    {"resnet50-32", resnet_32<50>},  {"gpt2", gpt2},
+    {"lenet", images<LeNet, grey_images>},
+    {"mlp", images<MLP, grey_images>},
+    {"mlp-wide", wide_mlp},
+    {"alexnet", images<AlexNet, large_images>},
+    {"inception", images<Inception, large_images>},
+    {"resnet18", resnet<18>},
+    {"resnet34", resnet<34>},
+    {"resnet50", resnet<50>},
+    {"resnet18-32", resnet<18, true>},
+    {"resnet34-32", resnet<34, true>},
+    {"resnet50-32", resnet<50, true>},
+    {"gpt2", gpt2},
     {"gpt-mini", gpt_mini},
 };
 

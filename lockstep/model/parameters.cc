@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/model/parameters.h"
 
+#include <torch/csrc/utils/tensor_flatten.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <map>
@@ -81,7 +82,7 @@ torch::Tensor dense_view(const torch::Tensor& tensor) {
 }
 
 void require_same_model(const World& world, const std::vector<NamedTensor>& tensors) {
-  const IntVector<std::string> signatures = world.exchange_texts("the model's tensors", signature(tensors));
+  const IntVector<std::string> signatures = world.exchange_texts(signature(tensors));
   for (int rank = 1; rank < world.size(); ++rank)
     if (signatures[rank] != signatures[0]) throw models_differ(rank, signatures[0], signatures[rank], world);
 }
@@ -94,11 +95,7 @@ void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tenso
   for (auto& [dtype, views] : by_dtype) {
     const torch::Tensor flat = torch::cat(views);
     world.broadcast(flat, root);
-    std::int64_t offset = 0;
-    for (torch::Tensor& view : views) {
-      view.copy_(flat.narrow(0, offset, view.numel()));
-      offset += view.numel();
-    }
+    at::_foreach_copy_(views, torch::utils::unflatten_dense_tensors(flat, views));
   }
 }
 

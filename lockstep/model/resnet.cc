@@ -38,9 +38,9 @@ void initialise_kaiming(torch::nn::Module& model) {
 }
 
 // Two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels at the end ("bottleneck"), plus the input.
-class ResidualBlockImpl : public torch::nn::Module {
+class ResidualBlock : public torch::nn::Module {
  public:
-  ResidualBlockImpl(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
+  ResidualBlock(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
     const std::int64_t out = channels_out(width, bottleneck);
     if (bottleneck) {
       add_convolution(conv_options(in, width, 1));
@@ -75,48 +75,36 @@ class ResidualBlockImpl : public torch::nn::Module {
   std::vector<torch::nn::BatchNorm2d> norms_;
   torch::nn::Sequential downsample_{nullptr};  // where the shape changes
 };
-TORCH_MODULE(ResidualBlock);
 
 }  // namespace
 
-ResNetImpl::ResNetImpl(const ResNetOptions& options)
-    : small_images_(options.small_images),
-      conv1_(register_module("conv1", Conv2d(small_images_ ? conv_options(3, 64, 3) : conv_options(3, 64, 7, 2)))),
-      bn1_(register_module("bn1", torch::nn::BatchNorm2d(64))) {
+ResNetImpl::ResNetImpl(const ResNetOptions& options) {
   const Depth depth = depth_of(options.layers);
+  const bool small = options.small_images;
+  const auto conv1 = register_module("conv1", Conv2d(small ? conv_options(3, 64, 3) : conv_options(3, 64, 7, 2)));
+  const auto bn1 = register_module("bn1", torch::nn::BatchNorm2d(64));
+  add_piece("stem", {conv1.get(), bn1.get()}, [conv1, bn1, small](const torch::Tensor& images) {
+    const torch::Tensor x = bn1->forward(conv1->forward(images)).relu_();
+    return small ? x : torch::max_pool2d(x, 3, /*stride=*/2, /*padding=*/1);
+  });
   std::int64_t channels = 64;
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
+  for (std::size_t group = 0; group < depth.blocks.size(); ++group) {
+    const std::string name = concat("layer", group + 1);
+    const auto blocks = register_module(name, torch::nn::Sequential());
     const std::int64_t width = std::int64_t{64} << group;
-    for (int block = 0; block < depth.blocks[group]; ++block) {
-      groups_[group]->push_back(ResidualBlock(channels, width, block == 0 && group > 0 ? 2 : 1, depth.bottleneck));
+    for (int i = 0; i < depth.blocks[group]; ++i) {
+      const std::int64_t stride = i == 0 && group > 0 ? 2 : 1;
+      const auto block = std::make_shared<ResidualBlock>(channels, width, stride, depth.bottleneck);
+      blocks->push_back(block);
+      add_piece(concat(name, ".", i), {block.get()}, [block](const torch::Tensor& x) { return block->forward(x); });
       channels = channels_out(width, depth.bottleneck);
     }
-    register_module("layer" + std::to_string(group + 1), groups_[group]);
   }
-  fc_ = register_module("fc", torch::nn::Linear(channels, options.classes));
+  const auto fc = register_module("fc", torch::nn::Linear(channels, options.classes));
+  add_piece("head", {fc.get()}, [fc](const torch::Tensor& x) {
+    return fc->forward(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1));
+  });
   initialise_kaiming(*this);
-}
-
-torch::Tensor ResNetImpl::stem(const torch::Tensor& images) {
-  const torch::Tensor x = bn1_(conv1_(images)).relu_();
-  return small_images_ ? x : torch::max_pool2d(x, 3, /*stride=*/2, /*padding=*/1);
-}
-
-torch::Tensor ResNetImpl::head(const torch::Tensor& x) { return fc_(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)); }
-
-torch::Tensor ResNetImpl::forward(const torch::Tensor& images) { return run_pieces(pieces(), images); }
-
-std::vector<Piece> ResNetImpl::pieces() {
-  std::vector<Piece> pieces;
-  pieces.push_back(
-      make_piece("stem", {conv1_.get(), bn1_.get()}, [this](const torch::Tensor& images) { return stem(images); }));
-  for (std::size_t group = 0; group < groups_.size(); ++group)
-    for (const Piece& block : pieces_of(*groups_[group])) {
-      pieces.push_back(block);
-      pieces.back().name = concat("layer", group + 1, ".", block.name);
-    }
-  pieces.push_back(make_piece("head", {fc_.get()}, [this](const torch::Tensor& x) { return head(x); }));
-  return pieces;
 }
 
 }  // namespace lockstep

@@ -4,8 +4,6 @@
 #include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <numeric>
-
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -79,12 +77,6 @@ class Normalise : public torch::autograd::Function<Normalise> {
   }
 };
 
-std::vector<int> everyone(const World& world) {
-  std::vector<int> ranks(to_size(world.size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 }  // namespace
 
 // In a group of its own its collectives keep their order, even while gradients are exchanged during backward.
@@ -93,7 +85,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOpti
       bias(register_parameter("bias", torch::zeros({options.features}))),
       running_mean(register_buffer("running_mean", torch::zeros({options.features}))),
       running_var(register_buffer("running_var", torch::ones({options.features}))),
-      world_(*world.group(everyone(world))),
+      world_(*world.split(0)),
       options_(options) {}
 
 torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {

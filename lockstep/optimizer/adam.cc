@@ -1,33 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optimizers.h"
-
+// Adam, AdamW and LAMB.
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
-#include "lockstep/optimizer/adam_numbers.h"
+#include <cmath>
+
+#include "lockstep/optimizer/adam_kernels.h"
+#include "lockstep/optimizer/rule.h"
 
 namespace lockstep {
 namespace {
 
-template <class T>
-AdamArrays<T> arrays_of(const Run<T>& run) {
-  return {run.count, run.parameter, run.gradient, run.state[0], run.state[1]};
-}
+const std::vector<std::string> kMoments = {"exp_avg", "exp_avg_sq"};
 
-// Weight decay is part of the gradient.
+// step: from 1. lr: of the direction m / (sqrt(v) + eps), both corrected for bias. No weight decay.
 template <class T>
-void update_adam(const AdamOptions& options, const Run<T>& run) {
-  auto numbers = adam_numbers<T>(options, run.step, options.lr);
-  numbers.coupled = static_cast<T>(options.weight_decay);
-  adam_update(numbers, arrays_of(run));
-}
-
-// Weight decay is applied to the parameter.
-template <class T>
-void update_adamw(const AdamWOptions& options, const Run<T>& run) {
-  auto numbers = adam_numbers<T>(options, run.step, options.lr);
-  numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
-  adam_update(numbers, arrays_of(run));
+AdamNumbers<T> adam_numbers(const auto& options, std::int64_t step, double lr) {
+  const auto t = static_cast<double>(step);
+  return {.beta1 = static_cast<T>(options.beta1),
+          .rest1 = static_cast<T>(1 - options.beta1),
+          .beta2 = static_cast<T>(options.beta2),
+          .rest2 = static_cast<T>(1 - options.beta2),
+          .root = static_cast<T>(1 / std::sqrt(1 - std::pow(options.beta2, t))),
+          .rate = static_cast<T>(lr / (1 - std::pow(options.beta1, t))),
+          .eps = static_cast<T>(options.eps)};
 }
 
 // libtorch's fused kernels take the step of each parameter as a tensor.
@@ -38,40 +34,91 @@ std::vector<torch::Tensor> step_tensors(const WholeTensors& tensors) {
   return steps;
 }
 
+// Weight decay is part of the gradient.
+struct AdamRule : RuleWith<AdamOptions, AdamRule> {
+  using RuleWith::RuleWith;
+
+  template <class T>
+  static void apply(const AdamOptions& options, const Run<T>& run) {
+    auto numbers = adam_numbers<T>(options, run.step, options.lr);
+    numbers.decay = static_cast<T>(options.weight_decay);
+    adam_update(numbers, run);
+  }
+
+  static void apply_on_device(const AdamOptions& options, const WholeTensors& tensors) {
+    at::_fused_adam_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
+                     step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
+                     /*amsgrad=*/false, /*maximize=*/false);
+  }
+};
+
+// Weight decay is applied to the parameter.
+struct AdamWRule : RuleWith<AdamWOptions, AdamWRule> {
+  using RuleWith::RuleWith;
+
+  template <class T>
+  static void apply(const AdamWOptions& options, const Run<T>& run) {
+    auto numbers = adam_numbers<T>(options, run.step, options.lr);
+    numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
+    adam_update(numbers, run);
+  }
+
+  static void apply_on_device(const AdamWOptions& options, const WholeTensors& tensors) {
+    at::_fused_adamw_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
+                      step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay,
+                      options.eps, /*amsgrad=*/false, /*maximize=*/false);
+  }
+};
+
+struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
+  using RuleWith::RuleWith;
+
+  bool layerwise() const override { return true; }
+
+  double trust_ratio(const Group&, double parameter_norm, double direction_norm) const override {
+    return parameter_norm > 0 && direction_norm > 0 ? parameter_norm / direction_norm : 1;
+  }
+
+  template <class T>
+  static void find_direction(const LAMBOptions& options, const Run<T>& run) {
+    auto numbers = adam_numbers<T>(options, run.step, /*lr=*/1);
+    numbers.decay = static_cast<T>(options.weight_decay);
+    lamb_direction(numbers, run);
+  }
+
+  template <class T>
+  static void apply(const LAMBOptions& options, const Run<T>& run) {
+    const T rate = static_cast<T>(options.lr * run.trust);
+    T* __restrict parameter = run.parameter;
+    const T* __restrict direction = run.gradient;
+    for (std::int64_t i = 0; i < run.count; ++i) parameter[i] -= rate * direction[i];
+  }
+
+  static void apply_on_device(const LAMBOptions& options, const WholeTensors& tensors) {
+    const auto& [parameters, gradients, state, steps] = tensors;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto step = static_cast<double>(steps[i]);
+      state[0][i].mul_(options.beta1).add_(gradients[i], 1 - options.beta1);
+      state[1][i].mul_(options.beta2).addcmul_(gradients[i], gradients[i], 1 - options.beta2);
+      const torch::Tensor m = state[0][i] / (1 - std::pow(options.beta1, step));
+      const torch::Tensor v = state[1][i] / (1 - std::pow(options.beta2, step));
+      const torch::Tensor direction = m / (v.sqrt() + options.eps) + options.weight_decay * parameters[i];
+      const torch::Tensor ratio = parameters[i].norm() / direction.norm();
+      parameters[i].add_(direction * torch::where(torch::isfinite(ratio) & (ratio > 0), ratio, 1.0), -options.lr);
+    }
+  }
+};
+
 }  // namespace
 
-Adam::Adam(std::vector<torch::Tensor> parameters, const AdamOptions& options)
-    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<AdamOptions>>(checked_adam("Adam", options)),
-                {"exp_avg", "exp_avg_sq"}) {}
-
-void Adam::update(const Group& group, const Run<float>& run) const { update_adam(options_of<AdamOptions>(group), run); }
-void Adam::update(const Group& group, const Run<double>& run) const {
-  update_adam(options_of<AdamOptions>(group), run);
+std::unique_ptr<UpdateRule> rule_of(const AdamOptions& options) {
+  return std::make_unique<AdamRule>(options, kMoments);
 }
-
-void Adam::update_on_device(const Group& group, const WholeTensors& tensors) const {
-  const AdamOptions& options = options_of<AdamOptions>(group);
-  at::_fused_adam_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                   step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
-                   /*amsgrad=*/false, /*maximize=*/false);
+std::unique_ptr<UpdateRule> rule_of(const AdamWOptions& options) {
+  return std::make_unique<AdamWRule>(options, kMoments);
 }
-
-AdamW::AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options)
-    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<AdamWOptions>>(checked_adam("AdamW", options)),
-                {"exp_avg", "exp_avg_sq"}) {}
-
-void AdamW::update(const Group& group, const Run<float>& run) const {
-  update_adamw(options_of<AdamWOptions>(group), run);
-}
-void AdamW::update(const Group& group, const Run<double>& run) const {
-  update_adamw(options_of<AdamWOptions>(group), run);
-}
-
-void AdamW::update_on_device(const Group& group, const WholeTensors& tensors) const {
-  const AdamWOptions& options = options_of<AdamWOptions>(group);
-  at::_fused_adamw_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                    step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
-                    /*amsgrad=*/false, /*maximize=*/false);
+std::unique_ptr<UpdateRule> rule_of(const LAMBOptions& options) {
+  return std::make_unique<LAMBRule>(options, kMoments);
 }
 
 }  // namespace lockstep

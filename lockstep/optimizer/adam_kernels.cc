@@ -4,16 +4,15 @@
 #include <cmath>
 
 namespace lockstep {
-namespace {
 
 template <class T>
-void update(const AdamNumbers<T> n, const AdamArrays<T>& arrays) {
-  T* __restrict parameter = arrays.parameter;
-  T* __restrict average = arrays.average;
-  T* __restrict square = arrays.square;
-  const T* __restrict gradient = arrays.gradient;
-  for (std::int64_t i = 0; i < arrays.count; ++i) {
-    const T g = gradient[i] + n.coupled * parameter[i];
+void adam_update(const AdamNumbers<T> n, const Run<T>& run) {
+  T* __restrict parameter = run.parameter;
+  T* __restrict average = run.state[0];
+  T* __restrict square = run.state[1];
+  const T* __restrict gradient = run.gradient;
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    const T g = gradient[i] + n.decay * parameter[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
     average[i] = m;
@@ -23,31 +22,24 @@ void update(const AdamNumbers<T> n, const AdamArrays<T>& arrays) {
 }
 
 template <class T>
-void direction(const AdamNumbers<T> n, T decay, const AdamArrays<T>& arrays) {
-  const T* __restrict parameter = arrays.parameter;
-  T* __restrict average = arrays.average;
-  T* __restrict square = arrays.square;
-  T* __restrict gradient = arrays.gradient;
-  for (std::int64_t i = 0; i < arrays.count; ++i) {
+void lamb_direction(const AdamNumbers<T> n, const Run<T>& run) {
+  const T* __restrict parameter = run.parameter;
+  T* __restrict average = run.state[0];
+  T* __restrict square = run.state[1];
+  T* __restrict gradient = run.gradient;
+  for (std::int64_t i = 0; i < run.count; ++i) {
     const T g = gradient[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
     average[i] = m;
     square[i] = v;
-    gradient[i] = n.rate * m / (std::sqrt(v) * n.root + n.eps) + decay * parameter[i];
+    gradient[i] = n.rate * m / (std::sqrt(v) * n.root + n.eps) + n.decay * parameter[i];
   }
 }
 
-}  // namespace
-
-void adam_update(const AdamNumbers<float>& numbers, const AdamArrays<float>& arrays) { update(numbers, arrays); }
-void adam_update(const AdamNumbers<double>& numbers, const AdamArrays<double>& arrays) { update(numbers, arrays); }
-
-void lamb_direction(const AdamNumbers<float>& numbers, float decay, const AdamArrays<float>& arrays) {
-  direction(numbers, decay, arrays);
-}
-void lamb_direction(const AdamNumbers<double>& numbers, double decay, const AdamArrays<double>& arrays) {
-  direction(numbers, decay, arrays);
-}
+template void adam_update(AdamNumbers<float>, const Run<float>&);
+template void adam_update(AdamNumbers<double>, const Run<double>&);
+template void lamb_direction(AdamNumbers<float>, const Run<float>&);
+template void lamb_direction(AdamNumbers<double>, const Run<double>&);
 
 }  // namespace lockstep

@@ -5,7 +5,7 @@
 // Threads: pure functions
 #pragma once
 
-#include <cstdint>
+#include "lockstep/update_rule.h"
 
 namespace lockstep {
 
@@ -17,25 +17,16 @@ struct AdamNumbers {
   T root;          // 1 / sqrt(1 - beta2^t)
   T rate;          // of m / (root sqrt(v) + eps)
   T eps;
-  T coupled;  // g += coupled p, before the moments
-  T keep;     // p = keep p - rate m / (root sqrt(v) + eps)
+  T decay = 0;  // Adam: g += decay p, before the moments; LAMB: direction += decay p
+  T keep = 1;   // p = keep p - rate m / (root sqrt(v) + eps)
 };
 
+// Updates moments and parameters. T: float or double.
 template <class T>
-struct AdamArrays {
-  std::int64_t count;
-  T* parameter;
-  T* gradient;
-  T* average;  // m
-  T* square;   // v
-};
-
-// Updates moments and parameters.
-void adam_update(const AdamNumbers<float>& numbers, const AdamArrays<float>& arrays);
-void adam_update(const AdamNumbers<double>& numbers, const AdamArrays<double>& arrays);
+void adam_update(AdamNumbers<T> n, const Run<T>& run);
 
 // Updates moments; the gradient becomes rate m / (root sqrt(v) + eps) + decay p: LAMB's direction.
-void lamb_direction(const AdamNumbers<float>& numbers, float decay, const AdamArrays<float>& arrays);
-void lamb_direction(const AdamNumbers<double>& numbers, double decay, const AdamArrays<double>& arrays);
+template <class T>
+void lamb_direction(AdamNumbers<T> n, const Run<T>& run);
 
 }  // namespace lockstep

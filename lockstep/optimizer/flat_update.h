@@ -2,7 +2,7 @@
 // optimizer/flat_update.h: reduces gradients and updates parameters in one pass over memory, a slice on each rank.
 //
 // Flow:    gradient/gradient_source.h + UpdateRule -> here -> parameters, optimizer state
-// Owns:    the optimizer state: once per machine where ranks share memory
+// Owns:    scratch memory for gradients and norms; the optimizer state is once per machine where ranks share memory
 // Threads: one thread, which spreads the work over torch's intra-op threads
 // Ranks:   the ranks that share `memory` make the same calls in the same order
 //
@@ -21,45 +21,48 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
-#include "lockstep/collective/shared_memory.h"
 #include "lockstep/gradient/gradient_source.h"
-#include "lockstep/update_rule.h"
+#include "lockstep/optimizer.h"
 
 namespace lockstep {
 
-// What is done to the mean gradient before the rule gets it, in this order.
-struct GradientTreatment {
-  double loss_scale = 1;            // what the loss was multiplied by: gradients are divided by it
-  bool skip_if_not_finite = false;  // on all ranks, if any element on any rank is not finite
-  double max_norm = 0;              // scales all gradients so that their common 2-norm is at most this; 0: off
-  double max_value = 0;             // clamps each element to [-max_value, max_value]; 0: off
+// The parameters of an optimizer and what it keeps beside each of them: tensors of the parameter's shape and memory order,
+// of float32 for 16-bit parameters.
+struct OptimizerState {
+  std::vector<torch::Tensor> parameters;           // each once, also if it has two names
+  std::vector<std::size_t> group_of;               // the parameter group of each
+  std::vector<std::int64_t> steps;                 // updates so far
+  std::vector<std::vector<torch::Tensor>> arrays;  // [name][parameter], in the order of UpdateRule::state_names()
+  std::vector<torch::Tensor> averages;             // with ema_decay
+  std::vector<torch::Tensor> masters;              // the float32 originals of 16-bit parameters; else undefined
+  double ema_decay = 0;                            // 0: no moving average
+};
+
+inline bool is_16_bit(const torch::Tensor& parameter) { return parameter.element_size() == 2; }
+
+// What one step works on. The mean gradient is divided by the loss scale and clipped before the rule gets it.
+struct UpdateStep {
+  const UpdateRule& rule;
+  const std::vector<UpdateRule::Group>& groups;
+  const WeightedGradients& gradients;
+  ClippingOptions clipping{};
+  std::optional<double> loss_scale{};  // given: the step is skipped on all ranks if any element on any is not finite
 };
 
 class FlatUpdate {
  public:
-  struct Options {
-    std::vector<std::size_t> group_of;  // the parameter group of each parameter
-    std::size_t states = 0;             // arrays beside each parameter
-    double ema_decay = 0;               // 0: no moving average
-  };
-
-  // parameters: dense, on the CPU. Blocks. Throws SystemError: no memory; PeerLost.
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, std::vector<torch::Tensor> parameters, Options options);
+  // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. Blocks. Throws
+  // SystemError: no memory; PeerLost.
+  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state);
   ~FlatUpdate();
 
   // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
   // be seen first: once for clipping by norm and loss scaling, twice for layerwise rules. Returns false if the step was
   // skipped. Throws PeerLost.
-  bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const WeightedGradients& gradients,
-           const GradientTreatment& treatment);
-
-  // Views of the state, shaped as the parameter: of float32 for 16-bit parameters.
-  torch::Tensor state(std::size_t parameter, std::size_t number) const;
-  torch::Tensor average(std::size_t parameter) const;  // with ema_decay
-  torch::Tensor master(std::size_t parameter) const;   // the float32 original of a 16-bit parameter; else undefined
-  std::int64_t& steps(std::size_t parameter);          // updates so far
+  bool run(const UpdateStep& step);
 
   double gradient_norm() const;  // before clipping, of the last step; 0 if no norm was needed
 

@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <span>
 
-#include "lockstep/optimizer/chunks.h"
-
 namespace lockstep {
+
+inline constexpr std::int64_t kMaxRun = 4096;  // elements: two buffers of float32 fill a 32 KiB first-level cache
 
 // One summand: weight * data[begin ... begin + count); data nullptr counts as zero.
 struct Term {

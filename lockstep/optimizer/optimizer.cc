@@ -31,25 +31,15 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
 }  // namespace
 
 // The parameters of all groups and their state; made by attach() or in the first step.
-struct Optimizer::Layout {
-  std::size_t given = 0;                  // number of parameters in the groups, duplicates included
-  std::vector<torch::Tensor> parameters;  // each once, also if it has two names
-  std::vector<std::size_t> group_of;
+struct Optimizer::Layout : OptimizerState {
+  std::size_t given = 0;                                  // number of parameters in the groups, duplicates included
   std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
-
-  std::unique_ptr<FlatUpdate> flat;                // on the CPU
-  std::vector<std::vector<torch::Tensor>> states;  // elsewhere: [name][parameter]
-  std::vector<std::int64_t> device_steps;          // elsewhere
-
-  std::int64_t& steps(std::size_t i) { return flat ? flat->steps(i) : device_steps[i]; }
-  torch::Tensor state(std::size_t number, std::size_t i) const {
-    return flat ? flat->state(i, number) : states[number][i];
-  }
+  std::unique_ptr<FlatUpdate> flat;                       // on the CPU
 };
 
 Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
-                     std::vector<std::string> state_names)
-    : torch::optim::Optimizer(std::move(parameters), std::move(options)), state_names_(std::move(state_names)) {}
+                     std::unique_ptr<UpdateRule> rule)
+    : torch::optim::Optimizer(std::move(parameters), std::move(options)), rule_(std::move(rule)) {}
 Optimizer::~Optimizer() = default;
 
 Optimizer::Layout& Optimizer::layout() {
@@ -61,30 +51,25 @@ Optimizer::Layout& Optimizer::layout() {
       if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
       static_cast<void>(dense_view(parameter));  // throws if it has gaps
       layout->parameters.push_back(parameter);
+      require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
       layout->group_of.push_back(group);
     }
-  for (const torch::Tensor& parameter : layout->parameters)
-    require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
-  if (layout->parameters.empty() || layout->parameters.front().is_cpu())
-    make_state_in_memory(*layout);
-  else
-    make_state_on_device(*layout);
+  make_state(*layout);
   layout_ = std::move(layout);
   return *layout_;
 }
 
-void Optimizer::make_state_in_memory(Layout& all) {
-  if (!source_) source_ = std::make_shared<LocalGradients>();
-  all.flat = std::make_unique<FlatUpdate>(
-      source_->memory(), all.parameters,
-      FlatUpdate::Options{.group_of = all.group_of, .states = state_names_.size(), .ema_decay = ema_decay_});
-}
-
-void Optimizer::make_state_on_device(Layout& all) const {
-  all.states.resize(state_names_.size());
-  for (auto& state : all.states)
-    for (const torch::Tensor& parameter : all.parameters) state.push_back(torch::zeros_like(parameter.detach()));
-  all.device_steps.resize(all.parameters.size());
+void Optimizer::make_state(Layout& all) {
+  all.steps.resize(all.parameters.size());
+  all.arrays.resize(rule_->state_names().size());
+  all.ema_decay = ema_decay_;
+  if (all.parameters.empty() || all.parameters.front().is_cpu()) {
+    if (!source_) source_ = std::make_shared<LocalGradients>();
+    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all);
+    return;
+  }
+  for (auto& array : all.arrays)
+    for (const torch::Tensor& parameter : all.parameters) array.push_back(torch::zeros_like(parameter.detach()));
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {
@@ -115,11 +100,7 @@ std::size_t Optimizer::number_of_parameters() const {
 // norms of all ranks if it needs them; end_update() waits until all ranks have updated their slice.
 void Optimizer::step_in_memory(Layout& all) try {
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
-  skipped_ = !all.flat->run(*this, param_groups_, gradients,
-                            {.loss_scale = loss_scale_.value_or(1),
-                             .skip_if_not_finite = loss_scale_.has_value(),
-                             .max_norm = clipping_.max_norm,
-                             .max_value = clipping_.max_value});
+  skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
   source_->end_update();
 } catch (const std::exception& error) {
   source_->memory()->fail(concat("step() failed: ", error.what()));  // the other ranks need not wait for us
@@ -151,15 +132,15 @@ void Optimizer::step_on_device(Layout& all) {
          .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     WholeTensors tensors;
-    tensors.state.resize(state_names_.size());
+    tensors.state.resize(all.arrays.size());
     for (std::size_t i = 0; i < all.parameters.size(); ++i) {
       if (all.group_of[i] != group || !all.parameters[i].grad().defined()) continue;
       tensors.parameters.push_back(all.parameters[i]);
       tensors.gradients.push_back(gradient_like(all.parameters[i]));
-      for (std::size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(all.states[s][i]);
-      tensors.steps.push_back(++all.device_steps[i]);
+      for (std::size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(all.arrays[s][i]);
+      tensors.steps.push_back(++all.steps[i]);
     }
-    if (!tensors.parameters.empty()) update_on_device(param_groups_[group], tensors);
+    if (!tensors.parameters.empty()) rule_->update_on_device(param_groups_[group], tensors);
   }
 }
 
@@ -173,8 +154,6 @@ void Optimizer::keep_average(double decay) {
   ema_decay_ = decay;
 }
 
-void Optimizer::set_loss_scale(std::optional<double> scale) { loss_scale_ = scale; }
-
 void Optimizer::require_not_begun(const char* call) const {
   if (layout_)
     throw UsageError({.what = concat(call, " after the optimizer has stepped or was given a state"),
@@ -184,20 +163,18 @@ void Optimizer::require_not_begun(const char* call) const {
 Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) const {
   if (!layout_) return {};
   const std::size_t i = layout_->index_of.at(parameter.unsafeGetTensorImpl());
-  if (layout_->steps(i) == 0) return {};
+  if (layout_->steps[i] == 0) return {};
   StateTensors state = state_tensors(*layout_, i);
-  state["step"] = torch::full({}, static_cast<double>(layout_->steps(i)), torch::kFloat32);
+  state["step"] = torch::full({}, static_cast<double>(layout_->steps[i]), torch::kFloat32);
   return state;
 }
 
 // All but the number of steps.
 Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
   StateTensors state;
-  for (std::size_t number = 0; number < state_names_.size(); ++number)
-    state[state_names_[number]] = all.state(number, i);
-  if (!all.flat) return state;
-  if (const torch::Tensor average = all.flat->average(i); average.defined()) state["ema"] = average;
-  if (const torch::Tensor master = all.flat->master(i); master.defined()) state["master"] = master;
+  for (std::size_t n = 0; n < all.arrays.size(); ++n) state[rule_->state_names()[n]] = all.arrays[n][i];
+  if (!all.averages.empty()) state["ema"] = all.averages[i];
+  if (!all.masters.empty() && all.masters[i].defined()) state["master"] = all.masters[i];
   return state;
 }
 
@@ -205,21 +182,18 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
-  all.steps(i) = 0;
+  all.steps[i] = 0;
   if (state.empty()) return;
   for (auto& [name, tensor] : state_tensors(all, i)) torch::Tensor(tensor).copy_(saved(state, name, tensor));
-  all.steps(i) = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+  all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
 }
 
 void Optimizer::broadcast_state(const World& world, int root) {
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  torch::Tensor steps = torch::empty({static_cast<std::int64_t>(all.parameters.size())}, torch::kInt64);
-  for (std::size_t i = 0; i < all.parameters.size(); ++i) steps.mutable_data_ptr<std::int64_t>()[i] = all.steps(i);
-  world.broadcast(steps, root);
+  world.broadcast(torch::from_blob(all.steps.data(), static_cast<std::int64_t>(all.steps.size()), torch::kInt64), root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
-    all.steps(i) = steps.const_data_ptr<std::int64_t>()[i];
-    if (all.steps(i) == 0) continue;
+    if (all.steps[i] == 0) continue;
     for (const auto& [name, tensor] : state_tensors(all, i)) world.broadcast(dense_view(tensor), root);
   }
 }

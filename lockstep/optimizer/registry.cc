@@ -1,112 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
 #include <utility>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/optimizers.h"
+#include "lockstep/optimizer/rule.h"
 
 namespace lockstep {
 namespace {
 
-// One per alternative of OptimizerOptions; a missing one does not compile.
-template <class Options>
-struct Entry;
+constexpr std::array kNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
+static_assert(kNames.size() == std::variant_size_v<OptimizerOptions>);
 
-template <>
-struct Entry<SGDOptions> {
-  using Type = SGD;
-  static constexpr const char* kName = "sgd";
-  static void visit(auto& options, const auto& option) {
-    option("lr", options.lr);
-    option("momentum", options.momentum);
-    option("nesterov", options.nesterov);
-    option("weight_decay", options.weight_decay);
-  }
-};
-
-struct AdamFields {
-  static void visit(auto& options, const auto& option) {
-    option("lr", options.lr);
-    option("beta1", options.beta1);
-    option("beta2", options.beta2);
-    option("eps", options.eps);
-    option("weight_decay", options.weight_decay);
-  }
-};
-
-template <>
-struct Entry<AdamOptions> : AdamFields {
-  using Type = Adam;
-  static constexpr const char* kName = "adam";
-};
-
-template <>
-struct Entry<AdamWOptions> : AdamFields {
-  using Type = AdamW;
-  static constexpr const char* kName = "adamw";
-};
-
-template <>
-struct Entry<LAMBOptions> : AdamFields {
-  using Type = LAMB;
-  static constexpr const char* kName = "lamb";
-};
-
-template <>
-struct Entry<LARSOptions> {
-  using Type = LARS;
-  static constexpr const char* kName = "lars";
-  static void visit(auto& options, const auto& option) {
-    option("lr", options.lr);
-    option("momentum", options.momentum);
-    option("weight_decay", options.weight_decay);
-    option("trust", options.trust);
-  }
-};
-
-template <std::size_t... i>
-std::vector<OptimizerOptions> defaults(std::index_sequence<i...>) {
-  return {std::variant_alternative_t<i, OptimizerOptions>{}...};
+// Calls option(name, field) for every field that these options have.
+void visit_fields(auto& options, const auto& option) {
+  option("lr", options.lr);
+  option("weight_decay", options.weight_decay);
+  if constexpr (requires { options.momentum; }) option("momentum", options.momentum);
+  if constexpr (requires { options.nesterov; }) option("nesterov", options.nesterov);
+  if constexpr (requires { options.trust; }) option("trust", options.trust);
+  if constexpr (requires { options.beta1; }) option("beta1", options.beta1);
+  if constexpr (requires { options.beta2; }) option("beta2", options.beta2);
+  if constexpr (requires { options.eps; }) option("eps", options.eps);
 }
 
-const std::vector<OptimizerOptions>& all_defaults() {
-  static const auto all = defaults(std::make_index_sequence<std::variant_size_v<OptimizerOptions>>());
-  return all;
+// The default options of optimizer number `index`.
+template <std::size_t... i>
+OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
+  return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
 }
 
 }  // namespace
 
+const std::vector<std::string>& optimizer_names() {
+  static const std::vector<std::string> names(kNames.begin(), kNames.end());
+  return names;
+}
+
+std::string name_of(const OptimizerOptions& options) { return kNames[options.index()]; }
+
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options) {
   return std::visit(
       [&]<class Options>(const Options& values) -> std::shared_ptr<Optimizer> {
-        return std::make_shared<typename Entry<Options>::Type>(std::move(parameters), values);
+        return std::make_shared<OptimizerWith<Options>>(std::move(parameters), values);
       },
       options);
 }
 
-std::string name_of(const OptimizerOptions& options) {
-  return std::visit([]<class Options>(const Options&) { return Entry<Options>::kName; }, options);
-}
-
 // Asked of the rule itself, so that nobody has to list it a second time.
-bool layerwise(const OptimizerOptions& options) { return make_optimizer({}, options)->layerwise(); }
-
-const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const OptimizerOptions& each : all_defaults()) all.push_back(name_of(each));
-    return all;
-  }();
-  return names;
+bool layerwise(const OptimizerOptions& options) {
+  return std::visit([](const auto& values) { return rule_of(values)->layerwise(); }, options);
 }
 
 OptionValues values_of(const OptimizerOptions& options) {
   OptionValues values;
-  std::visit(
-      [&]<class Options>(const Options& from) {
-        Entry<Options>::visit(from, [&](const char* name, auto value) { values[name] = static_cast<double>(value); });
-      },
-      options);
+  const auto note = [&](const char* name, auto value) { values[name] = static_cast<double>(value); };
+  std::visit([&](const auto& from) { visit_fields(from, note); }, options);
   return values;
 }
 
@@ -115,24 +65,36 @@ OptionValues values_of(const torch::optim::OptimizerOptions& options) {
   const auto take = [&]<class Options>(const Options&) {
     if (const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options)) values = values_of(group->values);
   };
-  for (const OptimizerOptions& each : all_defaults()) std::visit(take, each);
+  for (std::size_t i = 0; i < kNames.size(); ++i)
+    std::visit(take, defaults_of(i, std::make_index_sequence<kNames.size()>()));
   return values;
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
-  for (OptimizerOptions options : all_defaults()) {
-    if (name_of(options) != name) continue;
-    std::visit(
-        [&]<class Options>(Options& into) {
-          Entry<Options>::visit(into, [&]<class Value>(const char* option, Value& value) {
-            if (const auto found = values.find(option); found != values.end())
-              value = static_cast<Value>(found->second);
-          });
-        },
-        options);
-    return options;
+  const auto& names = optimizer_names();
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) throw UsageError({.what = concat("no such optimizer: ", name), .next = join(names, ", ")});
+  OptimizerOptions options = defaults_of(found - names.begin(), std::make_index_sequence<kNames.size()>());
+  const auto set = [&]<class Value>(const char* option, Value& value) {
+    if (const auto given = values.find(option); given != values.end()) value = static_cast<Value>(given->second);
+  };
+  std::visit([&](auto& into) { visit_fields(into, set); }, options);
+  return options;
+}
+
+void require_valid(const OptimizerOptions& options) {
+  for (const auto& [name, value] : values_of(options)) {
+    const bool too_large = name.starts_with("beta") && value >= 1;
+    const bool too_small = name == "trust" && value == 0;
+    if (value >= 0 && !too_large && !too_small) continue;
+    throw UsageError({.what = concat(name_of(options), " with ", name, ' ', value),
+                      .likely = "a negative value, a beta outside [0, 1), or no trust"});
   }
-  throw UsageError({.what = concat("no such optimizer: ", name), .next = join(optimizer_names(), ", ")});
+  const auto* sgd = std::get_if<SGDOptions>(&options);
+  if (sgd != nullptr && sgd->nesterov && sgd->momentum == 0)
+    throw UsageError({.what = "SGD with nesterov, but momentum 0",
+                      .likely = "--nesterov without --momentum",
+                      .next = "give a momentum such as 0.9"});
 }
 
 }  // namespace lockstep

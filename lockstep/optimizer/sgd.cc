@@ -1,24 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optimizers.h"
-
 #include <ATen/ops/_fused_sgd.h>
 
-#include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/optimizer/rule.h"
 
 namespace lockstep {
 namespace {
-
-const SGDOptions& checked(const SGDOptions& options) {
-  if (options.lr < 0 || options.momentum < 0 || options.weight_decay < 0)
-    throw UsageError({.what = concat("SGD with lr ", options.lr, ", momentum ", options.momentum, ", weight decay ",
-                                     options.weight_decay, ": none may be negative")});
-  if (options.nesterov && options.momentum == 0)
-    throw UsageError({.what = "SGD with nesterov, but momentum 0",
-                      .likely = "--nesterov without --momentum",
-                      .next = "give a momentum such as 0.9"});
-  return options;
-}
 
 template <class T>
 void descend(const SGDOptions& options, const Run<T>& run) {
@@ -47,34 +34,31 @@ void descend_with_momentum(const SGDOptions& options, const Run<T>& run) {
   }
 }
 
-template <class T>
-void update_run(const SGDOptions& options, const Run<T>& run) {
-  if (options.momentum == 0) return descend(options, run);
-  if (run.state[0] == nullptr)
-    throw UsageError({.what = "a parameter group with momentum in an SGD that was made without",
-                      .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
-  descend_with_momentum(options, run);
-}
+struct SGDRule : RuleWith<SGDOptions, SGDRule> {
+  using RuleWith::RuleWith;
 
-std::vector<std::string> state_names(const SGDOptions& options) {
-  if (options.momentum == 0) return {};
-  return {"momentum_buffer"};
-}
+  template <class T>
+  static void apply(const SGDOptions& options, const Run<T>& run) {
+    if (options.momentum == 0) return descend(options, run);
+    if (run.state[0] == nullptr)
+      throw UsageError({.what = "a parameter group with momentum in an SGD that was made without",
+                        .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
+    descend_with_momentum(options, run);
+  }
+
+  static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {
+    const std::vector<torch::Tensor> buffers = tensors.state.empty() ? std::vector<torch::Tensor>{} : tensors.state[0];
+    at::_fused_sgd_(tensors.parameters, tensors.gradients, buffers, options.weight_decay, options.momentum, options.lr,
+                    /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);
+  }
+};
 
 }  // namespace
 
-SGD::SGD(std::vector<torch::Tensor> parameters, const SGDOptions& options)
-    : Optimizer(std::move(parameters), std::make_unique<GroupOptions<SGDOptions>>(checked(options)),
-                state_names(options)) {}
-
-void SGD::update(const Group& group, const Run<float>& run) const { update_run(options_of<SGDOptions>(group), run); }
-void SGD::update(const Group& group, const Run<double>& run) const { update_run(options_of<SGDOptions>(group), run); }
-
-void SGD::update_on_device(const Group& group, const WholeTensors& tensors) const {
-  const SGDOptions& options = options_of<SGDOptions>(group);
-  const std::vector<torch::Tensor> buffers = tensors.state.empty() ? std::vector<torch::Tensor>{} : tensors.state[0];
-  at::_fused_sgd_(tensors.parameters, tensors.gradients, buffers, options.weight_decay, options.momentum, options.lr,
-                  /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);
+std::unique_ptr<UpdateRule> rule_of(const SGDOptions& options) {
+  std::vector<std::string> state_names;
+  if (options.momentum != 0) state_names.push_back("momentum_buffer");
+  return std::make_unique<SGDRule>(options, std::move(state_names));
 }
 
 }  // namespace lockstep

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy.h"
 
+#include <ATen/autocast_mode.h>
+
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/model/mixed_precision.h"
-#include "lockstep/strategy/averaging/averaging.h"
-#include "lockstep/strategy/ddp/ddp_strategy.h"
-#include "lockstep/strategy/devices/data_parallel.h"
-#include "lockstep/strategy/devices/towers_strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
-#include "lockstep/strategy/pipeline/pipeline.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -43,13 +40,47 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
-Task in_precision(const Task& task, const StrategyOptions& options) {
+// Autocast on this thread, for the device of `data`, as torch.autocast does it in Python.
+class Autocast {
+ public:
+  explicit Autocast(at::DeviceType device)
+      : device_(device),
+        enabled_(at::autocast::is_autocast_enabled(device)),
+        dtype_(at::autocast::get_autocast_dtype(device)) {
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_enabled(device, true);
+    at::autocast::set_autocast_dtype(device, at::kBFloat16);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(device_, enabled_);
+    at::autocast::set_autocast_dtype(device_, dtype_);
+    if (at::autocast::decrement_nesting() == 0)
+      at::autocast::clear_cache();  // parameters change before the next forward
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  at::DeviceType device_;
+  bool enabled_;
+  at::ScalarType dtype_;
+};
+
+// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and convolutions
+// take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the output becomes
+// float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018); bfloat16 has float32's
+// range and needs no loss scaling (Kalamkar et al., 2019).
+Task in_precision(Task task, const StrategyOptions& options) {
   if (options.precision == Precision::kFloat32) return task;
   if (options.kind == StrategyKind::kPipeline)
     throw UsageError(
         {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
          .next = "leave precision float32, or choose another strategy"});
-  return in_mixed_precision(task);
+  task.forward = [forward = task.forward](torch::nn::Module& model, const torch::Tensor& data) {
+    const Autocast autocast(data.device().type());
+    return forward(model, data).to(torch::kFloat32);
+  };
+  return task;
 }
 
 }  // namespace

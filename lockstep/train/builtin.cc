@@ -28,20 +28,15 @@ Datasets synthetic_tokens(const SampleShape& sample) {
   return {.train = std::make_shared<TensorDataset>("synthetic", data, next), .validation = nullptr};
 }
 
-Datasets opened(DataSource source, const std::string& data) {
-  source.data = data;
-  return open_dataset(source);
-}
-
 // Random samples of the shape that the task takes.
-Datasets synthetic(const DataSource& source, const Task& task) {
+Datasets synthetic(DataSource source, const Task& task) {
   const SampleShape& sample = task.sample;
   if (sample.sizes.empty())
     throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
                       .next = "set Task::sample, or give the shape: --data synthetic:1024x3x32x32"});
   if (sample.tokens) return synthetic_tokens(sample);
-  return opened(source, concat("synthetic:", kSyntheticSamples, "x", sample.sizes[0], "x", sample.sizes[1], "x",
-                               sample.sizes[2], "?classes=", sample.classes));
+  source.data = concat("synthetic:", kSyntheticSamples, "x", join(sample.sizes, "x"), "?classes=", sample.classes);
+  return open_dataset(source);
 }
 
 torch::Tensor first_sample(const Dataset& dataset) try {
@@ -62,10 +57,11 @@ void require_fitting(const Datasets& datasets, const Task& task) {
 
 }  // namespace
 
-Datasets builtin_datasets(const DataSource& source, const Task& task) {
-  if (source.data == "auto" && takes_fashion_mnist(task.sample)) return opened(source, "fashion-mnist");
-  if (source.data == "auto" || source.data == "synthetic") return synthetic(source, task);
-  Datasets datasets = opened(source, source.data);
+Datasets load_datasets(DataSource source, const Task& task) {
+  if (task.make_data) return task.make_data(source.folder);
+  if (source.data == "auto") source.data = takes_fashion_mnist(task.sample) ? "fashion-mnist" : "synthetic";
+  if (source.data == "synthetic") return synthetic(source, task);
+  Datasets datasets = open_dataset(source);
   require_fitting(datasets, task);
   return datasets;
 }

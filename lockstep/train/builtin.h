@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// train/builtin.h: the datasets that `lockstep train` knows by name, and what --data auto chooses.
+// train/builtin.h: the datasets of a run: the task's own, or those that `lockstep train` knows by name, and what --data
+// auto chooses.
 //
-// Flow:    --data -> here -> lockstep/datasets.h -> train/loop.h
+// Flow:    --data, --data-dir -> here -> lockstep/datasets.h -> train/loop.h
 // Threads: any
 // Ranks:   no communication; every rank gets the same datasets
 #pragma once
@@ -11,8 +12,9 @@
 
 namespace lockstep {
 
-// "auto" is Fashion-MNIST where the task takes its images or does not say what it takes, else synthetic data.
-// Throws UsageError naming the datasets there are, or that the task takes another shape; DataError.
-Datasets builtin_datasets(const DataSource& source, const Task& task);
+// What task.make_data makes of the folder, if the task has it. Otherwise "auto" is Fashion-MNIST where the task takes
+// its images or does not say what it takes, else synthetic data. Throws UsageError naming the datasets there are, or that
+// the task takes another shape; DataError.
+Datasets load_datasets(DataSource source, const Task& task);
 
 }  // namespace lockstep

@@ -25,6 +25,6 @@ struct Evaluation {
 // Runs the model in evaluation mode, without gradients, over the samples in order, in batches of options.batch_size per
 // rank. Each sample counts once, whatever the number of ranks. Blocks; sends 24 bytes.
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
-                    const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options);
+                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options);
 
 }  // namespace lockstep

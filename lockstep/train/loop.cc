@@ -72,33 +72,29 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       strategy_(strategy),
       options_(options),
       loader_(strategy.data_world(world), datasets.train, loader_options(options, strategy.has_data())),
-      progress_(Progress::Style::kNone),
-      last_epoch_{.train_loss = kNaN, .val_loss = kNaN, .val_accuracy = kNaN} {
+      progress_(world.rank() == 0 && !options.quiet),
+      last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
     if (!options.checkpoint_dir.empty()) open_checkpoints();
-    if (!options.quiet) progress_ = Progress(Progress::style_for_stderr());
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
 }
 
-RunMetrics TrainingLoop::run() {
+Json TrainingLoop::run() {
   const Stopwatch watch;
-  progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_));
+  progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
+                      {options_.epochs, loader_.steps_per_epoch(), last_step()});
   while (position_.step < last_step()) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
-  const RunMetrics metrics = summary(watch.seconds());
-  metrics_.write(metrics);
-  progress_.end_run(metrics, strategy_.table());
-  return metrics;
+  const Json run = summary(watch.seconds());
+  metrics_.write(run);
+  progress_.end_run(run, strategy_.table());
+  return run;
 }
 
 void TrainingLoop::train_epoch() {
-  progress_.begin_epoch({.epoch = position_.epoch,
-                         .epochs = options_.epochs,
-                         .done = position_.step_in_epoch,
-                         .steps = loader_.steps_per_epoch(),
-                         .run_steps_left = last_step() - position_.step});
+  progress_.begin_epoch(position_);
   const LoadingStatistics before = loader_.statistics();
   const Stopwatch epoch;
   Stopwatch since_last_step;
@@ -147,19 +143,19 @@ double TrainingLoop::learning_rate() const {
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  const StepMetrics metrics{.epoch = position_.epoch,
-                            .step = position_.step,
-                            .loss = totals.mean_loss,
-                            .seconds = seconds,
-                            .samples = totals.samples};
+  metrics_.write({{"event", "step"},
+                  {"epoch", position_.epoch},
+                  {"step", position_.step},  // since the start of the run, from 0
+                  {"loss", totals.mean_loss},
+                  {"seconds", seconds},
+                  {"samples", totals.samples}});
   ++position_.step;
   ++position_.step_in_epoch;
   position_.samples += totals.samples;
   position_.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
   position_.epoch_samples += totals.samples;
   position_.epoch_seconds += seconds;
-  metrics_.write(metrics);
-  progress_.step(metrics);
+  progress_.step(position_, totals.mean_loss);
 }
 
 // ---- around the steps
@@ -180,20 +176,22 @@ std::int64_t TrainingLoop::last_step() const {
 }
 
 void TrainingLoop::finish_epoch() {
-  last_epoch_ = {.epoch = position_.epoch,
-                 .seconds = position_.epoch_seconds,
-                 .samples = position_.epoch_samples,
-                 .train_loss = position_.epoch_loss / static_cast<double>(position_.epoch_samples),
-                 .val_loss = kNaN,
-                 .val_accuracy = kNaN};
-  if (validation_ && !stands_aside()) {
-    const Evaluation found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
-    last_epoch_.val_loss = found.loss;
-    last_epoch_.val_accuracy = found.accuracy;
-  }
+  Evaluation found{.loss = kNaN, .accuracy = kNaN};
+  if (validation_ && !stands_aside())
+    found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
+  const Position& p = position_;
+  const auto samples = static_cast<double>(p.epoch_samples);
+  last_epoch_ = {{"event", "epoch"},
+                 {"epoch", p.epoch},
+                 {"seconds", p.epoch_seconds},  // training alone, without validation
+                 {"samples", p.epoch_samples},
+                 {"samples_per_second", samples / p.epoch_seconds},
+                 {"train_loss", p.epoch_loss / samples},
+                 {"val_loss", found.loss},
+                 {"val_accuracy", found.accuracy}};
   metrics_.write(last_epoch_);
   progress_.end_epoch(last_epoch_);
-  position_ = {.epoch = position_.epoch + 1, .step = position_.step, .samples = position_.samples};
+  position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
   if (options_.checkpoint_every == 0) save_checkpoint();
 }
 
@@ -217,45 +215,48 @@ void TrainingLoop::open_checkpoints() {
 
 // Rank 0 finds and reads the newest file and sends it to all ranks, so that machines need no shared disk.
 void TrainingLoop::resume() {
-  std::string bytes;
-  std::string origin = "the checkpoint of rank 0";
-  if (checkpoints_) {
-    if (auto newest = checkpoints_->load_newest()) {
-      bytes = std::move(newest->bytes);
-      origin = newest->path;
-    }
-  }
-  bytes = send_to_all(world_, bytes);
+  auto newest = checkpoints_ ? checkpoints_->load_newest() : std::nullopt;
+  const std::string origin = newest ? newest->path : "the checkpoint of rank 0";
+  const std::string bytes = send_to_all(world_, newest ? std::move(newest->bytes) : "");
   if (bytes.empty()) {
     if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
     return;
   }
   position_ = restore_snapshot(from_safetensors(bytes, origin), world_, strategy_, options_);
   saved_step_ = position_.step;
-  metrics_.write_resume(position_.step);
+  metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (checkpoints_) log_info(concat("resuming from ", origin, " at step ", position_.step));
 }
 
-RunMetrics TrainingLoop::summary(double seconds) const {
+Json TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
+  const LoadingStatistics loading = loader_.statistics();
   const auto devices = strategy_.devices();
-  return {.strategy = strategy_info(options_.strategy.kind).name,
-          .model = options_.model,
-          .data = loader_.dataset().name(),
-          .ranks = world_.size() * static_cast<int>(std::max<std::size_t>(devices.size(), 1)),
-          .devices = devices.empty() ? std::vector<std::string>{world_.device().str()} : devices,
-          .epochs = position_.epoch,
-          .steps = position_.step,
-          .samples = position_.samples,
-          .seconds = seconds,
-          .train_loss = last_epoch_.train_loss,
-          .val_accuracy = last_epoch_.val_accuracy,
-          .loading = loader_.statistics(),
-          .forward_seconds = phases.forward,
-          .backward_seconds = phases.backward,
-          .exchange_seconds = phases.exchange,
-          .update_seconds = phases.update,
-          .measured = strategy_.report()};
+  Json run = {{"event", "run"},
+              {"strategy", strategy_info(options_.strategy.kind).name},
+              {"model", options_.model},
+              {"data", loader_.dataset().name()},
+              {"ranks", world_.size() * std::max(std::ssize(devices), std::ptrdiff_t{1})},
+              {"devices", devices.empty() ? std::vector<std::string>{world_.device().str()} : devices},
+              {"epochs", position_.epoch},
+              {"steps", position_.step},
+              {"samples", position_.samples},
+              {"seconds", seconds},
+              {"train_loss", last_epoch_.at("train_loss")},
+              {"val_accuracy", last_epoch_.at("val_accuracy")},
+              {"data_seconds", loading.wait},  // of rank 0, added up over the steps, like those below
+              {"data_read_seconds", loading.read},
+              {"data_assemble_seconds", loading.assemble},
+              {"data_copy_seconds", loading.copy},
+              {"data_room_seconds", loading.room},
+              {"data_queue_depth", loading.mean_queued()},
+              {"data_skipped", loading.skipped},
+              {"forward_seconds", phases.forward},
+              {"backward_seconds", phases.backward},
+              {"exchange_seconds", phases.exchange},
+              {"update_seconds", phases.update}};
+  for (const auto& [name, value] : strategy_.report()) run[name] = value;
+  return run;
 }
 
 }  // namespace lockstep

@@ -22,18 +22,6 @@
 
 namespace lockstep {
 
-// Where a run stands: what a checkpoint keeps beside tensors.
-struct Position {
-  std::int64_t epoch = 0;
-  std::int64_t step_in_epoch = 0;
-  std::int64_t step = 0;     // since the start
-  std::int64_t samples = 0;  // since the start
-  // Of the current epoch so far:
-  double epoch_loss = 0;  // sum over samples
-  std::int64_t epoch_samples = 0;
-  double epoch_seconds = 0;
-};
-
 class TrainingLoop {
  public:
   // Resumes from the checkpoint folder if options.resume; else the folder must have no checkpoints yet.
@@ -44,7 +32,7 @@ class TrainingLoop {
   // Trains to the end of the last epoch, or to --max-steps. Blocks. Returns what the last line of the metrics says.
   // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
   // SystemError (a checkpoint or metrics file that can't be written).
-  RunMetrics run();
+  Json run();
 
  private:
   void train_epoch();
@@ -59,7 +47,7 @@ class TrainingLoop {
   void open_checkpoints();
   void save_checkpoint();
   void resume();
-  RunMetrics summary(double seconds) const;
+  Json summary(double seconds) const;
 
   bool stands_aside() const;
 
@@ -74,7 +62,7 @@ class TrainingLoop {
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
   Progress progress_;
-  EpochMetrics last_epoch_;
+  Json last_epoch_;               // the event in the metrics
   bool hinted_ = false;           // that steps wait for data
   std::int64_t saved_step_ = -1;  // of the last checkpoint
 };

@@ -80,7 +80,7 @@ TrainOptions small_options() {
 
 struct Outcome {
   std::vector<torch::Tensor> parameters;
-  RunMetrics metrics;
+  Json metrics;
 };
 
 Outcome run_alone(const TrainOptions& options, const Datasets& datasets) {
@@ -99,10 +99,10 @@ Datasets points(std::int64_t poisoned = -1) {
 void expect_same_bits(const Outcome& a, const Outcome& b) {
   ASSERT_EQ(a.parameters.size(), b.parameters.size());
   for (std::size_t i = 0; i < a.parameters.size(); ++i) EXPECT_TRUE(torch::equal(a.parameters[i], b.parameters[i]));
-  EXPECT_EQ(a.metrics.train_loss, b.metrics.train_loss);
-  EXPECT_EQ(a.metrics.val_accuracy, b.metrics.val_accuracy);
-  EXPECT_EQ(a.metrics.steps, b.metrics.steps);
-  EXPECT_EQ(a.metrics.samples, b.metrics.samples);
+  EXPECT_EQ(a.metrics["train_loss"], b.metrics["train_loss"]);
+  EXPECT_EQ(a.metrics["val_accuracy"], b.metrics["val_accuracy"]);
+  EXPECT_EQ(a.metrics["steps"], b.metrics["steps"]);
+  EXPECT_EQ(a.metrics["samples"], b.metrics["samples"]);
 }
 
 class Resuming : public ::testing::TestWithParam<std::tuple<std::string, int>> {};
@@ -262,7 +262,7 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
         return dynamic_cast<torch::nn::LinearImpl&>(model).forward(data);
       };
       const auto strategy = make_strategy(world, task, options.strategy);
-      const RunMetrics metrics = TrainingLoop(world, task, points(), *strategy, options).run();
+      const Json metrics = TrainingLoop(world, task, points(), *strategy, options).run();
       const std::lock_guard lock(mutex);
       if (world.rank() != 0) return;
       outcome.metrics = metrics;

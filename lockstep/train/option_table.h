@@ -36,106 +36,86 @@ constexpr OnResume must_be_same_if(bool used) { return {true, used}; }
 struct Limits {
   double at_least = -std::numeric_limits<double>::infinity();
   double below = std::numeric_limits<double>::infinity();
-  const char* next = "";
+  const char* next = "give at least 1";
 };
 
 struct Option {
   std::string name;  // "--batch-size"
   std::string help;
   OnResume on_resume;
-  std::function<void(CLI::App&)> add;   // to a parser, which then writes into the field
-  std::function<Json()> value;          // of the field, as the command line spells it
-  std::vector<std::string> names = {};  // the values there are, if they have names
-  std::function<void()> check = [] {};  // throws UsageError naming the option
-  bool offered = true;                  // false: this program's command line leaves it out
+  std::function<Json()> value;           // of the field, as the command line spells it
+  Limits limits = {};                    // of a number
+  std::vector<std::string> names = {};   // the values there are, if they have names
+  std::function<void(CLI::App&)> add{};  // to a parser, which then writes into the field
+  bool offered = true;                   // false: this program's command line leaves it out
 };
 
 std::vector<Option> option_table(TrainOptions& options, const Choices& choices);
 
 // ---- Kinds of rows
 
+// The command line gives a Value, which `set` takes.
+template <class Value>
+Option typed(Option row, std::function<void(const Value&)> set, const std::string& default_text) {
+  row.add = [=](CLI::App& app) {
+    CLI::Option* const added = app.add_option_function<Value>(row.name, set, row.help)->default_str(default_text);
+    if (!row.names.empty()) added->check(CLI::IsMember(row.names));
+    if constexpr (std::is_same_v<Value, std::vector<int>>) added->delimiter(',');
+  };
+  return row;
+}
+
+// A switch: `set` gets true if it is given.
+inline Option switched(Option row, std::function<void(const bool&)> set) {
+  row.add = [=](CLI::App& app) {
+    app.add_flag_function(
+        row.name, [set](std::int64_t times) { set(times > 0); }, row.help);
+  };
+  return row;
+}
+
 // A value that goes by name.
-inline Option choice(const std::string& name, std::vector<std::string> names, std::function<std::string()> get,
-                     std::function<void(const std::string&)> set, OnResume on_resume, std::string help) {
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add =
-              [=](CLI::App& app) {
-                app.add_option_function<std::string>(name, set, help)->check(CLI::IsMember(names))->default_str(get());
-              },
-          .value = get,
-          .names = names};
+inline Option choice(const std::string& name, const std::vector<std::string>& names, std::function<std::string()> get,
+                     std::function<void(const std::string&)> set, OnResume on_resume, const std::string& help) {
+  return typed<std::string>({.name = name, .help = help, .on_resume = on_resume, .value = get, .names = names},
+                            std::move(set), get());
 }
 
 template <HasNames Value>
-Option option(const std::string& name, Value& field, OnResume on_resume, std::string help) {
+Option option(const std::string& name, Value& field, OnResume on_resume, const std::string& help) {
   return choice(
       name, all_names<Value>(), [&field] { return name_of(field); },
-      [&field, name](const std::string& text) { field = value_named<Value>(text, name); }, on_resume, std::move(help));
+      [&field, name](const std::string& text) { field = value_named<Value>(text, name); }, on_resume, help);
 }
 
-inline Option option(const std::string& name, std::string& text, OnResume on_resume, std::string help) {
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add = [=, &text](CLI::App& app) { app.add_option(name, text, help)->capture_default_str(); },
-          .value = [&text] { return Json(text); }};
-}
-
-inline Option option(const std::string& name, std::vector<int>& list, OnResume on_resume, std::string help) {
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add = [=, &list](CLI::App& app) { app.add_option(name, list, help)->delimiter(','); },
-          .value = [&list] { return Json(list); }};
-}
-
-void check_limits(const std::string& name, double value, const Limits& limits);  // throws UsageError
-
-template <class Number>
-requires std::is_arithmetic_v<Number> Option option(const std::string& name, Number& field, OnResume on_resume,
-                                                    std::string help, Limits limits = {}) {
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add = [=, &field](CLI::App& app) { app.add_option(name, field, help)->capture_default_str(); },
-          .value = [&field] { return Json(field); },
-          .check = [=, &field] { check_limits(name, static_cast<double>(field), limits); }};
+template <class Value>
+requires(!HasNames<Value>) Option
+    option(const std::string& name, Value& field, OnResume on_resume, const std::string& help, Limits limits = {}) {
+  std::string default_text;
+  if constexpr (!std::is_same_v<Value, std::vector<int>>) default_text = concat(field);
+  return typed<Value>(
+      {.name = name, .help = help, .on_resume = on_resume, .value = [&field] { return Json(field); }, .limits = limits},
+      [&field](const Value& value) { field = value; }, default_text);
 }
 
 // A duration that the command line gives in seconds.
-inline Option seconds(const std::string& name, std::chrono::milliseconds& field, OnResume on_resume, std::string help) {
-  const auto get = [&field] { return std::chrono::duration<double>(field).count(); };
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add =
-              [=, &field](CLI::App& app) {
-                const auto set = [&field](double value) {
-                  field = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(value));
-                };
-                app.add_option_function<double>(name, set, help)->default_str(concat(get()));
-              },
-          .value = get,
-          .check =
-              [=] {
-                check_limits(name, get(),
-                             {.at_least = std::numeric_limits<double>::min(), .next = "give seconds, such as 300"});
-              }};
+inline Option seconds(const std::string& name, std::chrono::milliseconds& field, OnResume on_resume,
+                      const std::string& help) {
+  using Seconds = std::chrono::duration<double>;
+  const Limits limits{.at_least = std::numeric_limits<double>::min(), .next = "give seconds, such as 300"};
+  const auto get = [&field] { return Seconds(field).count(); };
+  const auto set = [&field](double value) {
+    field = std::chrono::duration_cast<std::chrono::milliseconds>(Seconds(value));
+  };
+  return typed<double>({.name = name, .help = help, .on_resume = on_resume, .value = get, .limits = limits}, set,
+                       concat(get()));
 }
 
-// A switch: giving it sets the field to `on`.
-inline Option flag(const std::string& name, bool& field, OnResume on_resume, std::string help, bool on = true) {
-  return {.name = name,
-          .help = help,
-          .on_resume = on_resume,
-          .add =
-              [=, &field](CLI::App& app) {
-                const auto set = [&field, on](std::int64_t times) { field = times > 0 ? on : !on; };
-                app.add_flag_function(name, set, help);
-              },
-          .value = [&field, on] { return Json(field == on); }};
+// Giving it sets the field to `on`.
+inline Option flag(const std::string& name, bool& field, OnResume on_resume, const std::string& help, bool on = true) {
+  return switched(
+      {.name = name, .help = help, .on_resume = on_resume, .value = [&field, on] { return Json(field == on); }},
+      [&field, on](bool given) { field = given == on; });
 }
 
 }  // namespace lockstep

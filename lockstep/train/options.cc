@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
@@ -108,8 +107,8 @@ std::vector<Option> strategy_table(TrainOptions& o) {
 
 // A number that some optimizers have. --optimizer comes first in the table, so the parser has chosen one by then.
 template <class Value>
-Option of_optimizer(const std::string& name, const std::string& key, OptimizerOptions& optimizer, std::string help,
-                    Limits limits = {}) {
+Option of_optimizer(const std::string& name, const std::string& key, OptimizerOptions& optimizer,
+                    const std::string& help, Limits limits = {}) {
   const auto get = [&optimizer, key]() -> Json {
     const OptionValues values = values_of(optimizer);
     const auto found = values.find(key);
@@ -120,17 +119,9 @@ Option of_optimizer(const std::string& name, const std::string& key, OptimizerOp
     values[key] = static_cast<double>(value);
     optimizer = optimizer_options(name_of(optimizer), values);
   };
-  const auto add = [=](CLI::App& app) {
-    if constexpr (std::is_same_v<Value, bool>)
-      app.add_flag_function(
-          name, [set](std::int64_t times) { set(times > 0); }, help);
-    else
-      app.add_option_function<Value>(name, set, help)->default_str(get().dump());
-  };
-  const auto check = [=] {
-    if (const Json value = get(); value.is_number()) check_limits(name, value, limits);
-  };
-  return {.name = name, .help = help, .on_resume = kMustBeSame, .add = add, .value = get, .check = check};
+  const Option row{.name = name, .help = help, .on_resume = kMustBeSame, .value = get, .limits = limits};
+  if constexpr (std::is_same_v<Value, bool>) return switched(row, set);
+  return typed<Value>(row, set, get().dump());
 }
 
 std::vector<Option> update_table(TrainOptions& o) {
@@ -201,6 +192,14 @@ Json fingerprint_of(const Option& option) {
   return value.is_string() ? Json("") : Json(0);
 }
 
+void check_limits(const std::string& name, double value, const Limits& limits) {
+  if (value >= limits.at_least && value < limits.below) return;
+  const std::string trouble = value >= limits.below ? concat(" is not below ", limits.below)
+                              : limits.at_least > 0 ? " is not positive"
+                                                    : " is negative";
+  throw UsageError({.what = concat(name, ' ', value, trouble), .next = limits.next});
+}
+
 }  // namespace
 
 std::vector<Option> option_table(TrainOptions& options, const Choices& choices) {
@@ -209,16 +208,6 @@ std::vector<Option> option_table(TrainOptions& options, const Choices& choices) 
                       update_table(options), output_table(options)})
     all.insert(all.end(), table.begin(), table.end());
   return all;
-}
-
-void check_limits(const std::string& name, double value, const Limits& limits) {
-  if (value >= limits.at_least && value < limits.below) return;
-  const bool positive = limits.at_least > 0;
-  const std::string trouble = value >= limits.below ? concat(" is not below ", limits.below)
-                              : positive            ? " is not positive"
-                                                    : " is negative";
-  throw UsageError({.what = concat(name, ' ', value, trouble),
-                    .next = std::string(limits.next).empty() ? "give at least 1" : limits.next});
 }
 
 void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
@@ -238,7 +227,8 @@ Json resume_fingerprint(const TrainOptions& options) {
 
 void check_options(const TrainOptions& options) {
   TrainOptions copy = options;
-  for (const Option& option : option_table(copy, {})) option.check();
+  for (const Option& option : option_table(copy, {}))
+    if (const Json value = option.value(); value.is_number()) check_limits(option.name, value, option.limits);
   const StrategyInfo& strategy = strategy_info(options.strategy.kind);
   require(std::ranges::all_of(options.devices_per_worker, [](int devices) { return devices >= 1; }),
           "--devices-per-worker with a number below 1", "leave it out: --ranks counts the devices");
@@ -250,30 +240,6 @@ void check_options(const TrainOptions& options) {
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");
-}
-
-int server_count(const TrainOptions& options) {
-  const StrategyOptions& strategy = options.strategy;
-  const bool servers = strategy.kind == StrategyKind::kKVStore && has_servers(strategy.kvstore.kind);
-  return servers ? strategy.kvstore.servers : 0;
-}
-
-int devices_of_worker(const TrainOptions& options, int worker) {
-  const auto& devices = options.devices_per_worker;
-  if (devices.empty()) return 0;
-  if (devices.size() == 1) return devices.front();
-  require(worker < std::ssize(devices),
-          concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
-          "give one number for all workers, or one for each");
-  return *std::next(devices.begin(), worker);
-}
-
-int rank_count(const TrainOptions& options) {
-  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
-  int ranks = 0;
-  require(parse_int(options.ranks, ranks) && ranks > 0, concat("--ranks ", options.ranks, " is not a number of ranks"),
-          "give a positive number, or auto for one per core");
-  return ranks;
 }
 
 }  // namespace lockstep

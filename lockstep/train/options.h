@@ -75,13 +75,4 @@ void check_options(const TrainOptions& options);
 // Values of all options that must be the same when a run is resumed, by name; null: the option does not apply.
 Json resume_fingerprint(const TrainOptions& options);
 
-// The number of ranks that are servers, beside the workers that --ranks counts.
-int server_count(const TrainOptions& options);
-
-// --devices-per-worker of a worker: 0 if it is not given. Throws UsageError: a list that has no entry for it.
-int devices_of_worker(const TrainOptions& options, int worker);
-
-// --ranks as a number: "auto" is the number of cores that this process may use. Throws UsageError.
-int rank_count(const TrainOptions& options);
-
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <cstdio>
+#include <iomanip>
 #include <iostream>
 
 #include "lockstep/base/text.h"
@@ -21,69 +21,70 @@ std::string bar(std::int64_t done, std::int64_t steps) {
   return concat('[', std::string(filled, '#'), std::string(kBarWidth - filled, '.'), ']');
 }
 
-std::string right(const std::string& text, std::size_t width) {
-  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
-}
-
 std::string value_or_dash(double value, int digits) { return std::isnan(value) ? "-" : fixed(value, digits); }
 
 }  // namespace
 
-Progress::Style Progress::style_for_stderr() { return ::isatty(STDERR_FILENO) != 0 ? Style::kBar : Style::kPlain; }
+Progress::Progress(bool shown)
+    : style_(!shown                         ? Style::kNone
+             : ::isatty(STDERR_FILENO) != 0 ? Style::kBar
+                                            : Style::kPlain) {}
 
-void Progress::begin_run(const std::string& headline) {
+void Progress::begin_run(const std::string& headline, const RunLength& length) {
+  length_ = length;
   if (style_ == Style::kNone) return;
   std::cout << headline << "\n"
             << "  epoch       time   samples/s   train loss   val loss   val accuracy" << std::endl;
 }
 
-void Progress::begin_epoch(const EpochPlan& plan) {
-  plan_ = plan;
-  steps_ = 0;
-  samples_ = 0;
+void Progress::begin_epoch(const Position& position) {
+  epoch_began_ = position;
   epoch_watch_ = Stopwatch();
   last_shown_ = 0;
 }
 
-std::string Progress::status(const StepMetrics& metrics) const {
+std::string Progress::status(const Position& now, double loss) const {
   const double seconds = epoch_watch_.seconds();
-  const double left = seconds / static_cast<double>(steps_) * static_cast<double>(plan_.run_steps_left - steps_);
-  return concat("epoch ", plan_.epoch + 1, "/", plan_.epochs, "  step ", plan_.done + steps_, "/", plan_.steps,
-                "  loss ", fixed(metrics.loss, 4), "  ",
-                with_thousands(std::llround(static_cast<double>(samples_) / seconds)), " samples/s  ",
-                human_seconds(left), " left");
+  const auto steps = static_cast<double>(now.step - epoch_began_.step);
+  const auto samples = static_cast<double>(now.samples - epoch_began_.samples);
+  const double left = seconds / steps * static_cast<double>(length_.last_step - now.step);
+  return concat("epoch ", now.epoch + 1, "/", length_.epochs, "  step ", now.step_in_epoch, "/",
+                length_.steps_per_epoch, "  loss ", fixed(loss, 4), "  ",
+                with_thousands(std::llround(samples / seconds)), " samples/s  ", human_seconds(left), " left");
 }
 
-void Progress::step(const StepMetrics& metrics) {
-  ++steps_;
-  samples_ += metrics.samples;
+void Progress::step(const Position& position, double loss) {
   const double now = epoch_watch_.seconds();
   const double every = style_ == Style::kBar ? kBarEvery : kPlainEvery;
   if (style_ == Style::kNone || now - last_shown_ < every) return;
   last_shown_ = now;
   if (style_ == Style::kBar)
-    std::cerr << '\r' << bar(plan_.done + steps_, plan_.steps) << ' ' << status(metrics) << "\033[K" << std::flush;
+    std::cerr << '\r' << bar(position.step_in_epoch, length_.steps_per_epoch) << ' ' << status(position, loss)
+              << "\033[K" << std::flush;
   else
-    std::cerr << status(metrics) << std::endl;
+    std::cerr << status(position, loss) << std::endl;
 }
 
 void Progress::clear_bar() const {
   if (style_ == Style::kBar) std::cerr << "\r\033[K" << std::flush;
 }
 
-void Progress::end_epoch(const EpochMetrics& m) {
+void Progress::end_epoch(const Json& epoch) {
   if (style_ == Style::kNone) return;
   clear_bar();
-  std::cout << right(std::to_string(m.epoch + 1), 7) << right(human_seconds(m.seconds), 11)
-            << right(with_thousands(std::llround(m.samples_per_second())), 12) << right(fixed(m.train_loss, 4), 13)
-            << right(value_or_dash(m.val_loss, 4), 11) << right(value_or_dash(m.val_accuracy, 4), 15) << std::endl;
+  std::cout << std::right << std::setw(7) << epoch.at("epoch").get<std::int64_t>() + 1 << std::setw(11)
+            << human_seconds(epoch.at("seconds")) << std::setw(12)
+            << with_thousands(std::llround(epoch.at("samples_per_second").get<double>())) << std::setw(13)
+            << fixed(epoch.at("train_loss"), 4) << std::setw(11) << value_or_dash(epoch.at("val_loss"), 4)
+            << std::setw(15) << value_or_dash(epoch.at("val_accuracy"), 4) << std::endl;
 }
 
-void Progress::end_run(const RunMetrics& m, const std::string& table) {
+void Progress::end_run(const Json& run, const std::string& table) {
   if (style_ == Style::kNone) return;
   clear_bar();
-  std::cout << "done: " << m.steps << " steps in " << human_seconds(m.seconds);
-  if (!std::isnan(m.val_accuracy)) std::cout << ", validation accuracy " << fixed(m.val_accuracy, 4);
+  const double accuracy = run.at("val_accuracy");
+  std::cout << "done: " << run.at("steps") << " steps in " << human_seconds(run.at("seconds"));
+  if (!std::isnan(accuracy)) std::cout << ", validation accuracy " << fixed(accuracy, 4);
   std::cout << '\n' << table << std::flush;
 }
 

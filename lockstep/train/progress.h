@@ -15,36 +15,44 @@
 
 namespace lockstep {
 
-// What lies ahead when an epoch begins, or goes on after a resume.
-struct EpochPlan {
-  std::int64_t epoch = 0;  // from 0
+// Where a run stands: what a checkpoint keeps beside tensors.
+struct Position {
+  std::int64_t epoch = 0;
+  std::int64_t step_in_epoch = 0;
+  std::int64_t step = 0;     // since the start
+  std::int64_t samples = 0;  // since the start
+  // Of the current epoch so far:
+  double epoch_loss = 0;  // sum over samples
+  std::int64_t epoch_samples = 0;
+  double epoch_seconds = 0;
+};
+
+// How long a run is.
+struct RunLength {
   std::int64_t epochs = 0;
-  std::int64_t done = 0;   // steps of this epoch
-  std::int64_t steps = 0;  // of this epoch in all
-  std::int64_t run_steps_left = 0;
+  std::int64_t steps_per_epoch = 0;
+  std::int64_t last_step = 0;
 };
 
 class Progress {
  public:
-  enum class Style { kNone, kPlain, kBar };
-  static Style style_for_stderr();  // kBar on a terminal, else kPlain
+  explicit Progress(bool shown);
 
-  explicit Progress(Style style) : style_(style) {}
-
-  void begin_run(const std::string& headline);
-  void begin_epoch(const EpochPlan& plan);
-  void step(const StepMetrics& metrics);
-  void end_epoch(const EpochMetrics& metrics);
-  void end_run(const RunMetrics& metrics, const std::string& table);  // of the strategy; may be empty
+  void begin_run(const std::string& headline, const RunLength& length);
+  void begin_epoch(const Position& position);
+  void step(const Position& position, double loss);  // after the step
+  void end_epoch(const Json& epoch);
+  void end_run(const Json& run, const std::string& table);  // table: the strategy's; may be empty
 
  private:
-  std::string status(const StepMetrics& metrics) const;
+  enum class Style { kNone, kPlain, kBar };  // a bar on a terminal
+
+  std::string status(const Position& position, double loss) const;
   void clear_bar() const;
 
   Style style_;
-  EpochPlan plan_;
-  std::int64_t steps_ = 0;    // since the epoch began here
-  std::int64_t samples_ = 0;  // likewise
+  RunLength length_;
+  Position epoch_began_;  // here: after a resume, within the epoch
   Stopwatch epoch_watch_;
   double last_shown_ = 0;
 };

@@ -12,6 +12,7 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
@@ -44,8 +45,31 @@ void use_threads(const TrainOptions& options, const World& world) {
   at::set_num_threads(threads);
 }
 
-Datasets load_data(const Task& task, const TrainOptions& options) {
-  return task.make_data ? task.make_data(options.source.folder) : builtin_datasets(options.source, task);
+// The ranks that are servers, beside the workers that --ranks counts.
+int server_count(const TrainOptions& options) {
+  const StrategyOptions& strategy = options.strategy;
+  const bool servers = strategy.kind == StrategyKind::kKVStore && has_servers(strategy.kvstore.kind);
+  return servers ? strategy.kvstore.servers : 0;
+}
+
+// --devices-per-worker of a worker: 0 if it is not given.
+int devices_of_worker(const TrainOptions& options, int worker) {
+  const auto& devices = options.devices_per_worker;
+  if (devices.empty()) return 0;
+  if (devices.size() == 1) return devices.front();
+  if (worker < std::ssize(devices)) return *std::next(devices.begin(), worker);
+  throw UsageError(
+      {.what = concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
+       .next = "give one number for all workers, or one for each"});
+}
+
+// "auto" is the number of cores that this process may use.
+int rank_count(const TrainOptions& options) {
+  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
+  int ranks = 0;
+  if (parse_int(options.ranks, ranks) && ranks > 0) return ranks;
+  throw UsageError({.what = concat("--ranks ", options.ranks, " is not a number of ranks"),
+                    .next = "give a positive number, or auto for one per core"});
 }
 
 // Where devices are threads of one process, --ranks counts them.
@@ -88,7 +112,7 @@ StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironme
 int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   keep_freed_memory();
   const Task task = make_task(options);
-  const Datasets datasets = load_data(task, options);
+  const Datasets datasets = load_datasets(options.source, task);
   const JobEnvironment job = read_job_environment();
   const World world =
       World::from_env({.device = chosen_device(options, job.local_size), .timeout = options.strategy.timeout});
@@ -98,18 +122,14 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   return 0;
 }
 
-LaunchOptions launch_options(const TrainOptions& options, int ranks) {
-  LaunchOptions launch;
-  launch.ranks = ranks;
-  launch.servers = server_count(options);
-  launch.workers_may_fail = server_count(options) > 0 && goes_on_without_workers(options.strategy.kvstore.kind);
-  launch.threads_per_rank = options.threads;
-  launch.output = RankOutput::kFirst;
-  return launch;
-}
-
 int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
-  const LaunchOptions launching = launch_options(options, ranks_to_start(options));
+  const int servers = server_count(options);
+  const LaunchOptions launching{
+      .ranks = ranks_to_start(options),
+      .servers = servers,
+      .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
+      .threads_per_rank = options.threads,
+      .output = RankOutput::kFirst};
   const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   return result.exit_code;
@@ -141,38 +161,27 @@ int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
 }
 
-// `name` as the user typed it; empty: the program's own.
-struct Program {
-  std::string description;
-  std::string name;
-  Choices choices;
-  TrainOptions defaults;
-  MakeTask make_task;
-};
-
-int run_program(int argc, char** argv, const Program& program) {
-  CLI::App app(program.description, program.name);
-  TrainOptions options = program.defaults;
-  add_options(app, options, program.choices);
-  return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, program.make_task); }));
+int run_program(int argc, char** argv, CLI::App& app, TrainOptions options, const Choices& choices,
+                const MakeTask& make_task) {
+  add_options(app, options, choices);
+  return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, make_task); }));
 }
 
 }  // namespace
 
 int run(int argc, char** argv, const Task& task) {
-  Program program{.description = concat("Trains ", task.name, " with lockstep"),
-                  .make_task = [&task](const TrainOptions&) { return task; }};
-  program.defaults.model = task.name;
-  if (!task.make_data) program.choices.datasets = dataset_kinds();
-  return run_program(argc, argv, program);
+  CLI::App app(concat("Trains ", task.name, " with lockstep"));
+  TrainOptions defaults;
+  defaults.model = task.name;
+  Choices choices;
+  if (!task.make_data) choices.datasets = dataset_kinds();
+  return run_program(argc, argv, app, defaults, choices, [&task](const TrainOptions&) { return task; });
 }
 
 int run_builtin(int argc, char** argv) {
-  return run_program(argc, argv,
-                     {.description = "Trains a model",
-                      .name = "lockstep train",
-                      .choices = {.models = model_names(), .datasets = dataset_kinds()},
-                      .make_task = [](const TrainOptions& options) { return model_task(options.model); }});
+  CLI::App app("Trains a model", "lockstep train");
+  return run_program(argc, argv, app, {}, {.models = model_names(), .datasets = dataset_kinds()},
+                     [](const TrainOptions& options) { return model_task(options.model); });
 }
 
 }  // namespace lockstep

@@ -4,7 +4,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include <nlohmann/json.hpp>
 
@@ -13,6 +15,10 @@
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Position, epoch, step_in_epoch, step, samples, epoch_loss, epoch_samples,
+                                   epoch_seconds)
+
 namespace {
 
 // Keys of the file's metadata.
@@ -40,28 +46,8 @@ void set_generator_state(torch::Device device, const torch::Tensor& state) {
 
 std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) {
   std::vector<NamedTensor> tensors = named_parameters(model);
-  for (auto& buffer : named_buffers(model)) tensors.push_back(std::move(buffer));
+  std::ranges::move(named_buffers(model), std::back_inserter(tensors));
   return tensors;
-}
-
-Json to_json(const Position& p) {
-  return {{"epoch", p.epoch},
-          {"step_in_epoch", p.step_in_epoch},
-          {"step", p.step},
-          {"samples", p.samples},
-          {"epoch_loss", p.epoch_loss},
-          {"epoch_samples", p.epoch_samples},
-          {"epoch_seconds", p.epoch_seconds}};
-}
-
-Position to_position(const Json& json) {
-  return {.epoch = json.at("epoch"),
-          .step_in_epoch = json.at("step_in_epoch"),
-          .step = json.at("step"),
-          .samples = json.at("samples"),
-          .epoch_loss = json.at("epoch_loss"),
-          .epoch_samples = json.at("epoch_samples"),
-          .epoch_seconds = json.at("epoch_seconds")};
 }
 
 // A value that is null on either side belongs to an option that the chosen optimizer does not have.
@@ -114,7 +100,7 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
     for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
   }
   if (world.rank() != 0) return {};
-  file.metadata = {{kPosition, to_json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+  file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) file.tensors["model." + name] = tensor;
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
@@ -131,7 +117,7 @@ Position restore_snapshot(const TensorFile& file, const World& world, Strategy& 
   for (const auto& [name, tensor] : named_parameters(strategy.model()))
     strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
   for (const auto& [name, tensor] : strategy.state()) copy_saved(file, "strategy." + name, tensor);
-  const Position position = to_position(Json::parse(file.metadata.at(kPosition)));
+  const Position position = nlohmann::json::parse(file.metadata.at(kPosition));
   strategy.restored(position.step);
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = file.tensors.find(generator_name(device, world.rank()));

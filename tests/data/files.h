@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/c10d/backend.h: the shared-memory core as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
+// collective/c10d/backend.h: shared memory as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
 // collectives run over it unmodified.
 //
-// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> collective/shm/
+// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/shared_memory_transport.h
 // Owns:    this rank's side of the shared memory; a thread for collectives, once one was started without blocking
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
@@ -35,6 +35,9 @@
 #include <vector>
 
 namespace lockstep {
+
+class SharedMemoryTransport;
+struct TensorCall;
 
 class ShmBackend final : public c10d::Backend {
  public:
@@ -101,22 +104,19 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  struct Step;  // one call of the core, and the tensors that it reads and writes
-  struct Manner;
-  struct Parts;  // the group, and the queue of the collectives that it makes
+  TensorCall all_reduce_call(const Tensor& tensor, const c10d::ReduceOp& op) const;
+  TensorCall all_gather_call(const Tensors& whole, const Tensor& part) const;
+  TensorCall reduce_scatter_call(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
 
-  Step all_reduce_step(const Tensor& tensor, const c10d::ReduceOp& op) const;
-  // `whole` is a tensor per rank, or one tensor for all.
-  Step all_gather_step(const Tensors& whole, const Tensor& part) const;
-  Step reduce_scatter_step(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
-
-  WorkPtr start(c10d::OpType type, std::vector<Step> steps, Tensors results, const Manner& manner);
-  WorkPtr receive(Tensors& tensors, int from, int tag, c10d::OpType type);
-  Parts& parts() const;  // throws UsageError after shutdown()
+  // Makes the calls one after the other, as one collective of c10d.
+  template <class CallOptions>
+  WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
+  WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
+  SharedMemoryTransport& transport() const;  // throws UsageError after shutdown()
 
   std::chrono::milliseconds timeout_;
   std::atomic<std::uint64_t> issued_{0};
-  std::unique_ptr<Parts> parts_;  // none after shutdown()
+  std::unique_ptr<SharedMemoryTransport> transport_;  // none after shutdown()
 };
 
 }  // namespace lockstep

@@ -2,7 +2,7 @@
 // collective/c10d/backend_work.h: what the shared-memory backend returns for each call: a c10d::Work.
 //
 // Flow:    backend.cc makes it -> the thread that makes the call completes it -> the caller or its future waits
-// Owns:    tensors of the call; those of a message are held by the backend too, as nobody need keep its Work
+// Owns:    tensors of the call; those of a message are held by the transport too, as nobody need keep its Work
 // Threads: any
 // Ranks:   no communication
 #pragma once
@@ -12,16 +12,24 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <utility>
 
-#include "lockstep/collective/c10d/backend_tensors.h"
 #include "lockstep/collective/future.h"
+#include "lockstep/collective/tensor_call.h"
 
 namespace lockstep::backend {
 
-std::exception_ptr failure_of(const std::function<void()>& body);  // what it threw, or nothing
+// What `body` threw, or nothing.
+template <class Body>
+std::exception_ptr failure_of(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
 
 class CollectiveWork final : public c10d::Work {
  public:
@@ -31,7 +39,7 @@ class CollectiveWork final : public c10d::Work {
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors())) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  std::vector<Tensor> result() override { return results_; }
+  Tensors result() override { return results_; }
 
   // The future first, as Gloo: who has waited finds it done, and its callbacks. One that throws must not leave others
   // waiting: unless the call itself failed, its error is the Work's.
@@ -50,11 +58,11 @@ class CollectiveWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A send or receive. Its tensor is complete once wait(), or isCompleted(), has said so.
+// A send or receive of one tensor, which is complete once wait(), or isCompleted(), has said so.
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(int rank, c10d::OpType type, FlatTensors piece, FuturePtr future)
-      : c10d::Work(rank, type), piece_(std::move(piece)), future_(std::move(future)) {}
+  MessageWork(int rank, c10d::OpType type, Tensors tensors, TensorCall call, FuturePtr future)
+      : c10d::Work(rank, type), tensors_(std::move(tensors)), call_(std::move(call)), future_(std::move(future)) {}
 
   bool isCompleted() override {
     if (future_->done()) settle();
@@ -62,7 +70,7 @@ class MessageWork final : public c10d::Work {
   }
   bool isSuccess() const override { return future_->done() && c10d::Work::isSuccess(); }
   int sourceRank() const override { return future_->source(); }
-  std::vector<Tensor> result() override { return {piece_.first()}; }
+  Tensors result() override { return tensors_; }
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout == kNoTimeout)
@@ -78,12 +86,13 @@ class MessageWork final : public c10d::Work {
     std::call_once(settled_, [this] {
       finish(failure_of([this] {
         future_->wait();
-        if (opType_ != c10d::OpType::SEND) piece_.copy_out();
+        call_.finish();
       }));
     });
   }
 
-  FlatTensors piece_;
+  Tensors tensors_;
+  TensorCall call_;
   FuturePtr future_;
   std::once_flag settled_;
 };

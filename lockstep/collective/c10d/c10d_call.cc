@@ -35,13 +35,6 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
   throw peer_lost(call, error);
 }
 
-PeerLost not_finished(const C10dCall& call) {
-  return PeerLost({.what = concat(call.operation, " is not finished at the deadline"),
-                   .here = call.here,
-                   .likely = "a rank that is slower than the others, or stopped",
-                   .next = "wait longer, or look at what each rank is doing"});
-}
-
 milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0: no timeout
 
 class CallUnderWay : public Future {
@@ -62,11 +55,9 @@ class CallUnderWay : public Future {
     try {
       wait();
     } catch (const std::exception& error) {
-      if (!work_->isCompleted()) throw not_finished(call_);
+      if (!work_->isCompleted()) throw not_finished_by_deadline(call_.here, call_.operation);
       throw peer_lost(call_, error);
     }
-    if (call_.finish) call_.finish();
-    call_.finish = {};
   }
 
   C10dCall call_;
@@ -101,7 +92,8 @@ class C10dMessages::UnderWay : public Future {
   }
   void wait(Deadline deadline) override {
     if (!result_.valid()) wait_by(std::launch::async);
-    if (result_.wait_for(deadline.left()) != std::future_status::ready) throw not_finished(call_);
+    if (result_.wait_for(deadline.left()) != std::future_status::ready)
+      throw not_finished_by_deadline(call_.here, call_.operation);
     wait();
   }
   bool done() override {

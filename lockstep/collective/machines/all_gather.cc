@@ -10,9 +10,6 @@
 //   3   inside    all_gather of the other machines' slices, packed by owner; each rank copies them to their places
 //
 // (n-1)/n * K leave each machine, in one network round.
-#include <cstring>
-
-#include "lockstep/collective/machines/chunks.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_parts.h"
 
@@ -29,13 +26,11 @@ class MachineAllGather : private MachineParts {
 
   // While round c is in steps 1 and 2, what was sent in c-1 is waited for and shared.
   void run() {
-    begin_check();
     run_pipeline(
         rounds(),
         [this](std::size_t round) {
           gather_inside(round);
           if (owns_slice()) send_to_all(round);
-          if (round == 0) finish_check();
         },
         [this](std::size_t round) {
           if (owns_slice()) wait_for_transfers(buffers_of(round));
@@ -67,8 +62,7 @@ class MachineAllGather : private MachineParts {
     for (int peer = 0; peer < machines(); ++peer) {
       if (peer == machine()) continue;
       const Part theirs = own_slice(piece(round, peer));
-      buffers.slices[peer] = alone() ? in_whole(theirs) : next;
-      next += alone() ? 0 : bytes(theirs.count);
+      buffers.slices[peer] = alone() ? in_whole(theirs) : std::exchange(next, next + bytes(theirs.count));
     }
     for (const int peer : link().peers()) {
       link().receive(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.receives);

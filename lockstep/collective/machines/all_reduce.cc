@@ -22,10 +22,6 @@
 // Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by every owner in that same
 // order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another machine for each
 // part, but it is also one rank that adds.)
-#include <array>
-#include <cstring>
-
-#include "lockstep/collective/machines/chunks.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_collective.h"
 
@@ -53,13 +49,11 @@ class MachineAllReduce : private MachineCollective {
   // While chunk c is reduced inside and its parts leave, c-1 is reduced between machines and c-2 is shared inside: the
   // network waits for neither.
   void run() {
-    begin_check();
     run_pipeline(
         chunks_.size(),
         [this](std::size_t chunk) {
           reduce_inside(chunk);
           if (owns_slice()) send_parts(chunk);
-          if (chunk == 0) finish_check();
         },
         [this](std::size_t chunk) {
           if (owns_slice()) reduce_part(chunk);
@@ -70,14 +64,12 @@ class MachineAllReduce : private MachineCollective {
   void run_ring() {
     one_shot_ = false;
     chunks_.most = std::max<std::size_t>(call_.count, 1);
-    begin_check();
-    reduce_inside(0);
-    finish_check();
-    if (owns_slice()) {
-      scatter_reduce_around(buffers_of(0).slice, slice_count(0));
-      gather_around(buffers_of(0).slice, slice_count(0));
-    }
-    share_inside(0);
+    run_pipeline(
+        1, [this](std::size_t) { reduce_inside(0); },
+        [this](std::size_t) {
+          if (owns_slice()) go_around(buffers_of(0).slice, slice_count(0));
+          share_inside(0);
+        });
   }
 
  private:
@@ -158,42 +150,29 @@ class MachineAllReduce : private MachineCollective {
                 .dtype = call_.dtype});
   }
 
-  // ---- The ring of machines: the array is one chunk
-
-  // n-1 steps of K/n. In step k machine m sends part m-k, which it completed in step k-1, to its right and receives part
-  // m-k-1 from its left, to which it adds its own. After the last step part m+1 is complete here.
-  void scatter_reduce_around(std::byte* slice, std::size_t slice_count) {
-    std::byte* const received = grown(buffers_of(0).received_memory, bytes(part_of(0, slice_count).count));
-    for (int step = 0; step < machines() - 1; ++step) {
+  // The ring of machines, where the array is one chunk: 2(n-1) steps of K/n. In step k machine m sends part m-k to its
+  // right and receives part m-k-1 from its left. In the first n-1 steps it adds its own to what it receives; then part
+  // m+1 is complete here. In the others it receives complete parts, and passes each on in the step after.
+  void go_around(std::byte* slice, std::size_t slice_count) {
+    ChunkBuffers& buffers = buffers_of(0);
+    std::byte* const received = grown(buffers.received_memory, bytes(part_of(0, slice_count).count));
+    for (int step = 0; step < 2 * (machines() - 1); ++step) {
       const Part out = part_of(wrapped(machine() - step), slice_count);
       const Part in = part_of(wrapped(machine() - step - 1), slice_count);
-      turn_ring(slice + bytes(out.begin), out.count, received, in.count);
+      const bool adds = step < machines() - 1;
       std::byte* const own = slice + bytes(in.begin);
+      link().receive(wrapped(machine() - 1), adds ? received : own, bytes(in.count), buffers.receives);
+      link().send(wrapped(machine() + 1), slice + bytes(out.begin), bytes(out.count), buffers.sends);
+      wait_for_transfers(buffers);
       const std::array<const std::byte*, 2> sources{received, own};
-      reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
+      if (adds) reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
     }
-  }
-
-  // n-1 steps of K/n. In step k machine m passes on part m+1-k, which it got in step k-1, and receives part m-k.
-  void gather_around(std::byte* slice, std::size_t slice_count) {
-    for (int step = 0; step < machines() - 1; ++step) {
-      const Part out = part_of(wrapped(machine() + 1 - step), slice_count);
-      const Part in = part_of(wrapped(machine() - step), slice_count);
-      turn_ring(slice + bytes(out.begin), out.count, slice + bytes(in.begin), in.count);
-    }
-  }
-
-  void turn_ring(const std::byte* out, std::size_t out_count, std::byte* in, std::size_t in_count) {
-    ChunkBuffers& buffers = buffers_of(0);
-    link().receive(wrapped(machine() - 1), in, bytes(in_count), buffers.receives);
-    link().send(wrapped(machine() + 1), out, bytes(out_count), buffers.sends);
-    wait_for_transfers(buffers);
   }
 
   std::byte* at(std::size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
   std::size_t slice_count(std::size_t chunk) const { return own_slice(chunks_[chunk]).count; }
   bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
-  int wrapped(int machine) const { return (machine + machines()) % machines(); }
+  int wrapped(int machine) const { return (machine % machines() + machines()) % machines(); }
 
   std::byte* data_;
   bool one_shot_;

@@ -4,9 +4,6 @@
 // knows what comes and no two sides of a message differ in size.
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
-#include "lockstep/collective/machines/machine_collective.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -13,10 +13,6 @@
 //
 // Invariant: a machine posts the receives of all chunks before it waits for the first, so no machine waits for the one
 // after it.
-#include <algorithm>
-
-#include "lockstep/base/cache_line.h"
-#include "lockstep/collective/machines/chunks.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_collective.h"
 
@@ -28,28 +24,10 @@ std::size_t broadcast_chunk_bytes(std::size_t bytes) {
   return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kCacheLine * kCacheLine;
 }
 
-// Where a machine receives from and sends to. Places count from root's machine, which has place 0.
+// Where a machine receives from and sends to.
 struct Route {
   int from = kNoMachine;
   std::vector<int> to{};
-
-  static Route chain(int place, int places) {
-    Route route{.from = place - 1};
-    if (place + 1 < places) route.to.push_back(place + 1);
-    return route;
-  }
-
-  // Place p, whose lowest set bit is d (for place 0 the next power of two), receives from p - d and sends to p + d/2,
-  // p + d/4, ..., p + 1.
-  static Route tree(int place, int places) {
-    Route route;
-    int distance = 1;
-    while (distance < places && (place & distance) == 0) distance *= 2;
-    if (place != 0) route.from = place - distance;
-    for (distance /= 2; distance > 0; distance /= 2)
-      if (place + distance < places) route.to.push_back(place + distance);
-    return route;
-  }
 };
 
 class MachineBroadcast : private MachineCollective {
@@ -83,7 +61,7 @@ class MachineBroadcast : private MachineCollective {
 
   // Data may be waited for only once it is known that the sender makes the same call.
   void pass_on(std::size_t chunk) {
-    if (chunk == 0 && route_.from != kNoMachine) hierarchy_.check.compare(link(), route_.from);
+    if (chunk == 0 && route_.from != kNoMachine) link().check_peer(route_.from);
     link().wait(arriving_[chunk]);
     for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
   }
@@ -97,14 +75,22 @@ class MachineBroadcast : private MachineCollective {
                        .root = root});
   }
 
+  // Places count from root's machine, which has place 0. In the chain place p sends to p + 1. In the tree place p,
+  // whose lowest set bit is d (for place 0 the next power of two), receives from p - d and sends to p + d/2, p + d/4,
+  // ..., p + 1.
   Route route() const {
     const int place = (machine() - root_machine_ + machines()) % machines();
-    Route route = chunks_.size() > 1 ? Route::chain(place, machines()) : Route::tree(place, machines());
-    const auto machine_at = [&](int other) { return (other + root_machine_) % machines(); };
-    if (route.from != kNoMachine) route.from = machine_at(route.from);
-    for (int& other : route.to) other = machine_at(other);
+    const bool chain = chunks_.size() > 1;
+    int distance = 1;
+    while (!chain && distance < machines() && (place & distance) == 0) distance *= 2;
+    Route route;
+    if (place > 0) route.from = machine_at(place - distance);
+    for (int step = chain ? 1 : distance / 2; step > 0; step /= 2)
+      if (place + step < machines()) route.to.push_back(machine_at(place + step));
     return route;
   }
+
+  int machine_at(int place) const { return (place + root_machine_) % machines(); }
 
   std::byte* at(std::size_t chunk) const { return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin); }
 

@@ -16,12 +16,11 @@
 // All block until the call is done here. After an exception other than UsageError the hierarchy is of no more use: the
 // caller closes it (Hierarchy::give_up).
 //
-// Flow:    hierarchical_transport.cc -> here -> Hierarchy's links
+// Flow:    hierarchy.cc -> here -> its links
 // Threads: one at a time
 // Ranks:   all of all machines, in the same order. Throw MismatchError: ranks make different calls; PeerLost
 #pragma once
 
-#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
 
 namespace lockstep {
@@ -35,5 +34,21 @@ void all_gather(Hierarchy& hierarchy, const Call& call);
 void gather(Hierarchy& hierarchy, const Call& call);
 void scatter(Hierarchy& hierarchy, const Call& call);
 void all_to_all(Hierarchy& hierarchy, const Call& call);
+
+// ---- What gather, scatter and all_to_all share (exchange.cc). Every byte of them is for one rank alone, so it goes
+// straight from its rank to that one: there is nothing to add up or to share inside a machine.
+
+using PartCounts = IntVector<std::size_t>;
+
+// Elements of each rank's part.
+PartCounts counts_of(const Call& call, int ranks);
+
+// Blocks until it is known that all ranks make this call: no rank may send before. 24 bytes between each two machines.
+// Throws MismatchError, PeerLost.
+void check_all_ranks(Hierarchy& hierarchy, const Call& call);
+
+// Sends send[r] elements to each rank r and receives receive[r] from it; what lies one after the other in call.input
+// and in call.output. Blocks. Throws PeerLost.
+void exchange(Hierarchy& hierarchy, const Call& call, const PartCounts& send, const PartCounts& receive);
 
 }  // namespace lockstep

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/machines/exchange.h"
-
-#include <cstring>
+#include "lockstep/collective/machines/collectives.h"
 
 namespace lockstep {
+
+PartCounts counts_of(const Call& call, int ranks) {
+  return call.counts.empty() ? PartCounts(ranks, call.count) : PartCounts(call.counts);
+}
 
 // The ranks of a machine compare through shared memory, the first ranks of the machines over their link. The last
 // barrier keeps a rank from sending while its machine has not heard from the others.
@@ -11,16 +13,15 @@ void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
   const Signature mine = signature_of(call);
   hierarchy.inside.run_as(mine, {.operation = Operation::kBarrier});
   if (hierarchy.inside.rank() == 0) {
-    hierarchy.check.begin(*hierarchy.between, mine);
-    hierarchy.check.finish(*hierarchy.between);
+    hierarchy.between->begin_check(mine);
+    hierarchy.between->finish_check();
   }
   hierarchy.inside.barrier();
 }
 
 // One round: all messages are under way at the same time, and every rank has posted its receive from each other rank
 // whatever order the others send in.
-void exchange(Hierarchy& hierarchy, const Call& call, const IntVector<std::size_t>& send,
-              const IntVector<std::size_t>& receive) {
+void exchange(Hierarchy& hierarchy, const Call& call, const PartCounts& send, const PartCounts& receive) {
   MachineLink& all = hierarchy.all;
   MachineLink::Transfers transfers;
   const auto* from = static_cast<const std::byte*>(call.input);

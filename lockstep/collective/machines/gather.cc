@@ -2,18 +2,15 @@
 // gather between machines: each rank sends its part straight to root, in one round. A rank other than root sends its
 // part, root nothing.
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
-#include "lockstep/collective/machines/machine_collective.h"
 
 namespace lockstep {
 
 void gather(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
   const PartCounts parts = counts_of(call, hierarchy.all.size());
-  const PartCounts none(parts.size());
-  PartCounts send = none;
+  PartCounts send(parts.size());
   send[call.root] = parts[hierarchy.rank];
-  exchange(hierarchy, call, send, hierarchy.rank == call.root ? parts : none);
+  exchange(hierarchy, call, send, hierarchy.rank == call.root ? parts : PartCounts(parts.size()));
 }
 
 }  // namespace lockstep

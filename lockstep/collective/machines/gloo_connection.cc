@@ -3,11 +3,8 @@
 
 #include <signal.h>
 
-#include <cstdlib>
-
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/gloo_messages.h"
 
-#include <cstring>
-
 #include "lockstep/base/text.h"
-#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/gloo_connection.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -43,31 +39,16 @@ struct Receive {
   int from;  // the sender, as soon as it is known
   int here;
   torch::Tensor first = torch::empty({kFirstBytes}, torch::kUInt8);
+  MessageHeader header{};  // once the first transfer is there
 
-  MessageHeader header() const {
-    MessageHeader header;
-    std::memcpy(&header, first.const_data_ptr(), sizeof header);
-    return header;
-  }
-  DType sent_dtype() const { return static_cast<DType>(header().dtype); }
-  bool fits() const { return header().count == call.call.count && sent_dtype() == call.call.dtype; }
-
-  void read_data() const {
-    const std::size_t bytes = call.output.nbytes();
-    if (fits() && bytes > 0)
-      std::memcpy(call.call.output, first.const_data_ptr<std::uint8_t>() + sizeof(MessageHeader), bytes);
-  }
-
-  torch::Tensor place_of_second() const {
-    if (fits()) return bytes_of(call.output);
-    return torch::empty({static_cast<std::int64_t>(header().count * size_of(sent_dtype()))}, torch::kUInt8);
-  }
+  DType sent_dtype() const { return static_cast<DType>(header.dtype); }
+  bool fits() const { return header.count == call.call.count && sent_dtype() == call.call.dtype; }
 
   void check() const {
     if (fits()) return;
     throw MismatchError({.what = concat("rank ", here, " wants receive of ", text_of(call.call.count, call.call.dtype),
                                         " from rank ", from, ", tag ", call.call.tag, ", rank ", from,
-                                        " wants send of ", text_of(header().count, sent_dtype())),
+                                        " wants send of ", text_of(header.count, sent_dtype())),
                          .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
                          .next = "give as many elements of one dtype on both sides, or another tag"});
   }
@@ -76,13 +57,17 @@ struct Receive {
 // Null where the first transfer had the data.
 C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnection& gloo) {
   if (receive.from == kAnyRank) receive.from = first.sourceRank();
-  const int tag = static_cast<int>(receive.header().second_tag);
-  if (tag == 0) {
-    receive.read_data();
+  const auto* const arrived = receive.first.const_data_ptr<std::uint8_t>();
+  MessageHeader& header = receive.header;
+  std::memcpy(&header, arrived, sizeof header);
+  const std::size_t bytes = header.count * size_of(receive.sent_dtype());
+  if (header.second_tag == 0) {
+    if (receive.fits() && bytes > 0) std::memcpy(receive.call.call.output, arrived + sizeof header, bytes);
     return nullptr;
   }
-  Tensors place{receive.place_of_second()};
-  return issue_alone([&] { return gloo.recv(place, receive.from, tag); });
+  const auto dropped = [bytes] { return torch::empty({static_cast<std::int64_t>(bytes)}, torch::kUInt8); };
+  Tensors place{receive.fits() ? bytes_of(receive.call.output) : dropped()};
+  return issue_alone([&] { return gloo.recv(place, receive.from, static_cast<int>(header.second_tag)); });
 }
 
 }  // namespace
@@ -105,16 +90,12 @@ int GlooMessages::next_tag() {
   return static_cast<int>(0x40000001 | second_transfers_++ % kTags << 1);
 }
 
-FuturePtr GlooMessages::start_without_header(const char* operation, const std::function<C10dWork()>& issue) {
-  return messages_.start({.call = {operation, here_}, .issue = issue});
-}
-
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
 FuturePtr GlooMessages::send(const TensorCall& call) {
   const int to = call.call.peer;
   const int tag = tag_of(call.call);
   Tensors data{bytes_of(call.input)};
-  if (!headers_) return start_without_header("send", [&] { return gloo_->send(data, to, tag); });
+  if (!headers_) return messages_.start({.call = {"send", here_}, .issue = [&] { return gloo_->send(data, to, tag); }});
   const int second_tag = call.input.nbytes() <= kDataInFirst ? 0 : next_tag();
   const auto dtype = static_cast<std::uint64_t>(call.call.dtype);
   Tensors first{write_header({dtype, call.call.count, second_tag}, call.input)};
@@ -136,7 +117,8 @@ FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
     const int from = call.call.peer;
     return from == kAnyRank ? gloo_->recvAnysource(places, tag) : gloo_->recv(places, from, tag);
   };
-  if (!headers_) return start_without_header("receive", [&] { return issue(bytes_of(call.output)); });
+  const auto issue_data = [&] { return issue(bytes_of(call.output)); };
+  if (!headers_) return messages_.start({.call = {"receive", here_}, .issue = issue_data});
   const auto receive = std::make_shared<Receive>(Receive{.call = call, .from = call.call.peer, .here = rank_});
   return messages_.start(
       {.call = {"receive", here_, [receive] { receive->check(); }},

@@ -6,15 +6,11 @@
 // ends the process when a message is longer than expected. A receiver whose tensor does not fit drops the data and gets
 // MismatchError; the sender learns nothing, and the world stays usable.
 //
-// Flow:    hierarchical_transport.cc -> here -> the network
+// Flow:    hierarchy.cc -> here -> the network
 // Owns:    its share of the connection; messages that nobody waits for
 // Threads: one at a time; close() from any
 // Ranks:   the two of a message
 #pragma once
-
-#include <cstdint>
-#include <functional>
-#include <string>
 
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/link.h"
@@ -40,7 +36,6 @@ class GlooMessages {
  private:
   static constexpr std::int64_t kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
 
-  FuturePtr start_without_header(const char* operation, const std::function<C10dWork()>& issue);
   int tag_of(const Call& call) const;
   int next_tag();
 

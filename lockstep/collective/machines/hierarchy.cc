@@ -2,32 +2,41 @@
 #include "lockstep/collective/machines/hierarchy.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_call.h"
+#include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/shared_memory_transport.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::chrono::hours kAsLongAsTheGroup{24 * 365};  // the destructor ends that wait
 
-// Of this rank's local number on each machine; none for a number that some machine has not.
-std::unique_ptr<MachineLink> connect_counterparts(const Hierarchy& hierarchy,
-                                                  const c10::intrusive_ptr<c10d::Store>& store,
-                                                  const TransportOptions& options) {
-  if (hierarchy.inside.rank() >= hierarchy.smallest_machine) return nullptr;
-  TransportOptions mine = options;
-  mine.rank = hierarchy.machine;
-  mine.size = hierarchy.machines;
-  return std::make_unique<MachineLink>(with_prefix(store, concat("slice/", hierarchy.inside.rank())), mine);
+void check_algorithm(const Call& call, const std::string& here) {
+  if (call.algorithm == Algorithm::kDirect || call.algorithm == Algorithm::kRing) return;
+  throw UsageError({.what = concat("all_reduce by the algorithm ", to_string(call.algorithm), " between machines"),
+                    .here = here,
+                    .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
+}
+
+void dispatch(Hierarchy& hierarchy, const Call& call) {
+  switch (call.operation) {
+    case Operation::kAllReduce: return all_reduce(hierarchy, call);
+    case Operation::kReduce: return reduce(hierarchy, call);
+    case Operation::kReduceScatter: return reduce_scatter(hierarchy, call);
+    case Operation::kAllGather: return all_gather(hierarchy, call);
+    case Operation::kBroadcast: return broadcast(hierarchy, call);
+    case Operation::kGather: return gather(hierarchy, call);
+    case Operation::kScatter: return scatter(hierarchy, call);
+    case Operation::kAllToAll: return all_to_all(hierarchy, call);
+    default: return barrier(hierarchy);
+  }
 }
 
 }  // namespace
 
-Watchdog::Watchdog(shm::Group& inside, OnLoss on_loss) : group_(whole_group_of(inside)) {
+Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
   group_.set_timeout(kAsLongAsTheGroup);
   heard_ = group_.start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
-  thread_ = std::thread([this, on_loss = std::move(on_loss)] {
+  thread_ = std::jthread([this, on_loss = std::move(on_loss)] {
     try {
       heard_->wait();
     } catch (...) {
@@ -42,12 +51,12 @@ Watchdog::~Watchdog() {
     group_.send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_.rank()});
   } catch (const std::exception&) {  // a rank is lost: the thread ends by itself
   }
-  thread_.join();
 }
 
-Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, const c10::intrusive_ptr<c10d::Store>& store,
-                     const TransportOptions& options)
-    : topology(topology_of_ranks),
+Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+                     TransportOptions options_of_rank)
+    : options(std::move(options_of_rank)),
+      topology(topology_of_ranks),
       rank(options.rank),
       machine(topology.machine_of[rank]),
       machines(topology.machines()),
@@ -56,13 +65,28 @@ Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, const 
       inside(std::move(group)),
       all(with_prefix(store, "flat"), options, "rank"),
       messages(all, options.describe, options.message_headers),
-      between(connect_counterparts(*this, store, options)),
-      describe_(options.describe) {
+      store_(std::move(store)),
+      queue_(options.describe) {
+  between = connect_counterparts();
   if (inside.size() > 1) watchdog_.emplace(inside, [this](const std::exception_ptr& error) { close(error); });
   if (between) between->watch([this](const std::exception_ptr& error) { give_up(error); });
 }
 
-void Hierarchy::leave() {
+// The ranks of this rank's local number on each machine; none for a number that some machine has not.
+std::unique_ptr<MachineLink> Hierarchy::connect_counterparts() const {
+  if (inside.rank() >= smallest_machine) return nullptr;
+  TransportOptions mine = options;
+  mine.rank = machine;
+  mine.size = machines;
+  return std::make_unique<MachineLink>(with_prefix(store_, concat("slice/", inside.rank())), mine);
+}
+
+Hierarchy::~Hierarchy() {
+  if (std::uncaught_exceptions() > 0) {
+    Hierarchy::fail("an exception");
+    return;
+  }
+  queue_.drain();
   if (between) between->leave();
   watchdog_.reset();
   try {
@@ -71,11 +95,91 @@ void Hierarchy::leave() {
   }
 }
 
-void Hierarchy::fail(const std::string& reason) {
-  inside.poison(reason);
-  close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = describe_})));
+// ---- Calls
+
+int Hierarchy::run(const TensorCall& call) {
+  if (is_message(call.call.operation)) {
+    const FuturePtr message = start_message(call, false);
+    message->wait();
+    return call.call.operation == Operation::kReceive ? message->source() : kAnyRank;
+  }
+  check_algorithm(call.call, options.describe);
+  queue_.run([&] { make_call(call.call); });
+  return kAnyRank;
 }
 
+FuturePtr Hierarchy::start(TensorCall call) {
+  if (is_message(call.call.operation)) return start_message(call, true);
+  check_algorithm(call.call, options.describe);
+  FuturePtr future = queue_.add([this, call = std::move(call)] { make_call(call.call); });
+  queue_.hand_to_worker();
+  return future;
+}
+
+FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
+  return call.call.operation == Operation::kSend ? messages.send(call) : messages.receive(call, in_background);
+}
+
+// Whatever a call throws ends the hierarchy, before the caller's arrays may go: until the links forget their transfers
+// Gloo could still write there.
+void Hierarchy::make_call(const Call& call) {
+  try {
+    dispatch(*this, call);
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
+    give_up(std::current_exception());
+    if (between) between->forget();
+    all.forget();
+    throw;
+  }
+  scratch.reset();
+}
+
+torch::Tensor Hierarchy::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& of_tensor) {
+  return allocate_shared(inside, sizes, of_tensor);
+}
+
+// ---- Groups
+
+std::unique_ptr<Transport> Hierarchy::group(const RankLists& lists) {
+  queue_.drain();
+  return transport_of(lists, subgroup_of(inside, topology.lists_on(machine, lists)), options);
+}
+
+std::unique_ptr<Transport> Hierarchy::separate(const RankLists& lists, std::chrono::milliseconds timeout) {
+  queue_.drain();
+  TransportOptions other = options;
+  other.timeout = timeout;
+  other.message_headers = false;
+  return transport_of(lists, separate_group_of(inside, topology.lists_on(machine, lists), timeout), other);
+}
+
+std::optional<shm::Group> Hierarchy::machine_group() {
+  queue_.drain();
+  return whole_group_of(inside);
+}
+
+// `members`: those of this rank's list that are on this machine.
+std::unique_ptr<Transport> Hierarchy::transport_of(const RankLists& lists, std::optional<shm::Group> members,
+                                                   const TransportOptions& like) {
+  const std::vector<int>& ranks = lists.begin()[rank];
+  const int made = groups_made_++;
+  if (ranks.empty()) return nullptr;
+  const Topology of_members = topology.of_group(ranks);
+  if (of_members.machines() == 1) return std::make_unique<SharedMemoryTransport>(std::move(*members));
+  return std::make_unique<Hierarchy>(std::move(*members), of_members, with_prefix(store_, prefix_of_group(made, ranks)),
+                                     options_of_group(like, ranks));
+}
+
+// ---- Losses
+
+void Hierarchy::fail(const std::string& reason) {
+  inside.poison(reason);
+  close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = options.describe})));
+}
+
+// A call ended with `error`: ends all waits of this rank and tells the others. The hierarchy is of no more use then.
 void Hierarchy::give_up(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -91,11 +195,6 @@ void Hierarchy::close(const std::exception_ptr& reason) {
   if (between) between->close(reason);
   all.close(reason);
   messages.close();
-}
-
-void Hierarchy::forget_transfers() {
-  if (between) between->forget();
-  all.forget();
 }
 
 }  // namespace lockstep

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/machines/hierarchy.h: this rank's connections on the two levels of a job on several machines, and what
-// happens when a rank is lost.
+// collective/machines/hierarchy.h: the transport for CPU tensors of ranks on several machines. A rank has connections
+// on two levels:
 //
 //   inside    the ranks of this machine, in shared memory
 //   between   a link to the ranks of the same local number on the other machines, one each
@@ -11,29 +11,18 @@
 // different calls (those that see it get MismatchError). What notices a loss: waits in shared memory, transfers, the
 // watchdog of `between` (link.h) and, where a machine has several ranks, the Watchdog below.
 //
-// Owns:    the connections; memory and transfers of the collective under way
-// Threads: one at a time; fail(), give_up() from any
-// Ranks:   all of all machines make theirs at the same time
+// Flow:    World -> here -> collectives.h, gloo_messages.h -> the links
+// Owns:    the shared memory's group, the connections; memory and transfers of the collective under way; a thread that
+//          makes started collectives in the order of their start
+// Threads: one at a time; fail() from any
+// Ranks:   all of all machines; machines may have different numbers of ranks
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <array>
-#include <cstddef>
-#include <exception>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
-#include <vector>
 
+#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/machines/gloo_messages.h"
-#include "lockstep/collective/machines/link.h"
-#include "lockstep/collective/machines/signature_check.h"
 #include "lockstep/collective/machines/topology.h"
-#include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/transport.h"
 
 namespace lockstep {
 
@@ -53,37 +42,39 @@ struct ChunkBuffers {
 // message that only this rank itself sends, in the destructor.
 class Watchdog {
  public:
-  using OnLoss = std::function<void(const std::exception_ptr&)>;
-
-  Watchdog(shm::Group& inside, OnLoss on_loss);
+  Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss);
   ~Watchdog();
 
  private:
   std::uint8_t goodbye_ = 0;
   shm::Group group_;
   FuturePtr heard_;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
-class Hierarchy {
+class Hierarchy : public Transport {
  public:
   // `group`: the ranks of this machine, in the order of their ranks. Blocks until this rank is connected to all others.
   // Throws RendezvousError.
-  Hierarchy(shm::Group group, const Topology& topology_of_ranks, const c10::intrusive_ptr<c10d::Store>& store,
-            const TransportOptions& options);
+  Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+            TransportOptions options_of_rank);
 
-  // This rank is done, in good order.
-  void leave();
+  // In good order, unless an exception is unwinding: then the others learn at once that this rank is gone.
+  ~Hierarchy() override;
 
-  // Ends all waits of this rank and tells the others: this rank has failed; a call ended with `error`. The hierarchy is
-  // of no more use then.
-  void fail(const std::string& reason);
-  void give_up(const std::exception_ptr& error);
+  // A collective runs on the calling thread, after those that were started before.
+  int run(const TensorCall& call) override;
 
-  // After give_up(): Gloo no longer touches the memory of any transfer. Until then it may, and write where the
-  // caller's arrays were.
-  void forget_transfers();
+  // A collective runs on the queue's worker thread: an exchange over the network goes on while the caller computes.
+  FuturePtr start(TensorCall call) override;
 
+  std::unique_ptr<Transport> group(const RankLists& lists) override;
+  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override;
+  torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
+  std::optional<shm::Group> machine_group() override;
+  void fail(const std::string& reason) override;
+
+  const TransportOptions options;
   const Topology topology;
   const int rank;
   const int machine;           // this rank's
@@ -91,7 +82,6 @@ class Hierarchy {
   const int smallest_machine;  // topology.smallest_machine()
   const std::vector<int> ranks_here;
 
-  SignatureCheck check;
   std::array<ChunkBuffers, 3> buffers;   // of three chunks in turn
   std::unique_ptr<std::byte[]> scratch;  // of the call under way
 
@@ -101,10 +91,18 @@ class Hierarchy {
   std::unique_ptr<MachineLink> between;  // null where this rank never owns a slice
 
  private:
+  std::unique_ptr<MachineLink> connect_counterparts() const;
+  FuturePtr start_message(const TensorCall& call, bool in_background);
+  void make_call(const Call& call);
+  void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);
+  std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> members,
+                                          const TransportOptions& like);
 
-  std::string describe_;
+  c10::intrusive_ptr<c10d::Store> store_;
   std::optional<Watchdog> watchdog_;
+  CallQueue queue_;
+  int groups_made_ = 0;
 };
 
 }  // namespace lockstep

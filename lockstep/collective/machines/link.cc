@@ -9,9 +9,14 @@ namespace lockstep {
 namespace {
 
 // Gloo keeps the order of transfers with one tag. Users' messages may share the connection: they use other tags
-// (gloo_messages.cc).
+// (gloo_messages.cc), odd ones and small ones.
 constexpr int kWatchTag = 0x7ffffffe;
-int gloo_tag(std::uint32_t tag) { return static_cast<int>(0x40000000 | tag % 0x1fffffff << 1); }
+constexpr int kCheckTag = 0x40000000;  // of the signatures themselves
+
+int tag_of(const Signature& signature) {
+  const std::string_view bytes(reinterpret_cast<const char*>(&signature), sizeof signature);
+  return static_cast<int>(kCheckTag | (1 + std::hash<std::string_view>()(bytes) % 0x1ffffffe) << 1);
+}
 
 // A peer that is still there takes the goodbye at once; Gloo never ends a send to one that has just closed its end.
 constexpr std::chrono::seconds kLongestGoodbye{1};
@@ -21,31 +26,27 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
 }
 
-std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
+std::string wants(int machine, const Signature& signature) {
+  return concat("machine ", machine, " wants ", to_string(signature));
+}
 
 }  // namespace
 
 MachineLink::MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun)
-    : options_(std::move(options)), noun_(std::move(noun)), gloo_(connect_gloo(store, options_)) {
+    : options_(std::move(options)), noun_(std::move(noun)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }
 
 MachineLink::~MachineLink() {
-  if (!watcher_.joinable()) return;
-  watched_->abort();
-  watcher_.join();
+  if (watched_) watched_->abort();  // ends the watcher
 }
 
 // ---- Losses, see Note [Who watches whom]
 
 void MachineLink::watch(OnLoss on_loss) {
   auto tensors = as_tensor(&goodbye_, 1);
-  try {
-    watched_ = issue_alone([&] { return gloo_->recv(tensors, next(), kWatchTag); });
-  } catch (const std::exception& error) {
-    throw_lost(next(), first_line(error));
-  }
-  watcher_ = std::thread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
+  watched_ = issue(next(), [&] { return gloo_->recv(tensors, next(), kWatchTag); });
+  watcher_ = std::jthread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
 }
 
 void MachineLink::watch_next(const OnLoss& on_loss) {
@@ -53,7 +54,7 @@ void MachineLink::watch_next(const OnLoss& on_loss) {
     watched_->wait(kAsLongAsTheLink);
   } catch (const std::exception& error) {
     if (failed_on_purpose()) return;
-    const auto reason = std::make_exception_ptr(lost(next(), first_line(error)));
+    const auto reason = std::make_exception_ptr(lost(next(), error));
     close(reason);
     on_loss(reason);
   }
@@ -62,14 +63,11 @@ void MachineLink::watch_next(const OnLoss& on_loss) {
 // This rank itself closed the connections, and whoever did knows why.
 bool MachineLink::failed_on_purpose() {
   const std::lock_guard lock(mutex_);
-  return leaving_ || closed_ || timed_out_ || (wait_ends_ && wait_ends_->passed());
+  return left_ || closed_ || timed_out_ || (wait_ends_ && wait_ends_->passed());
 }
 
 void MachineLink::leave() {
-  {
-    const std::lock_guard lock(mutex_);
-    leaving_ = true;
-  }
+  left_ = true;
   const std::byte goodbye{};
   auto tensors = as_tensor(&goodbye, 1);
   const int previous = (rank() + size() - 1) % size();
@@ -87,29 +85,59 @@ void MachineLink::close(std::exception_ptr reason) {
   gloo_->close();
 }
 
+// ---- Signatures
+
+void MachineLink::begin_check(const Signature& mine) {
+  signatures_.assign(size(), mine);
+  checks_.resize(size());
+  tag_ = kCheckTag;
+  for (const int peer : peers_) {
+    receive(peer, reinterpret_cast<std::byte*>(&signatures_[peer]), sizeof mine, checks_[peer]);
+    send(peer, reinterpret_cast<const std::byte*>(&signatures_[rank()]), sizeof mine, checks_[rank()]);
+  }
+  tag_ = tag_of(mine);
+}
+
+void MachineLink::check_peer(int peer) {
+  wait(checks_[peer]);
+  const Signature& mine = signatures_[rank()];
+  const Signature& theirs = signatures_[peer];
+  if (theirs == mine) return;
+  throw MismatchError({.what = concat(wants(rank(), mine), ", ", wants(peer, theirs)),
+                       .likely = "ranks that do not make the same calls in the same order",
+                       .next = "compare the programs and their inputs on both machines"});
+}
+
+void MachineLink::finish_check() {
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank()) check_peer(peer);
+  wait(checks_[rank()]);
+}
+
 // ---- Transfers
 
 void MachineLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
   if (bytes == 0) return;
   auto tensors = as_tensor(data, bytes);
-  const auto issue = [&] { return gloo_->send(tensors, peer, gloo_tag(tag_)); };
-  start(peer, issue, transfers);
+  start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
 }
 
 void MachineLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
   if (bytes == 0) return;
   auto tensors = as_tensor(data, bytes);
-  const auto issue = [&] { return gloo_->recv(tensors, peer, gloo_tag(tag_)); };
-  start(peer, issue, transfers);
+  start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
 }
 
-void MachineLink::start(int peer, const std::function<C10dWork()>& issue, Transfers& transfers) {
-  C10dWork work;
-  try {
-    work = issue_alone(issue);
-  } catch (const std::exception& error) {
-    throw_lost(peer, first_line(error));
-  }
+C10dWork MachineLink::issue(int peer, const Issue& transfer) try {
+  return issue_alone(transfer);
+} catch (const std::exception& error) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) std::rethrow_exception(closed_);
+  throw lost(peer, error);
+}
+
+void MachineLink::start(int peer, Transfers& transfers, const Issue& transfer) {
+  C10dWork work = issue(peer, transfer);
   const std::lock_guard lock(mutex_);
   if (closed_) work->abort();
   under_way_[++started_] = {peer, std::move(work)};
@@ -121,36 +149,27 @@ void MachineLink::wait(Transfers& transfers) {
   transfers.clear();
 }
 
-void MachineLink::wait_for(std::uint64_t number) {
-  const Transfer transfer = begin_wait(number);
-  bool done = false;
-  std::string trouble = "the connection was closed";
-  try {
-    done = transfer.work->wait();
-  } catch (const std::exception& error) {
-    trouble = first_line(error);
-  }
-  end_wait(number, transfer.peer, done, trouble);
-}
-
-MachineLink::Transfer MachineLink::begin_wait(std::uint64_t number) {
-  const std::lock_guard lock(mutex_);
-  const auto transfer = under_way_.find(number);
-  if (transfer == under_way_.end()) std::rethrow_exception(closed_);  // forgotten, after an error
-  wait_ends_ = Deadline::after(options_.timeout);
-  return transfer->second;
-}
-
 // A wait that timed out made Gloo close the connections: its peer is to blame, whatever close() was given since.
-void MachineLink::end_wait(std::uint64_t number, int peer, bool done, const std::string& trouble) {
-  const std::lock_guard lock(mutex_);
+void MachineLink::wait_for(std::uint64_t number) {
+  std::unique_lock lock(mutex_);
+  const auto found = under_way_.find(number);
+  if (found == under_way_.end()) std::rethrow_exception(closed_);  // forgotten, after an error
+  const Transfer transfer = found->second;
+  wait_ends_ = Deadline::after(options_.timeout);
+  lock.unlock();
+  std::exception_ptr loss;
+  try {
+    if (!transfer.work->wait()) throw std::runtime_error("the connection was closed");
+  } catch (const std::exception& error) {
+    loss = std::make_exception_ptr(lost(transfer.peer, error));
+  }
+  lock.lock();
   const bool late = wait_ends_->passed();
   wait_ends_.reset();
   under_way_.erase(number);
-  if (done) return;
+  if (!loss) return;
   timed_out_ = timed_out_ || late;
-  if (closed_ && !late) std::rethrow_exception(closed_);
-  throw lost(peer, trouble);
+  std::rethrow_exception(closed_ && !late ? closed_ : loss);
 }
 
 void MachineLink::forget() {
@@ -158,17 +177,11 @@ void MachineLink::forget() {
   under_way_.clear();
 }
 
-PeerLost MachineLink::lost(int peer, const std::string& trouble) const {
-  return PeerLost({.what = concat("lost ", noun_, " ", peer, " of ", options_.size, ": ", trouble),
+PeerLost MachineLink::lost(int peer, const std::exception& trouble) const {
+  return PeerLost({.what = concat("lost ", noun_, " ", peer, " of ", size(), ": ", split(trouble.what(), '\n').front()),
                    .here = options_.describe,
                    .likely = "a rank there died, failed or stopped; the launcher there names it",
                    .next = "run again with --resume to go on from the last checkpoint"});
-}
-
-void MachineLink::throw_lost(int peer, const std::string& trouble) {
-  const std::lock_guard lock(mutex_);
-  if (closed_) std::rethrow_exception(closed_);
-  throw lost(peer, trouble);
 }
 
 }  // namespace lockstep

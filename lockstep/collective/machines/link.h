@@ -18,25 +18,23 @@
 // A transfer that runs into its timeout makes Gloo close all connections of this machine, so the pending receive fails
 // too. That says nothing about the next machine: the caller that waited for the transfer reports the peer that did not
 // answer. The link tells the two cases apart by the clock: it notes when each wait ends at the latest.
+//
+// Note [Signatures]
+// Peers compare the signatures of their calls: Gloo ends the process when the two sides of a message differ in size.
+// Data does not wait for the comparison: transfers of calls with different signatures have different tags (hashes of
+// them), so they never meet. Only waits for data come after it. The ranks of one machine compare through shared memory
+// (MachineCollective::run_inside).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <cstddef>
-#include <cstdint>
-#include <exception>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <thread>
-#include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/transport.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -69,10 +67,13 @@ class MachineLink {
   const std::vector<int>& peers() const { return peers_; }
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
 
-  // From now on a transfer only meets one that the peer started under the same tag. Tags are hashes of signatures, so
-  // transfers of calls that differ never meet, and data may be sent before the signatures were compared
-  // (signature_check.h).
-  void set_tag(std::uint32_t tag) { tag_ = tag; }
+  // Begins a call: sends its signature, 24 bytes, to each peer. Transfers that are started afterwards belong to it.
+  // Does not block. See Note [Signatures].
+  void begin_check(const Signature& mine);
+
+  // Block until the signature of that peer, or of all, has arrived. Throw MismatchError, PeerLost.
+  void check_peer(int peer);
+  void finish_check();
 
   // Start a transfer and add it to `transfers`. Do not block. No bytes: nothing is started.
   void send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers);
@@ -89,28 +90,29 @@ class MachineLink {
   void close(std::exception_ptr reason);
 
  private:
+  using Issue = std::function<c10::intrusive_ptr<c10d::Work>()>;
   struct Transfer {
     int peer = 0;
     c10::intrusive_ptr<c10d::Work> work;
   };
 
-  void start(int peer, const std::function<c10::intrusive_ptr<c10d::Work>()>& issue, Transfers& transfers);
+  c10::intrusive_ptr<c10d::Work> issue(int peer, const Issue& transfer);
+  void start(int peer, Transfers& transfers, const Issue& transfer);
   void wait_for(std::uint64_t number);
-  Transfer begin_wait(std::uint64_t number);
-  void end_wait(std::uint64_t number, int peer, bool done, const std::string& trouble);
   void watch_next(const OnLoss& on_loss);
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
-  PeerLost lost(int peer, const std::string& trouble) const;
-  [[noreturn]] void throw_lost(int peer, const std::string& trouble);
+  PeerLost lost(int peer, const std::exception& trouble) const;
 
   TransportOptions options_;
   std::string noun_;
   std::vector<int> peers_;
-  std::uint32_t tag_ = 0;
   c10::intrusive_ptr<GlooConnection> gloo_;
-  std::mutex mutex_;  // guards the next six
-  bool leaving_ = false;
+  int tag_;                          // of the call under way
+  IntVector<Signature> signatures_;  // of each peer, and this rank's
+  IntVector<Transfers> checks_;      // the receive of each peer's signature; this rank's: all sends
+  std::atomic<bool> left_ = false;
+  std::mutex mutex_;  // guards the next five
   bool timed_out_ = false;
   std::optional<Deadline> wait_ends_;  // of the wait under way
   std::exception_ptr closed_;
@@ -118,7 +120,7 @@ class MachineLink {
   std::map<std::uint64_t, Transfer> under_way_;
   std::byte goodbye_{};  // from the next machine
   c10::intrusive_ptr<c10d::Work> watched_;
-  std::thread watcher_;
+  std::jthread watcher_;
 };
 
 }  // namespace lockstep

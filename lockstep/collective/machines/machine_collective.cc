@@ -5,32 +5,15 @@
 
 namespace lockstep {
 
-PartCounts counts_of(const Call& call, int ranks) {
-  return call.counts.empty() ? PartCounts(ranks, call.count) : PartCounts(call.counts);
-}
-
-MachineCollective::MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
-    : hierarchy_(hierarchy), call_(call), signature_(signature_of(call)), slices_(slices) {}
-
 shm::Part MachineCollective::slice_of(const shm::Part& range, int owner) const {
   if (owner >= slices_) return {range.begin + range.count, 0};
   const shm::Part slice = shm::Partition::even(range.count, slices_, kCacheLine / bytes(1))[owner];
   return {range.begin + slice.begin, slice.count};
 }
 
-void MachineCollective::begin_check() {
-  if (owns_slice()) hierarchy_.check.begin(link(), signature_);
-}
-
-void MachineCollective::finish_check() {
-  if (owns_slice()) hierarchy_.check.finish(link());
-}
-
 void MachineCollective::run_inside(std::size_t chunk, const Call& call) {
-  if (chunk == 0)
-    hierarchy_.inside.run_as(signature_, call);
-  else
-    hierarchy_.inside.run(call);
+  if (chunk > 0) return run_inside(call);
+  hierarchy_.inside.run_as(signature_, call);
 }
 
 void MachineCollective::reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/machines/machine_collective.h: the base of the collectives that cut an array into slices: all_reduce.cc,
-// broadcast.cc, and those of machine_parts.h.
+// collective/machines/machine_collective.h: the base of the collectives that cut an array into chunks and slices:
+// all_reduce.cc, broadcast.cc, and those of machine_parts.h.
 //
 // Slices: an array, chunk by chunk, is cut into S slices; S is at most the smallest number of ranks on one machine.
 // Local rank s < S of each machine owns slice s: it alone exchanges that slice, with the owners of slice s on the other
@@ -9,27 +9,44 @@
 // Flow:    collectives.h -> here -> collective/shm/ inside a machine, link.h between machines
 // Owns:    nothing; memory that transfers use belongs to Hierarchy, which outlives them also after an error
 // Threads: one at a time
-// Ranks:   all of all machines, in the same order
+// Ranks:   all of all machines, in the same order; all compute the same chunks and slices
 #pragma once
 
-#include <cstddef>
-#include <span>
-
-#include "lockstep/collective/call.h"
 #include "lockstep/collective/machines/hierarchy.h"
-#include "lockstep/collective/shm/partition.h"
 
 namespace lockstep {
 
-using PartCounts = IntVector<std::size_t>;
+// Bytes of a chunk of a reduction: an eighth of the array, so that its steps overlap, within limits.
+inline std::size_t chunk_bytes(std::size_t bytes) {
+  constexpr std::size_t kSmallest = std::size_t{512} << 10;
+  constexpr std::size_t kLargest = std::size_t{4} << 20;
+  constexpr std::size_t kChunksWanted = 8;
+  return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
+}
 
-// Elements of each rank's part.
-PartCounts counts_of(const Call& call, int ranks);
+// Slices of `bytes` bytes. A small array is one slice: more owners would only add messages.
+inline int slices_for(std::size_t bytes, int most) {
+  constexpr std::size_t kWorthDividing = std::size_t{256} << 10;
+  return bytes <= kWorthDividing ? 1 : most;
+}
+
+// An array of `count` elements in chunks of `most`; at least one chunk, which may be empty.
+struct Chunks {
+  std::size_t count;
+  std::size_t most;
+
+  std::size_t size() const { return std::max<std::size_t>(1, (count + most - 1) / most); }
+  shm::Part operator[](std::size_t chunk) const {
+    const std::size_t begin = chunk * most;
+    return {begin, std::min(most, count - begin)};
+  }
+};
 
 class MachineCollective {
  protected:
   // `slices`: S.
-  MachineCollective(Hierarchy& hierarchy, const Call& call, int slices);
+  MachineCollective(Hierarchy& hierarchy, const Call& call, int slices)
+      : hierarchy_(hierarchy), call_(call), signature_(signature_of(call)), slices_(slices) {}
 
   int machine() const { return hierarchy_.machine; }
   int machines() const { return hierarchy_.machines; }
@@ -47,8 +64,30 @@ class MachineCollective {
 
   // Owners compare the call's signature with the other machines': start to, and wait for it. Transfers may be started
   // in between, but not waited for. Throws MismatchError, PeerLost.
-  void begin_check();
-  void finish_check();
+  void begin_check() {
+    if (owns_slice()) link().begin_check(signature_);
+  }
+  void finish_check() {
+    if (owns_slice()) link().finish_check();
+  }
+
+  // A software pipeline: every stage works on every chunk, in order. In step t stage k works on chunk t - k, so that
+  // what stage k started for a chunk goes on while the stages work on other chunks; stage k+1 of that chunk then waits
+  // for it. A chunk's buffers are free again for the chunk that comes as many chunks later as there are stages. The
+  // check of the signatures is over before any stage but the first begins.
+  template <class... Stages>
+  void run_pipeline(std::size_t chunks, const Stages&... stages) {
+    begin_check();
+    for (std::size_t step = 0; step < chunks + sizeof...(stages) - 1; ++step) {
+      std::size_t stage = 0;
+      const auto take_turn = [&](const auto& work_on) {
+        if (stage <= step && step - stage < chunks) work_on(step - stage);
+        ++stage;
+      };
+      (take_turn(stages), ...);
+      if (step == 0) finish_check();
+    }
+  }
 
   // A collective inside the machine. In that of chunk 0 the machine's ranks compare the signature of the whole call:
   // what they do inside may be alike where the calls are not (a mean is a sum until the machines divide it).

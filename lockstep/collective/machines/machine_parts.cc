@@ -1,30 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/machine_parts.h"
 
-#include <algorithm>
-#include <numeric>
-
-#include "lockstep/base/cache_line.h"
-#include "lockstep/collective/machines/chunks.h"
-
 namespace lockstep {
 namespace {
 
 using shm::Part;
 
-Pieces parts_of(const PartCounts& counts) {
-  Pieces parts;
-  std::size_t begin = 0;
-  for (const std::size_t count : counts) {
-    parts.push_back({begin, count});
-    begin += count;
-  }
-  return parts;
-}
-
 std::size_t whole_bytes(const Hierarchy& hierarchy, const Call& call) {
-  const PartCounts counts = counts_of(call, hierarchy.topology.ranks());
-  return std::accumulate(counts.begin(), counts.end(), std::size_t{0}) * size_of(call.dtype);
+  return shm::Partition::of(call, hierarchy.topology.ranks()).total() * size_of(call.dtype);
 }
 
 // All pieces of a round together are a chunk.
@@ -39,9 +22,8 @@ MachineParts::MachineParts(Hierarchy& hierarchy, const Call& call, std::byte* wh
     : MachineCollective(hierarchy, call, slices_for(whole_bytes(hierarchy, call), hierarchy.smallest_machine)),
       whole_(whole),
       own_(own),
-      parts_(parts_of(counts_of(call, hierarchy.topology.ranks()))),
-      rounds_(rounds_of(counts_of(call, hierarchy.topology.ranks()), hierarchy.topology,
-                        piece_elements(hierarchy, call))) {}
+      parts_(shm::Partition::of(call, hierarchy.topology.ranks())),
+      rounds_(rounds_of(parts_, hierarchy.topology, piece_elements(hierarchy, call))) {}
 
 std::vector<Part> MachineParts::slices_of(std::size_t round, int owner, int except) const {
   std::vector<Part> slices;
@@ -50,8 +32,8 @@ std::vector<Part> MachineParts::slices_of(std::size_t round, int owner, int exce
   return slices;
 }
 
-PartCounts MachineParts::packed_counts(std::size_t round, int except) const {
-  PartCounts counts(local_size());
+IntVector<std::size_t> MachineParts::packed_counts(std::size_t round, int except) const {
+  IntVector<std::size_t> counts(local_size());
   for (int owner = 0; owner < local_size(); ++owner)
     for (const Part& slice : slices_of(round, owner, except)) counts[owner] += slice.count;
   return counts;
@@ -70,7 +52,7 @@ std::vector<std::size_t> MachineParts::shares_of(const Part& range) const {
 }
 
 std::byte* MachineParts::in_own(const Part& range) const {
-  const Part& mine = own_part();
+  const Part mine = own_part();
   return own_ + bytes(std::clamp(range.begin, mine.begin, mine.begin + mine.count) - mine.begin);
 }
 

@@ -12,11 +12,7 @@
 // Ranks:   all ranks compute the same rounds
 #pragma once
 
-#include <cstddef>
-#include <vector>
-
 #include "lockstep/collective/machines/machine_collective.h"
-#include "lockstep/collective/machines/topology.h"
 
 namespace lockstep {
 
@@ -27,13 +23,13 @@ class MachineParts : protected MachineCollective {
 
   std::size_t rounds() const { return rounds_.size(); }
   const shm::Part& piece(std::size_t round, int machine) const { return rounds_[round][machine]; }
-  const shm::Part& own_part() const { return parts_[hierarchy_.rank]; }
+  shm::Part own_part() const { return parts_[hierarchy_.rank]; }
 
   // The slices of `owner` in the pieces of all machines but `except`, in the order of the machines.
   std::vector<shm::Part> slices_of(std::size_t round, int owner, int except = kNoMachine) const;
 
   // For each local rank the elements of its slices together.
-  PartCounts packed_counts(std::size_t round, int except = kNoMachine) const;
+  IntVector<std::size_t> packed_counts(std::size_t round, int except = kNoMachine) const;
   std::size_t elements(std::size_t round) const;  // of all pieces
 
   // For each rank of this machine: how many elements of `range` belong to its part.
@@ -45,7 +41,7 @@ class MachineParts : protected MachineCollective {
  private:
   std::byte* whole_;
   std::byte* own_;
-  Pieces parts_;  // of each rank
+  shm::Partition parts_;  // of the ranks
   std::vector<Pieces> rounds_;
 };
 

@@ -12,9 +12,6 @@
 //
 // (n-1)/n * K leave each machine, in one network round. Invariant: every element is reduced by one rank, so its bits are
 // the same in every run.
-#include <cstring>
-
-#include "lockstep/collective/machines/chunks.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_parts.h"
 
@@ -31,13 +28,11 @@ class MachineReduceScatter : private MachineParts {
 
   // While round c is in steps 1 and 2, what c-1 sent is waited for, reduced and delivered.
   void run() {
-    begin_check();
     run_pipeline(
         rounds(),
         [this](std::size_t round) {
           reduce_inside(round);
           if (owns_slice()) send_to_owners(round);
-          if (round == 0) finish_check();
         },
         [this](std::size_t round) {
           if (owns_slice()) reduce_between(round);
@@ -54,7 +49,7 @@ class MachineReduceScatter : private MachineParts {
       for (int machine = 0; machine < machines(); ++machine) buffers.slices[machine] = in_whole(piece(round, machine));
       return;
     }
-    const PartCounts counts = packed_counts(round);
+    const IntVector<std::size_t> counts = packed_counts(round);
     std::byte* slice = grown(buffers.slice_memory, bytes(counts[local_rank()]));
     run_inside(round, {.operation = Operation::kReduceScatter,
                        .input = pack(round),
@@ -62,10 +57,8 @@ class MachineReduceScatter : private MachineParts {
                        .counts = counts.elements(),
                        .dtype = call_.dtype,
                        .op = op_inside()});
-    for (int machine = 0; machine < machines(); ++machine) {
-      buffers.slices[machine] = slice;
-      slice += bytes(own_slice(piece(round, machine)).count);
-    }
+    for (int machine = 0; machine < machines(); ++machine)
+      buffers.slices[machine] = std::exchange(slice, slice + bytes(own_slice(piece(round, machine)).count));
   }
 
   const std::byte* pack(std::size_t round) {

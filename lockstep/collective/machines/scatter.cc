@@ -2,18 +2,15 @@
 // scatter between machines: root sends each rank its part, in one round. Root sends all parts but its own, other ranks
 // nothing.
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/machines/exchange.h"
-#include "lockstep/collective/machines/machine_collective.h"
 
 namespace lockstep {
 
 void scatter(Hierarchy& hierarchy, const Call& call) {
   check_all_ranks(hierarchy, call);
   const PartCounts parts = counts_of(call, hierarchy.all.size());
-  const PartCounts none(parts.size());
-  PartCounts receive = none;
+  PartCounts receive(parts.size());
   receive[call.root] = parts[hierarchy.rank];
-  exchange(hierarchy, call, hierarchy.rank == call.root ? parts : none, receive);
+  exchange(hierarchy, call, hierarchy.rank == call.root ? parts : PartCounts(parts.size()), receive);
 }
 
 }  // namespace lockstep

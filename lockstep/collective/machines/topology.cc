@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/topology.h"
 
-#include <algorithm>
+#include <map>
 
 namespace lockstep {
 namespace {
@@ -9,25 +9,17 @@ namespace {
 using shm::Part;
 
 // The elements of one machine. Parts of consecutive ranks are one range.
-std::vector<Part> ranges_of(const IntVector<std::size_t>& counts, const Topology& topology, int machine) {
+std::vector<Part> ranges_of(const shm::Partition& parts, const Topology& topology, int machine) {
   std::vector<Part> ranges;
-  std::size_t begin = 0;
-  for (int rank = 0; rank < topology.ranks(); ++rank) {
-    const std::size_t count = counts[rank];
-    const bool continues = !ranges.empty() && ranges.back().begin + ranges.back().count == begin;
-    if (topology.machine_of[rank] == machine && continues) ranges.back().count += count;
-    if (topology.machine_of[rank] == machine && !continues && count > 0) ranges.push_back({begin, count});
-    begin += count;
+  for (const int rank : topology.ranks_on(machine)) {
+    const Part part = parts[rank];
+    const bool continues = !ranges.empty() && ranges.back().begin + ranges.back().count == part.begin;
+    if (continues)
+      ranges.back().count += part.count;
+    else if (part.count > 0)
+      ranges.push_back(part);
   }
   return ranges;
-}
-
-std::vector<Part> pieces_of(const std::vector<Part>& ranges, std::size_t most) {
-  std::vector<Part> pieces;
-  for (const Part& range : ranges)
-    for (std::size_t done = 0; done < range.count; done += most)
-      pieces.push_back({range.begin + done, std::min(most, range.count - done)});
-  return pieces;
 }
 
 }  // namespace
@@ -42,9 +34,7 @@ std::vector<int> Topology::ranks_on(int machine) const {
 }
 
 int Topology::local_rank(int rank) const {
-  int before = 0;
-  for (int other = 0; other < rank; ++other) before += machine_of[other] == machine_of[rank] ? 1 : 0;
-  return before;
+  return static_cast<int>(std::count(machine_of.begin(), machine_of.begin() + rank, machine_of[rank]));
 }
 
 int Topology::smallest_machine() const {
@@ -54,35 +44,33 @@ int Topology::smallest_machine() const {
 }
 
 Topology Topology::of_group(const std::vector<int>& ranks) const {
-  std::vector<int> known;
+  std::map<int, int> numbers;  // of this world's machines in the sub-world
   Topology group;
-  for (const int rank : ranks) {
-    const auto place = std::ranges::find(known, machine_of[rank]);
-    group.machine_of.push_back(static_cast<int>(place - known.begin()));
-    if (place == known.end()) known.push_back(machine_of[rank]);
-  }
+  for (const int rank : ranks)
+    group.machine_of.push_back(numbers.try_emplace(machine_of[rank], numbers.size()).first->second);
   return group;
 }
 
 std::vector<std::vector<int>> Topology::lists_on(int machine, const std::vector<std::vector<int>>& lists) const {
   std::vector<std::vector<int>> local;
-  int rank = 0;
-  for (const std::vector<int>& members : lists) {
-    if (machine_of[rank++] != machine) continue;
-    local.emplace_back();
-    for (const int member : members)
-      if (machine_of[member] == machine) local.back().push_back(local_rank(member));
+  for (const int rank : ranks_on(machine)) {
+    std::vector<int>& members = local.emplace_back();
+    for (const int member : lists[to_size(rank)])
+      if (machine_of[member] == machine) members.push_back(local_rank(member));
   }
   return local;
 }
 
-std::vector<Pieces> rounds_of(const IntVector<std::size_t>& counts, const Topology& topology, std::size_t most) {
+std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topology, std::size_t most) {
   const Pieces none(topology.machines());
   std::vector<Pieces> rounds{none};
   for (int machine = 0; machine < topology.machines(); ++machine) {
-    const std::vector<Part> pieces = pieces_of(ranges_of(counts, topology, machine), most);
-    if (rounds.size() < pieces.size()) rounds.resize(pieces.size(), none);
-    for (std::size_t round = 0; round < pieces.size(); ++round) rounds[round][machine] = pieces[round];
+    std::size_t round = 0;
+    for (const Part& range : ranges_of(parts, topology, machine))
+      for (std::size_t done = 0; done < range.count; done += most, ++round) {
+        if (round == rounds.size()) rounds.push_back(none);
+        rounds[round][machine] = {range.begin + done, std::min(most, range.count - done)};
+      }
   }
   return rounds;
 }

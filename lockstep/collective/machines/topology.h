@@ -6,9 +6,6 @@
 // Ranks:   all ranks compute the same
 #pragma once
 
-#include <cstddef>
-#include <vector>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/collective/shm/partition.h"
 
@@ -38,9 +35,9 @@ struct Topology {
 // travels to (or from) every machine, and all links are used at once.
 using Pieces = IntVector<shm::Part>;
 
-// Rounds that together have every element exactly once; at least one round. `counts`: elements of each rank's part.
-// `most`: elements of a piece.
-std::vector<Pieces> rounds_of(const IntVector<std::size_t>& counts, const Topology& topology, std::size_t most);
+// Rounds that together have every element exactly once; at least one round. `parts`: each rank's. `most`: elements of a
+// piece.
+std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topology, std::size_t most);
 
 // The intersection of two ranges. An empty one begins where it would.
 shm::Part common(const shm::Part& one, const shm::Part& other);

@@ -15,7 +15,7 @@ void expect_whole(const PartCounts& counts, const Topology& topology, std::size_
   std::vector<int> owner;
   for (int rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
   std::vector<int> seen(owner.size(), -1);
-  for (const Pieces& round : rounds_of(counts, topology, most))
+  for (const Pieces& round : rounds_of(shm::Partition::uneven(counts.elements()), topology, most))
     for (int machine = 0; machine < topology.machines(); ++machine) {
       const shm::Part& piece = round[machine];
       EXPECT_LE(piece.count, most);
@@ -40,8 +40,9 @@ TEST(Rounds, contain_every_element_once_with_its_machine) {
 }
 
 TEST(Rounds, merge_parts_of_consecutive_ranks) {
-  EXPECT_EQ(rounds_of({5, 5, 5, 5}, {{0, 0, 1, 1}}, 10).size(), 1);
-  EXPECT_EQ(rounds_of({5, 5, 5, 5}, {{0, 1, 0, 1}}, 10).size(), 2);
+  const auto parts = shm::Partition::equal(5, 4);
+  EXPECT_EQ(rounds_of(parts, {{0, 0, 1, 1}}, 10).size(), 1);
+  EXPECT_EQ(rounds_of(parts, {{0, 1, 0, 1}}, 10).size(), 2);
 }
 
 }  // namespace

@@ -1,9 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/shm/all_reduce_reference.h"
-
+// all_reduce as other systems do it, for comparison: central, ring and tree. The default one is in all_reduce.cc.
+//
+// All three work in place on one array of K bytes per rank that all ranks can reach: the output where it lies in an
+// arena or ranks are threads, else a copy in the arena. A rank's flag says which steps it has finished.
+//
+//   central  rank 0 reads all p arrays and writes its own (p+1 times K past one core); then p-1 ranks copy K each
+//   ring     2(p-1) steps of K/p: in step k rank r takes one part from its left neighbour, first adding, then copying
+//   tree     2 log2(p) steps of K: partners at distance 1, 2, 4, ... are added pairwise up to rank 0, then copied down
+//
+// ring and tree round float16 and bfloat16 after every step.
 #include <array>
 #include <bit>
 
+#include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
@@ -19,7 +28,7 @@ class SharedArrays {
     group_.begin(signature_of(call));
     mine_ = static_cast<std::byte*>(call.output);
     if (group_.locate(mine_, bytes_).kind == Place::Kind::kPrivate) {
-      copy_ = group_.machine().arena(group_.machine_rank(group_.rank()))->allocate(bytes_);
+      copy_ = group_.allocate(bytes_);
       mine_ = copy_.data();
     }
     copy_bytes(mine_, static_cast<const std::byte*>(call.input), bytes_);
@@ -39,8 +48,7 @@ class SharedArrays {
 
   // After step `steps - 1`: nobody returns before all are done with its array.
   void finish(std::uint32_t steps) {
-    group_.post_and_wait_all(steps);
-    group_.end(steps);
+    group_.finish(steps);
     copy_bytes(static_cast<std::byte*>(call_.output), mine_, bytes_);
   }
 

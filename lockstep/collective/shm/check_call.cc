@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/shm/check_call.h"
-
 #include <set>
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/error.h"

@@ -1,10 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/shm/exchange.h"
-
+// The collectives that move data and compute nothing: barrier, broadcast, all_gather, gather, scatter and all_to_all. Each
+// rank shows its input; each rank then copies what it wants of the others' inputs.
+//
+// A rank shows its K bytes in one of three ways, and its peers learn which from its announcement:
+//
+//   slot    at most 4 KiB: copied into its slot before it arrives; nobody waits again
+//   direct  memory that its peers can reach: they copy from where it lies, and the rank waits until all have
+//   staged  other memory: in chunks through its staging memory, one wait per chunk. Where all ranks want the same
+//           bytes a chunk is one piece; where each wants its own, a chunk has a lane per rank
+//
+// Memory traffic: one read and one write per byte and reader; twice that when staged.
 #include <algorithm>
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/thresholds.h"
@@ -13,37 +23,27 @@
 namespace lockstep::shm {
 namespace {
 
-struct Bytes {
-  std::size_t begin = 0;
-  std::size_t count = 0;
-};
-
-Bytes in_bytes(Part part, std::size_t element) { return {part.begin * element, part.count * element}; }
-
-// Which bytes this rank shows, and which it takes from each rank.
-struct Routes {
-  explicit Routes(const Call& call, int size)
+// Which bytes this rank shows, and which it takes from each rank: the fields are set first, then it runs.
+class Exchange {
+ public:
+  Exchange(GroupState& group, const Call& call)
       : input(static_cast<const std::byte*>(call.input)),
         output(static_cast<std::byte*>(call.output)),
-        taken(size),
-        found_at(size) {}
+        taken(group.size()),
+        found_at(group.size()),
+        group_(group),
+        element_(size_of(call.dtype)) {
+    group.begin(signature_of(call));
+  }
 
   const std::byte* input;
   std::size_t input_bytes = 0;  // 0: this rank shows nothing
-  IntVector<Bytes> given;       // of the input, to each rank; empty: all of it to all
+  IntVector<Part> given;        // of the input, to each rank; empty: all of it to all
   std::byte* output;
-  IntVector<Bytes> taken;           // of the output, from each rank; count 0: nothing
+  IntVector<Part> taken;            // of the output, from each rank; count 0: nothing
   IntVector<std::size_t> found_at;  // where in that rank's input it begins
 
-  bool all_alike() const { return given.empty(); }
-  std::size_t longest_message() const {
-    return all_alike() ? input_bytes : std::ranges::max(given, {}, &Bytes::count).count;
-  }
-};
-
-class Exchange {
- public:
-  Exchange(GroupState& group, const Routes& routes) : group_(group), routes_(routes) {}
+  Part bytes_of(Part elements) const { return {elements.begin * element_, elements.count * element_}; }
 
   void run() {
     arrive();
@@ -58,25 +58,22 @@ class Exchange {
   Place place_of(int peer) const { return group_.announcement(peer).input(); }
   void copy_at_once(int peer) const;
   void stream(std::size_t longest);
-  void copy_in(std::size_t chunk);
-  void copy_out(std::size_t chunk);
-  Bytes part_of_chunk(std::size_t bytes, std::size_t chunk) const;
+  void copy_in(std::size_t chunk, std::size_t lane_bytes) const;
+  void copy_out(std::size_t chunk, std::size_t lane_bytes) const;
 
   GroupState& group_;
-  const Routes& routes_;
-  std::size_t lane_ = 0;  // bytes
+  std::size_t element_;
 };
 
 void Exchange::arrive() {
   const Place place = show();
-  if (place.kind == Place::Kind::kSlot && group_.size() > 1)
-    copy_bytes(group_.slot(group_.rank()), routes_.input, routes_.input_bytes);
-  group_.arrive(place, {}, routes_.longest_message());
+  if (place.kind == Place::Kind::kSlot && group_.size() > 1) copy_bytes(group_.slot(group_.rank()), input, input_bytes);
+  group_.arrive(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
 }
 
 Place Exchange::show() const {
-  if (routes_.input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Place::Kind::kSlot};
-  return group_.locate(routes_.input, routes_.input_bytes);
+  if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Place::Kind::kSlot};
+  return group_.locate(input, input_bytes);
 }
 
 // Copies from all that show their input in a slot or in place, then streams from those that stage. All ranks see the
@@ -100,57 +97,50 @@ void Exchange::transfer() {
 }
 
 void Exchange::copy_at_once(int peer) const {
-  const Bytes taken = routes_.taken[peer];
-  if (taken.count == 0) return;
-  std::byte* const to = routes_.output + taken.begin;
-  const std::size_t offset = routes_.found_at[peer];
-  if (peer == group_.rank()) return copy_bytes(to, routes_.input + offset, taken.count);
+  const Part part = taken[peer];
+  if (part.count == 0) return;
+  std::byte* const to = output + part.begin;
+  const std::size_t offset = found_at[peer];
+  if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
   const Place place = place_of(peer);
-  if (place.kind == Place::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, taken.count);
+  if (place.kind == Place::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
   const GroupState::PeerAccess access(group_);
-  copy_bytes(to, group_.pointer(place, offset + taken.count) + offset, taken.count);
+  copy_bytes(to, group_.pointer(place, offset + part.count) + offset, part.count);
 }
 
 // Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
 // GroupState::stream says why no chunk is overwritten before it was read.
 void Exchange::stream(std::size_t longest) {
-  const auto lanes = static_cast<unsigned>(routes_.all_alike() ? 1 : group_.size());
-  lane_ = group_.staging_bytes() / lanes / kCacheLine * kCacheLine;
+  const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
   const bool mine = place_of(group_.rank()).kind == Place::Kind::kPrivate;
   if (mine) group_.make_staging();
-  const auto stage = [&](std::size_t chunk) {
-    if (mine) copy_in(chunk);
-  };
-  group_.stream((longest + lane_ - 1) / lane_, 1, stage, [&](std::size_t step) { copy_out(step - 1); });
+  group_.stream(
+      chunks_of(longest, lane_bytes), 1,
+      [&](std::size_t chunk) {
+        if (mine) copy_in(chunk, lane_bytes);
+      },
+      [&](std::size_t step) { copy_out(step - 1, lane_bytes); });
 }
 
-Bytes Exchange::part_of_chunk(std::size_t bytes, std::size_t chunk) const {
-  const std::size_t begin = std::min(bytes, chunk * lane_);
-  return {begin, std::min(lane_, bytes - begin)};
-}
-
-void Exchange::copy_in(std::size_t chunk) {
+void Exchange::copy_in(std::size_t chunk, std::size_t lane_bytes) const {
   std::byte* lane = group_.staging(group_.rank(), chunk);
-  if (routes_.all_alike()) {
-    const Bytes part = part_of_chunk(routes_.input_bytes, chunk);
-    return show_bytes(lane, routes_.input + part.begin, part.count);
+  if (given.empty()) {
+    const Part part = Part{0, input_bytes}.chunk(chunk, lane_bytes);
+    return show_bytes(lane, input + part.begin, part.count);
   }
-  for (int reader = 0; reader < group_.size(); ++reader, lane += lane_) {
+  for (int reader = 0; reader < group_.size(); ++reader, lane += lane_bytes) {
     if (reader == group_.rank()) continue;
-    const Bytes message = routes_.given[reader];
-    const Bytes part = part_of_chunk(message.count, chunk);
-    show_bytes(lane, routes_.input + message.begin + part.begin, part.count);
+    const Part part = given[reader].chunk(chunk, lane_bytes);
+    show_bytes(lane, input + part.begin, part.count);
   }
 }
 
-void Exchange::copy_out(std::size_t chunk) {
-  const std::size_t lane = routes_.all_alike() ? 0 : static_cast<unsigned>(group_.rank()) * lane_;
+void Exchange::copy_out(std::size_t chunk, std::size_t lane_bytes) const {
+  const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
   for (int peer = 0; peer < group_.size(); ++peer) {
     if (peer == group_.rank() || place_of(peer).kind != Place::Kind::kPrivate) continue;
-    const Bytes taken = routes_.taken[peer];
-    const Bytes part = part_of_chunk(taken.count, chunk);
-    if (part.count == 0) continue;
-    copy_bytes(routes_.output + taken.begin + part.begin, group_.staging(peer, chunk) + lane, part.count);
+    const Part part = taken[peer].chunk(chunk, lane_bytes);
+    if (part.count > 0) copy_bytes(output + part.begin, group_.staging(peer, chunk) + lane, part.count);
   }
 }
 
@@ -170,37 +160,35 @@ void check_pairs(const GroupState& group) {
     }
 }
 
-void all_to_all_even(GroupState& group, const Call& call, Routes& routes) {
-  const std::size_t message = call.count * size_of(call.dtype);
-  const Partition parts = Partition::equal(message, group.size());
-  routes.input_bytes = parts.total();
+void all_to_all_even(GroupState& group, const Call& call, Exchange& exchange) {
+  const Partition parts = Partition::equal(call.count, group.size());
+  exchange.input_bytes = parts.total() * size_of(call.dtype);
   for (int peer = 0; peer < group.size(); ++peer) {
-    routes.given[peer] = routes.taken[peer] = in_bytes(parts[peer], 1);
-    routes.found_at[peer] = parts[group.rank()].begin;
+    exchange.given[peer] = exchange.taken[peer] = exchange.bytes_of(parts[peer]);
+    exchange.found_at[peer] = exchange.bytes_of(parts[group.rank()]).begin;
   }
-  Exchange(group, routes).run();
+  exchange.run();
 }
 
 // Each rank also publishes what it sends to and expects from each: where its message begins in a sender's input is the
 // sum of what that one sends to the ranks before it.
-void all_to_all_uneven(GroupState& group, const Call& call, Routes& routes) {
+void all_to_all_uneven(GroupState& group, const Call& call, Exchange& exchange) {
   const std::size_t element = size_of(call.dtype);
   const Partition sends = Partition::uneven(call.counts);
   const Partition receives = Partition::uneven(call.receive_counts);
-  routes.input_bytes = sends.total() * element;
+  exchange.input_bytes = sends.total() * element;
   std::uint64_t* const published = group.counts(group.rank());
   for (int peer = 0; peer < group.size(); ++peer) {
-    routes.given[peer] = in_bytes(sends[peer], element);
-    routes.taken[peer] = in_bytes(receives[peer], element);
+    exchange.given[peer] = exchange.bytes_of(sends[peer]);
+    exchange.taken[peer] = exchange.bytes_of(receives[peer]);
     published[peer] = sends[peer].count;
     published[group.size() + peer] = receives[peer].count;
   }
-  Exchange exchange(group, routes);
   exchange.arrive();
   check_pairs(group);
   for (int peer = 0; peer < group.size(); ++peer) {
     const std::uint64_t* const sent = group.counts(peer);
-    routes.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
+    exchange.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
   }
   exchange.transfer();
 }
@@ -213,52 +201,46 @@ void barrier(GroupState& group) {
 }
 
 void broadcast(GroupState& group, const Call& call) {
-  group.begin(signature_of(call));
-  const std::size_t bytes = call.count * size_of(call.dtype);
-  Routes routes(call, group.size());
-  routes.input = routes.output;
+  Exchange exchange(group, call);
+  const Part all = exchange.bytes_of({0, call.count});
+  exchange.input = exchange.output;
   if (group.rank() == call.root)
-    routes.input_bytes = bytes;
+    exchange.input_bytes = all.count;
   else
-    routes.taken[call.root] = {0, bytes};
-  Exchange(group, routes).run();
+    exchange.taken[call.root] = all;
+  exchange.run();
 }
 
 void gather(GroupState& group, const Call& call) {
-  group.begin(signature_of(call));
-  const std::size_t element = size_of(call.dtype);
+  Exchange exchange(group, call);
   const Partition parts = Partition::of(call, group.size());
-  Routes routes(call, group.size());
-  routes.input_bytes = parts[group.rank()].count * element;
+  exchange.input_bytes = exchange.bytes_of(parts[group.rank()]).count;
   const bool wanted = call.operation != Operation::kGather || call.root == group.rank();
-  for (int peer = 0; peer < group.size() && wanted; ++peer) routes.taken[peer] = in_bytes(parts[peer], element);
-  Exchange(group, routes).run();
+  for (int peer = 0; peer < group.size() && wanted; ++peer) exchange.taken[peer] = exchange.bytes_of(parts[peer]);
+  exchange.run();
 }
 
 void scatter(GroupState& group, const Call& call) {
-  group.begin(signature_of(call));
-  const std::size_t element = size_of(call.dtype);
+  Exchange exchange(group, call);
   const Partition parts = Partition::of(call, group.size());
-  const Bytes mine = in_bytes(parts[group.rank()], element);
-  Routes routes(call, group.size());
-  routes.given.resize(group.size());
-  routes.taken[call.root] = {0, mine.count};
-  routes.found_at[call.root] = mine.begin;
+  const Part mine = exchange.bytes_of(parts[group.rank()]);
+  exchange.given.resize(group.size());
+  exchange.taken[call.root] = {0, mine.count};
+  exchange.found_at[call.root] = mine.begin;
   if (group.rank() == call.root) {
-    routes.input_bytes = parts.total() * element;
-    for (int peer = 0; peer < group.size(); ++peer) routes.given[peer] = in_bytes(parts[peer], element);
+    exchange.input_bytes = exchange.bytes_of({0, parts.total()}).count;
+    for (int peer = 0; peer < group.size(); ++peer) exchange.given[peer] = exchange.bytes_of(parts[peer]);
   }
-  Exchange(group, routes).run();
+  exchange.run();
 }
 
 void all_to_all(GroupState& group, const Call& call) {
-  group.begin(signature_of(call));
-  Routes routes(call, group.size());
-  routes.given.resize(group.size());
+  Exchange exchange(group, call);
+  exchange.given.resize(group.size());
   if (call.counts.empty())
-    all_to_all_even(group, call, routes);
+    all_to_all_even(group, call, exchange);
   else
-    all_to_all_uneven(group, call, routes);
+    all_to_all_uneven(group, call, exchange);
 }
 
 }  // namespace lockstep::shm

@@ -3,13 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/all_reduce.h"
-#include "lockstep/collective/shm/all_reduce_reference.h"
-#include "lockstep/collective/shm/check_call.h"
-#include "lockstep/collective/shm/exchange.h"
-#include "lockstep/collective/shm/group_factory.h"
+#include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
 #include "lockstep/error.h"
@@ -19,14 +16,11 @@ namespace lockstep::shm {
 // Destroyed in reverse order: first the mailbox, whose thread uses the rest.
 struct Group::Parts {
   Parts(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
-        std::chrono::milliseconds wait)
-      : timeout(wait), state(std::move(machine), area, std::move(ranks), rank, wait), mailbox(state, wait) {}
+        std::chrono::milliseconds timeout)
+      : state(std::move(machine), area, std::move(ranks), rank, timeout), mailbox(state, timeout) {}
 
-  bool is_whole_machine() const { return area_memory.data() == nullptr && !borrowed_area; }
-
-  std::chrono::milliseconds timeout;
-  Memory area_memory;          // of a sub-group, at its rank 0
-  bool borrowed_area = false;  // of a sub-group, at its other ranks
+  bool is_subgroup = false;
+  Memory area_memory;  // of a sub-group, at its rank 0
   bool left = false;
   GroupState state;
   Mailbox mailbox;
@@ -50,54 +44,47 @@ void carry_out(GroupState& state, const Call& call) {
   }
 }
 
-// What each rank of a group says about the sub-group that it wants to be in: size + 1 numbers, the first of which is the
-// offset of the control memory in the arena of the sub-group's rank 0; the others are its ranks, then -1.
-class SubgroupOffers {
- public:
-  SubgroupOffers(int size, const std::vector<int>& ranks) : words_(size + 1), mine_(words_, -1), all_(words_ * size) {
-    std::copy(ranks.begin(), ranks.end(), mine_.begin() + 1);
-  }
-
-  void exchange(GroupState& group, std::uint64_t offset) {
-    mine_[0] = static_cast<std::int64_t>(offset);
-    gather(group, {.operation = Operation::kSubgroup,
-                   .input = mine_.data(),
-                   .output = all_.data(),
-                   .count = mine_.elements().size(),
-                   .dtype = DType::kInt64});
-    for (int rank = 0; rank < group.size(); ++rank)
-      for (const int member : list_of(rank))
-        if (list_of(member) != list_of(rank)) disagree(group, rank, member);
-  }
-
-  std::uint64_t offset_from(int rank) const { return static_cast<std::uint64_t>(all_[rank * words_]); }
-
- private:
-  std::vector<int> list_of(int rank) const {
-    std::vector<int> list;
-    for (int i = 1; i < words_ && all_[rank * words_ + i] >= 0; ++i)
-      list.push_back(static_cast<int>(all_[rank * words_ + i]));
-    return list;
-  }
-
-  [[noreturn]] void disagree(const GroupState& group, int one, int other) const {
-    throw MismatchError({.what = concat("rank ", one, " wants a sub-group of ", text_of(one), ", rank ", other,
-                                        " one of ", text_of(other)),
-                         .here = group.here(),
-                         .likely = "ranks that compute their groups from different numbers",
-                         .next = "give the same list on all its ranks; other lists may not overlap it"});
-  }
-
-  std::string text_of(int rank) const { return "ranks " + join(list_of(rank), ", "); }
-
-  int words_;
-  IntVector<std::int64_t> mine_;
-  IntVector<std::int64_t> all_;
+// What a rank of a group says about the sub-group that it wants to be in.
+struct Offer {
+  std::uint64_t offset = 0;  // of the control memory, in the arena of the sub-group's rank 0
+  std::vector<int> ranks;
 };
+
+// A rank sends size + 1 numbers: the offset, its list, then -1.
+IntVector<Offer> exchange_offers(GroupState& group, const Offer& mine) {
+  const int words = group.size() + 1;
+  IntVector<std::int64_t> sent(words, -1);
+  IntVector<std::int64_t> received(words * group.size());
+  sent[0] = static_cast<std::int64_t>(mine.offset);
+  std::ranges::copy(mine.ranks, sent.begin() + 1);
+  gather(group, {.operation = Operation::kSubgroup,
+                 .input = sent.data(),
+                 .output = received.data(),
+                 .count = sent.elements().size(),
+                 .dtype = DType::kInt64});
+  IntVector<Offer> offers(group.size());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto begin = received.begin() + rank * words;
+    offers[rank] = {static_cast<std::uint64_t>(*begin), {begin + 1, std::find(begin + 1, begin + words, -1)}};
+  }
+  return offers;
+}
+
+void check_offers(const GroupState& group, const IntVector<Offer>& offers) {
+  const auto list = [&](int rank) { return concat("ranks ", join(offers[rank].ranks, ", ")); };
+  for (int rank = 0; rank < group.size(); ++rank)
+    for (const int member : offers[rank].ranks)
+      if (offers[member].ranks != offers[rank].ranks)
+        throw MismatchError({.what = concat("rank ", rank, " wants a sub-group of ", list(rank), ", rank ", member,
+                                            " one of ", list(member)),
+                             .here = group.here(),
+                             .likely = "ranks that compute their groups from different numbers",
+                             .next = "give the same list on all its ranks; other lists may not overlap it"});
+}
 
 Memory make_area(GroupState& state, int size) {
   const std::size_t bytes = GroupArea::bytes(size);
-  Memory memory = state.machine().arena(state.machine_rank(state.rank()))->allocate(bytes);
+  Memory memory = state.allocate(bytes);
   std::memset(memory.data(), 0, bytes);
   memory.as<GroupHeader>()->users.store(static_cast<unsigned>(size));
   return memory;
@@ -105,11 +92,11 @@ Memory make_area(GroupState& state, int size) {
 
 }  // namespace
 
-Group GroupFactory::make(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout) {
-  std::vector<int> ranks;
-  for (int i = 0; i < machine->size(); ++i) ranks.push_back(i);
+Group::Group(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout) {
+  std::vector<int> ranks(static_cast<unsigned>(machine->size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
   const GroupArea area = machine->group_area();
-  return Group(std::make_unique<Group::Parts>(std::move(machine), area, std::move(ranks), rank, timeout));
+  parts_ = std::make_unique<Parts>(std::move(machine), area, std::move(ranks), rank, timeout);
 }
 
 Group::Group(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
@@ -125,15 +112,15 @@ Group::~Group() {
   cancel();
   const std::shared_ptr<Machine> machine = parts_->state.shared_machine();
   const GroupArea area = parts_->state.area();
-  const bool counted = !parts_->is_whole_machine();
+  const bool is_subgroup = parts_->is_subgroup;
   Memory area_memory = std::move(parts_->area_memory);
   parts_.reset();
-  if (counted) area.header().users.fetch_sub(1);
+  if (is_subgroup) area.header().users.fetch_sub(1);
   if (area_memory.data() != nullptr) machine->retire(std::move(area_memory));
 }
 
 void Group::cancel() {
-  if (parts_->is_whole_machine() && !parts_->left) poison("it went away without leave(), after an error or by mistake");
+  if (!parts_->is_subgroup && !parts_->left) poison("it went away without leave(), after an error or by mistake");
   parts_->state.waiter().cancel();
 }
 
@@ -141,7 +128,7 @@ void Group::leave() {
   parts_->mailbox.drain();
   parts_->left = true;
   const GroupState& state = parts_->state;
-  if (parts_->is_whole_machine()) state.machine().seat(state.machine_rank(state.rank())).state.store(Seat::kLeft);
+  if (!parts_->is_subgroup) state.machine().seat(state.machine_rank(state.rank())).state.store(Seat::kLeft);
 }
 
 int Group::rank() const { return parts_->state.rank(); }
@@ -149,20 +136,14 @@ int Group::size() const { return parts_->state.size(); }
 int Group::job_rank(int rank) const { return parts_->state.job_rank(rank); }
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
-  parts_->timeout = timeout;
   parts_->state.waiter().set_timeout(timeout);
   parts_->mailbox.set_timeout(timeout);
 }
 
-Memory Group::allocate(std::size_t bytes) {
-  const GroupState& state = parts_->state;
-  return state.machine().arena(state.machine_rank(state.rank()))->allocate(bytes);
-}
+Memory Group::allocate(std::size_t bytes) { return parts_->state.allocate(bytes); }
 
 std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes) {
-  const GroupState& state = parts_->state;
-  const auto owner = static_cast<std::uint16_t>(state.machine_rank(rank));
-  return state.machine().pointer({.kind = Place::Kind::kArena, .owner = owner, .at = offset}, bytes);
+  return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
 }
 
 int Group::run(const Call& call) {
@@ -186,23 +167,22 @@ FuturePtr Group::start(const Call& message) {
 std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
   check_subgroup(ranks, size());
   GroupState& state = parts_->state;
-  const auto place = std::find(ranks.begin(), ranks.end(), rank());
-  const int new_rank = place == ranks.end() ? -1 : static_cast<int>(place - ranks.begin());
-  SubgroupOffers offers(size(), ranks);
+  const int new_size = static_cast<int>(ranks.size());
+  const int new_rank = static_cast<int>(std::ranges::find(ranks, rank()) - ranks.begin());
+  IntVector<Offer> offers;
   Memory area;
   state.run({}, [&] {
-    if (new_rank == 0) area = make_area(state, static_cast<int>(ranks.size()));
-    offers.exchange(state, area.offset());
+    if (new_rank == 0) area = make_area(state, new_size);
+    offers = exchange_offers(state, {area.offset(), ranks});
+    check_offers(state, offers);
   });
-  if (new_rank < 0) return std::nullopt;
-  const int leader = ranks.front();
-  std::byte* const base =
-      peer_memory(leader, offers.offset_from(leader), GroupArea::bytes(static_cast<int>(ranks.size())));
+  if (new_rank == new_size) return std::nullopt;
+  std::byte* const base = peer_memory(ranks.front(), offers[ranks.front()].offset, GroupArea::bytes(new_size));
   std::vector<int> machine_ranks;
-  for (const int member : ranks) machine_ranks.push_back(state.machine_rank(member));
-  auto parts = std::make_unique<Parts>(state.shared_machine(), GroupArea(base, static_cast<int>(ranks.size())),
-                                       std::move(machine_ranks), new_rank, parts_->timeout);
-  parts->borrowed_area = new_rank != 0;
+  for (const int rank : ranks) machine_ranks.push_back(state.machine_rank(rank));
+  auto parts = std::make_unique<Parts>(state.shared_machine(), GroupArea(base, new_size), std::move(machine_ranks),
+                                       new_rank, state.waiter().timeout());
+  parts->is_subgroup = true;
   parts->area_memory = std::move(area);
   return Group(std::move(parts));
 }
@@ -211,7 +191,7 @@ void Group::poison(const std::string& reason) {
   const GroupState& state = parts_->state;
   const int rank = state.machine_rank(state.rank());
   state.machine().poison_if_any_died();  // then this rank failed for that reason
-  state.machine().poison(Cause::kFailed, rank, concat(state.machine().name(rank), " failed: ", reason),
+  state.machine().poison(Cause::kFailed, concat(state.machine().name(rank), " failed: ", reason),
                          state.machine().describe(rank));
 }
 

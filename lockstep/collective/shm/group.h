@@ -41,8 +41,12 @@
 
 namespace lockstep::shm {
 
+class Machine;
+
 class Group {
  public:
+  // Of all ranks of `machine`, which have taken their seats.
+  Group(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout);
   Group(Group&&) noexcept;
   Group& operator=(Group&&) noexcept;
 
@@ -104,7 +108,6 @@ class Group {
   void poison(const std::string& reason);
 
  private:
-  friend struct GroupFactory;
   struct Parts;
   explicit Group(std::unique_ptr<Parts> parts);
   int run_as_operation(Operation operation, Call& call) {

@@ -79,14 +79,12 @@ void GroupState::wait_all(std::uint32_t step) {
 
 void GroupState::make_staging() {
   if (staging_.data() != nullptr) return;
-  staging_ = machine_->arena(machine_rank(rank_))->allocate(kStagingChunks * staging_bytes());
+  staging_ = allocate(kStagingChunks * staging_bytes());
   area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
 }
 
 std::byte* GroupState::staging(int rank, std::size_t chunk) const {
-  const Place place{.kind = Place::Kind::kArena,
-                    .owner = static_cast<std::uint16_t>(machine_rank(rank)),
-                    .at = area_.progress(rank).staging.load(std::memory_order_relaxed)};
+  const Place place = place_in(machine_rank(rank), area_.progress(rank).staging.load(std::memory_order_relaxed));
   return machine_->pointer(place, kStagingChunks * staging_bytes()) + chunk % kStagingChunks * staging_bytes();
 }
 
@@ -99,7 +97,7 @@ void GroupState::after_failure() const {
     return;
   } catch (const PeerLost&) {
   } catch (const std::exception& error) {
-    machine_->poison(Cause::kFailed, machine_rank(rank_), concat(name(rank_), " failed"), error.what());
+    machine_->poison(Cause::kFailed, concat(name(rank_), " failed"), error.what());
   }
   for (int peer = 0; peer < size() && machine_->shares_ordinary_memory(); ++peer)
     while (area_.progress(peer).accesses.load() != 0) ::sched_yield();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/group_state.h: one rank's side of one group: how it enters a collective with the others, and the steps
-// they take together. The collectives (all_reduce.h, exchange.h, all_reduce_reference.h) are written in these verbs.
+// they take together. The collectives (collectives.h) are written in these verbs.
 //
 //   begin(signature)     collective number s of the group begins; slot and counts of s may be written
 //   arrive(in, out)      announces signature and places in one cache line, waits for all others, compares signatures
@@ -67,22 +67,27 @@ class GroupState final : public Narrator {
   void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
   void wait_for(int peer, std::uint32_t step);
   void wait_all(std::uint32_t step);
-  void post_and_wait_all(std::uint32_t step) {
-    post(step);
-    wait_all(step);
-  }
   void end(std::uint32_t steps) { phase_ += steps; }
+  void finish(std::uint32_t steps) {  // once all ranks have posted the last one
+    post(steps);
+    wait_all(steps);
+    end(steps);
+  }
 
   const Announcement& announcement(int peer) const { return area_.announcement(peer, sequence_); }
   std::byte* slot(int peer) const { return area_.slot(peer, sequence_); }
   std::uint64_t* counts(int peer) const { return area_.counts(peer, sequence_); }
 
+  Memory allocate(std::size_t bytes) const { return machine_->arena(machine_rank(rank_))->allocate(bytes); }
   Place locate(const void* address, std::size_t bytes) const { return machine_->locate(address, bytes); }
   std::byte* pointer(Place place, std::size_t bytes) const { return machine_->pointer(place, bytes); }
 
   // Staging memory, kStagingChunks chunks of staging_bytes() in turn. The own memory is made at first use and announced
   // by the next post().
   std::size_t staging_bytes() const { return machine_->staging_bytes(); }
+  std::size_t lane_bytes(int lanes) const {
+    return staging_bytes() / static_cast<unsigned>(lanes) / kCacheLine * kCacheLine;
+  }
   void make_staging();
   std::byte* staging(int rank, std::size_t chunk) const;
 

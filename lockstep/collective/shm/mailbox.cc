@@ -9,10 +9,7 @@
 namespace lockstep::shm {
 
 Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
-    : group_(group),
-      timeout_(timeout),
-      waiter_(group.machine(), group.machine_rank(group.rank()), *this, timeout),
-      sent_(group.size()) {}
+    : group_(group), waiter_(group.machine(), group.machine_rank(group.rank()), *this, timeout), sent_(group.size()) {}
 
 Mailbox::~Mailbox() {
   {
@@ -27,7 +24,6 @@ Mailbox::~Mailbox() {
 
 void Mailbox::set_timeout(std::chrono::milliseconds timeout) {
   drain();
-  timeout_ = timeout;
   waiter_.set_timeout(timeout);
 }
 
@@ -37,7 +33,7 @@ int Mailbox::machine_rank_of(const Transfer& transfer) const {
 
 // On the calling thread, unless others are under way that it must not overtake.
 int Mailbox::run(const Call& call) {
-  std::unique_ptr<Transfer> transfer = make_transfer(group_, call, sent_);
+  Transfer transfer(group_, call, sent_);
   std::unique_lock lock(mutex_);
   if (!items_.empty()) {
     lock.unlock();
@@ -45,26 +41,27 @@ int Mailbox::run(const Call& call) {
     future->wait();
     return future->source();
   }
-  doing_ = transfer->describe();
+  doing_ = transfer.describe();
   lock.unlock();
   waiter_.begin_call(call.timeout);
   try {
     if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
-    waiter_.until(bell(), machine_rank_of(*transfer), [&] { return transfer->progress(); });
+    waiter_.until(bell(), machine_rank_of(transfer), [&] { return transfer.progress(); });
   } catch (...) {
     group_.after_failure();
     throw;
   }
-  return transfer->source;
+  return transfer.source();
 }
 
-FuturePtr Mailbox::start(const Call& call) { return enqueue(make_transfer(group_, call, sent_), call.timeout); }
+FuturePtr Mailbox::start(const Call& call) { return enqueue(Transfer(group_, call, sent_), call.timeout); }
 
-FuturePtr Mailbox::enqueue(std::unique_ptr<Transfer> transfer, std::chrono::milliseconds timeout) {
+FuturePtr Mailbox::enqueue(Transfer transfer, std::chrono::milliseconds timeout) {
   auto completion = std::make_shared<Completion>();
   {
     const std::lock_guard lock(mutex_);
-    items_.push_back({std::move(transfer), completion, Deadline::after(timeout.count() > 0 ? timeout : timeout_)});
+    items_.push_back(
+        {std::move(transfer), completion, Deadline::after(timeout.count() > 0 ? timeout : waiter_.timeout())});
     if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     changed_.notify_all();
   }
@@ -99,8 +96,8 @@ bool Mailbox::begin_round() {
   changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
   if (items_.empty()) return false;
   const Item& oldest = items_.front();
-  doing_ = oldest.transfer->describe();
-  waiting_for_ = machine_rank_of(*oldest.transfer);
+  doing_ = oldest.transfer.describe();
+  waiting_for_ = machine_rank_of(oldest.transfer);
   waiter_.begin_call(oldest.deadline);
   return true;
 }
@@ -115,11 +112,11 @@ bool Mailbox::progress_all() {
   std::vector<const Transfer*> unfinished;
   bool any = false;
   for (Item* const item : items) {
-    const bool must_wait = std::ranges::any_of(unfinished, [&](auto* one) { return one->holds_up(*item->transfer); });
+    const bool must_wait = std::ranges::any_of(unfinished, [&](auto* one) { return one->holds_up(item->transfer); });
     if (!must_wait && step(*item))
       any = true;
     else
-      unfinished.push_back(item->transfer.get());
+      unfinished.push_back(&item->transfer);
   }
   const std::lock_guard lock(mutex_);
   items_.remove_if([](const Item& item) { return item.completion->done(); });
@@ -130,8 +127,8 @@ bool Mailbox::progress_all() {
 // A disagreement ends the one transfer; anything else ends all.
 bool Mailbox::step(Item& item) {
   try {
-    if (!item.transfer->progress()) return false;
-    item.completion->complete(nullptr, item.transfer->source);
+    if (!item.transfer.progress()) return false;
+    item.completion->complete(nullptr, item.transfer.source());
   } catch (const MismatchError&) {
     item.completion->complete(std::current_exception());
   }

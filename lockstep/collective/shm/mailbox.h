@@ -40,12 +40,12 @@ class Mailbox final : public Narrator {
 
  private:
   struct Item {
-    std::unique_ptr<Transfer> transfer;
+    Transfer transfer;
     std::shared_ptr<Completion> completion;
     Deadline deadline;
   };
 
-  FuturePtr enqueue(std::unique_ptr<Transfer> transfer, std::chrono::milliseconds timeout);
+  FuturePtr enqueue(Transfer transfer, std::chrono::milliseconds timeout);
   Flag& bell() const { return group_.area().progress(group_.rank()).bell; }
   int machine_rank_of(const Transfer& transfer) const;
 
@@ -56,7 +56,6 @@ class Mailbox final : public Narrator {
   void fail_all(const std::exception_ptr& error);
 
   GroupState& group_;
-  std::chrono::milliseconds timeout_;
   Waiter waiter_;
   int waiting_for_ = kNobody;
   IntVector<std::uint32_t> sent_;  // messages so far, to each rank

@@ -16,9 +16,17 @@
 namespace lockstep::shm {
 
 struct Part {
-  std::size_t begin = 0;  // elements
+  std::size_t begin = 0;  // elements, or bytes
   std::size_t count = 0;
+
+  // Chunk number `index` of those that have `most` elements each; the last one may be shorter, or empty.
+  Part chunk(std::size_t index, std::size_t most) const {
+    const std::size_t skipped = std::min(count, index * most);
+    return {begin + skipped, std::min(most, count - skipped)};
+  }
 };
+
+inline std::size_t chunks_of(std::size_t count, std::size_t most) { return (count + most - 1) / most; }
 
 class Partition {
  public:

@@ -2,6 +2,7 @@
 #include "lockstep/collective/shm/reduce_kernels.h"
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -10,10 +11,6 @@
 namespace lockstep::shm {
 
 using Kernel = void (*)(const Reduction&);
-
-namespace avx512 {
-Kernel kernel_for(DType dtype, ReduceOp op);  // reduce_kernels_avx512.cc
-}
 
 }  // namespace lockstep::shm
 
@@ -24,6 +21,28 @@ Kernel kernel_for(DType dtype, ReduceOp op);  // reduce_kernels_avx512.cc
 #define LOCKSTEP_VECTOR_BYTES 16
 #endif
 #include "lockstep/collective/shm/reduce_kernels_body.h"
+
+// The same with 64-byte vectors, or what the machine has. Nothing there may run before the processor was asked.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define LOCKSTEP_KERNELS avx512
+#define LOCKSTEP_VECTOR_BYTES 64
+#include "lockstep/collective/shm/reduce_kernels_body.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#else
+namespace lockstep::shm::avx512 {
+using baseline::kernel_for;
+}
+#endif
 
 namespace lockstep::shm {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/reduce_kernels_body.h: the kernels themselves, compiled once per instruction set.
 //
-// Included by reduce_kernels.cc and reduce_kernels_avx512.cc, which say in which namespace (LOCKSTEP_KERNELS) and with
-// how many bytes a vector (LOCKSTEP_VECTOR_BYTES), and have included everything this needs. It calls no function of the
-// standard library: one compiled for a newer processor could end up in a program that runs on an older one.
+// Included by reduce_kernels.cc, which says in which namespace (LOCKSTEP_KERNELS) and with how many bytes a vector
+// (LOCKSTEP_VECTOR_BYTES), and has included everything this needs. It calls no function of the standard library: one
+// compiled for a newer processor could end up in a program that runs on an older one.
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -16,170 +16,125 @@ constexpr std::size_t kUnroll = 4;  // vectors in flight
 
 #define LOCKSTEP_INLINE inline __attribute__((always_inline))
 
-// An element that is computed with as it is stored.
-template <class T>
+template <class Vector>
+LOCKSTEP_INLINE Vector load_vector(const std::byte* from) {
+  Vector value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class Vector>
+LOCKSTEP_INLINE void store_vector(std::byte* to, Vector value) {
+  __builtin_memcpy(to, &value, sizeof value);
+}
+
+// An element that is computed with as it is stored, and divided as a Quotient: sums of integers are taken unsigned,
+// because they may wrap.
+template <class T, class Quotient = T>
 struct Plain {
   static constexpr std::size_t kBytes = sizeof(T);
   static constexpr std::size_t kLanes = kVectorBytes / sizeof(T);
-  using Scalar = T;
   typedef T Vector __attribute__((vector_size(kVectorBytes)));
 
-  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
-    Vector value;
-    __builtin_memcpy(&value, from, sizeof value);
-    return value;
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) { return load_vector<Vector>(from); }
+  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) { store_vector(to, value); }
+  static LOCKSTEP_INLINE Vector divide(Vector total, int divisor) {
+    if constexpr (std::is_floating_point_v<T>) return total / static_cast<T>(divisor);
+    for (std::size_t lane = 0; lane < kLanes; ++lane)
+      total[lane] = static_cast<T>(static_cast<std::int64_t>(static_cast<Quotient>(total[lane])) / divisor);
+    return total;
   }
-  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) { __builtin_memcpy(to, &value, sizeof value); }
 };
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef std::uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
 
-struct BFloat16 {
+// An element of 16 bits that is computed with as a float.
+struct Half {
   static constexpr std::size_t kBytes = 2;
   static constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
-  using Scalar = float;
   using Vector = Floats;
 
-  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
-    Halves halves;
-    __builtin_memcpy(&halves, from, sizeof halves);
-    const Words words = __builtin_convertvector(halves, Words) << 16;
-    return (Vector)words;
+  static LOCKSTEP_INLINE Words load_words(const std::byte* from) {
+    return __builtin_convertvector(load_vector<Halves>(from), Words);
   }
+  static LOCKSTEP_INLINE void store_words(std::byte* to, Words words) {
+    store_vector(to, __builtin_convertvector(words, Halves));
+  }
+  static LOCKSTEP_INLINE Vector divide(Vector total, int divisor) { return total / static_cast<float>(divisor); }
+};
+
+struct BFloat16 : Half {
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) { return (Vector)(load_words(from) << 16); }
   static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
     const Words bits = (Words)value;
     const Words rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;  // to nearest, ties to even
     const Words quiet_nan = (bits >> 16) | 0x40U;
     const Words is_nan = (Words)(value != value);
-    const Halves halves = __builtin_convertvector((is_nan & quiet_nan) | (~is_nan & rounded), Halves);
-    __builtin_memcpy(to, &halves, sizeof halves);
+    store_words(to, (is_nan & quiet_nan) | (~is_nan & rounded));
   }
 };
 
-struct Float16 {
-  static constexpr std::size_t kBytes = 2;
-  static constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
-  using Scalar = float;
-  using Vector = Floats;
-
-  static LOCKSTEP_INLINE Vector load(const std::byte* from);
-  static LOCKSTEP_INLINE void store(std::byte* to, Vector value);
-};
-
+struct Float16 : Half {
 #if LOCKSTEP_VECTOR_BYTES == 64
-// Masked forms with every lane on: g++ 12 warns about the plain ones (gcc bug 105593).
-constexpr __mmask16 kAll = 0xffff;
-constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-LOCKSTEP_INLINE Floats Float16::load(const std::byte* from) {
-  return (Floats)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-LOCKSTEP_INLINE void Float16::store(std::byte* to, Floats value) {
-  const __m256i halves = _mm512_maskz_cvtps_ph(kAll, (__m512)value, kNearest);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
-}
+  // Masked forms with every lane on: g++ 12 warns about the plain ones (gcc bug 105593).
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
+    return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
+  }
+  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    store_vector(to, _mm512_maskz_cvtps_ph(0xffff, (__m512)value, kNearest));
+  }
 #elif LOCKSTEP_VECTOR_BYTES == 32
-LOCKSTEP_INLINE Floats Float16::load(const std::byte* from) {
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-LOCKSTEP_INLINE void Float16::store(std::byte* to, Floats value) {
-  const __m128i halves = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
-}
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
+    return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
+  }
+  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
+    store_vector(to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+  }
 #else
-// Without conversion instructions in reach of the language: scale by powers of two, which rounds subnormals too.
-LOCKSTEP_INLINE Floats Float16::load(const std::byte* from) {
-  Halves halves;
-  __builtin_memcpy(&halves, from, sizeof halves);
-  const Words words = __builtin_convertvector(halves, Words);
-  const Words magnitude = (words & 0x7fffU) << 13;
-  const Words special = (Words)(magnitude >= (0x7c00U << 13)) & 0x7f800000U;
-  const Floats finite = (Floats)magnitude * 0x1p112F;
-  return (Floats)((Words)finite | special | ((words & 0x8000U) << 16));
-}
-LOCKSTEP_INLINE void Float16::store(std::byte* to, Floats value) {
-  const Words bits = (Words)value;
-  const Words magnitude = bits & 0x7fffffffU;
-  const Words normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
-  const Words subnormal = (Words)((Floats)magnitude + 0.5F) - 0x3f000000U;
-  const Words is_subnormal = (Words)(magnitude < 0x38800000U);
-  const Words overflows = (Words)(magnitude >= 0x477ff000U);
-  const Words is_nan = (Words)(magnitude > 0x7f800000U);
-  Words half = (is_subnormal & subnormal) | (~is_subnormal & normal);
-  half = (~overflows & half) | (overflows & 0x7c00U);
-  half = (~is_nan & half) | (is_nan & (0x7e00U | ((magnitude >> 13) & 0x3ffU)));
-  const Halves halves = __builtin_convertvector(half | ((bits >> 16) & 0x8000U), Halves);
-  __builtin_memcpy(to, &halves, sizeof halves);
-}
+  // Without conversion instructions in reach of the language: scale by powers of two, which rounds subnormals too.
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
+    const Words words = load_words(from);
+    const Words magnitude = (words & 0x7fffU) << 13;
+    const Words special = (Words)(magnitude >= (0x7c00U << 13)) & 0x7f800000U;
+    const Vector finite = (Vector)magnitude * 0x1p112F;
+    return (Vector)((Words)finite | special | ((words & 0x8000U) << 16));
+  }
+  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
+    const Words bits = (Words)value;
+    const Words magnitude = bits & 0x7fffffffU;
+    const Words normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+    const Words subnormal = (Words)((Vector)magnitude + 0.5F) - 0x3f000000U;
+    const Words is_subnormal = (Words)(magnitude < 0x38800000U);
+    const Words overflows = (Words)(magnitude >= 0x477ff000U);
+    const Words is_nan = (Words)(magnitude > 0x7f800000U);
+    Words half = (is_subnormal & subnormal) | (~is_subnormal & normal);
+    half = (~overflows & half) | (overflows & 0x7c00U);
+    half = (~is_nan & half) | (is_nan & (0x7e00U | ((magnitude >> 13) & 0x3ffU)));
+    store_words(to, half | ((bits >> 16) & 0x8000U));
+  }
 #endif
+};
 
-struct Sum {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return a + b;
-  }
-};
-struct Product {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return a * b;
-  }
-};
-struct Min {  // b != b: NaN wins
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return ((b < a) | (b != b)) ? b : a;
-  }
-};
-struct Max {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return ((b > a) | (b != b)) ? b : a;
-  }
-};
-struct And {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return a & b;
-  }
-};
-struct Or {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return a | b;
-  }
-};
-struct Xor {
-  template <class V>
-  static LOCKSTEP_INLINE V apply(V a, V b) {
-    return a ^ b;
-  }
-};
+template <ReduceOp op, class Vector>
+LOCKSTEP_INLINE Vector combine(Vector a, Vector b) {
+  if constexpr (op == ReduceOp::kSum || op == ReduceOp::kMean) return a + b;
+  if constexpr (op == ReduceOp::kProduct) return a * b;
+  if constexpr (op == ReduceOp::kMin) return ((b < a) | (b != b)) ? b : a;  // b != b: NaN wins
+  if constexpr (op == ReduceOp::kMax) return ((b > a) | (b != b)) ? b : a;
+  if constexpr (op == ReduceOp::kBitAnd) return a & b;
+  if constexpr (op == ReduceOp::kBitOr) return a | b;
+  if constexpr (op == ReduceOp::kBitXor) return a ^ b;
+}
 
 // What is done to the total before it is stored.
-struct Keep {
-  template <class E>
-  static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int) {
-    return total;
-  }
-};
-struct Divide {
-  template <class E>
-  static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int divisor) {
-    return total / static_cast<typename E::Scalar>(divisor);
-  }
-};
-template <class Signed>
-struct DivideInteger {  // sums are taken unsigned, because they may wrap
-  template <class E>
-  static LOCKSTEP_INLINE typename E::Vector apply(typename E::Vector total, int divisor) {
-    for (std::size_t lane = 0; lane < E::kLanes; ++lane)
-      total[lane] =
-          static_cast<typename E::Scalar>(static_cast<std::int64_t>(static_cast<Signed>(total[lane])) / divisor);
-    return total;
-  }
-};
+template <class E, ReduceOp op>
+LOCKSTEP_INLINE typename E::Vector finish(typename E::Vector total, int divisor) {
+  if constexpr (op == ReduceOp::kMean) return E::divide(total, divisor);
+  return total;
+}
 
 // As many bytes as a vector of E takes in memory, which is half a register for 16-bit floats. `to` is aligned to that.
 template <class E>
@@ -199,7 +154,7 @@ LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) 
 }
 
 // Elements [at, at + N vectors) of everything.
-template <class E, class Op, class Finish, std::size_t N>
+template <class E, ReduceOp op, std::size_t N>
 LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, std::size_t streamed) {
   constexpr std::size_t kStride = E::kLanes * E::kBytes;
   const std::byte* const* sources = job.sources.data();
@@ -207,8 +162,8 @@ LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, std::s
   for (std::size_t u = 0; u < N; ++u) total[u] = E::load(sources[0] + at * E::kBytes + u * kStride);
   for (std::size_t q = 1; q < job.sources.size(); ++q)
     for (std::size_t u = 0; u < N; ++u)
-      total[u] = Op::apply(total[u], E::load(sources[q] + at * E::kBytes + u * kStride));
-  for (std::size_t u = 0; u < N; ++u) total[u] = Finish::template apply<E>(total[u], job.divisor);
+      total[u] = combine<op>(total[u], E::load(sources[q] + at * E::kBytes + u * kStride));
+  for (std::size_t u = 0; u < N; ++u) total[u] = finish<E, op>(total[u], job.divisor);
   std::byte* const* const destinations = job.destinations.data();
   for (std::size_t d = 0; d < streamed; ++d)
     for (std::size_t u = 0; u < N; ++u) store_past_caches<E>(destinations[d] + at * E::kBytes + u * kStride, total[u]);
@@ -217,7 +172,7 @@ LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, std::s
 }
 
 // The last elements, fewer than a vector: the same arithmetic on a padded copy.
-template <class E, class Op, class Finish>
+template <class E, ReduceOp op>
 void reduce_tail(const Reduction& job, std::size_t at) {
   const std::size_t bytes = (job.count - at) * E::kBytes;
   alignas(kVectorBytes) std::byte padded[kVectorBytes] = {};
@@ -225,9 +180,9 @@ void reduce_tail(const Reduction& job, std::size_t at) {
   typename E::Vector total = E::load(padded);
   for (std::size_t q = 1; q < job.sources.size(); ++q) {
     __builtin_memcpy(padded, job.sources[q] + at * E::kBytes, bytes);
-    total = Op::apply(total, E::load(padded));
+    total = combine<op>(total, E::load(padded));
   }
-  E::store(padded, Finish::template apply<E>(total, job.divisor));
+  E::store(padded, finish<E, op>(total, job.divisor));
   for (std::byte* const to : job.destinations) __builtin_memcpy(to + at * E::kBytes, padded, bytes);
 }
 
@@ -238,58 +193,50 @@ LOCKSTEP_INLINE std::size_t streamable(const Reduction& job) {
   return job.streamed;
 }
 
-template <class E, class Op, class Finish>
+template <class E, ReduceOp op>
 void reduce_arrays(const Reduction& job) {
   const std::size_t streamed = streamable(job);
   std::size_t at = 0;
   for (; at + kUnroll * E::kLanes <= job.count; at += kUnroll * E::kLanes)
-    reduce_vectors<E, Op, Finish, kUnroll>(job, at, streamed);
-  for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, Op, Finish, 1>(job, at, streamed);
-  if (at < job.count) reduce_tail<E, Op, Finish>(job, at);
+    reduce_vectors<E, op, kUnroll>(job, at, streamed);
+  for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, op, 1>(job, at, streamed);
+  if (at < job.count) reduce_tail<E, op>(job, at);
 #if LOCKSTEP_VECTOR_BYTES >= 32
   if (streamed > 0) _mm_sfence();  // streaming stores are weakly ordered; the flag that follows is not
 #endif
 }
 
+// The kernel for `op`, if it is one of `ops`.
+template <class E, ReduceOp... ops>
+Kernel kernel_of(ReduceOp op) {
+  Kernel found = nullptr;
+  ((found = op == ops ? reduce_arrays<E, ops> : found), ...);
+  return found;
+}
+
 template <class E>
 Kernel float_kernel(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return reduce_arrays<E, Sum, Keep>;
-    case ReduceOp::kMean: return reduce_arrays<E, Sum, Divide>;
-    case ReduceOp::kProduct: return reduce_arrays<E, Product, Keep>;
-    case ReduceOp::kMin: return reduce_arrays<E, Min, Keep>;
-    case ReduceOp::kMax: return reduce_arrays<E, Max, Keep>;
-    default: return nullptr;
-  }
+  using enum ReduceOp;
+  return kernel_of<E, kSum, kMean, kProduct, kMin, kMax>(op);
 }
 
 template <class T, class Unsigned>
 Kernel integer_kernel(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return reduce_arrays<Plain<Unsigned>, Sum, Keep>;
-    case ReduceOp::kMean: return reduce_arrays<Plain<Unsigned>, Sum, DivideInteger<T>>;
-    case ReduceOp::kProduct: return reduce_arrays<Plain<Unsigned>, Product, Keep>;
-    case ReduceOp::kMin: return reduce_arrays<Plain<T>, Min, Keep>;
-    case ReduceOp::kMax: return reduce_arrays<Plain<T>, Max, Keep>;
-    case ReduceOp::kBitAnd: return reduce_arrays<Plain<Unsigned>, And, Keep>;
-    case ReduceOp::kBitOr: return reduce_arrays<Plain<Unsigned>, Or, Keep>;
-    case ReduceOp::kBitXor: return reduce_arrays<Plain<Unsigned>, Xor, Keep>;
-  }
-  return nullptr;
+  using enum ReduceOp;
+  if (op == kMin || op == kMax) return kernel_of<Plain<T>, kMin, kMax>(op);
+  return kernel_of<Plain<Unsigned, T>, kSum, kMean, kProduct, kBitAnd, kBitOr, kBitXor>(op);
 }
 
 Kernel bool_kernel(ReduceOp op) {
+  const auto bits = integer_kernel<std::uint8_t, std::uint8_t>;
   switch (op) {
     case ReduceOp::kMean: return nullptr;
     case ReduceOp::kProduct:
-    case ReduceOp::kMin:
-    case ReduceOp::kBitAnd: return reduce_arrays<Plain<std::uint8_t>, And, Keep>;
+    case ReduceOp::kMin: return bits(ReduceOp::kBitAnd);
     case ReduceOp::kSum:
-    case ReduceOp::kMax:
-    case ReduceOp::kBitOr: return reduce_arrays<Plain<std::uint8_t>, Or, Keep>;
-    case ReduceOp::kBitXor: return reduce_arrays<Plain<std::uint8_t>, Xor, Keep>;
+    case ReduceOp::kMax: return bits(ReduceOp::kBitOr);
+    default: return bits(op);
   }
-  return nullptr;
 }
 
 }  // namespace
@@ -310,8 +257,9 @@ Kernel kernel_for(DType dtype, ReduceOp op) {
   return nullptr;
 }
 
-#undef LOCKSTEP_INLINE
-
 }  // namespace lockstep::shm::LOCKSTEP_KERNELS
 
+#undef LOCKSTEP_INLINE
+#undef LOCKSTEP_KERNELS
+#undef LOCKSTEP_VECTOR_BYTES
 #pragma GCC diagnostic pop

@@ -15,97 +15,93 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 constexpr auto kAcquire = std::memory_order_acquire;
 constexpr auto kRelease = std::memory_order_release;
 
-class Sending final : public Transfer {
- public:
-  Sending(GroupState& group, const Call& call, std::uint32_t& sent)
-      : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)), sent_(sent) {}
+}  // namespace
 
-  bool progress() override {
-    if (header_ == nullptr && !post()) return false;
-    if (header_->kind == Place::Kind::kSlot) return true;
+bool Transfer::progress() {
+  if (header_ == nullptr && !(sends() ? post() : take_header())) return false;
+  const bool in_header = header_->place.kind == Place::Kind::kSlot;
+  if (sends()) {
     if (staging_.data() != nullptr) fill();
-    return answered();
+    return in_header || answered();
   }
-  int peer() const override { return call_.peer; }
-  bool holds_up(const Transfer& later) const override {
-    const auto* other = dynamic_cast<const Sending*>(&later);
-    return header_ == nullptr && other != nullptr && other->call_.peer == call_.peer;
-  }
-  std::string describe() const override {
-    return concat("send of ", call_.count, " ", to_string(call_.dtype), " to rank ", call_.peer, ", tag ", call_.tag);
-  }
+  if (header_->place.kind == Place::Kind::kPrivate) return empty();
+  if (in_header)
+    copy_bytes(static_cast<std::byte*>(call_.output), header_->data.data(), bytes_);
+  else
+    take_in_place();
+  return answer(in_header ? MessageHeader::kFree : MessageHeader::kAnswered);
+}
 
- private:
-  bool post();
-  void write(MessageHeader& header);
-  Place place_data();
-  void fill();
-  bool answered();
-  const std::byte* input() const { return static_cast<const std::byte*>(call_.input); }
-  void ring() { group_.area().progress(call_.peer).bell.ring(); }
+// A send to the same rank; or a receive for which a message may arrive at any moment, while it waits: a later receive
+// that would match it must not take it.
+bool Transfer::holds_up(const Transfer& later) const {
+  if (header_ != nullptr || later.call_.operation != call_.operation) return false;
+  if (sends()) return later.call_.peer == call_.peer;
+  return later.call_.tag == call_.tag &&
+         (call_.peer == kAnyRank || later.call_.peer == kAnyRank || later.call_.peer == call_.peer);
+}
 
-  GroupState& group_;
-  Call call_;
-  std::size_t bytes_;
-  std::uint32_t& sent_;
-  MessageHeader* header_ = nullptr;
-  Memory staging_;
-};
+std::string Transfer::describe() const {
+  const std::string peer = call_.peer == kAnyRank ? "any rank" : group_.name(call_.peer);
+  return concat(to_string(call_.operation), " of ", call_.count, " ", to_string(call_.dtype),
+                sends() ? " to " : " from ", peer, ", tag ", call_.tag);
+}
 
-bool Sending::post() {
+bool Transfer::post() {
   for (int i = 0; i < kMessagesPerPair; ++i) {
     MessageHeader& header = group_.area().message(group_.rank(), call_.peer, i);
     if (header.state.load(kAcquire) != MessageHeader::kFree) continue;
     write(header);
     header_ = &header;
     header.state.store(MessageHeader::kSent, kRelease);
-    ring();
+    ring(call_.peer);
     return true;
   }
   return false;
 }
 
-void Sending::write(MessageHeader& header) {
+void Transfer::write(MessageHeader& header) {
   const Place place = place_data();
-  header.order.store(sent_++, kRelaxed);
+  header.order.store(sent_[call_.peer]++, kRelaxed);
   header.filled.store(0, kRelaxed);
   header.emptied.store(0, kRelaxed);
   header.tag = call_.tag;
   header.count = call_.count;
   header.dtype = call_.dtype;
-  header.kind = place.kind;
-  header.owner = place.owner;
-  header.at = place.at;
+  header.place = place;
   header.refused = false;
-  if (place.kind == Place::Kind::kSlot) copy_bytes(header.data.data(), input(), bytes_);
+  if (place.kind == Place::Kind::kSlot)
+    copy_bytes(header.data.data(), static_cast<const std::byte*>(call_.input), bytes_);
 }
 
-Place Sending::place_data() {
+Place Transfer::place_data() {
   if (bytes_ <= kInlineBytes) return {.kind = Place::Kind::kSlot};
   Place place = group_.locate(call_.input, bytes_);
   if (place.kind != Place::Kind::kPrivate) return place;
-  const int mine = group_.machine_rank(group_.rank());
-  staging_ = group_.machine().arena(mine)->allocate(kStagingChunks * group_.staging_bytes());
-  return {.kind = Place::Kind::kPrivate, .owner = static_cast<std::uint16_t>(mine), .at = staging_.offset()};
+  staging_ = group_.allocate(kStagingChunks * group_.staging_bytes());
+  place = place_in(group_.machine_rank(group_.rank()), staging_.offset());
+  place.kind = Place::Kind::kPrivate;
+  return place;
 }
 
 // Chunk c goes into place c % kStagingChunks of the staging memory. The sender writes `filled`, the receiver `emptied`:
 // a chunk is filled only once chunk c - kStagingChunks was emptied. Release and acquire on these two counters order the
 // copies: the receiver sees the bytes of what is filled, the sender overwrites only what was read.
-void Sending::fill() {
+void Transfer::fill() {
   const std::size_t chunk_bytes = group_.staging_bytes();
+  const auto* const input = static_cast<const std::byte*>(call_.input);
   std::size_t chunk = header_->filled.load(kRelaxed);
   for (; chunk * chunk_bytes < bytes_ && chunk < header_->emptied.load(kAcquire) + std::size_t{kStagingChunks};
        ++chunk) {
     const std::size_t begin = chunk * chunk_bytes;
-    show_bytes(staging_.data() + chunk % kStagingChunks * chunk_bytes, input() + begin,
+    show_bytes(staging_.data() + chunk % kStagingChunks * chunk_bytes, input + begin,
                std::min(chunk_bytes, bytes_ - begin));
     header_->filled.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
-    ring();
+    ring(call_.peer);
   }
 }
 
-bool Sending::answered() {
+bool Transfer::answered() {
   if (header_->state.load(kAcquire) != MessageHeader::kAnswered) return false;
   const bool refused = header_->refused;
   const Signature wanted = header_->wanted;
@@ -115,57 +111,16 @@ bool Sending::answered() {
   return true;
 }
 
-class Receiving final : public Transfer {
- public:
-  Receiving(GroupState& group, const Call& call)
-      : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)) {}
-
-  bool progress() override {
-    if (header_ == nullptr && !take_header()) return false;
-    switch (header_->kind) {
-      case Place::Kind::kSlot: return take_from_header();
-      case Place::Kind::kPrivate: return empty();
-      default: return take_in_place();
-    }
-  }
-  int peer() const override { return call_.peer; }
-  // While it waits, a message for it may arrive at any moment: a later receive that would match it must not take it.
-  bool holds_up(const Transfer& later) const override {
-    const auto* other = dynamic_cast<const Receiving*>(&later);
-    if (header_ != nullptr || other == nullptr || other->call_.tag != call_.tag) return false;
-    return call_.peer == kAnyRank || other->call_.peer == kAnyRank || other->call_.peer == call_.peer;
-  }
-  std::string describe() const override {
-    const std::string from = call_.peer == kAnyRank ? "any rank" : group_.name(call_.peer);
-    return concat("receive of ", call_.count, " ", to_string(call_.dtype), " from ", from, ", tag ", call_.tag);
-  }
-
- private:
-  std::byte* output() const { return static_cast<std::byte*>(call_.output); }
-  bool take_header();
-  MessageHeader* oldest_from(int rank) const;
-  void refuse();
-  bool take_from_header();
-  bool take_in_place();
-  bool empty();
-  void answer(std::uint32_t state);
-
-  GroupState& group_;
-  Call call_;
-  std::size_t bytes_;
-  MessageHeader* header_ = nullptr;
-};
-
 // Release and acquire on `state` order the rest of the header. Headers of one sender and tag are taken in the order in
 // which they were sent, whichever of the four they are in.
-bool Receiving::take_header() {
+bool Transfer::take_header() {
   const int first = call_.peer == kAnyRank ? 0 : call_.peer;
   const int last = call_.peer == kAnyRank ? group_.size() - 1 : call_.peer;
   for (int rank = first; rank <= last && header_ == nullptr; ++rank) {
     // A first look may pass one header before it is sent and then see a later message in another. The later one was
     // sent after the earlier, so a second look sees both.
     header_ = oldest_from(rank) == nullptr ? nullptr : oldest_from(rank);
-    source = rank;
+    source_ = rank;
   }
   if (header_ == nullptr) return false;
   if (header_->count != call_.count || header_->dtype != call_.dtype) refuse();
@@ -173,7 +128,7 @@ bool Receiving::take_header() {
   return true;
 }
 
-MessageHeader* Receiving::oldest_from(int rank) const {
+MessageHeader* Transfer::oldest_from(int rank) const {
   MessageHeader* oldest = nullptr;
   for (int i = 0; i < kMessagesPerPair; ++i) {
     MessageHeader& header = group_.area().message(rank, group_.rank(), i);
@@ -184,57 +139,40 @@ MessageHeader* Receiving::oldest_from(int rank) const {
   return oldest;
 }
 
-void Receiving::refuse() {
+void Transfer::refuse() {
   const std::string theirs = concat("send of ", header_->count, " ", to_string(header_->dtype));
   header_->wanted = {.operation = Operation::kReceive, .dtype = call_.dtype, .count = call_.count};
   header_->refused = true;
-  answer(header_->kind == Place::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
-  group_.disagree(source, describe(), theirs);
+  answer(header_->place.kind == Place::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
+  group_.disagree(source_, describe(), theirs);
 }
 
-bool Receiving::take_from_header() {
-  copy_bytes(output(), header_->data.data(), bytes_);
-  answer(MessageHeader::kFree);
-  return true;
+void Transfer::take_in_place() {
+  const GroupState::PeerAccess access(group_);
+  copy_bytes(static_cast<std::byte*>(call_.output), group_.pointer(header_->place, bytes_), bytes_);
 }
 
-bool Receiving::take_in_place() {
-  const Place place{.kind = header_->kind, .owner = header_->owner, .at = header_->at};
-  {
-    const GroupState::PeerAccess access(group_);
-    copy_bytes(output(), group_.pointer(place, bytes_), bytes_);
-  }
-  answer(MessageHeader::kAnswered);
-  return true;
-}
-
-// The other side of Sending::fill.
-bool Receiving::empty() {
+// The other side of fill().
+bool Transfer::empty() {
   const std::size_t chunk_bytes = group_.staging_bytes();
-  const Place place{.kind = Place::Kind::kArena, .owner = header_->owner, .at = header_->at};
+  const Place place = place_in(header_->place.owner, header_->place.at);
   const std::byte* const staging = group_.pointer(place, kStagingChunks * chunk_bytes);
+  auto* const output = static_cast<std::byte*>(call_.output);
   std::size_t chunk = header_->emptied.load(kRelaxed);
   for (; chunk < header_->filled.load(kAcquire); ++chunk) {
     const std::size_t begin = chunk * chunk_bytes;
-    copy_bytes(output() + begin, staging + chunk % kStagingChunks * chunk_bytes, std::min(chunk_bytes, bytes_ - begin));
+    copy_bytes(output + begin, staging + chunk % kStagingChunks * chunk_bytes, std::min(chunk_bytes, bytes_ - begin));
     header_->emptied.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
-    group_.area().progress(source).bell.ring();
+    ring(source_);
   }
   if (chunk * chunk_bytes < bytes_) return false;
-  answer(MessageHeader::kAnswered);
-  return true;
+  return answer(MessageHeader::kAnswered);
 }
 
-void Receiving::answer(std::uint32_t state) {
+bool Transfer::answer(std::uint32_t state) {
   header_->state.store(state, kRelease);
-  group_.area().progress(source).bell.ring();
-}
-
-}  // namespace
-
-std::unique_ptr<Transfer> make_transfer(GroupState& group, const Call& call, IntVector<std::uint32_t>& sent) {
-  if (call.operation == Operation::kReceive) return std::make_unique<Receiving>(group, call);
-  return std::make_unique<Sending>(group, call, sent[call.peer]);
+  ring(source_);
+  return true;
 }
 
 }  // namespace lockstep::shm

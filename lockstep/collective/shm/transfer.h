@@ -16,7 +16,6 @@
 // Ranks:   the two that are named
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "lockstep/collective/call.h"
@@ -26,17 +25,41 @@ namespace lockstep::shm {
 
 class Transfer {
  public:
-  virtual ~Transfer() = default;
+  // `sent`: of each rank, how many messages went there so far.
+  Transfer(GroupState& group, const Call& call, IntVector<std::uint32_t>& sent)
+      : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)), sent_(sent) {}
+
   // Goes as far as it can without waiting; true once it is done. Throws MismatchError.
-  virtual bool progress() = 0;
-  virtual int peer() const = 0;  // kAnyRank: nobody in particular
-  virtual std::string describe() const = 0;
-  virtual bool holds_up(const Transfer&) const { return false; }  // a later one that must not overtake this one
+  bool progress();
+  bool holds_up(const Transfer& later) const;  // which must not overtake this one
+  int peer() const { return call_.peer; }      // kAnyRank: nobody in particular
+  int source() const { return source_; }       // of a receive that is done
+  std::string describe() const;
 
-  int source = kAnyRank;  // of a receive that is done
+ private:
+  bool sends() const { return call_.operation == Operation::kSend; }
+  void ring(int rank) const { group_.area().progress(rank).bell.ring(); }
+
+  bool post();
+  void write(MessageHeader& header);
+  Place place_data();
+  void fill();
+  bool answered();
+
+  bool take_header();
+  MessageHeader* oldest_from(int rank) const;
+  void refuse();
+  void take_in_place();
+  bool empty();
+  bool answer(std::uint32_t state);
+
+  GroupState& group_;
+  Call call_;
+  std::size_t bytes_;
+  IntVector<std::uint32_t>& sent_;
+  MessageHeader* header_ = nullptr;
+  Memory staging_;  // of a send
+  int source_ = kAnyRank;
 };
-
-// `sent`: of each rank, how many messages went there so far.
-std::unique_ptr<Transfer> make_transfer(GroupState& group, const Call& call, IntVector<std::uint32_t>& sent);
 
 }  // namespace lockstep::shm

@@ -18,39 +18,38 @@ Waiter::Waiter(const Machine& machine, int rank, const Narrator& narrator, std::
       spins_(machine.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
       yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
-void Waiter::sleep_until(Flag& flag, int peer, const void* call, Predicate done) {
+void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
   for (int i = 0; i < yields_; ++i) {
-    if (done(call)) return;
+    if (done()) return;
     ::sched_yield();
   }
   if (!deadline_) deadline_ = Deadline::after(call_timeout_);
-  sleep_and_look(flag, peer, call, done);
+  sleep_and_look(flag, peer, done);
   machine_.note_wait(rank_, kNobody);
 }
 
 // The loop: note that this rank waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
 // change between the read and the sleep ends the sleep at once (flag.h), so no wake-up is lost. After an exception this
 // rank stays noted as waiting: others then don't take it for the one that holds them up.
-void Waiter::sleep_and_look(Flag& flag, int peer, const void* call, Predicate done) {
+void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done) {
   while (true) {
     machine_.note_wait(rank_, peer);
     const std::uint32_t seen = flag.load();
-    if (done(call) || look_around(peer, call, done)) return;
+    if (done() || look_around(peer, done)) return;
     flag.sleep_while(seen, kLongestSleep);
   }
 }
 
 // Throws if this wait can't end well. True if it has ended meanwhile.
-bool Waiter::look_around(int peer, const void* call, Predicate done) {
+bool Waiter::look_around(int peer, const Done& done) {
   machine_.poison_if_any_died();
-  if (machine_.poisoned() && done(call)) return true;  // it came first: a disagreement that the others have seen too
+  if (machine_.poisoned() && done()) return true;  // it came first: a disagreement that the others have seen too
   machine_.throw_if_poisoned(narrator_.here());
   if (cancelled_.load(std::memory_order_relaxed))
-    give_up(Cause::kFailed, kNobody, "a group was closed while a collective of it was under way", narrator_.here());
+    give_up(Cause::kFailed, "a group was closed while a collective of it was under way", narrator_.here());
   if (peer != kNobody && machine_.left(peer)) {
-    if (done(call)) return true;  // the last thing that it did
-    give_up(Cause::kLeft, peer, concat(machine_.name(peer), " has left, but others still call"),
-            machine_.describe(peer));
+    if (done()) return true;  // the last thing that it did
+    give_up(Cause::kLeft, concat(machine_.name(peer), " has left, but others still call"), machine_.describe(peer));
   }
   if (deadline_->passed()) give_up_as_stalled(peer);
   return false;
@@ -61,17 +60,17 @@ void Waiter::give_up_as_stalled(int peer) {
   const int late = machine_.holds_up(peer);
   const std::string longest = human_seconds(std::chrono::duration<double>(call_timeout_).count());
   if (late == peer)
-    give_up(Cause::kStalled, peer,
+    give_up(Cause::kStalled,
             concat(peer == kNobody ? "no rank answered" : machine_.name(peer) + " did not answer", " within ", longest),
             narrator_.everyone());
   else
-    give_up(Cause::kStalled, late,
+    give_up(Cause::kStalled,
             concat(machine_.name(late), " held up ", machine_.name(peer), ", which did not answer within ", longest),
             concat(machine_.describe(late), "\n          ", narrator_.everyone()));
 }
 
-void Waiter::give_up(Cause cause, int peer, const std::string& what, const std::string& about) {
-  machine_.poison(cause, peer, what, about);
+void Waiter::give_up(Cause cause, const std::string& what, const std::string& about) {
+  machine_.poison(cause, what, about);
   machine_.throw_if_poisoned(narrator_.here());
 }
 

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -35,6 +36,7 @@ class Waiter {
  public:
   Waiter(const Machine& machine, int rank, const Narrator& narrator, std::chrono::milliseconds timeout);
 
+  std::chrono::milliseconds timeout() const { return timeout_; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   // The deadline starts anew with the first wait of this call that has to sleep: a call that never sleeps does not read
@@ -51,26 +53,26 @@ class Waiter {
   // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of
   // the machine, or kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or
   // is too late.
-  template <class Done>
-  void until(Flag& flag, int peer, const Done& done) {
+  template <class Predicate>
+  void until(Flag& flag, int peer, const Predicate& done) {
     for (int i = 0; i < spins_; ++i) {
       if (done()) return;
       pause();
     }
-    sleep_until(flag, peer, &done, [](const void* call) { return (*static_cast<const Done*>(call))(); });
+    sleep_until(flag, peer, std::cref(done));
   }
 
   // Ends a wait under way, and every later one, with PeerLost: its group is being closed.
   void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
 
  private:
-  using Predicate = bool (*)(const void* call);
+  using Done = std::function<bool()>;  // made only once spinning was in vain
 
-  void sleep_until(Flag& flag, int peer, const void* call, Predicate done);
-  void sleep_and_look(Flag& flag, int peer, const void* call, Predicate done);
-  bool look_around(int peer, const void* call, Predicate done);
+  void sleep_until(Flag& flag, int peer, const Done& done);
+  void sleep_and_look(Flag& flag, int peer, const Done& done);
+  bool look_around(int peer, const Done& done);
   void give_up_as_stalled(int peer);
-  void give_up(Cause cause, int peer, const std::string& what, const std::string& about);
+  void give_up(Cause cause, const std::string& what, const std::string& about);
 
   const Machine& machine_;
   int rank_;  // of the machine

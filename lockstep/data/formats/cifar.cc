@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/datasets.h"
 
-#include <cstring>
+#include <iterator>
 
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/mapped_file.h"
@@ -12,43 +12,41 @@ namespace {
 
 // A record is the label (CIFAR-100: the coarse one of 20, then the fine one of 100) and 3072 bytes: the red, the green
 // and the blue plane.
-constexpr std::size_t kPixels = std::size_t{3} * 32 * 32;
+constexpr std::int64_t kPixels = std::int64_t{3} * 32 * 32;
 
 struct Variant {
   const char* name;
-  std::size_t label_bytes;  // the last of them is the label
+  std::int64_t label_bytes;  // the last of them is the label
   std::int64_t classes;
 };
 constexpr Variant kTen{"cifar-10", 1, 10};
 constexpr Variant kHundred{"cifar-100", 2, 100};
 
-std::size_t records_in(const MappedFile& file, std::size_t record_bytes) {
-  const std::size_t bytes = file.bytes().size();
-  if (bytes > 0 && bytes % record_bytes == 0) return bytes / record_bytes;
-  throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
-                                  " bytes, no whole number of records of ", record_bytes),
-                   .here = file.path().string(),
-                   .likely = "an interrupted download, or the Python version of the dataset",
-                   .next = "fetch the binary version"});
+// A view of the file: (records, bytes of a record).
+torch::Tensor records_in(const MappedFile& file, std::int64_t record_bytes) {
+  const auto bytes = std::ssize(file.bytes());
+  if (bytes == 0 || bytes % record_bytes != 0)
+    throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
+                                    " bytes, no whole number of records of ", record_bytes),
+                     .here = file.path().string(),
+                     .likely = "an interrupted download, or the Python version of the dataset",
+                     .next = "fetch the binary version"});
+  return torch::from_blob(const_cast<std::uint8_t*>(file.bytes().data()), {bytes / record_bytes, record_bytes},
+                          torch::kUInt8);
 }
 
 std::shared_ptr<const ImageSource> read_files(const Variant& variant, const std::filesystem::path& folder,
                                               const std::vector<std::string>& names) {
-  const std::size_t record_bytes = variant.label_bytes + kPixels;
   std::vector<MappedFile> files;
-  std::size_t records = 0;
-  for (const std::string& name : names) records += records_in(files.emplace_back(folder / name), record_bytes);
-  const torch::Tensor images = torch::empty({static_cast<std::int64_t>(records), 3, 32, 32}, torch::kUInt8);
-  const torch::Tensor labels = torch::empty({static_cast<std::int64_t>(records)}, torch::kUInt8);
-  auto* pixels = images.data_ptr<std::uint8_t>();
-  auto* label = labels.data_ptr<std::uint8_t>();
-  for (const MappedFile& file : files)
-    for (const std::uint8_t* record = file.bytes().data(); record < file.bytes().data() + file.bytes().size();
-         record += record_bytes, pixels += kPixels) {
-      *label++ = record[variant.label_bytes - 1];
-      std::memcpy(pixels, record + variant.label_bytes, kPixels);
-    }
-  return std::make_shared<MemoryImages>(variant.name, images, labels, variant.classes, folder.string());
+  std::vector<torch::Tensor> pixels;
+  std::vector<torch::Tensor> labels;
+  for (const std::string& name : names) {
+    const torch::Tensor records = records_in(files.emplace_back(folder / name), variant.label_bytes + kPixels);
+    pixels.push_back(records.slice(1, variant.label_bytes));
+    labels.push_back(records.select(1, variant.label_bytes - 1));
+  }
+  return std::make_shared<MemoryImages>(variant.name, torch::cat(pixels).view({-1, 3, 32, 32}), torch::cat(labels),
+                                        variant.classes, folder.string());
 }
 
 std::vector<std::string> ten_files(Split split) {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/datasets.h"
-
 #include <fcntl.h>
 #include <zlib.h>
 
@@ -13,30 +11,74 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::size_t kChunk = std::size_t{1} << 20;
-constexpr int kUnsignedByte = 8;
-constexpr int kMaxDimensions = 4;
-
-struct GzClose {
-  void operator()(gzFile file) const { gzclose(file); }
-};
 
 // zlib passes a file that is not compressed through, so one reader serves both.
 class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
   explicit IdxReader(const std::filesystem::path& path)
-      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb")) {
+      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
     if (!file_)
       throw DataError({.what = concat("can't open ", path.string(), ": ", std::strerror(errno)),
                        .here = path.string(),
                        .likely = "a wrong --data-dir, or the dataset is not installed",
                        .next = "Debian has it: apt-get install dataset-fashion-mnist"});
+  }
+
+  torch::Tensor read_tensor() {
+    const std::vector<std::int64_t> shape = read_shape();
+    const auto size = product(shape);
+    if (!size) throw bad("its header promises more values than 64 bits can count", "a damaged file");
+    std::vector<std::uint8_t> values = read_values(to_size(*size));
+    return torch::from_blob(values.data(), shape, torch::kUInt8).clone();
+  }
+
+ private:
+  std::vector<std::int64_t> read_shape() {
+    constexpr int kUnsignedByte = 8;
+    constexpr int kMostDimensions = 4;
+    const auto [zero, also_zero, type, dimensions] = read_four_bytes("magic number");
+    if (zero != 0 || also_zero != 0) throw bad("wrong magic number, not an IDX file", "another kind of file");
+    if (type != kUnsignedByte)
+      throw bad(concat("holds type ", int{type}, ", only unsigned bytes (8) are read"), "another dataset");
+    if (dimensions == 0 || dimensions > kMostDimensions)
+      throw bad(concat("has ", int{dimensions}, " dimensions, 1 to ", kMostDimensions, " are read"), "a damaged file");
+    std::vector<std::int64_t> shape(dimensions);
+    for (std::int64_t& size : shape) {
+      const auto big_endian = read_four_bytes("header");
+      for (const std::uint8_t byte : big_endian) size = size << 8 | byte;
+    }
+    return shape;
+  }
+
+  // A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
+  // end: it also makes zlib verify the checksum of a gzipped file.
+  std::vector<std::uint8_t> read_values(std::size_t count) {
+    constexpr std::size_t kChunk = std::size_t{1} << 20;
+    std::vector<std::uint8_t> values;
+    while (values.size() < count) {
+      const std::size_t old_size = values.size();
+      values.resize(std::min(count, old_size + kChunk));
+      const std::size_t found = old_size + read(values.data() + old_size, values.size() - old_size);
+      if (found < values.size())
+        throw bad(concat("truncated: ", count, " values promised, ", found, " found"), "an interrupted download");
+    }
+    std::uint8_t extra = 0;
+    if (read(&extra, 1) != 0) throw bad("goes on after its last value", "a wrong header");
+    if (ended_early_) throw bad("truncated in its checksum", "an interrupted download");
+    return values;
+  }
+
+  std::array<std::uint8_t, 4> read_four_bytes(const char* part) {
+    std::array<std::uint8_t, 4> bytes{};
+    if (read(bytes.data(), bytes.size()) < bytes.size())
+      throw bad(concat("truncated in its ", part), "an interrupted download");
+    return bytes;
   }
 
   // Up to `bytes` bytes; fewer only at the end of the file.
@@ -50,9 +92,6 @@ class IdxReader {
     return to_size(got);
   }
 
-  // The last read reached the end of the file inside compressed data, or inside the checksum after it.
-  bool ended_early() const { return ended_early_; }
-
   DataError bad(const std::string& what, const std::string& likely) const {
     return DataError({.what = concat(path_.filename().string(), ": ", what),
                       .here = concat(path_.string(), ", offset ", offset_),
@@ -60,76 +99,38 @@ class IdxReader {
                       .next = "fetch the file again, or name another with --data-dir"});
   }
 
- private:
   std::filesystem::path path_;
-  std::unique_ptr<gzFile_s, GzClose> file_;
-  std::size_t offset_ = 0;  // of the uncompressed content
-  bool ended_early_ = false;
+  std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
+  std::size_t offset_ = 0;    // of the uncompressed content
+  bool ended_early_ = false;  // the last read reached the end inside compressed data, or inside the checksum after it
 };
-
-void read_exactly(IdxReader& reader, std::uint8_t* into, std::size_t bytes, const char* part) {
-  const std::size_t got = reader.read(into, bytes);
-  if (got < bytes) throw reader.bad(concat("truncated in its ", part), "an interrupted download");
-}
-
-int read_dimension_count(IdxReader& reader) {
-  std::array<std::uint8_t, 4> magic{};
-  read_exactly(reader, magic.data(), magic.size(), "magic number");
-  if (magic[0] != 0 || magic[1] != 0) throw reader.bad("wrong magic number, not an IDX file", "another kind of file");
-  if (magic[2] != kUnsignedByte)
-    throw reader.bad(concat("holds type ", int{magic[2]}, ", only unsigned bytes (8) are read"), "another dataset");
-  if (magic[3] == 0 || magic[3] > kMaxDimensions)
-    throw reader.bad(concat("has ", int{magic[3]}, " dimensions, 1 to ", kMaxDimensions, " are read"),
-                     "a damaged file");
-  return magic[3];
-}
-
-std::vector<std::int64_t> read_shape(IdxReader& reader) {
-  std::vector<std::int64_t> shape;
-  for (int remaining = read_dimension_count(reader); remaining > 0; --remaining) {
-    std::array<std::uint8_t, 4> size{};
-    read_exactly(reader, size.data(), size.size(), "header");
-    shape.push_back((std::int64_t{size[0]} << 24) | (size[1] << 16) | (size[2] << 8) | size[3]);
-  }
-  return shape;
-}
-
-std::int64_t count_values(const IdxReader& reader, const std::vector<std::int64_t>& shape) {
-  std::int64_t count = 1;
-  for (const std::int64_t size : shape)
-    if (__builtin_mul_overflow(count, size, &count))
-      throw reader.bad("its header promises more values than 64 bits can count", "a damaged file");
-  return count;
-}
-
-// A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
-// end: it also makes zlib verify the checksum of a gzipped file.
-std::vector<std::uint8_t> read_values(IdxReader& reader, std::size_t count) {
-  std::vector<std::uint8_t> values;
-  while (values.size() < count) {
-    const std::size_t old_size = values.size();
-    values.resize(std::min(count, old_size + kChunk));
-    const std::size_t wanted = values.size() - old_size;
-    const std::size_t got = reader.read(values.data() + old_size, wanted);
-    if (got < wanted)
-      throw reader.bad(concat("truncated: ", count, " values promised, ", old_size + got, " found"),
-                       "an interrupted download");
-  }
-  std::uint8_t extra = 0;
-  if (reader.read(&extra, 1) != 0) throw reader.bad("goes on after its last value", "a wrong header");
-  if (reader.ended_early()) throw reader.bad("truncated in its checksum", "an interrupted download");
-  return values;
-}
 
 }  // namespace
 
-torch::Tensor read_idx(const std::filesystem::path& path) {
-  IdxReader reader(path);
-  const std::vector<std::int64_t> shape = read_shape(reader);
-  const auto values = read_values(reader, to_size(count_values(reader, shape)));
-  torch::Tensor tensor = torch::empty(shape, torch::kUInt8);
-  std::copy(values.begin(), values.end(), tensor.data_ptr<std::uint8_t>());
-  return tensor;
+torch::Tensor read_idx(const std::filesystem::path& path) { return IdxReader(path).read_tensor(); }
+
+std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
+                                                    Split split) {
+  const auto find = [&](const std::string& file) {
+    const std::string path = (folder / concat(split == Split::kTrain ? "train" : "t10k", file)).string();
+    return std::filesystem::path(std::filesystem::exists(path) ? path : path + ".gz");
+  };
+  const auto image_file = find("-images-idx3-ubyte");
+  const auto label_file = find("-labels-idx1-ubyte");
+  const torch::Tensor images = read_idx(image_file);
+  if (images.dim() != 3 || images.size(0) == 0 || images.size(1) != 28 || images.size(2) != 28)
+    throw DataError(
+        {.what = concat(image_file.filename().string(), " holds shape ", images.sizes(), ", not (N, 28, 28)"),
+         .here = concat(image_file.string(), ", offset 4"),
+         .likely = "another dataset, or labels where images belong",
+         .next = "look at the files in --data-dir"});
+  return std::make_shared<MemoryImages>(name, images, read_idx(label_file), 10, label_file.string());
 }
+
+// Of the training images scaled to [0, 1]; a test computes them again.
+ImageTransforms FashionMNIST::normalised() { return {.mean = {0.2860F}, .deviation = {0.3530F}}; }
+
+FashionMNIST::FashionMNIST(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+    : ImageDataset(read_mnist_files("fashion-mnist", folder, split), transforms) {}
 
 }  // namespace lockstep

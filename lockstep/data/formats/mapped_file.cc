@@ -8,7 +8,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <utility>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -34,36 +33,25 @@ MappedFile::MappedFile(const std::filesystem::path& path)
   struct stat status {};
   if (!fd_ || ::fstat(fd_.get(), &status) != 0) throw unreadable(path, std::strerror(errno));
   if (!S_ISREG(status.st_mode)) throw unreadable(path, "not a regular file");
-  size_ = to_size(status.st_size);
-  if (size_ == 0) return;
-  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
+  const std::size_t bytes = to_size(status.st_size);
+  if (bytes == 0) return;
+  void* data = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_.get(), 0);
   if (data == MAP_FAILED) throw unreadable(path, std::strerror(errno));
-  data_ = static_cast<const std::uint8_t*>(data);
+  data_ = {static_cast<const std::uint8_t*>(data), Unmap{bytes}};
 }
 
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      fd_(std::move(other.fd_)),
-      data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
-
-MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::uint8_t*>(data_), size_);
-}
-
-bool MappedFile::last_byte_is_cached(std::size_t end) const {
-  char byte = 0;
-  const iovec into{&byte, 1};
-  return ::preadv2(fd_.get(), &into, 1, static_cast<off_t>(end - 1), RWF_NOWAIT) == 1;
-}
+void MappedFile::Unmap::operator()(const std::uint8_t* data) const { ::munmap(const_cast<std::uint8_t*>(data), bytes); }
 
 // A read of the last byte that fails instead of waiting for the disk (RWF_NOWAIT) says whether that page is cached. If
 // so, all of the part is taken as cached: parts are read front to back. Else the kernel is asked for every page of the
 // part, from the page boundary before `offset` on, and reads them while this thread goes on.
 void MappedFile::will_need(std::size_t offset, std::size_t bytes) const {
-  if (bytes == 0 || last_byte_is_cached(offset + bytes)) return;
+  if (bytes == 0) return;
+  char byte = 0;
+  const iovec into{&byte, 1};
+  if (::preadv2(fd_.get(), &into, 1, static_cast<off_t>(offset + bytes - 1), RWF_NOWAIT) == 1) return;
   const std::size_t begin = offset / kPage * kPage;
-  ::madvise(const_cast<std::uint8_t*>(data_) + begin, offset + bytes - begin, MADV_WILLNEED);
+  ::madvise(const_cast<std::uint8_t*>(data_.get()) + begin, offset + bytes - begin, MADV_WILLNEED);
 }
 
 }  // namespace lockstep

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <span>
 
 #include "lockstep/base/unique_fd.h"
@@ -17,24 +18,22 @@ namespace lockstep {
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);  // throws DataError: missing, unreadable, not a regular file
-  ~MappedFile();
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&&) = delete;
-
   const std::filesystem::path& path() const { return path_; }
-  std::span<const std::uint8_t> bytes() const { return {data_, size_}; }
+  std::span<const std::uint8_t> bytes() const { return {data_.get(), data_.get_deleter().bytes}; }
 
   // Starts reading this part from the disk without waiting for it. A part whose last byte is in the page cache is taken
   // as cached: asking the kernel for all of its pages would cost a fifth of reading them.
   void will_need(std::size_t offset, std::size_t bytes) const;
 
  private:
-  bool last_byte_is_cached(std::size_t end) const;
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(const std::uint8_t* data) const;
+  };
 
   std::filesystem::path path_;
   UniqueFd fd_;
-  const std::uint8_t* data_ = nullptr;
-  std::size_t size_ = 0;
+  std::unique_ptr<const std::uint8_t, Unmap> data_;
 };
 
 }  // namespace lockstep

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -28,12 +27,6 @@ DataError bad(const std::string& origin, const std::string& what) {
                     .likely = "a damaged or cut file, or an array of Python objects",
                     .next = "save it again with numpy.save"});
 }
-
-struct Header {
-  torch::ScalarType dtype;
-  bool fortran = false;
-  std::vector<std::int64_t> shape;
-};
 
 // What follows `'key':` in the dictionary, without leading spaces.
 std::string_view value_of(std::string_view header, std::string_view key, const std::string& origin) {
@@ -73,14 +66,6 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
   return shape;
 }
 
-std::size_t bytes_of(const Header& header, const std::string& origin) {
-  auto bytes = static_cast<std::int64_t>(c10::elementSize(header.dtype));
-  for (const std::int64_t size : header.shape)
-    if (__builtin_mul_overflow(bytes, size, &bytes))
-      throw bad(origin, "its shape promises more bytes than 64 bits can count");
-  return to_size(bytes);
-}
-
 // The header's text; `bytes` becomes what follows it.
 std::string_view split_header(std::span<const std::uint8_t>& bytes, const std::string& origin) {
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
@@ -95,27 +80,14 @@ std::string_view split_header(std::span<const std::uint8_t>& bytes, const std::s
   return text.substr(begin, length);
 }
 
-// In Fortran order the first dimension varies fastest: the values are those of the transposed array in C order.
-torch::Tensor to_tensor(const Header& header, std::span<const std::uint8_t> values) {
-  std::vector<std::int64_t> stored = header.shape;
-  if (header.fortran) std::reverse(stored.begin(), stored.end());
-  torch::Tensor tensor = torch::empty(stored, header.dtype);
-  if (header.dtype == torch::kBool) {  // a bool that is neither 0 nor 1 is undefined behaviour
-    auto* into = tensor.data_ptr<bool>();
-    for (const std::uint8_t value : values) *into++ = value != 0;
-  } else if (!values.empty()) {
-    std::memcpy(tensor.data_ptr(), values.data(), values.size());
-  }
-  if (!header.fortran) return tensor;
-  std::vector<std::int64_t> order(stored.size());
-  std::iota(order.rbegin(), order.rend(), 0);
-  return tensor.permute(order).contiguous();
+// A contiguous tensor of `values`. A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes.
+torch::Tensor to_tensor(std::span<const std::uint8_t> values, const std::vector<std::int64_t>& shape,
+                        torch::ScalarType dtype) {
+  const torch::ScalarType stored = dtype == torch::kBool ? torch::kUInt8 : dtype;
+  torch::Tensor tensor = torch::empty(shape, stored);
+  std::copy(values.begin(), values.end(), static_cast<std::uint8_t*>(tensor.data_ptr()));
+  return dtype == torch::kBool ? tensor.ne(0) : tensor;
 }
-
-struct ZipClose {
-  void operator()(zip_t* archive) const { zip_discard(archive); }
-  void operator()(zip_file_t* file) const { zip_fclose(file); }
-};
 
 DataError bad_zip(const std::string& origin, const std::string& why) {
   return DataError({.what = concat("not a .npz archive that can be read: ", why),
@@ -126,7 +98,7 @@ DataError bad_zip(const std::string& origin, const std::string& why) {
 
 std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
   constexpr std::size_t kReadBytes = std::size_t{1} << 20;
-  const std::unique_ptr<zip_file_t, ZipClose> file(zip_fopen_index(archive, index, 0));
+  const std::unique_ptr<zip_file_t, decltype(&zip_fclose)> file(zip_fopen_index(archive, index, 0), &zip_fclose);
   if (!file) throw bad_zip(origin, zip_strerror(archive));
   std::vector<std::uint8_t> bytes;
   for (;;) {
@@ -142,13 +114,20 @@ std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const s
 }  // namespace
 
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin) {
-  const std::string_view text = split_header(bytes, origin);
-  const Header header{.dtype = dtype_of(value_of(text, "descr", origin), origin),
-                      .fortran = value_of(text, "fortran_order", origin).starts_with("True"),
-                      .shape = shape_of(value_of(text, "shape", origin), origin)};
-  const std::size_t expected = bytes_of(header, origin);
-  if (bytes.size() != expected) throw bad(origin, concat(expected, " bytes promised, ", bytes.size(), " found"));
-  return to_tensor(header, bytes);
+  const std::string_view header = split_header(bytes, origin);
+  const torch::ScalarType dtype = dtype_of(value_of(header, "descr", origin), origin);
+  const bool fortran = value_of(header, "fortran_order", origin).starts_with("True");
+  std::vector<std::int64_t> shape = shape_of(value_of(header, "shape", origin), origin);
+  const auto expected = product(shape, static_cast<std::int64_t>(c10::elementSize(dtype)));
+  if (!expected) throw bad(origin, "its shape promises more bytes than 64 bits can count");
+  if (bytes.size() != to_size(*expected))
+    throw bad(origin, concat(*expected, " bytes promised, ", bytes.size(), " found"));
+  if (!fortran) return to_tensor(bytes, shape, dtype);
+  // The first dimension varies fastest: the values are those of the transposed array in C order.
+  std::ranges::reverse(shape);
+  std::vector<std::int64_t> order(shape.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return to_tensor(bytes, shape, dtype).permute(order).contiguous();
 }
 
 torch::Tensor read_npy(const std::filesystem::path& path) {
@@ -158,7 +137,7 @@ torch::Tensor read_npy(const std::filesystem::path& path) {
 
 std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path) {
   int code = 0;
-  const std::unique_ptr<zip_t, ZipClose> archive(zip_open(path.c_str(), ZIP_RDONLY, &code));
+  const std::unique_ptr<zip_t, decltype(&zip_discard)> archive(zip_open(path.c_str(), ZIP_RDONLY, &code), &zip_discard);
   if (!archive) {
     zip_error_t error;
     zip_error_init_with_code(&error, code);
@@ -167,14 +146,12 @@ std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path)
     throw bad_zip(path.string(), why);
   }
   std::map<std::string, torch::Tensor> arrays;
-  const zip_int64_t entries = zip_get_num_entries(archive.get(), 0);
-  for (zip_int64_t i = 0; i < entries; ++i) {
-    const char* name = zip_get_name(archive.get(), static_cast<zip_uint64_t>(i), 0);
+  for (zip_uint64_t i = 0; i < to_size(zip_get_num_entries(archive.get(), 0)); ++i) {
+    const char* name = zip_get_name(archive.get(), i, 0);
     const std::string entry = name != nullptr ? name : "";
     if (!entry.ends_with(".npy")) continue;
     const std::string origin = concat(path.string(), ", entry ", entry);
-    const auto bytes = read_entry(archive.get(), static_cast<zip_uint64_t>(i), origin);
-    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(bytes, origin);
+    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(read_entry(archive.get(), i, origin), origin);
   }
   if (arrays.empty()) throw bad_zip(path.string(), "it holds no arrays");
   return arrays;

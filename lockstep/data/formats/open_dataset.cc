@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <filesystem>
+#include <map>
+#include <ranges>
 
 #include "lockstep/base/names.h"
-#include "lockstep/data/formats/dataset_request.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/data/packed/packed_records.h"
 
 namespace lockstep {
@@ -11,20 +15,78 @@ namespace {
 
 namespace fs = std::filesystem;
 
-ImageTransforms training(const DatasetRequest& request, const ImageTransforms& base) {
-  return parse_transforms(request.augment(), base);
-}
-ImageTransforms validating(const DatasetRequest& request, const ImageTransforms& base) {
-  return without_augmentation(training(request, base));
-}
+// The text of --data, "KIND[:PATH][?KEY=VALUE&KEY=VALUE]", taken apart.
+class Request {
+ public:
+  explicit Request(const DataSource& source) : whole_(source.data), augment_(source.augment) {
+    const std::size_t question = whole_.find('?');
+    const std::string name = whole_.substr(0, question);
+    const std::size_t colon = name.find(':');
+    kind_ = name.substr(0, colon);
+    path_ = colon == std::string::npos ? source.folder : name.substr(colon + 1);
+    if (question == std::string::npos) return;
+    for (const std::string& option : split(whole_.substr(question + 1), '&')) {
+      const std::size_t equals = option.find('=');
+      if (equals == std::string::npos) throw refuse(concat("'", option, "' is not KEY=VALUE"));
+      options_[option.substr(0, equals)] = option.substr(equals + 1);
+    }
+  }
+
+  const std::string& kind() const { return kind_; }
+  std::string path(const std::string& otherwise = "") const {
+    if (path_.empty() && otherwise.empty()) throw refuse("it needs a path");
+    return path_.empty() ? otherwise : path_;
+  }
+
+  // The value of an option, which counts as used from then on.
+  std::string text(const std::string& key, const std::string& otherwise) {
+    const auto option = options_.extract(key);
+    return option ? option.mapped() : otherwise;
+  }
+  double number(const std::string& key, double otherwise) {
+    const std::string value = text(key, "");
+    if (!value.empty() && !parse_number(value, otherwise)) throw refuse(concat(key, "=", value, " is not a number"));
+    return otherwise;
+  }
+  std::int64_t whole(const std::string& key, std::int64_t otherwise) {
+    return static_cast<std::int64_t>(number(key, static_cast<double>(otherwise)));
+  }
+
+  // These two are called when all options were read.
+  ImageTransforms transforms(const ImageTransforms& base, Split split) const {
+    require_all_used();
+    const ImageTransforms training = parse_transforms(augment_, base);
+    return split == Split::kTrain ? training : without_augmentation(training);
+  }
+  void require_no_images() const {
+    require_all_used();
+    if (!augment_.empty())
+      throw UsageError({.what = concat("--augment is for images, ", whole_, " has none"), .next = "leave it out"});
+  }
+
+  UsageError refuse(const std::string& why) const {
+    return UsageError({.what = concat("--data ", whole_, ": ", why), .next = "see docs/data.md"});
+  }
+
+ private:
+  void require_all_used() const {
+    if (!options_.empty()) throw refuse(concat("it has no option ", options_.begin()->first));
+  }
+
+  std::string whole_;
+  std::string augment_;
+  std::string kind_;
+  std::string path_;
+  std::map<std::string, std::string> options_;  // not used yet
+};
 
 ImageTransforms photographs() {  // the usual mean and deviation of ImageNet
   return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}};
 }
 
-// The same images for both, cut in two parts.
+// The same samples for both, cut in two parts.
 Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<const Dataset> validation, double share,
-                      const DatasetRequest& request) {
+                      const Request& request) {
   if (share < 0 || share >= 1) throw request.refuse("val= is a share below 1");
   const std::int64_t size = train->size();
   const auto held_out = static_cast<std::int64_t>(static_cast<double>(size) * share);
@@ -33,118 +95,107 @@ Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<cons
           std::make_shared<SubsetDataset>(std::move(validation), size - held_out, size)};
 }
 
-Datasets images_in_two_parts(const std::shared_ptr<const ImageSource>& source, const ImageTransforms& base,
-                             double share, const DatasetRequest& request) {
-  request.require_all_used(true);
-  return in_two_parts(std::make_shared<ImageDataset>(source, training(request, base)),
-                      std::make_shared<ImageDataset>(source, validating(request, base)), share, request);
+Datasets in_two_parts(const std::shared_ptr<const ImageSource>& source, const ImageTransforms& base, double share,
+                      const Request& request) {
+  return in_two_parts(std::make_shared<ImageDataset>(source, request.transforms(base, Split::kTrain)),
+                      std::make_shared<ImageDataset>(source, request.transforms(base, Split::kValidation)), share,
+                      request);
+}
+
+Datasets in_two_parts(const std::shared_ptr<const TensorDataset>& rows, double share, const Request& request) {
+  request.require_no_images();
+  return in_two_parts(rows, rows, share, request);
+}
+
+// FOLDER/train and FOLDER/val, or FOLDER alone.
+template <class Open>
+Datasets in_folders(const fs::path& folder, const Open& open) {
+  if (!fs::is_directory(folder / "train")) return {open(folder, Split::kTrain), nullptr};
+  Datasets both{open(folder / "train", Split::kTrain), nullptr};
+  if (fs::is_directory(folder / "val")) both.validation = open(folder / "val", Split::kValidation);
+  return both;
 }
 
 template <class D>
-Datasets both_splits(DatasetRequest& request, const std::string& folder) {
-  request.require_all_used(true);
-  return {std::make_shared<D>(folder, Split::kTrain, training(request, D::normalised())),
-          std::make_shared<D>(folder, Split::kValidation, validating(request, D::normalised()))};
+Datasets both_splits(const Request& request, const std::string& folder) {
+  const auto open = [&](Split split) {
+    return std::make_shared<D>(folder, split, request.transforms(D::normalised(), split));
+  };
+  return {open(Split::kTrain), open(Split::kValidation)};
 }
 
-Datasets fashion_mnist(DatasetRequest& request) {
-  return both_splits<FashionMNIST>(request, request.path_or(FashionMNIST::kDebianFolder));
+Datasets mnist(Request& request) {
+  const auto open = [&](Split split) {
+    const ImageTransforms transforms = request.transforms({.mean = {0.1307F}, .deviation = {0.3081F}}, split);
+    return std::make_shared<ImageDataset>(read_mnist_files("mnist", request.path(), split), transforms);
+  };
+  return {open(Split::kTrain), open(Split::kValidation)};
 }
 
-Datasets mnist(DatasetRequest& request) {
-  request.require_all_used(true);
-  const ImageTransforms base{.mean = {0.1307F}, .deviation = {0.3081F}};
-  const auto source = [&](Split split) { return read_mnist_files("mnist", request.path(), split, 10); };
-  return {std::make_shared<ImageDataset>(source(Split::kTrain), training(request, base)),
-          std::make_shared<ImageDataset>(source(Split::kValidation), validating(request, base))};
+Datasets image_folder(Request& request) {
+  std::vector<std::string> classes;  // validation takes those of the training images
+  return in_folders(request.path(), [&](const fs::path& folder, Split split) {
+    const ImageTransforms transforms = request.transforms(photographs(), split);
+    const auto source = std::make_shared<ImageFolder>(folder, classes);
+    classes = source->class_names();
+    return std::make_shared<ImageDataset>(source, transforms);
+  });
 }
 
-Datasets image_folder(DatasetRequest& request) {
-  request.require_all_used(true);
-  const fs::path folder = request.path();
-  if (!fs::is_directory(folder / "train"))
-    return {std::make_shared<ImageDataset>(std::make_shared<ImageFolder>(folder), training(request, photographs())),
-            nullptr};
-  const auto train = std::make_shared<ImageFolder>(folder / "train");
-  Datasets both{std::make_shared<ImageDataset>(train, training(request, photographs())), nullptr};
-  if (fs::is_directory(folder / "val"))
-    both.validation = std::make_shared<ImageDataset>(
-        std::make_shared<ImageFolder>(folder / "val", train->class_names()), validating(request, photographs()));
-  return both;
-}
-
-std::shared_ptr<const Dataset> packed_part(const fs::path& folder, const DatasetRequest& request, bool validation,
-                                           std::int64_t window) {
-  const RecordReader records(folder);
-  const bool images = holds_images(records);
-  request.require_all_used(images);
-  if (!images) return open_packed(folder, {}, window);
-  const Record first = first_good_record(records);
-  const bool colour = first.encoded || first.shape[0] == 3;
-  const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
-  return open_packed(folder, validation ? validating(request, base) : training(request, base), window);
-}
-
-Datasets packed_records(DatasetRequest& request) {
-  const fs::path folder = request.path();
+Datasets packed_records(Request& request) {
   const std::int64_t window = request.whole("window", kPackedWindow);
-  if (!fs::is_directory(folder / "train")) return {packed_part(folder, request, false, window), nullptr};
-  Datasets both{packed_part(folder / "train", request, false, window), nullptr};
-  if (fs::is_directory(folder / "val")) both.validation = packed_part(folder / "val", request, true, window);
-  return both;
+  return in_folders(request.path(), [&](const fs::path& folder, Split split) {
+    auto records = std::make_shared<RecordReader>(folder);
+    const Record first = first_good_record(*records);
+    const bool colour = first.encoded || (first.is_image() && first.shape[0] == 3);
+    const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
+    if (!first.is_image()) request.require_no_images();
+    return open_packed(std::move(records), request.transforms(base, split), window);
+  });
 }
 
 // Bytes of images become images, everything else rows.
-Datasets arrays(DatasetRequest& request, const torch::Tensor& data, const torch::Tensor& target) {
+Datasets arrays(Request& request, const torch::Tensor& data, const torch::Tensor& target) {
   const double share = request.number("val", 0);
   const std::string name = fs::path(split(request.path(), ',')[0]).filename();
   const bool images = data.scalar_type() == torch::kUInt8 && data.dim() >= 3 && !target.is_floating_point();
   const std::int64_t found = images && target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
   const std::int64_t classes = request.whole("classes", found);
-  if (images)
-    return images_in_two_parts(std::make_shared<MemoryImages>(name, data, target, classes, request.path()), {}, share,
-                               request);
-  request.require_all_used(false);
-  const auto rows = std::make_shared<TensorDataset>(name, data, target);
-  return in_two_parts(rows, rows, share, request);
+  if (!images) return in_two_parts(std::make_shared<TensorDataset>(name, data, target), share, request);
+  return in_two_parts(std::make_shared<MemoryImages>(name, data, target, classes, request.path()), {}, share, request);
 }
 
-Datasets npy(DatasetRequest& request) {
+Datasets npy(Request& request) {
   const auto paths = split(request.path(), ',');
   if (paths.size() != 2) throw request.refuse("it is npy:DATA.npy,TARGETS.npy");
   return arrays(request, read_npy(paths[0]), read_npy(paths[1]));
 }
 
-Datasets npz(DatasetRequest& request) {
+Datasets npz(Request& request) {
   const auto found = read_npz(request.path());
   const auto array = [&](const std::string& name) {
-    const auto entry = found.find(name);
-    if (entry != found.end()) return entry->second;
-    std::vector<std::string> names;
-    for (const auto& [known, tensor] : found) names.push_back(known);
-    throw request.refuse(concat("it has no array ", name, ", only ", join(names, ", ")));
+    if (const auto entry = found.find(name); entry != found.end()) return entry->second;
+    throw request.refuse(concat("it has no array ", name, ", only ", join(std::views::keys(found), ", ")));
   };
   const torch::Tensor data = array(request.text("data", "x"));
   return arrays(request, data, array(request.text("target", "y")));
 }
 
-Datasets csv(DatasetRequest& request) {
+Datasets csv(Request& request) {
   const std::string delimiter = request.text("delimiter", ",");
   if (delimiter.size() != 1) throw request.refuse("the delimiter is one character");
-  const auto table = csv_dataset(
-      request.path(),
-      {.target = request.text("target", ""), .classes = request.whole("classes", 1) != 0, .delimiter = delimiter[0]});
+  const CsvOptions options{
+      .target = request.text("target", ""), .classes = request.whole("classes", 1) != 0, .delimiter = delimiter[0]};
   const double share = request.number("val", 0);
-  request.require_all_used(false);
-  return in_two_parts(table, table, share, request);
+  return in_two_parts(csv_dataset(request.path(), options), share, request);
 }
 
-Datasets text(DatasetRequest& request) {
+Datasets text(Request& request) {
   TokenOptions options{.block = request.whole("block", 128),
                        .token_bytes = static_cast<int>(request.whole("bits", 8) / 8),
                        .vocabulary = request.whole("vocabulary", 0)};
   const double share = request.number("val", 0);
-  request.require_all_used(false);
+  request.require_no_images();
   options.leave = share;
   auto train = std::make_shared<TokenDataset>(request.path(), options);
   if (share == 0) return {train, nullptr};
@@ -153,31 +204,36 @@ Datasets text(DatasetRequest& request) {
   return {train, std::make_shared<TokenDataset>(request.path(), options)};
 }
 
-Datasets synthetic(DatasetRequest& request) {
-  std::vector<std::int64_t> sizes;
-  for (const std::string& size : split(request.path_or("1024x3x32x32"), 'x')) {
-    int value = 0;
-    if (!parse_int(size, value)) throw request.refuse("it is synthetic:NxCxHxW");
-    sizes.push_back(value);
-  }
-  if (sizes.size() != 4) throw request.refuse("it is synthetic:NxCxHxW");
-  const auto source = synthetic_images(
-      {.samples = sizes[0], .shape = {sizes[1], sizes[2], sizes[3]}, .classes = request.whole("classes", 10)});
+Datasets synthetic(Request& request) {
+  const auto texts = split(request.path("1024x3x32x32"), 'x');
+  std::array<int, 4> sizes{};
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    if (texts.size() != sizes.size() || !parse_number(texts[i], sizes[i]))
+      throw request.refuse("it is synthetic:NxCxHxW");
+  const auto [samples, channels, height, width] = sizes;
+  const auto source = synthetic_images(samples, {channels, height, width}, request.whole("classes", 10));
   const double share = request.number("val", 0);
-  return images_in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
+  return in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
+}
+
+void write_synthetic(std::int64_t index, std::int64_t class_of_it, std::span<std::uint8_t> into) {
+  constexpr std::uint64_t kPatterns = 0x7061747465726E73ULL;
+  SampleRandom pattern(kPatterns, class_of_it);
+  SampleRandom noise(mix_seed(0, 0), index);
+  for (std::uint8_t& value : into) value = static_cast<std::uint8_t>((pattern() % 256 + noise() % 256) / 2);
 }
 
 // Every kind of dataset that --data knows. To add one, write a function that opens it and add a row; the command's help
 // and the error for an unknown kind list the names from here, and docs/data.md describes them.
 struct Kind {
   const char* name;
-  Datasets (*open)(DatasetRequest& request);
+  Datasets (*open)(Request& request);
 };
 constexpr Kind kKinds[] = {
-    {"fashion-mnist", fashion_mnist},
+    {"fashion-mnist", [](Request& r) { return both_splits<FashionMNIST>(r, r.path(FashionMNIST::kDebianFolder)); }},
     {"mnist", mnist},
-    {"cifar-10", [](DatasetRequest& request) { return both_splits<CIFAR10>(request, request.path()); }},
-    {"cifar-100", [](DatasetRequest& request) { return both_splits<CIFAR100>(request, request.path()); }},
+    {"cifar-10", [](Request& r) { return both_splits<CIFAR10>(r, r.path()); }},
+    {"cifar-100", [](Request& r) { return both_splits<CIFAR100>(r, r.path()); }},
     {"imagefolder", image_folder},
     {"packed", packed_records},
     {"npy", npy},
@@ -188,10 +244,24 @@ constexpr Kind kKinds[] = {
 
 }  // namespace
 
+std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
+                                                    std::int64_t classes) {
+  if (samples < 1 || classes < 1 || shape.channels < 1 || shape.height < 1 || shape.width < 1)
+    throw UsageError({.what = concat("synthetic data of ", samples, " samples, ", shape.channels, " x ", shape.height,
+                                     " x ", shape.width, " values, ", classes, " classes"),
+                      .next = "give at least 1 of each"});
+  const torch::Tensor images = torch::empty({samples, shape.channels, shape.height, shape.width}, torch::kUInt8);
+  auto* into = images.data_ptr<std::uint8_t>();
+  for (std::int64_t i = 0; i < samples; ++i, into += shape.values())
+    write_synthetic(i, i % classes, {into, to_size(shape.values())});
+  return std::make_shared<MemoryImages>("synthetic", images, torch::arange(samples).remainder(classes), classes,
+                                        "synthetic");
+}
+
 std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
-  DatasetRequest request(source);
+  Request request(source);
   for (const Kind& kind : kKinds)
     if (request.kind() == kind.name) return kind.open(request);
   throw UsageError({.what = concat("no such value for --data: ", request.kind()),

@@ -6,11 +6,13 @@
 
 #include <torch/types.h>
 
+#include <charconv>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
-#include <vector>
+#include <string_view>
 
 #include "lockstep/datasets.h"
 
@@ -19,28 +21,28 @@ namespace lockstep {
 // The images of any dataset in the MNIST family's files: MNIST, KMNIST, EMNIST's digits, Fashion-MNIST.
 // Throws DataError, as FashionMNIST does.
 std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
-                                                    Split split, int classes);
+                                                    Split split);
 
-struct CsvTable {
-  std::vector<std::string> names;  // of the columns; "0", "1", ... in a file without a line of names
-  torch::Tensor values;            // (rows, columns) float32
-};
+// As parse_int of base/text.h, for every type of number.
+template <class Number>
+bool parse_number(std::string_view text, Number& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
 
-// Throws DataError, as csv_dataset does.
-CsvTable read_csv(const std::filesystem::path& path, char delimiter = ',');
+// Of the sizes and `each`; nothing where a size is negative, or 64 bits can't count it.
+inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, std::int64_t each = 1) {
+  for (const std::int64_t size : sizes)
+    if (size < 0 || __builtin_mul_overflow(each, size, &each)) return std::nullopt;
+  return each;
+}
 
 // The content of a .npy file. Throws DataError naming `origin`.
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin);
 
-struct SyntheticOptions {
-  std::int64_t samples = 1024;
-  ImageShape shape{3, 32, 32};
-  std::int64_t classes = 10;
-  std::uint64_t seed = 0;  // of the samples; the classes' patterns are the same for every seed
-};
-
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.
-std::shared_ptr<const ImageSource> synthetic_images(const SyntheticOptions& options);
+std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
+                                                    std::int64_t classes);
 
 }  // namespace lockstep

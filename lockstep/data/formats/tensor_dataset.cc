@@ -10,22 +10,16 @@
 namespace lockstep {
 namespace {
 
-std::int64_t values_of_row(const torch::Tensor& tensor) { return tensor.numel() / tensor.size(0); }
-
-template <class From, class To>
-void gather(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
-  const std::int64_t count = values_of_row(rows);
-  const From* from = rows.const_data_ptr<From>();
-  for (const std::int64_t index : indices) {
-    for (std::int64_t i = 0; i < count; ++i) into[i] = static_cast<To>(from[index * count + i]);
-    into += count;
-  }
-}
-
 template <class To>
-void gather_as(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
-  AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather",
-                             [&] { gather<scalar_t, To>(rows, indices, into); });
+void gather(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
+  const std::int64_t count = rows.numel() / rows.size(0);
+  AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather", [&] {
+    const auto* from = rows.const_data_ptr<scalar_t>();
+    for (const std::int64_t index : indices) {
+      for (std::int64_t i = 0; i < count; ++i) into[i] = static_cast<To>(from[index * count + i]);
+      into += count;
+    }
+  });
 }
 
 torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, bool as_float) {
@@ -33,9 +27,9 @@ torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, b
   sizes[0] = static_cast<std::int64_t>(request.indices.size());
   torch::Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
   if (as_float)
-    gather_as(rows, request.indices, batch.data_ptr<float>());
+    gather(rows, request.indices, batch.data_ptr<float>());
   else
-    gather_as(rows, request.indices, batch.data_ptr<std::int64_t>());
+    gather(rows, request.indices, batch.data_ptr<std::int64_t>());
   return batch;
 }
 

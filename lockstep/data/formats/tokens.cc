@@ -57,13 +57,6 @@ std::int64_t TokenDataset::token(std::int64_t place) const {
   return value;
 }
 
-void TokenDataset::write_sample(std::int64_t index, std::int64_t* data, std::int64_t* target) const {
-  const std::int64_t begin = first_ + index * options_.block;
-  for (std::int64_t i = 0; i < options_.block; ++i) data[i] = token(begin + i);
-  std::copy_n(data + 1, options_.block - 1, target);
-  target[options_.block - 1] = token(begin + options_.block);
-}
-
 Batch TokenDataset::assemble(const BatchRequest& request) const {
   const auto samples = static_cast<std::int64_t>(request.indices.size());
   Batch batch{allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64),
@@ -71,9 +64,10 @@ Batch TokenDataset::assemble(const BatchRequest& request) const {
   auto* data = batch.data.data_ptr<std::int64_t>();
   auto* target = batch.target.data_ptr<std::int64_t>();
   for (const std::int64_t index : request.indices) {
-    write_sample(index, data, target);
-    data += options_.block;
-    target += options_.block;
+    const std::int64_t begin = first_ + index * options_.block;
+    for (std::int64_t i = 0; i < options_.block; ++i) *data++ = token(begin + i);
+    target = std::copy_n(data - options_.block + 1, options_.block - 1, target);
+    *target++ = token(begin + options_.block);
   }
   return batch;
 }

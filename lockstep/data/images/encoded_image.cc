@@ -1,21 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/images/encoded_image.h"
 
+#include <png.h>
+
 #include "lockstep/base/text.h"
-#include "lockstep/data/images/jpeg.h"
-#include "lockstep/data/images/png_image.h"
-#include "lockstep/error.h"
+#include "lockstep/base/to_size.h"
 
 namespace lockstep {
 namespace {
 
-bool begins_with(std::span<const std::uint8_t> file, std::span<const std::uint8_t> magic) {
-  return file.size() >= magic.size() && std::equal(magic.begin(), magic.end(), file.begin());
+bool begins_with(std::span<const std::uint8_t> file, std::string_view magic) {
+  return std::string_view(reinterpret_cast<const char*>(file.data()), file.size()).starts_with(magic);
 }
+
+// libpng's simplified interface: any colour type, depth and interlacing becomes 8-bit RGB.
+class PngReader {
+ public:
+  explicit PngReader(std::span<const std::uint8_t> file) {
+    image_.version = PNG_IMAGE_VERSION;
+    if (png_image_begin_read_from_memory(&image_, file.data(), file.size()) == 0)
+      throw damaged_image("PNG", image_.message);
+    image_.format = PNG_FORMAT_RGB;
+  }
+  ~PngReader() { png_image_free(&image_); }
+  PngReader(const PngReader&) = delete;
+  PngReader& operator=(const PngReader&) = delete;
+
+  ImageShape shape() const { return {3, image_.height, image_.width}; }
+
+  ImageView read(DecodeScratch& scratch) {
+    scratch.resize(to_size(shape().values()));
+    const png_color black{};
+    if (png_image_finish_read(&image_, &black, scratch.data(), 0, nullptr) == 0)
+      throw damaged_image("PNG", image_.message);
+    return interleaved(scratch.data(), shape());
+  }
+
+ private:
+  png_image image_{};
+};
 
 ImageShape shape_of(std::span<const std::uint8_t> file) {
   if (is_jpeg(file)) return jpeg_shape(file);
-  if (is_png(file)) return png_shape(file);
+  if (begins_with(file, "\x89PNG\r\n\x1A\n")) return PngReader(file).shape();
   throw DataError({.what = concat("neither JPEG nor PNG (", file.size(), " bytes)"),
                    .likely = "another format, or an empty file",
                    .next = "convert it, or leave such samples out with --skip-bad N"});
@@ -29,15 +56,7 @@ DataError damaged_image(const char* format, const std::string& why) {
                     .next = "fetch it again, or leave such samples out with --skip-bad N"});
 }
 
-bool is_jpeg(std::span<const std::uint8_t> file) {
-  static constexpr std::uint8_t kMagic[] = {0xFF, 0xD8, 0xFF};
-  return begins_with(file, kMagic);
-}
-
-bool is_png(std::span<const std::uint8_t> file) {
-  static constexpr std::uint8_t kMagic[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1A, '\n'};
-  return begins_with(file, kMagic);
-}
+bool is_jpeg(std::span<const std::uint8_t> file) { return begins_with(file, "\xFF\xD8\xFF"); }
 
 ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& origin) try {
   const ImageShape shape = shape_of(file);
@@ -53,7 +72,7 @@ ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& 
 }
 
 ImageView decode_image(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
-  return is_jpeg(file) ? decode_jpeg(file, placement, scratch) : decode_png(file, scratch);
+  return is_jpeg(file) ? decode_jpeg(file, placement, scratch) : PngReader(file).read(scratch);
 }
 
 }  // namespace lockstep

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/images/image_view.h"
+#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -23,7 +23,6 @@ using DecodeScratch = std::vector<std::uint8_t>;  // holds the pixels of the las
 DataError damaged_image(const char* format, const std::string& why);
 
 bool is_jpeg(std::span<const std::uint8_t> file);
-bool is_png(std::span<const std::uint8_t> file);
 
 // The shape after decoding to RGB, from the header alone. Throws DataError with `origin`: neither JPEG nor PNG, a
 // damaged header, more than kMostPixels.
@@ -33,5 +32,12 @@ ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& 
 // 1/2, 1/4 or 1/8 of its size, never smaller than the result; placement.box is rewritten to pixels of the returned
 // view. Throws DataError (without `here`): damaged or cut in the part that was read.
 ImageView decode_image(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch);
+
+// The same for JPEG, through libjpeg-turbo.
+ImageShape jpeg_shape(std::span<const std::uint8_t> file);
+ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch);
+
+// pixels: height x width x 3, RGB. For tests, benchmarks and lockstep data pack. Throws DataError.
+std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality);
 
 }  // namespace lockstep

@@ -16,27 +16,16 @@
 namespace lockstep {
 namespace {
 
-[[noreturn]] void refuse_shape(const ImageSource& source, std::int64_t index, const ImageShape& shape,
-                               const ImageShape& wanted) {
-  throw DataError(
-      {.what = concat("sample ", index, " of ", source.name(), " has ", shape.channels, " x ", shape.height, " x ",
-                      shape.width, " values, the others ", wanted.channels, " x ", wanted.height, " x ", wanted.width),
-       .here = source.origin(index),
-       .likely = "images of different sizes in one dataset",
-       .next = "bring them to one size with --augment resize:N or a crop of a size"});
-}
-
-// Adds the name of the sample to the error of a decoder or source.
-[[noreturn]] void rethrow_with_sample(const DataError& error, const ImageSource& source, std::int64_t index) {
-  ErrorText text = error.text();
-  text.what = concat("sample ", index, " of ", source.name(), ": ", text.what);
-  text.here = source.origin(index);
-  throw DataError(text);
+DataError another_shape(const ImageShape& shape, const ImageShape& wanted) {
+  const auto sizes = [](const ImageShape& s) { return concat(s.channels, " x ", s.height, " x ", s.width); };
+  return DataError({.what = concat("it has ", sizes(shape), " values, the others ", sizes(wanted)),
+                    .likely = "images of different sizes in one dataset",
+                    .next = "bring them to one size with --augment resize:N or a crop of a size"});
 }
 
 }  // namespace
 
-// Makes the samples of a batch on one thread. Its memory is reused by all batches of the thread.
+// Makes the samples of a batch on one thread, whose batches all reuse its memory.
 class ImageDataset::Worker {
  public:
   void begin(const ImageDataset& dataset, BatchTimes* times) {
@@ -44,13 +33,17 @@ class ImageDataset::Worker {
     times_ = times;
   }
 
-  // Reads, decodes and transforms a sample; returns its label.
+  // Reads, decodes and transforms a sample; returns its label. Adds the sample to the error of a decoder or source.
   std::int64_t write_image(std::int64_t index, SampleRandom& random, float* into) {
     try {
       return read_and_transform(index, random, into);
     } catch (const DataError& error) {
       if (!error.text().here.empty()) throw;
-      rethrow_with_sample(error, *dataset_->source_, index);
+      const ImageSource& source = *dataset_->source_;
+      ErrorText text = error.text();
+      text.what = concat("sample ", index, " of ", source.name(), ": ", text.what);
+      text.here = source.origin(index);
+      throw DataError(text);
     }
   }
 
@@ -75,17 +68,16 @@ class ImageDataset::Worker {
  private:
   std::int64_t read_and_transform(std::int64_t index, SampleRandom& random, float* into) {
     const std::optional<Stopwatch> watch = times_ != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
-    const ImageSource& source = *dataset_->source_;
+    const ImageTransforms& transforms = dataset_->transforms_;
     const ImageShape& wanted = dataset_->shape_;
-    const StoredImage stored = source.read(index, file_);
+    const StoredImage stored = dataset_->source_->read(index, file_);
     const ImageShape shape = stored.encoded ? encoded_shape(stored.bytes, "") : stored.shape;
-    Placement placement = draw_placement(dataset_->transforms_, shape, random);
-    if (shape.channels != wanted.channels || placement.height != wanted.height || placement.width != wanted.width)
-      refuse_shape(source, index, shape, wanted);
+    Placement placement = draw_placement(transforms, shape, random);
+    if (ImageShape{shape.channels, placement.height, placement.width} != wanted) throw another_shape(shape, wanted);
     const ImageView image =
         stored.encoded ? decode_image(stored.bytes, placement, decoding_) : planar(stored.bytes.data(), shape);
     if (watch) times_->read += watch->seconds();
-    apply_transforms(dataset_->transforms_, image, placement, random, into);
+    apply_transforms(transforms, image, placement, random, into);
     return stored.label;
   }
 
@@ -101,9 +93,7 @@ ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTrans
   if (source_->size() <= 0)
     throw DataError({.what = concat(source_->name(), " has no images"), .likely = "an empty file, folder or split"});
   const bool sized = transforms_.height > 0 && transforms_.width > 0;
-  const ImageShape stored =
-      sized ? ImageShape{source_->channels(), transforms_.height, transforms_.width} : first_shape();
-  shape_ = output_shape(transforms_, stored);
+  shape_ = output_shape(transforms_, sized ? source_->common_shape() : first_shape());
   // Every crop has a size from here on: its own, or that of the stored images.
   transforms_.height = transforms_.crop == Crop::kNone ? transforms_.height : shape_.height;
   transforms_.width = transforms_.crop == Crop::kNone ? transforms_.width : shape_.width;
@@ -116,7 +106,7 @@ ImageShape ImageDataset::first_shape() const {
   std::vector<std::uint8_t> scratch;
   const StoredImage first = source_->read(0, scratch);
   ImageShape shape = first.encoded ? encoded_shape(first.bytes, source_->origin(0)) : first.shape;
-  shape.channels = source_->channels();
+  shape.channels = common.channels;
   return shape;
 }
 

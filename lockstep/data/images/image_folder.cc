@@ -2,10 +2,10 @@
 #include "lockstep/images.h"
 
 #include <fcntl.h>
+#include <strings.h>
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cerrno>
 #include <cstring>
 
@@ -22,10 +22,10 @@ namespace fs = std::filesystem;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;  // of a file; a larger one is refused
 
 bool is_image(const fs::path& file) {
-  std::string extension = file.extension().string();
-  std::transform(extension.begin(), extension.end(), extension.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
-  return extension == ".jpg" || extension == ".jpeg" || extension == ".png";
+  const auto ends_in = [extension = file.extension().string()](const char* known) {
+    return ::strcasecmp(extension.c_str(), known) == 0;
+  };
+  return ends_in(".jpg") || ends_in(".jpeg") || ends_in(".png");
 }
 
 std::vector<std::string> folders_in(const fs::path& folder) {
@@ -79,8 +79,7 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
                      .here = (folder_ / name).string(),
                      .likely = "a folder that is missing or was not unpacked, or images that are neither JPEG nor PNG",
                      .next = "look at the folder"});
-  std::sort(files_.begin() + static_cast<std::ptrdiff_t>(before), files_.end(),
-            [](const File& a, const File& b) { return a.path < b.path; });
+  std::ranges::sort(std::span(files_).subspan(before), {}, &File::path);
 }
 
 StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {

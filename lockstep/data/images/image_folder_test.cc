@@ -3,7 +3,7 @@
 #include <random>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/images/png_image.h"
+#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/datasets.h"
 #include "lockstep/images.h"
 #include "lockstep/loader.h"

@@ -13,28 +13,19 @@ namespace {
 
 // The innermost loops run over consecutive values without branches, so that the compiler vectorises them.
 
+template <std::ptrdiff_t Stride>
 void convert(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
              float* __restrict into) {
-  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i]), scale, shift);
-}
-
-void convert_reversed(const std::uint8_t* __restrict from, std::int64_t count, float scale, float shift,
-                      float* __restrict into) {
-  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[count - 1 - i]), scale, shift);
-}
-
-void convert_strided(const std::uint8_t* __restrict from, std::ptrdiff_t stride, std::int64_t count, float scale,
-                     float shift, float* __restrict into) {
-  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i * stride]), scale, shift);
+  for (std::int64_t i = 0; i < count; ++i) into[i] = std::fma(static_cast<float>(from[i * Stride]), scale, shift);
 }
 
 // `count` pixels of a row; `from` is the leftmost one.
 void convert_row(const std::uint8_t* from, std::ptrdiff_t stride, std::int64_t count, bool flip, float scale,
                  float shift, float* into) {
-  if (stride == 1 && !flip) return convert(from, count, scale, shift, into);
-  if (stride == 1) return convert_reversed(from, count, scale, shift, into);
-  if (flip) return convert_strided(from + (count - 1) * stride, -stride, count, scale, shift, into);
-  convert_strided(from, stride, count, scale, shift, into);
+  const std::uint8_t* last = from + (count - 1) * stride;
+  if (stride == 1)
+    return flip ? convert<-1>(last, count, scale, shift, into) : convert<1>(from, count, scale, shift, into);
+  return flip ? convert<-3>(last, count, scale, shift, into) : convert<3>(from, count, scale, shift, into);
 }
 
 bool whole_plane(const ImageView& image, const Placement& placement) {
@@ -43,12 +34,8 @@ bool whole_plane(const ImageView& image, const Placement& placement) {
          placement.height == image.shape.height;
 }
 
-// Which of the `length` places from `begin` on are in [0, limit): [first, last), counted from `begin`.
-struct Inside {
-  std::int64_t first;
-  std::int64_t last;
-};
-Inside inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
+// Which of the `length` places from `begin` on are in [0, limit), counted from `begin`.
+Range inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
   const std::int64_t first = std::clamp<std::int64_t>(-begin, 0, length);
   return {first, std::clamp<std::int64_t>(limit - begin, first, length)};
 }
@@ -59,18 +46,18 @@ void copy_plane(const ImageView& image, const Placement& placement, const std::u
                 float* into) {
   const auto left = static_cast<std::int64_t>(placement.box.left);
   const auto top = static_cast<std::int64_t>(placement.box.top);
-  const Inside rows = inside(top, placement.height, image.shape.height);
-  const Inside columns = inside(left, placement.width, image.shape.width);
+  const Range rows = inside(top, placement.height, image.shape.height);
+  const Range columns = inside(left, placement.width, image.shape.width);
   const std::int64_t width = placement.width;
-  const std::int64_t first = placement.flip ? width - columns.last : columns.first;
-  const std::int64_t count = columns.last - columns.first;
+  const std::int64_t first = placement.flip ? width - columns.end : columns.begin;
+  const std::int64_t count = columns.size();
   for (std::int64_t y = 0; y < placement.height; ++y, into += width) {
-    if (y < rows.first || y >= rows.last) {
+    if (y < rows.begin || y >= rows.end) {
       std::fill_n(into, width, shift);
       continue;
     }
     std::fill_n(into, first, shift);
-    convert_row(plane + (top + y) * image.row_stride + (left + columns.first) * image.pixel_stride, image.pixel_stride,
+    convert_row(plane + (top + y) * image.row_stride + (left + columns.begin) * image.pixel_stride, image.pixel_stride,
                 count, placement.flip, scale, shift, into + first);
     std::fill_n(into + first + count, width - first - count, shift);
   }
@@ -233,7 +220,7 @@ void copy_image(const ImageView& image, const Placement& placement, const Normal
   for (std::int64_t c = 0; c < image.shape.channels; ++c, into += plane) {
     const std::uint8_t* pixels = image.pixels + c * image.channel_stride;
     if (whole_plane(image, placement))
-      convert(pixels, plane, normalisation.scale[c], normalisation.shift[c], into);
+      convert<1>(pixels, plane, normalisation.scale[c], normalisation.shift[c], into);
     else
       copy_plane(image, placement, pixels, normalisation.scale[c], normalisation.shift[c], into);
   }
@@ -243,7 +230,7 @@ void resize_image(const ImageView& image, const Placement& placement, const Norm
   static thread_local ResizeScratch scratch;
   compute_taps(placement.box.top, placement.box.height, image.shape.height, placement.height, scratch.rows);
   compute_taps(placement.box.left, placement.box.width, image.shape.width, placement.width, scratch.columns);
-  if (image.shape.channels == 3 && image.pixel_stride == 3)
+  if (image.pixel_stride == 3)
     return resize_channels<3>(image, image.pixels, placement, normalisation.scale, normalisation.shift, scratch, into);
   for (std::int64_t c = 0; c < image.shape.channels; ++c)
     resize_channels<1>(image, image.pixels + c * image.channel_stride, placement, normalisation.scale + c,

@@ -7,7 +7,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -28,21 +27,16 @@ Normalisation normalisation_from(const ImageTransforms& transforms, std::int64_t
   return result;
 }
 
-bool has_jitter(const ImageTransforms& t) {
-  return t.brightness > 0 || t.contrast > 0 || t.saturation > 0 || t.hue > 0;
-}
-
 float draw_factor(float range, SampleRandom& random) {
   return static_cast<float>(random.uniform(std::max(0.F, 1 - range), 1 + range));
 }
 
+// Drawn in this order.
 ColourChange draw_colours(const ImageTransforms& t, SampleRandom& random) {
-  ColourChange change;
-  change.brightness = draw_factor(t.brightness, random);
-  change.contrast = draw_factor(t.contrast, random);
-  change.saturation = draw_factor(t.saturation, random);
-  change.hue = static_cast<float>(random.uniform(-t.hue, t.hue));
-  return change;
+  return {.brightness = draw_factor(t.brightness, random),
+          .contrast = draw_factor(t.contrast, random),
+          .saturation = draw_factor(t.saturation, random),
+          .hue = static_cast<float>(random.uniform(-t.hue, t.hue))};
 }
 
 Box middle(double width, double height, const ImageShape& stored) {
@@ -165,7 +159,8 @@ Placement draw_placement(const ImageTransforms& t, const ImageShape& stored, Sam
 void apply_transforms(const ImageTransforms& t, const ImageView& image, const Placement& placement,
                       SampleRandom& random, float* into) {
   const std::int64_t channels = image.shape.channels;
-  if (!has_jitter(t)) return place(image, placement, normalisation_from(t, channels, 255), into);
+  const bool jitter = t.brightness > 0 || t.contrast > 0 || t.saturation > 0 || t.hue > 0;
+  if (!jitter) return place(image, placement, normalisation_from(t, channels, 255), into);
   const ImageShape shape{channels, placement.height, placement.width};
   Normalisation to_unit;
   std::fill_n(to_unit.scale, channels, 1.F / 255);

@@ -5,7 +5,7 @@
 // Threads: pure functions; a SampleRandom belongs to one thread
 #pragma once
 
-#include "lockstep/data/images/image_view.h"
+#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/loader/random.h"
 
 namespace lockstep {

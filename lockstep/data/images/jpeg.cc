@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/data/images/jpeg.h"
+#include "lockstep/data/images/encoded_image.h"
 
 #include <cmath>
 #include <csetjmp>
@@ -47,9 +47,15 @@ void limit_scans(j_common_ptr info) {
   std::longjmp(manager->back, 1);
 }
 
+// The pixels [begin, end) that the interval touches, and one more on each side for the filter of the resize.
+Range touched(double from, double length, std::int64_t limit) {
+  const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(std::floor(from)) - 1, 0, limit - 1);
+  return {begin, std::clamp<std::int64_t>(static_cast<std::int64_t>(std::ceil(from + length)) + 1, begin + 1, limit)};
+}
+
 class Decoder {
  public:
-  explicit Decoder(std::span<const std::uint8_t> file) {
+  Decoder() {
     info_.err = jpeg_std_error(&errors_.base);
     errors_.base.error_exit = fail;
     errors_.base.emit_message = warn;
@@ -57,15 +63,14 @@ class Decoder {
     jpeg_create_decompress(&info_);
     progress_.progress_monitor = limit_scans;
     info_.progress = &progress_;
-    file_ = file;
   }
   ~Decoder() { jpeg_destroy_decompress(&info_); }
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  ImageShape read_header() {
+  ImageShape read_header(std::span<const std::uint8_t> file) {
     if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
-    jpeg_mem_src(&info_, file_.data(), file_.size());
+    jpeg_mem_src(&info_, file.data(), file.size());
     jpeg_read_header(&info_, TRUE);
     return {3, info_.image_height, info_.image_width};
   }
@@ -82,21 +87,18 @@ class Decoder {
     return {info_.output_components, info_.output_height, info_.output_width};
   }
 
-  // Decodes only `width` columns from `left` on. libjpeg widens the range to whole blocks and writes it to both.
-  void crop_columns(JDIMENSION& left, JDIMENSION& width) {
+  // Decodes `rows` and at least `columns`: libjpeg widens them to whole blocks, and `columns` becomes what it took.
+  void read(const Range& rows, Range& columns, DecodeScratch& into) {
     if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
+    auto left = static_cast<JDIMENSION>(columns.begin);
+    auto width = static_cast<JDIMENSION>(columns.size());
     jpeg_crop_scanline(&info_, &left, &width);
-  }
-
-  void skip_rows(JDIMENSION rows) {
-    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
-    if (rows > 0) jpeg_skip_scanlines(&info_, rows);
-  }
-
-  void read_rows(std::int64_t rows, std::int64_t row_bytes, std::uint8_t* into) {
-    if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
-    for (std::int64_t i = 0; i < rows; ++i) {
-      JSAMPROW row = into + i * row_bytes;
+    columns = {left, std::int64_t{left} + width};
+    const std::int64_t row_bytes = columns.size() * info_.output_components;
+    into.resize(to_size(rows.size() * row_bytes));
+    if (rows.begin > 0) jpeg_skip_scanlines(&info_, static_cast<JDIMENSION>(rows.begin));
+    for (std::int64_t i = 0; i < rows.size(); ++i) {
+      JSAMPROW row = into.data() + i * row_bytes;
       if (jpeg_read_scanlines(&info_, &row, 1) != 1) fail(reinterpret_cast<j_common_ptr>(&info_));
     }
   }
@@ -107,7 +109,6 @@ class Decoder {
   jpeg_decompress_struct info_{};
   jpeg_progress_mgr progress_{};
   ErrorManager errors_{};
-  std::span<const std::uint8_t> file_;
 };
 
 // The smallest of 1/8, 1/4, 1/2 and 1 at which the box is not smaller than the result: the sizes that libjpeg-turbo
@@ -123,16 +124,6 @@ unsigned eighths_for(const Placement& placement) {
   return 8;
 }
 
-// The pixels [begin, end) that the interval touches, and one more on each side for the filter of the resize.
-struct Span {
-  std::int64_t begin;
-  std::int64_t end;
-};
-Span touched(double from, double length, std::int64_t limit) {
-  const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(std::floor(from)) - 1, 0, limit - 1);
-  return {begin, std::clamp<std::int64_t>(static_cast<std::int64_t>(std::ceil(from + length)) + 1, begin + 1, limit)};
-}
-
 // CMYK -> RGB in place; Adobe's files hold the inks inverted.
 void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
   const std::uint8_t* from = pixels;
@@ -145,34 +136,27 @@ void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
 
 }  // namespace
 
-ImageShape jpeg_shape(std::span<const std::uint8_t> file) { return Decoder(file).read_header(); }
+ImageShape jpeg_shape(std::span<const std::uint8_t> file) { return Decoder().read_header(file); }
 
 // Scale first (the decoder's inverse DCT makes fewer pixels), then only the rows and columns that the box touches: rows
 // above are entropy-decoded but not transformed, rows below are never read. `box` follows in two steps: into pixels of
 // the scaled image, then relative to the decoded part.
 ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
-  Decoder decoder(file);
-  const ImageShape full = decoder.read_header();
+  Decoder decoder;
+  const ImageShape full = decoder.read_header(file);
   const ImageShape scaled = decoder.start(eighths_for(placement));
   const double x_scale = static_cast<double>(scaled.width) / static_cast<double>(full.width);
   const double y_scale = static_cast<double>(scaled.height) / static_cast<double>(full.height);
   Box& box = placement.box;
   box = {box.left * x_scale, box.top * y_scale, box.width * x_scale, box.height * y_scale};
 
-  const Span columns = touched(box.left, box.width, scaled.width);
-  const Span rows = touched(box.top, box.height, scaled.height);
-  auto left = static_cast<JDIMENSION>(columns.begin);
-  auto width = static_cast<JDIMENSION>(columns.end - columns.begin);
-  decoder.crop_columns(left, width);
-  const std::int64_t row_bytes = width * scaled.channels;
-  const std::int64_t height = rows.end - rows.begin;
-  scratch.resize(to_size(row_bytes * height));
-  decoder.skip_rows(static_cast<JDIMENSION>(rows.begin));
-  decoder.read_rows(height, row_bytes, scratch.data());
-  if (scaled.channels == 4) inks_to_rgb(scratch.data(), height * width, decoder.inverted_inks());
-  box.left -= left;
+  Range columns = touched(box.left, box.width, scaled.width);
+  const Range rows = touched(box.top, box.height, scaled.height);
+  decoder.read(rows, columns, scratch);
+  if (scaled.channels == 4) inks_to_rgb(scratch.data(), rows.size() * columns.size(), decoder.inverted_inks());
+  box.left -= static_cast<double>(columns.begin);
   box.top -= static_cast<double>(rows.begin);
-  return interleaved(scratch.data(), {3, height, width});
+  return interleaved(scratch.data(), {3, rows.size(), columns.size()});
 }
 
 std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width,

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/images.h"
-
-#include <charconv>
+#include <algorithm>
 #include <cmath>
-#include <map>
 
 #include "lockstep/base/text.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -20,11 +18,8 @@ using Parts = std::vector<std::string>;
 
 double number(const Parts& parts, std::size_t at, double otherwise) {
   if (at >= parts.size()) return otherwise;
-  double value = 0;
-  const char* end = parts[at].data() + parts[at].size();
-  const auto [stop, error] = std::from_chars(parts[at].data(), end, value);
-  if (error != std::errc() || stop != end) refuse(join(parts, ":"), concat("'", parts[at], "' is not a number"));
-  return value;
+  if (!parse_number(parts[at], otherwise)) refuse(join(parts, ":"), concat("'", parts[at], "' is not a number"));
+  return otherwise;
 }
 
 std::int64_t whole(const Parts& parts, std::size_t at, std::int64_t otherwise) {
@@ -55,38 +50,37 @@ void parse_jitter(const Parts& parts, ImageTransforms& t) {
   t.hue = static_cast<float>(number(parts, 4, 0));
 }
 
-using Parse = void (*)(const Parts&, ImageTransforms&);
-const std::map<std::string, Parse>& parsers() {
-  static const std::map<std::string, Parse> kParsers = {
-      {"resize", parse_size},
-      {"crop",
-       [](const Parts& p, ImageTransforms& t) {
-         t.crop = Crop::kRandom;
-         t.padding = whole(p, 1, 4);
-       }},
-      {"center-crop",
-       [](const Parts& p, ImageTransforms& t) {
-         parse_size(p, t);
-         t.crop = Crop::kCentre;
-         t.shorter_edge = whole(p, 2, 0);
-       }},
-      {"random-resized-crop",
-       [](const Parts& p, ImageTransforms& t) {
-         parse_size(p, t);
-         t.crop = Crop::kRandomResized;
-         t.least_area = number(p, 2, t.least_area);
-       }},
-      {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
-      {"jitter", parse_jitter},
-      {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
-      {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
-      {"normalise", [](const Parts& p, ImageTransforms& t) {
-         if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
-         t.mean = parse_channels(p[1]);
-         t.deviation = parse_channels(p[2]);
-       }}};
-  return kParsers;
-}
+struct Transform {
+  const char* name;
+  void (*parse)(const Parts& parts, ImageTransforms& t);
+};
+constexpr Transform kTransforms[] = {{"resize", parse_size},
+                                     {"crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        t.crop = Crop::kRandom;
+                                        t.padding = whole(p, 1, 4);
+                                      }},
+                                     {"center-crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        parse_size(p, t);
+                                        t.crop = Crop::kCentre;
+                                        t.shorter_edge = whole(p, 2, 0);
+                                      }},
+                                     {"random-resized-crop",
+                                      [](const Parts& p, ImageTransforms& t) {
+                                        parse_size(p, t);
+                                        t.crop = Crop::kRandomResized;
+                                        t.least_area = number(p, 2, t.least_area);
+                                      }},
+                                     {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
+                                     {"jitter", parse_jitter},
+                                     {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
+                                     {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
+                                     {"normalise", [](const Parts& p, ImageTransforms& t) {
+                                        if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
+                                        t.mean = parse_channels(p[1]);
+                                        t.deviation = parse_channels(p[2]);
+                                      }}};
 
 }  // namespace
 
@@ -94,9 +88,9 @@ ImageTransforms parse_transforms(const std::string& text, ImageTransforms base) 
   if (text.empty()) return base;
   for (const std::string& part : split(text, ',')) {
     const Parts parts = split(part, ':');
-    const auto parser = parsers().find(parts[0]);
-    if (parser == parsers().end()) refuse(part, "no such transform");
-    parser->second(parts, base);
+    const auto* const found = std::ranges::find(kTransforms, parts[0], &Transform::name);
+    if (found == std::end(kTransforms)) refuse(part, "no such transform");
+    found->parse(parts, base);
   }
   return base;
 }

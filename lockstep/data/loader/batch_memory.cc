@@ -2,51 +2,8 @@
 #include "lockstep/data/loader/batch_memory.h"
 
 #include <algorithm>
-#include <mutex>
-#include <vector>
 
 namespace lockstep {
-namespace {
-
-torch::Tensor fresh_bytes(std::int64_t bytes) { return torch::empty({bytes}, torch::kUInt8); }
-
-}  // namespace
-
-class BatchMemory::Pool {
- public:
-  explicit Pool(std::size_t spare_blocks) : spare_blocks_(spare_blocks) {}
-
-  // A block of `bytes` to twice as many: the one that came back last, which the caches may still hold.
-  torch::Tensor take(std::int64_t bytes) {
-    {
-      const std::lock_guard lock(mutex_);
-      const auto fits = [bytes](const torch::Tensor& block) {
-        return block.numel() >= bytes && block.numel() / 2 <= bytes;
-      };
-      const auto last = std::find_if(free_.rbegin(), free_.rend(), fits);
-      if (last != free_.rend()) {
-        torch::Tensor found = std::move(*last);
-        free_.erase(std::next(last).base());
-        return found;
-      }
-    }
-    return fresh_bytes(bytes);
-  }
-
-  void put_back(torch::Tensor block) {
-    const std::lock_guard lock(mutex_);
-    if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the least recently used one
-    free_.push_back(std::move(block));
-  }
-
- private:
-  const std::size_t spare_blocks_;
-  std::mutex mutex_;
-  std::vector<torch::Tensor> free_;
-};
-
-BatchMemory::BatchMemory(std::size_t spare_blocks, torch::Device device)
-    : pool_(std::make_shared<Pool>(spare_blocks)), pinned_(!device.is_cpu()) {}
 
 torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType dtype) {
   const auto options = torch::TensorOptions(dtype);
@@ -54,11 +11,34 @@ torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType 
   if (pinned_) return torch::empty(sizes, options.pinned_memory(true));
   const auto bytes = c10::multiply_integers(sizes) * static_cast<std::int64_t>(c10::elementSize(dtype));
   if (bytes == 0) return torch::empty(sizes, options);
-  torch::Tensor block = pool_->take(bytes);
+  torch::Tensor block = take(bytes);
   void* data = block.data_ptr();
   // Runs on whichever thread drops the last reference to the tensor.
-  const auto give_back = [pool = pool_, block](void*) mutable { pool->put_back(std::move(block)); };
+  const auto give_back = [self = shared_from_this(), block](void*) mutable { self->put_back(std::move(block)); };
   return torch::from_blob(data, sizes, give_back, options);
+}
+
+// A block of `bytes` to twice as many: the one that came back last, which the caches may still hold; else a new one.
+torch::Tensor BatchMemory::take(std::int64_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto fits = [bytes](const torch::Tensor& block) {
+      return block.numel() >= bytes && block.numel() / 2 <= bytes;
+    };
+    const auto last = std::find_if(free_.rbegin(), free_.rend(), fits);
+    if (last != free_.rend()) {
+      torch::Tensor found = std::move(*last);
+      free_.erase(std::next(last).base());
+      return found;
+    }
+  }
+  return torch::empty({bytes}, torch::kUInt8);
+}
+
+void BatchMemory::put_back(torch::Tensor block) {
+  const std::lock_guard lock(mutex_);
+  if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the least recently used one
+  free_.push_back(std::move(block));
 }
 
 torch::Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype) {

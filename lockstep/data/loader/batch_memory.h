@@ -4,29 +4,36 @@
 // Fresh memory costs a page fault for every 4 KiB, which takes longer than filling it.
 //
 // Flow:    lockstep/loader.h -> a dataset's assemble() -> a Batch -> back here when its last tensor is gone
-// Owns:    the free blocks; a block in use belongs to its tensor, and outlives this
-// Threads: any; copies share their blocks
+// Owns:    the free blocks. A block in use belongs to its tensor, which keeps this alive
+// Threads: any
 #pragma once
 
 #include <torch/types.h>
 
 #include <memory>
+#include <mutex>
+#include <vector>
 
 namespace lockstep {
 
-class BatchMemory {
+class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made by std::make_shared
  public:
   // Keeps at most `spare_blocks` free blocks. With a device that is not the CPU, memory is pinned, and the allocator of
   // that device reuses it.
-  BatchMemory(std::size_t spare_blocks, torch::Device device);
+  BatchMemory(std::size_t spare_blocks, torch::Device device)
+      : spare_blocks_(spare_blocks), pinned_(!device.is_cpu()) {}
 
   // An uninitialised, contiguous tensor on the CPU. Throws what torch throws when there is no memory.
   torch::Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);
 
  private:
-  class Pool;
-  std::shared_ptr<Pool> pool_;
-  bool pinned_;
+  torch::Tensor take(std::int64_t bytes);
+  void put_back(torch::Tensor block);
+
+  const std::size_t spare_blocks_;
+  const bool pinned_;
+  std::mutex mutex_;
+  std::vector<torch::Tensor> free_;
 };
 
 // From `memory` where there is one, else fresh.

@@ -9,7 +9,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
-#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
@@ -18,11 +17,6 @@
 namespace lockstep {
 namespace {
 
-std::shared_ptr<const SampleOrder> order_for(const Dataset& dataset, const LoaderOptions& options) {
-  if (options.order || !options.shuffle) return options.order;
-  return dataset.shuffled_order();
-}
-
 SamplerOptions sampler_options(const World& world, const Dataset& dataset, const LoaderOptions& options) {
   return {.samples = dataset.size(),
           .batch_size = options.batch_size,
@@ -30,7 +24,7 @@ SamplerOptions sampler_options(const World& world, const Dataset& dataset, const
           .ranks = world.size(),
           .seed = options.seed,
           .shuffle = options.shuffle,
-          .order = order_for(dataset, options)};
+          .order = options.order || !options.shuffle ? options.order : dataset.shuffled_order()};
 }
 
 void check_loader(const LoaderOptions& options) {
@@ -57,11 +51,13 @@ Batch joined(const std::vector<Batch>& parts) {
 
 // Makes this rank's batches of one epoch. The workers share it with the loader: one that hangs in a read outlives both,
 // and must find neither the dataset gone nor the sampler at another epoch.
-class EpochBatches {
- public:
-  EpochBatches(const LoaderOptions& options, std::shared_ptr<const Dataset> dataset, const DistributedSampler& sampler,
-               const BatchMemory& memory, std::int64_t epoch)
-      : options_(options), dataset_(std::move(dataset)), sampler_(sampler), memory_(memory), epoch_(epoch) {}
+struct EpochBatches {
+  const LoaderOptions options;
+  const std::shared_ptr<const Dataset> dataset;
+  const DistributedSampler sampler;
+  const std::shared_ptr<BatchMemory> memory;
+  const std::int64_t epoch;
+  std::atomic<std::int64_t> skipped = 0;
 
   Batch load(std::int64_t step, LoadingStatistics& took) {
     const Stopwatch watch;
@@ -74,23 +70,22 @@ class EpochBatches {
     return batch;
   }
 
- private:
   std::vector<std::int64_t> part(std::int64_t step) const {
-    return options_.empty ? std::vector<std::int64_t>() : sampler_.part(step);
+    return options.empty ? std::vector<std::int64_t>() : sampler.part(step);
   }
 
   // Announces the batch that this worker comes to next (each of W workers takes every W-th, more or less), so that the
   // disk reads it while this one is decoded.
   void read_ahead(std::int64_t step) const {
-    const std::int64_t next = step + std::max(1, options_.workers);
-    if (next < sampler_.steps()) dataset_->will_read(part(next));
+    const std::int64_t next = step + std::max(1, options.workers);
+    if (next < sampler.steps()) dataset->will_read(part(next));
   }
 
   Batch assemble(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
     try {
-      return dataset_->assemble(request(indices, times));
+      return dataset->assemble(request(indices, times));
     } catch (const DataError&) {
-      if (options_.skip_bad == 0) throw;
+      if (options.skip_bad == 0) throw;
     }
     return assemble_good_ones(indices, times, took);
   }
@@ -100,19 +95,19 @@ class EpochBatches {
     std::vector<Batch> good;
     for (std::size_t i = 0; i < indices.size(); ++i) {
       try {
-        good.push_back(dataset_->assemble(request(indices.subspan(i, 1), times)));
+        good.push_back(dataset->assemble(request(indices.subspan(i, 1), times)));
       } catch (const DataError& error) {
         skip(error);
         ++took.skipped;
       }
     }
-    return good.empty() ? dataset_->assemble(request({}, times)) : joined(good);
+    return good.empty() ? dataset->assemble(request({}, times)) : joined(good);
   }
 
   void skip(const DataError& error) {
-    const std::int64_t count = ++skipped_;
-    if (count > options_.skip_bad)
-      throw DataError({.what = concat(count, " bad samples in this epoch, ", options_.skip_bad,
+    const std::int64_t count = ++skipped;
+    if (count > options.skip_bad)
+      throw DataError({.what = concat(count, " bad samples in this epoch, ", options.skip_bad,
                                       " may be skipped; the last one: ", error.text().what),
                        .here = error.text().here,
                        .likely = error.text().likely,
@@ -121,88 +116,53 @@ class EpochBatches {
   }
 
   BatchRequest request(std::span<const std::int64_t> indices, BatchTimes& times) {
-    return {.indices = indices, .seed = options_.seed, .epoch = epoch_, .memory = &memory_, .times = &times};
+    return {.indices = indices, .seed = options.seed, .epoch = epoch, .memory = memory.get(), .times = &times};
   }
-
-  const LoaderOptions options_;
-  const std::shared_ptr<const Dataset> dataset_;
-  const DistributedSampler sampler_;
-  BatchMemory memory_;  // shares its blocks with the loader's
-  const std::int64_t epoch_;
-  std::atomic<std::int64_t> skipped_ = 0;
 };
 
-class Loader::State {
- public:
-  State(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
-      : options_(options),
-        device_(world.device()),
-        cores_(world.cores()),
-        dataset_(std::move(dataset)),
-        sampler_(sampler_options(world, *dataset_, options)),
-        memory_(to_size(2 * (options.prefetch + options.workers + 1)), device_) {
+struct Loader::State {
+  State(const World& world, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
+      : options(loader_options),
+        device(world.device()),
+        cores(world.cores()),
+        dataset(std::move(data)),
+        sampler(sampler_options(world, *dataset, options)),
+        memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)), device)) {
     check_loader(options);
   }
 
   void start(const LoaderPosition& from) {
-    workers_.reset();
-    sampler_.set_epoch(from.epoch, from.samples);
-    epoch_ = from.epoch;
-    step_ = 0;
-    batches_ = std::make_shared<EpochBatches>(options_, dataset_, sampler_, memory_, epoch_);
-    if (options_.workers == 0) return;
-    workers_.emplace(
-        PrefetchOptions{.steps = sampler_.steps(),
-                        .workers = options_.workers,
-                        .depth = options_.prefetch,
-                        .cores = cores_,
-                        .device = device_,
-                        .timeout = options_.timeout},
-        [batches = batches_](std::int64_t step, LoadingStatistics& took) { return batches->load(step, took); });
+    workers.reset();
+    sampler.set_epoch(from.epoch, from.samples);
+    epoch = from.epoch;
+    step = 0;
+    const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch);
+    workers.emplace(PrefetchOptions{.loader = options, .steps = sampler.steps(), .cores = cores, .device = device},
+                    [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 
   std::optional<Batch> next() {
-    if (step_ == sampler_.steps()) {
-      workers_.reset();
+    if (step == sampler.steps()) {
+      workers.reset();
       return std::nullopt;
     }
-    Batch batch = workers_ ? workers_->next(statistics_) : load_here();
-    ++step_;
-    ++statistics_.batches;
-    statistics_.samples += batch.size();
+    Batch batch = workers->next(statistics);
+    ++step;
+    ++statistics.batches;
+    statistics.samples += batch.size();
     return batch;
   }
 
-  LoaderPosition position() const { return {epoch_, sampler_.samples_before(step_)}; }
-  LoaderPosition position_of(std::int64_t epoch, std::int64_t step) const {
-    return {epoch, std::min(step * options_.batch_size, sampler_.samples())};
-  }
-  const Dataset& dataset() const { return *dataset_; }
-  const DistributedSampler& sampler() const { return sampler_; }
-  const LoadingStatistics& statistics() const { return statistics_; }
-  LoadingSettings settings() const {
-    return {.workers = options_.workers, .prefetch = options_.prefetch, .cores = static_cast<int>(cores_.size())};
-  }
-
- private:
-  Batch load_here() {
-    const Stopwatch watch;
-    Batch batch = receive(DeviceCopy(device_).start(batches_->load(step_, statistics_)));
-    statistics_.wait += watch.seconds();
-    return batch;
-  }
-
-  LoaderOptions options_;
-  torch::Device device_;
-  CoreSet cores_;
-  std::shared_ptr<const Dataset> dataset_;
-  DistributedSampler sampler_;
-  BatchMemory memory_;
-  LoadingStatistics statistics_;
-  std::int64_t epoch_ = 0;
-  std::int64_t step_ = 0;  // batches of this epoch that were handed out
-  std::shared_ptr<EpochBatches> batches_;
-  std::optional<Prefetcher> workers_;
+  const LoaderOptions options;
+  const torch::Device device;
+  const CoreSet cores;
+  const std::shared_ptr<const Dataset> dataset;
+  DistributedSampler sampler;
+  const std::shared_ptr<BatchMemory> memory;
+  LoadingStatistics statistics;
+  std::int64_t epoch = 0;
+  std::int64_t step = 0;  // batches of this epoch that were handed out
+  std::optional<Prefetcher> workers;
 };
 
 Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
@@ -211,17 +171,17 @@ Loader::~Loader() = default;
 Loader::Loader(Loader&&) noexcept = default;
 Loader& Loader::operator=(Loader&&) noexcept = default;
 
-const Dataset& Loader::dataset() const { return state_->dataset(); }
-std::int64_t Loader::steps_per_epoch() const { return state_->sampler().steps_per_epoch(); }
-const LoadingStatistics& Loader::statistics() const { return state_->statistics(); }
-LoaderPosition Loader::position() const { return state_->position(); }
+const Dataset& Loader::dataset() const { return *state_->dataset; }
+std::int64_t Loader::steps_per_epoch() const { return state_->sampler.steps_per_epoch(); }
+const LoadingStatistics& Loader::statistics() const { return state_->statistics; }
+LoaderPosition Loader::position() const { return {state_->epoch, state_->sampler.samples_before(state_->step)}; }
 
 std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
-  return loading_hint(since, state_->settings(), seconds);
+  return loading_hint(since, state_->options, static_cast<int>(state_->cores.size()), seconds);
 }
 
 Loader::Epoch Loader::epoch(std::int64_t epoch, std::int64_t first_step) {
-  return {state_.get(), state_->position_of(epoch, first_step)};
+  return resume({epoch, std::min(first_step * state_->options.batch_size, state_->sampler.samples())});
 }
 
 Loader::Epoch Loader::resume(const LoaderPosition& position) { return {state_.get(), position}; }

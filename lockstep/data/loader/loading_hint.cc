@@ -12,12 +12,12 @@ namespace {
 constexpr double kWorthSaying = 0.05;  // of the time
 constexpr double kBusy = 0.7;          // of the workers' time
 
-std::string advice(const LoadingStatistics& s, const LoadingSettings& settings, double seconds) {
-  if (settings.workers == 0) return "load in the background with --workers 1";
-  const double busy = (s.read + s.assemble + s.copy) / (seconds * settings.workers);
-  if (busy < kBusy && settings.prefetch <= 2 * settings.workers)
-    return concat("the workers are idle at other times: raise --prefetch from ", settings.prefetch);
-  if (settings.workers < settings.cores) return concat("raise --workers from ", settings.workers);
+std::string advice(const LoadingStatistics& s, const LoaderOptions& options, int cores, double seconds) {
+  if (options.workers == 0) return "load in the background with --workers 1";
+  const double busy = (s.read + s.assemble + s.copy) / (seconds * options.workers);
+  if (busy < kBusy && options.prefetch <= 2 * options.workers)
+    return concat("the workers are idle at other times: raise --prefetch from ", options.prefetch);
+  if (options.workers < cores) return concat("raise --workers from ", options.workers);
   if (s.read > s.assemble)
     return "reading and decoding takes most of it: store smaller images with lockstep data pack --shorter-edge";
   return "the transforms take most of it: choose fewer in --augment, or give the rank more cores";
@@ -44,10 +44,10 @@ LoadingStatistics& LoadingStatistics::operator+=(const LoadingStatistics& other)
 
 LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) { return combined(a, b, std::minus<>()); }
 
-std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds) {
+std::string loading_hint(const LoadingStatistics& statistics, const LoaderOptions& options, int cores, double seconds) {
   if (seconds <= 0 || statistics.wait < kWorthSaying * seconds) return "";
   return concat("the steps wait for data ", std::lround(100 * statistics.wait / seconds),
-                " % of the time: ", advice(statistics, settings, seconds));
+                " % of the time: ", advice(statistics, options, cores, seconds));
 }
 
 }  // namespace lockstep

@@ -8,13 +8,7 @@
 
 namespace lockstep {
 
-struct LoadingSettings {
-  int workers = 0;
-  int prefetch = 0;
-  int cores = 1;  // of this rank
-};
-
-// One sentence, or "" while waiting takes less than 5 % of `seconds`, the time of the steps.
-std::string loading_hint(const LoadingStatistics& statistics, const LoadingSettings& settings, double seconds);
+// One sentence, or "" while waiting takes less than 5 % of `seconds`, the time of the steps. `cores`: of this rank.
+std::string loading_hint(const LoadingStatistics& statistics, const LoaderOptions& options, int cores, double seconds);
 
 }  // namespace lockstep

@@ -19,7 +19,7 @@ using testing::message_of;
 using Order = std::vector<std::int64_t>;
 
 Order drawn(const SampleOrder& order, std::uint64_t seed, std::int64_t epoch) {
-  Order places(to_size(order.samples()));
+  Order places(to_size(order.samples));
   order.draw(seed, epoch)(0, places);
   return places;
 }
@@ -63,7 +63,7 @@ TEST(WindowOrder, visits_every_sample_once_and_stays_within_windows_of_a_shard_o
     const auto window = 1 + static_cast<std::int64_t>(random() % 50);
     const auto order = window_order(sizes, window);
     const Order places = drawn(*order, random(), round);
-    ASSERT_EQ(sorted(places), all_of(order->samples()));
+    ASSERT_EQ(sorted(places), all_of(order->samples));
   }
 }
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/loader/prefetch.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -11,27 +15,65 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 
-// The queue between the workers and the training thread: a ring of `depth` places; the batch of step s goes to place
-// s % depth. Workers claim steps in order, and a step only when its place is free, that is, when step s - depth was
-// taken: claimed_ <= taken_ + depth. So two workers never share a place, batches wait for each other in any order of
-// completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
+struct CopiedBatch {
+  Batch batch;
+  std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
+};
+
+namespace {
+
+// For copies from pinned memory to the device during another step; none on the CPU.
+std::optional<c10::Stream> copy_stream(torch::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+// Does not block.
+CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
+  if (!stream) return {std::move(batch), nullptr};
+  const c10::StreamGuard guard(*stream);
+  const torch::Device device = stream->device();
+  CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
+                     std::make_shared<c10::Event>(device.type())};
+  result.copied->record(*stream);
+  return result;
+}
+
+// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not
+// block.
+Batch receive(CopiedBatch arriving) {
+  if (!arriving.copied) return std::move(arriving.batch);
+  const torch::Device device = arriving.batch.data.device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  arriving.copied->block(stream);
+  // The allocator must not hand the memory out again on the copying stream while the step still reads it.
+  arriving.batch.data.record_stream(stream);
+  arriving.batch.target.record_stream(stream);
+  return std::move(arriving.batch);
+}
+
+}  // namespace
+
+// The queue between the workers and the training thread: a ring of `prefetch` places; the batch of step s goes to place
+// s % prefetch. Workers claim steps in order, and a step only when its place is free, that is, when step s - prefetch
+// was taken: claimed_ <= taken_ + prefetch. So two workers never share a place, batches wait for each other in any
+// order of completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
 // can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
  public:
   Shared(const PrefetchOptions& options, Load load)
       : options_(options),
         load_(std::move(load)),
-        places_(to_size(std::max(1, options.depth))),
-        running_(options.workers) {}
+        places_(to_size(options.loader.prefetch)),
+        running_(options.loader.workers) {}
 
   void work() {
-    DeviceCopy copy(options_.device);
+    const auto stream = copy_stream(options_.device);
     bool pinned = options_.cores.empty();
     for (;;) {
       LoadingStatistics took;
@@ -40,7 +82,10 @@ class Prefetcher::Shared {
       Place place;
       try {
         if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
-        place = load(*step, copy, took);
+        Batch batch = load_(*step, took);
+        const Stopwatch watch;
+        place.batch = start_copy(std::move(batch), stream);
+        took.copy += watch.seconds();
       } catch (...) {
         place.error = std::current_exception();
       }
@@ -56,17 +101,24 @@ class Prefetcher::Shared {
     Place place;
     {
       std::unique_lock lock(mutex_);
-      if (!ready_.wait_for(lock, options_.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      if (!ready_.wait_for(lock, options_.loader.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
       statistics += std::exchange(took_, {});
-      statistics.queued += ready_count_;
+      statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
       place = std::exchange(place_of(taken_), {});
       ++taken_;
-      --ready_count_;
     }
     statistics.wait += watch.seconds();
     room_.notify_one();
     if (place.error) std::rethrow_exception(place.error);
     return receive(std::move(place.batch));
+  }
+
+  Batch load_here(LoadingStatistics& statistics) {
+    const Stopwatch watch;
+    Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
+    ++taken_;
+    statistics.wait += watch.seconds();
+    return batch;
   }
 
   // Ends the workers; false: some were still loading at the deadline.
@@ -75,8 +127,8 @@ class Prefetcher::Shared {
     std::unique_lock lock(mutex_);
     stopped_ = true;
     room_.notify_all();
-    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, options_.timeout) : options_.timeout,
-                           [&] { return running_ == 0; });
+    const auto timeout = options_.loader.timeout;
+    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout) : timeout, [&] { return running_ == 0; });
   }
 
  private:
@@ -99,20 +151,11 @@ class Prefetcher::Shared {
     return claimed_++;
   }
 
-  Place load(std::int64_t step, const DeviceCopy& copy, LoadingStatistics& took) const {
-    Batch batch = load_(step, took);
-    const Stopwatch watch;
-    Place place{.batch = copy.start(std::move(batch))};
-    took.copy += watch.seconds();
-    return place;
-  }
-
   void put(std::int64_t step, Place place, const LoadingStatistics& took) {
     {
       const std::lock_guard lock(mutex_);
       place.ready = true;
       place_of(step) = std::move(place);
-      ++ready_count_;
       took_ += took;
     }
     ready_.notify_one();
@@ -121,7 +164,7 @@ class Prefetcher::Shared {
   [[noreturn]] void no_batch_came(const Stopwatch& watch) {
     late_ = true;
     throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                     .here = concat("batch ", taken_, " of this epoch, ", options_.workers, " workers"),
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers"),
                      .likely = "a disk or network file system that does not answer",
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
@@ -135,8 +178,7 @@ class Prefetcher::Shared {
   std::vector<Place> places_;
   std::int64_t claimed_ = 0;  // steps that workers have claimed
   std::int64_t taken_ = 0;    // steps that next() has returned
-  int ready_count_ = 0;
-  int running_;  // workers
+  int running_;               // workers
   bool stopped_ = false;
   bool late_ = false;       // a batch did not come within the timeout
   LoadingStatistics took_;  // by workers, since next() was called last
@@ -144,7 +186,7 @@ class Prefetcher::Shared {
 
 Prefetcher::Prefetcher(const PrefetchOptions& options, Load load)
     : shared_(std::make_shared<Shared>(options, std::move(load))) {
-  for (int i = 0; i < options.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
+  for (int i = 0; i < options.loader.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
 }
 
 Prefetcher::~Prefetcher() {
@@ -157,6 +199,8 @@ Prefetcher::~Prefetcher() {
       worker.detach();  // it holds the queue, and through `load` the dataset
 }
 
-Batch Prefetcher::next(LoadingStatistics& statistics) { return shared_->next(statistics); }
+Batch Prefetcher::next(LoadingStatistics& statistics) {
+  return workers_.empty() ? shared_->load_here(statistics) : shared_->next(statistics);
+}
 
 }  // namespace lockstep

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // data/loader/prefetch.h: threads that load the batches of an epoch ahead of the step that takes them.
 //
-// Flow:    workers claim steps in order -> load -> a queue of `depth` places -> next(), in order
+// Flow:    workers claim steps in order -> load -> a queue of `prefetch` places -> next(), in order
 // Owns:    the threads, and the batches that are not taken yet
 // Threads: next() from one thread. The destructor stops the workers and waits for the batches they are loading, at most
-//          `timeout`; a worker that hangs longer, in a read that the disk does not answer, is left behind
+//          LoaderOptions::timeout; a worker that hangs longer, in a read that the disk does not answer, is left behind
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,12 +19,10 @@
 namespace lockstep {
 
 struct PrefetchOptions {
+  LoaderOptions loader;  // without workers next() loads
   std::int64_t steps = 0;
-  int workers = 1;  // >= 1
-  int depth = 1;    // batches that may be ready, or be loaded, at a time
   CoreSet cores{};  // where the workers run; empty: where the calling thread does
   torch::Device device = torch::kCPU;
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
 };
 
 class Prefetcher {

@@ -1,14 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/sampler.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/types.h>
+
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
+
+std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch) {
+  return mix_seed(seed, static_cast<std::uint64_t>(epoch));
+}
+
+// A shard in the order of one epoch: its first place in the epoch, and its first sample in the dataset.
+struct ShardRun {
+  std::int64_t epoch_begin;
+  std::int64_t dataset_begin;
+};
+
+std::vector<ShardRun> shuffle_shards(const std::vector<std::int64_t>& sizes, std::uint64_t seed) {
+  std::vector<std::int64_t> begins(sizes.size());
+  std::exclusive_scan(sizes.begin(), sizes.end(), begins.begin(), std::int64_t{0});
+  std::vector<ShardRun> runs;
+  std::int64_t next = 0;
+  for (std::size_t place = 0; place < sizes.size(); ++place) {
+    const std::size_t shard = permuted(place, sizes.size(), seed);
+    runs.push_back({next, begins[shard]});
+    next += sizes[shard];
+  }
+  return runs;
+}
+
+// Place p of the epoch -> sample, in two steps and without a table of samples:
+// 1. Shuffle within the window of p: places [w, w + size) are permuted among themselves, keyed by seed, epoch and w.
+// 2. Look the shuffled place up in the shards as they follow each other this epoch: the last shard that begins at or
+//    before it, and the offset from there.
+// Both steps are one to one, so every sample comes up once; a window lies in one shard, or in a few that follow each
+// other, so the disk reads long runs.
+struct WindowedEpoch {
+  std::vector<ShardRun> shards;
+  std::int64_t samples;
+  std::int64_t window;
+  std::uint64_t seed;
+
+  void operator()(std::int64_t begin, std::span<std::int64_t> into) const {
+    for (std::int64_t& sample : into) sample = sample_of(shuffled(begin++));
+  }
+  std::int64_t shuffled(std::int64_t place) const {
+    const std::int64_t window_begin = place / window * window;
+    const std::int64_t size = std::min(window, samples - window_begin);
+    const std::uint64_t key = mix_seed(seed, to_size(window_begin));
+    return window_begin + static_cast<std::int64_t>(permuted(to_size(place - window_begin), to_size(size), key));
+  }
+  std::int64_t sample_of(std::int64_t place) const {
+    const ShardRun& shard = *std::prev(std::ranges::upper_bound(shards, place, {}, &ShardRun::epoch_begin));
+    return shard.dataset_begin + place - shard.epoch_begin;
+  }
+};
 
 std::shared_ptr<const SampleOrder> order_for(const SamplerOptions& options) {
   if (options.order) return options.order;
@@ -18,6 +74,54 @@ std::shared_ptr<const SampleOrder> order_for(const SamplerOptions& options) {
 std::int64_t batches(std::int64_t samples, std::int64_t batch_size) { return (samples + batch_size - 1) / batch_size; }
 
 }  // namespace
+
+std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples) {
+  return std::make_shared<SampleOrder>(samples, [](std::uint64_t, std::int64_t) {
+    return [](std::int64_t begin, std::span<std::int64_t> into) { std::iota(into.begin(), into.end(), begin); };
+  });
+}
+
+std::shared_ptr<const SampleOrder> random_order(std::int64_t samples) {
+  return std::make_shared<SampleOrder>(samples, [samples](std::uint64_t seed, std::int64_t epoch) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(epoch_seed(seed, epoch));
+    const torch::Tensor order = torch::randperm(samples, generator, torch::kInt64);
+    return [order](std::int64_t begin, std::span<std::int64_t> into) {
+      std::copy_n(order.const_data_ptr<std::int64_t>() + begin, into.size(), into.begin());
+    };
+  });
+}
+
+// Draw i looks up its own uniform number in the running sums of the weights: sums[k - 1] <= number < sums[k] picks
+// sample k with probability weights[k] / sum. Draws do not depend on each other, so any part can be read alone.
+std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& weights, std::int64_t samples) {
+  auto sums = std::make_shared<std::vector<double>>();
+  double sum = 0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (!std::isfinite(weights[i]) || weights[i] < 0)
+      throw UsageError({.what = concat("the weight of sample ", i, " is ", weights[i]), .next = "give weights >= 0"});
+    sums->push_back(sum += weights[i]);
+  }
+  if (sum <= 0 || !std::isfinite(sum))
+    throw UsageError({.what = concat("the weights of the samples add up to ", sum), .next = "give some that are > 0"});
+  return std::make_shared<SampleOrder>(samples, [sums](std::uint64_t seed, std::int64_t epoch) {
+    return [sums, key = epoch_seed(seed, epoch)](std::int64_t begin, std::span<std::int64_t> into) {
+      for (std::int64_t& sample : into) {
+        const double number = SampleRandom(key, begin++).uniform() * sums->back();
+        sample = std::ranges::upper_bound(*sums, number) - sums->begin();
+      }
+    };
+  });
+}
+
+std::shared_ptr<const SampleOrder> window_order(std::vector<std::int64_t> shard_sizes, std::int64_t window) {
+  if (window < 1) throw UsageError({.what = concat("a window of ", window, " samples"), .next = "give at least 1"});
+  const std::int64_t samples = std::accumulate(shard_sizes.begin(), shard_sizes.end(), std::int64_t{0});
+  return std::make_shared<SampleOrder>(
+      samples, [sizes = std::move(shard_sizes), samples, window](std::uint64_t seed, std::int64_t epoch) {
+        const std::uint64_t key = epoch_seed(seed, epoch);
+        return WindowedEpoch{shuffle_shards(sizes, key), samples, window, key};
+      });
+}
 
 Range even_part(std::int64_t total, int index, int parts) {
   return {total * index / parts, total * (index + 1) / parts};
@@ -31,7 +135,7 @@ void require_batch_for_ranks(std::int64_t batch_size, int ranks) {
 }
 
 DistributedSampler::DistributedSampler(const SamplerOptions& options) : options_(options), order_(order_for(options)) {
-  if (order_->samples() <= 0)
+  if (order_->samples <= 0)
     throw UsageError({.what = "the dataset has no samples", .likely = "an empty file or split"});
   require_batch_for_ranks(options.batch_size, options.ranks);
   set_epoch(0);

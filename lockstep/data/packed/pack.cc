@@ -4,8 +4,8 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/images/image_kernels.h"
-#include "lockstep/data/images/jpeg.h"
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
@@ -15,23 +15,10 @@ namespace {
 
 constexpr std::uint64_t kShuffleSeed = 0x7061636BULL;
 
-// The samples of a dataset to write: all, or those of a part of it.
-struct Part {
-  const Dataset* dataset;
-  std::int64_t begin;
-  std::int64_t size;
-};
-
-Part part_of(const Dataset& dataset) {
-  const auto* subset = dynamic_cast<const SubsetDataset*>(&dataset);
-  if (subset == nullptr) return {&dataset, 0, dataset.size()};
-  return {&subset->whole(), subset->begin(), subset->size()};
-}
-
-std::vector<std::int64_t> order_of(const Part& part, const PackOptions& options) {
-  std::vector<std::int64_t> order(to_size(part.size));
-  (options.keep_order ? sequential_order(part.size) : random_order(part.size))->draw(kShuffleSeed, 0)(0, order);
-  for (std::int64_t& sample : order) sample += part.begin;
+std::vector<std::int64_t> order_of(std::int64_t samples, std::int64_t begin, const PackOptions& options) {
+  std::vector<std::int64_t> order(to_size(samples));
+  (options.keep_order ? sequential_order(samples) : random_order(samples))->draw(kShuffleSeed, 0)(0, order);
+  for (std::int64_t& sample : order) sample += begin;
   return order;
 }
 
@@ -69,10 +56,13 @@ void pack_image(const ImageSource& source, std::int64_t index, const PackOptions
   writer.add({.target = image.label, .encoded = true, .payload = shrink ? std::span(smaller) : image.bytes});
 }
 
-PackedInfo info_of(const ImageSource& source) {
-  PackedInfo info{.name = source.name(), .classes = source.classes()};
-  if (const auto* folder = dynamic_cast<const ImageFolder*>(&source)) info.class_names = folder->class_names();
-  return info;
+void pack_images(const ImageSource& source, const std::vector<std::int64_t>& order, const PackOptions& options,
+                 RecordWriter& writer) {
+  for (const std::int64_t index : order) pack_image(source, index, options, writer);
+  const auto* folder = dynamic_cast<const ImageFolder*>(&source);
+  writer.finish({.name = source.name(),
+                 .classes = source.classes(),
+                 .class_names = folder != nullptr ? folder->class_names() : std::vector<std::string>{}});
 }
 
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
@@ -88,26 +78,26 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>&
                 .dtype = data.scalar_type(),
                 .shape = data.sizes().slice(1).vec(),
                 .payload = {rows + to_size(index) * bytes, bytes}});
+  const bool classes = targets.numel() > 0;
+  writer.finish({.name = dataset.name(), .classes = classes ? targets.max().item<std::int64_t>() + 1 : 0});
 }
 
 }  // namespace
 
+// A part of another dataset is written from that dataset.
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
-  const Part part = part_of(dataset);
-  const auto* images = dynamic_cast<const ImageDataset*>(part.dataset);
-  const auto* tensors = dynamic_cast<const TensorDataset*>(part.dataset);
+  const auto* part = dynamic_cast<const SubsetDataset*>(&dataset);
+  const Dataset& whole = part != nullptr ? part->whole() : dataset;
+  const auto* images = dynamic_cast<const ImageDataset*>(&whole);
+  const auto* tensors = dynamic_cast<const TensorDataset*>(&whole);
   if (images == nullptr && tensors == nullptr)
     throw UsageError({.what = concat(dataset.name(), " can't be packed"),
                       .likely = "it is text, which is one file already, or packed already",
                       .next = "pack images, NumPy arrays or tables"});
   RecordWriter writer(folder, options.shard_bytes);
-  if (images != nullptr) {
-    for (const std::int64_t index : order_of(part, options)) pack_image(images->source(), index, options, writer);
-    return writer.finish(info_of(images->source()));
-  }
-  pack_tensors(*tensors, order_of(part, options), writer);
-  const bool classes = tensors->target().numel() > 0;
-  writer.finish({.name = dataset.name(), .classes = classes ? tensors->target().max().item<std::int64_t>() + 1 : 0});
+  const auto order = order_of(dataset.size(), part != nullptr ? part->begin() : 0, options);
+  if (images != nullptr) return pack_images(images->source(), order, options, writer);
+  pack_tensors(*tensors, order, writer);
 }
 
 }  // namespace lockstep

@@ -5,33 +5,37 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/data/packed/packed_records.h"
-#include "lockstep/datasets.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-bool is_packed_image(const Record& record) {
-  return record.encoded || (record.dtype == torch::kUInt8 && record.shape.size() == 3);
-}
-
-ImageShape image_shape(const Record& record) {
-  if (record.encoded) return {3, 0, 0};
-  return {record.shape[0], record.shape[1], record.shape[2]};
-}
-
-// Arrays of one shape and dtype.
-class PackedTensors : public Dataset {
+// What a Dataset and an ImageSource of records have in common.
+template <class Interface>
+class OfRecords : public Interface {
  public:
-  PackedTensors(std::shared_ptr<const RecordReader> records, std::int64_t window)
+  OfRecords(std::shared_ptr<const RecordReader> records, std::int64_t window)
       : records_(std::move(records)),
-        order_(window_order(records_->shard_sizes(), window)),
-        first_(first_good_record(*records_)) {}
+        first_(first_good_record(*records_)),
+        order_(window_order(records_->shard_sizes(), window)) {}
 
   std::string name() const override { return records_->info().name; }
   std::int64_t size() const override { return records_->size(); }
-  std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
   void will_read(std::span<const std::int64_t> indices) const override { records_->will_read(indices); }
+  std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
+
+ protected:
+  const std::shared_ptr<const RecordReader> records_;
+  const Record first_;
+
+ private:
+  std::shared_ptr<const SampleOrder> order_;
+};
+
+// Arrays of one shape and dtype.
+class PackedTensors : public OfRecords<Dataset> {
+ public:
+  using OfRecords::OfRecords;
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
 
   Batch assemble(const BatchRequest& request) const override {
@@ -59,44 +63,29 @@ class PackedTensors : public Dataset {
                        .likely = "different kinds of data in one folder"});
     return record;
   }
-
-  std::shared_ptr<const RecordReader> records_;
-  std::shared_ptr<const SampleOrder> order_;
-  Record first_;
 };
 
 // Images, encoded or as bytes (C, H, W).
-class PackedImages : public ImageSource {
+class PackedImages : public OfRecords<ImageSource> {
  public:
-  PackedImages(std::shared_ptr<const RecordReader> records, std::int64_t window)
-      : records_(std::move(records)),
-        order_(window_order(records_->shard_sizes(), window)),
-        first_(image_shape(first_good_record(*records_))) {}
-
-  std::string name() const override { return records_->info().name; }
-  std::int64_t size() const override { return records_->size(); }
-  std::int64_t channels() const override { return first_.channels; }
+  using OfRecords::OfRecords;
   std::int64_t classes() const override { return records_->info().classes; }
-  ImageShape common_shape() const override { return first_; }
-  void will_read(std::span<const std::int64_t> indices) const override { records_->will_read(indices); }
+  ImageShape common_shape() const override { return shape_of(first_); }
   std::string origin(std::int64_t index) const override { return records_->origin(index); }
-  std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
 
   StoredImage read(std::int64_t index, std::vector<std::uint8_t>&) const override {
     const Record record = records_->read(index);
-    if (!is_packed_image(record) || record.target < 0 || record.target >= classes())
+    if (!record.is_image() || record.target < 0 || record.target >= classes())
       throw DataError({.what = concat("not an image with a label below ", classes()),
                        .likely = "different kinds of data in one folder"});
-    return {.bytes = record.payload,
-            .encoded = record.encoded,
-            .shape = record.encoded ? ImageShape{} : image_shape(record),
-            .label = record.target};
+    return {.bytes = record.payload, .encoded = record.encoded, .shape = shape_of(record), .label = record.target};
   }
 
  private:
-  std::shared_ptr<const RecordReader> records_;
-  std::shared_ptr<const SampleOrder> order_;
-  ImageShape first_;
+  static ImageShape shape_of(const Record& record) {
+    if (record.encoded) return {3, 0, 0};
+    return {record.shape[0], record.shape[1], record.shape[2]};
+  }
 };
 
 }  // namespace
@@ -114,13 +103,15 @@ Record first_good_record(const RecordReader& records) {
   return records.read(records.size() - 1);
 }
 
-bool holds_images(const RecordReader& records) { return is_packed_image(first_good_record(records)); }
+std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
+                                           const ImageTransforms& transforms, std::int64_t window) {
+  if (!first_good_record(*records).is_image()) return std::make_shared<PackedTensors>(std::move(records), window);
+  return std::make_shared<ImageDataset>(std::make_shared<PackedImages>(std::move(records), window), transforms);
+}
 
 std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms,
                                            std::int64_t window) {
-  auto records = std::make_shared<RecordReader>(folder);
-  if (!holds_images(*records)) return std::make_shared<PackedTensors>(std::move(records), window);
-  return std::make_shared<ImageDataset>(std::make_shared<PackedImages>(std::move(records), window), transforms);
+  return open_packed(std::make_shared<RecordReader>(folder), transforms, window);
 }
 
 }  // namespace lockstep

@@ -28,7 +28,7 @@ std::vector<std::int64_t> all_of(const Dataset& dataset) {
 
 TEST(Packed, gives_back_the_same_images) {
   const TempFolder folder;
-  const ImageDataset original(synthetic_images({.samples = 57, .shape = {3, 5, 7}, .classes = 4}), {});
+  const ImageDataset original(synthetic_images(57, {3, 5, 7}, 4), {});
   pack(original, folder / "p", {.shard_bytes = 2000, .keep_order = true});
   EXPECT_GT(RecordReader(folder / "p").shard_sizes().size(), 3U);
   const auto packed = open_packed(folder / "p", {});

@@ -12,6 +12,8 @@
 
 #include <torch/types.h>
 
+#include <array>
+#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <span>
@@ -20,8 +22,62 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/datasets.h"
 
 namespace lockstep {
+
+// What writer and reader must agree on; docs/data.md shows it as a table. The structs lie in the files as they are in
+// memory: little-endian, like every machine that libtorch runs on.
+namespace packed {
+
+using Mark = std::array<char, 8>;
+constexpr std::uint64_t kAlignment = 8;  // of records
+
+struct ShardHeader {
+  Mark mark{'L', 'S', 'T', 'E', 'P', 'R', 'E', 'C'};
+  std::uint64_t version = 1;
+  bool operator==(const ShardHeader&) const = default;
+};
+
+struct Entry {  // of the index: a record
+  std::uint64_t offset;
+  std::uint64_t bytes;
+  std::uint64_t checksum;
+};
+
+struct Trailer {
+  static constexpr Mark kMark{'L', 'S', 'T', 'E', 'P', 'E', 'N', 'D'};
+  std::uint64_t index_offset;
+  std::uint64_t records;
+  std::uint64_t checksum;  // of the index
+  Mark mark = kMark;
+};
+
+struct RecordHeader {  // the sizes of the dimensions follow, 8 bytes each, then the payload
+  std::int64_t target;
+  std::uint8_t encoded;
+  std::uint8_t dtype;  // its place in kDtypes
+  std::uint8_t dimensions;
+  std::array<std::uint8_t, 5> zeros{};
+};
+static_assert(sizeof(ShardHeader) == 16 && sizeof(Entry) == 24 && sizeof(Trailer) == 32 && sizeof(RecordHeader) == 16);
+
+constexpr std::size_t kMostDimensions = 8;
+inline constexpr std::array kDtypes = {torch::kUInt8,    torch::kInt8,    torch::kInt16,
+                                       torch::kInt32,    torch::kInt64,   torch::kFloat16,
+                                       torch::kBFloat16, torch::kFloat32, torch::kFloat64};
+
+constexpr const char* kInfoFile = "packed.json";
+constexpr const char* kFormatName = "lockstep packed records";
+
+template <class T>
+T read_at(const std::uint8_t* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+}  // namespace packed
 
 // A sample as it is stored.
 struct Record {
@@ -30,6 +86,8 @@ struct Record {
   torch::ScalarType dtype = torch::kUInt8;  // of an array
   std::vector<std::int64_t> shape{};        // of an array
   std::span<const std::uint8_t> payload{};
+
+  bool is_image() const { return encoded || (dtype == torch::kUInt8 && shape.size() == 3); }
 };
 
 struct PackedInfo {
@@ -47,17 +105,10 @@ class RecordWriter {
   void finish(const PackedInfo& info);  // blocks until all is on the disk; without it readers refuse the folder
 
  private:
-  struct Entry {
-    std::uint64_t offset;
-    std::uint64_t bytes;
-    std::uint64_t checksum;
-  };
   struct Shard {
-    std::string file;
     std::uint64_t records;
     std::uint64_t bytes;
   };
-  void open_shard();
   void write_whole_megabytes();
   void close_shard();
 
@@ -66,7 +117,7 @@ class RecordWriter {
   std::optional<AtomicFile> file_;
   std::uint64_t written_ = 0;          // bytes of this shard that are in the file
   std::vector<std::uint8_t> pending_;  // bytes that are not written yet
-  std::vector<Entry> index_;
+  std::vector<packed::Entry> index_;
   std::vector<Shard> shards_;
 };
 
@@ -88,16 +139,14 @@ class RecordReader {
   std::string origin(std::int64_t index) const;
 
  private:
-  struct Place {
-    std::size_t shard;
-    std::uint64_t offset;
-    std::uint64_t bytes;
-    std::uint64_t checksum;
-  };
   struct Shard {
     MappedFile file;
-    std::uint64_t index_offset;
-    std::int64_t records;
+    packed::Trailer trailer;
+  };
+  struct Place {
+    const Shard& shard;
+    std::int64_t index;  // in the shard
+    packed::Entry entry;
   };
   void open_shard(const std::string& name, std::uint64_t records, std::uint64_t bytes);
   Place place_of(std::int64_t index) const;
@@ -110,6 +159,9 @@ class RecordReader {
 
 // What the records are like. Throws DataError: no records, or none that can be read.
 Record first_good_record(const RecordReader& records);
-bool holds_images(const RecordReader& records);
+
+// As the public open_packed does, of records that were opened before.
+std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
+                                           const ImageTransforms& transforms, std::int64_t window);
 
 }  // namespace lockstep

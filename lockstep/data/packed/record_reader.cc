@@ -9,7 +9,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/packed/packed_format.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/data/packed/packed_records.h"
 #include "lockstep/error.h"
 
@@ -17,7 +17,6 @@ namespace lockstep {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using packed::number_at;
 
 DataError damaged_pack(const std::filesystem::path& file, const std::string& what) {
   return DataError({.what = concat(file.filename().string(), " is not what lockstep data pack writes: ", what),
@@ -35,7 +34,7 @@ Json read_info(const std::filesystem::path& folder) {
                      .next = "name the folder that lockstep data pack wrote"});
   const MappedFile file(path);
   const Json json = Json::parse(file.bytes().begin(), file.bytes().end());
-  if (json.at("format") != packed::kFormatName || json.at("version") != packed::kVersion)
+  if (json.at("format") != packed::kFormatName || json.at("version") != packed::ShardHeader{}.version)
     throw damaged_pack(path, "another format or version");
   return json;
 }
@@ -57,21 +56,20 @@ void RecordReader::open_shard(const std::string& name, std::uint64_t records, st
   const std::filesystem::path path = folder_ / name;
   if (std::filesystem::path(name).filename() != name) throw damaged_pack(path, "its shard is outside of its folder");
   MappedFile file(path);
-  const auto content = file.bytes();
-  if (content.size() != bytes || bytes < packed::kHeaderBytes + packed::kTrailerBytes)
-    throw damaged_pack(path, concat(bytes, " bytes expected, ", content.size(), " found"));
-  const std::uint8_t* trailer = content.data() + bytes - packed::kTrailerBytes;
-  const bool named = std::memcmp(content.data(), packed::kBegin.data(), packed::kBegin.size()) == 0 &&
-                     std::memcmp(trailer + 24, packed::kEnd.data(), packed::kEnd.size()) == 0;
-  if (!named || number_at(content.data() + 8) != packed::kVersion) throw damaged_pack(path, "no header or trailer");
-  const std::uint64_t index_offset = number_at(trailer);
-  const std::uint64_t most = (bytes - packed::kHeaderBytes - packed::kTrailerBytes) / packed::kEntryBytes;
-  if (number_at(trailer + 8) != records || records > most ||
-      index_offset != bytes - packed::kTrailerBytes - records * packed::kEntryBytes)
+  const std::uint8_t* content = file.bytes().data();
+  constexpr std::uint64_t kLeast = sizeof(packed::ShardHeader) + sizeof(packed::Trailer);
+  if (file.bytes().size() != bytes || bytes < kLeast)
+    throw damaged_pack(path, concat(bytes, " bytes expected, ", file.bytes().size(), " found"));
+  const std::uint64_t index_end = bytes - sizeof(packed::Trailer);
+  const auto trailer = packed::read_at<packed::Trailer>(content + index_end);
+  if (packed::read_at<packed::ShardHeader>(content) != packed::ShardHeader{} || trailer.mark != packed::Trailer::kMark)
+    throw damaged_pack(path, "no header or trailer");
+  if (trailer.records != records || records > (bytes - kLeast) / sizeof(packed::Entry) ||
+      trailer.index_offset != index_end - records * sizeof(packed::Entry))
     throw damaged_pack(path, "its index is not where it should be");
-  if (XXH3_64bits(content.data() + index_offset, records * packed::kEntryBytes) != number_at(trailer + 16))
+  if (XXH3_64bits(content + trailer.index_offset, records * sizeof(packed::Entry)) != trailer.checksum)
     throw damaged_pack(path, "the checksum of its index does not match");
-  shards_.push_back({std::move(file), index_offset, static_cast<std::int64_t>(records)});
+  shards_.push_back({std::move(file), trailer});
   begins_.push_back(begins_.back() + static_cast<std::int64_t>(records));
 }
 
@@ -83,49 +81,45 @@ std::uint64_t RecordReader::bytes() const {
 
 std::vector<std::int64_t> RecordReader::shard_sizes() const {
   std::vector<std::int64_t> sizes;
-  for (const Shard& shard : shards_) sizes.push_back(shard.records);
+  for (const Shard& shard : shards_) sizes.push_back(static_cast<std::int64_t>(shard.trailer.records));
   return sizes;
 }
 
 RecordReader::Place RecordReader::place_of(std::int64_t index) const {
-  const auto after = std::upper_bound(begins_.begin(), begins_.end(), index);
-  const std::size_t shard = to_size(after - begins_.begin()) - 1;
-  const Shard& found = shards_[shard];
-  const std::uint8_t* entry = found.file.bytes().data() + found.index_offset +
-                              static_cast<std::uint64_t>(index - begins_[shard]) * packed::kEntryBytes;
-  const Place place{shard, number_at(entry), number_at(entry + 8), number_at(entry + 16)};
-  if (place.offset > found.index_offset || place.bytes > found.index_offset - place.offset ||
-      place.bytes < packed::kRecordHeaderBytes)
-    throw damaged_pack(found.file.path(), concat("record ", index - begins_[shard], " lies outside of the shard"));
-  return place;
+  const auto begin = std::prev(std::ranges::upper_bound(begins_, index));
+  const Shard& shard = shards_[to_size(begin - begins_.begin())];
+  const std::int64_t index_in_shard = index - *begin;
+  const std::uint8_t* entries = shard.file.bytes().data() + shard.trailer.index_offset;
+  const auto entry = packed::read_at<packed::Entry>(entries + to_size(index_in_shard) * sizeof(packed::Entry));
+  if (entry.offset > shard.trailer.index_offset || entry.bytes > shard.trailer.index_offset - entry.offset ||
+      entry.bytes < sizeof(packed::RecordHeader))
+    throw damaged_pack(shard.file.path(), concat("record ", index_in_shard, " lies outside of the shard"));
+  return {shard, index_in_shard, entry};
 }
 
-// Bytes: target 0-7, kind 8, dtype 9, dimensions 10, then 8 a dimension from 16 on. The checksum comes first: what
-// follows reads bytes that are as the writer left them, and still checks them, because a writer may be wrong too.
+// The checksum comes first: what follows reads bytes that are as the writer left them, and still checks them, because a
+// writer may be wrong too.
 Record RecordReader::read(std::int64_t index) const {
-  const Place place = place_of(index);
-  const MappedFile& file = shards_[place.shard].file;
-  const std::uint8_t* bytes = file.bytes().data() + place.offset;
-  const auto refuse = [&](const char* why) {
-    return damaged_pack(file.path(), concat("record ", index - begins_[place.shard], ": ", why));
+  const auto& [shard, index_in_shard, entry] = place_of(index);
+  const auto refuse = [&, at = index_in_shard](const char* why) {
+    return damaged_pack(shard.file.path(), concat("record ", at, ": ", why));
   };
-  if (XXH3_64bits(bytes, place.bytes) != place.checksum) throw refuse("its checksum does not match its content");
-  const std::size_t dimensions = bytes[10];
-  const std::uint64_t begin = packed::kRecordHeaderBytes + 8 * dimensions;
-  if (bytes[8] > packed::kEncodedImage || bytes[9] >= packed::kDtypes.size() || dimensions > packed::kMostDimensions ||
-      begin > place.bytes)
+  const std::uint8_t* bytes = shard.file.bytes().data() + entry.offset;
+  if (XXH3_64bits(bytes, entry.bytes) != entry.checksum) throw refuse("its checksum does not match its content");
+  const auto header = packed::read_at<packed::RecordHeader>(bytes);
+  const std::uint64_t begin = sizeof header + sizeof(std::int64_t) * header.dimensions;
+  if (header.encoded > 1 || header.dtype >= packed::kDtypes.size() || header.dimensions > packed::kMostDimensions ||
+      begin > entry.bytes)
     throw refuse("a header that makes no sense");
-  Record record{.target = static_cast<std::int64_t>(number_at(bytes)),
-                .encoded = bytes[8] == packed::kEncodedImage,
-                .dtype = packed::kDtypes[bytes[9]],
-                .payload = {bytes + begin, place.bytes - begin}};
-  auto expected = static_cast<std::int64_t>(c10::elementSize(record.dtype));
-  for (std::size_t i = 0; i < dimensions; ++i) {
-    const auto size = static_cast<std::int64_t>(number_at(bytes + packed::kRecordHeaderBytes + 8 * i));
-    if (size < 0 || __builtin_mul_overflow(expected, size, &expected)) throw refuse("a shape that makes no sense");
-    record.shape.push_back(size);
-  }
-  if (!record.encoded && expected != static_cast<std::int64_t>(record.payload.size()))
+  Record record{.target = header.target,
+                .encoded = header.encoded == 1,
+                .dtype = packed::kDtypes[header.dtype],
+                .payload = {bytes + begin, entry.bytes - begin}};
+  for (const std::uint8_t* at = bytes + sizeof header; at < bytes + begin; at += sizeof(std::int64_t))
+    record.shape.push_back(packed::read_at<std::int64_t>(at));
+  const auto expected = product(record.shape, static_cast<std::int64_t>(c10::elementSize(record.dtype)));
+  if (!expected) throw refuse("a shape that makes no sense");
+  if (!record.encoded && *expected != static_cast<std::int64_t>(record.payload.size()))
     throw refuse("a shape that is not that of its values");
   return record;
 }
@@ -137,13 +131,13 @@ void RecordReader::will_read(std::span<const std::int64_t> indices) const {
   constexpr std::uint64_t kWorthACall = std::uint64_t{64} << 10;
   for (const std::int64_t index : indices) {
     const Place place = place_of(index);
-    if (place.bytes >= kWorthACall) shards_[place.shard].file.will_need(place.offset, place.bytes);
+    if (place.entry.bytes >= kWorthACall) place.shard.file.will_need(place.entry.offset, place.entry.bytes);
   }
 }
 
 std::string RecordReader::origin(std::int64_t index) const {
   const Place place = place_of(index);
-  return concat(shards_[place.shard].file.path().string(), ", record ", index - begins_[place.shard]);
+  return concat(place.shard.file.path().string(), ", record ", place.index);
 }
 
 }  // namespace lockstep

@@ -1,15 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/averaging/averaging.h"
-
+// `averaging`: every device trains a replica of its own, and the parameters are averaged every h batches.
+//
+//   1 scheduling thread prepares a batch and hands each of N device threads its part
+//   N device threads    forward, backward and update of their own replica, without exchange
+//   every h batches     replica 0 = the mean of all replicas, weighted by the samples they saw; then copied to all
+//
+// With h = 1 and plain SGD this is data parallel training, step by step. Between processes and machines the averages
+// are averaged once more, through World (local SGD: Stich, 2019): the bytes sent per batch fall by h. With an outer
+// learning rate or momentum, the difference between the last average and the new one is a gradient for a step with
+// Nesterov's momentum (DiLoCo: Douillard et al., 2023).
+//
+// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, and the
+// replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
+// checkpoint has the same bits as one that went on.
+//
+// Owns:    the devices' threads; per device a replica and one flat block of its parameters
+// Threads: one scheduling thread
+// Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
+//          and 16 bytes for the loss of each batch
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -22,48 +40,43 @@ void require_sensible(const AveragingOptions& options) {
                       .next = "give a positive rate and a momentum of at least 0"});
 }
 
-// DiLoCo's outer optimizer: takes the average as it is, or a step of Nesterov's SGD towards it.
+// DiLoCo's outer optimizer: takes a step of Nesterov's SGD towards the average.
 class OuterStep {
  public:
-  OuterStep() = default;
-  OuterStep(const torch::Tensor& block, const AveragingOptions& options) {
-    if (options.outer_lr == 1 && options.outer_momentum == 0) return;
-    anchor_ = block.clone().requires_grad_();
-    sgd_ = std::make_unique<SGD>(
-        std::vector<torch::Tensor>{anchor_},
-        SGDOptions{.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0});
+  OuterStep(const torch::Tensor& block, const AveragingOptions& options)
+      : anchor_(block.clone().requires_grad_()),
+        sgd_({anchor_},
+             {.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0}) {
     // Made now, so that a checkpoint can be restored into it.
     Optimizer::StateTensors state{{"step", torch::ones({})}};
     if (options.outer_momentum > 0) state["momentum_buffer"] = torch::zeros_like(block);
-    sgd_->set_state(anchor_, state);
+    sgd_.set_state(anchor_, state);
   }
 
   // Replaces the average by the result of the outer step. Its gradient is anchor - average, where the anchor is the
   // result of the last step.
   void apply(const torch::Tensor& average) {
-    if (!sgd_) return;
     const torch::NoGradGuard no_grad;
     anchor_.mutable_grad() = anchor_.detach() - average;
-    sgd_->step();
+    sgd_.step();
     average.copy_(anchor_);
   }
 
   void restart_from(const torch::Tensor& block) {
     const torch::NoGradGuard no_grad;
-    if (sgd_) anchor_.copy_(block);
+    anchor_.copy_(block);
   }
 
   std::vector<NamedTensor> state() const {
     std::vector<NamedTensor> tensors;
-    if (sgd_)
-      for (const auto& [name, tensor] : sgd_->state_of(anchor_))
-        if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
+    for (const auto& [name, tensor] : sgd_.state_of(anchor_))
+      if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
     return tensors;
   }
 
  private:
   torch::Tensor anchor_;
-  std::unique_ptr<SGD> sgd_;
+  SGD sgd_;
 };
 
 class Averaging : public ReplicaStrategy {
@@ -77,15 +90,23 @@ class Averaging : public ReplicaStrategy {
     require_same_model(world, named_parameters(model()));
     broadcast_tensors(world, named_parameters(model()));
     broadcast_tensors(world, named_buffers(model()));
-    make_blocks();
+    for (const Replica& replica : replicas_)  // other processes read replica 0's block
+      blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
-    outer_ = OuterStep(blocks_.front(), options.averaging);
+    if (options.averaging.outer_lr != 1 || options.averaging.outer_momentum > 0)
+      outer_.emplace(blocks_.front(), options.averaging);
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_of(batch, devices_->size());
-    const auto losses = timed(phases_.backward, [&] { return losses_after_backward(parts); });
+    const auto losses = timed(phases_.backward, [&] {
+      return run_replicas(*devices_, replicas_, parts, [task = task_](const Replica& replica, const Batch& part) {
+        const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
+        loss.backward();
+        return loss.detach();
+      });
+    });
     for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
     return over_all_ranks(mean_of(losses, parts));
   }
@@ -109,10 +130,10 @@ class Averaging : public ReplicaStrategy {
 
   void restored(std::int64_t) override {
     follow_first(replicas_);
-    outer_.restart_from(blocks_.front());
+    if (outer_) outer_->restart_from(blocks_.front());
   }
 
-  std::vector<NamedTensor> state() override { return outer_.state(); }
+  std::vector<NamedTensor> state() override { return outer_ ? outer_->state() : std::vector<NamedTensor>(); }
 
   Report report() const override {
     return {{"average_every", static_cast<double>(average_every_)},
@@ -123,29 +144,6 @@ class Averaging : public ReplicaStrategy {
   }
 
  private:
-  // Replica 0's block lies where other processes can read it.
-  void make_blocks() {
-    for (const Replica& replica : replicas_)
-      blocks_.push_back(make_flat_block(*replica.model, [&](torch::IntArrayRef sizes, const auto& options) {
-        return blocks_.empty() ? world_.allocate(sizes, options) : torch::empty(sizes, options);
-      }));
-  }
-
-  std::vector<torch::Tensor> losses_after_backward(const std::vector<Batch>& parts) {
-    const auto losses = std::make_shared<std::vector<torch::Tensor>>(parts.size());
-    devices_->run([losses, parts, task = task_, replicas = replicas_, seed = draw_seed()](Device& device) {
-      const Replica& replica = for_device(replicas, device);
-      const Batch& part = for_device(parts, device);
-      replica.optimizer->zero_grad();
-      if (part.size() == 0) return;
-      device.seed(seed_of(seed, device.index()));
-      const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
-      loss.backward();
-      for_device(*losses, device) = loss.detach();
-    });
-    return *losses;
-  }
-
   BatchTotals over_all_ranks(const BatchTotals& mine) const {
     if (world_.size() == 1) return mine;
     const auto samples = static_cast<double>(mine.samples);
@@ -167,22 +165,16 @@ class Averaging : public ReplicaStrategy {
   // from its block.
   void average() {
     timed(phases_.exchange, [&] {
-      const std::int64_t all = samples_of_all_ranks();
+      const std::int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0}));
       batches_since_average_ = 0;
       if (all == 0) return;
       collect_in_block_0(all);
       world_.all_reduce(blocks_.front());
-      outer_.apply(blocks_.front());
+      if (outer_) outer_->apply(blocks_.front());
       copy_back();
       std::ranges::fill(samples_, 0);
       ++averages_;
     });
-  }
-
-  std::int64_t samples_of_all_ranks() const {
-    const torch::Tensor samples = torch::tensor({std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0})});
-    world_.all_reduce(samples);
-    return samples.item<std::int64_t>();
   }
 
   void collect_in_block_0(std::int64_t all) {
@@ -203,7 +195,7 @@ class Averaging : public ReplicaStrategy {
   std::int64_t average_every_;
   std::vector<torch::Tensor> blocks_;  // of each replica's parameters
   std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
-  OuterStep outer_;
+  std::optional<OuterStep> outer_;     // none: the average is taken as it is
   std::int64_t batches_since_average_ = 0;
   std::int64_t averages_ = 0;
 };

@@ -20,10 +20,10 @@ void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
       throw UsageError(
           {.what = concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
            .likely = "the whole model was converted to 16 bits: its optimizer updates a float32 copy of the parameters",
-           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16, in_mixed_precision()"});
+           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16"});
 }
 
-torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& allocate) {
+torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::NoGradGuard no_grad;
   std::vector<NamedTensor> parameters = named_parameters(model);
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
@@ -38,7 +38,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& all
                         .next = "give all parameters one dtype"});
     values = place_after(values, tensor);
   }
-  const torch::Tensor block = allocate({values}, torch::TensorOptions().dtype(dtype));
+  const torch::Tensor block = world.allocate({values}, dtype);
   block.zero_();
   std::int64_t offset = 0;
   for (auto& [name, tensor] : parameters) {

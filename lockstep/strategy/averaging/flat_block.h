@@ -10,19 +10,15 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
-#include <functional>
 #include <vector>
 
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
-// Allocates a block: torch::empty or World::allocate.
-using AllocateBlock = std::function<torch::Tensor(torch::IntArrayRef sizes, const torch::TensorOptions& options)>;
-
-// Moves every trained parameter into one new block of shape (values), which it returns. Names, shapes, strides and
+// Moves every trained parameter into one new block of shape (values), from world.allocate(), and returns it. Names, shapes, strides and
 // values stay; each parameter begins on a cache line. Throws UsageError: parameters of several dtypes, or of 16 bits.
-torch::Tensor make_flat_block(torch::nn::Module& model, const AllocateBlock& allocate);
+torch::Tensor make_flat_block(torch::nn::Module& model, const World& world);
 
 // Throws UsageError if a parameter has 16 bits: optimizers keep a float32 copy of it, which would not see the average.
 void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters);

@@ -41,23 +41,22 @@ void require_known_names(const torch::nn::Module& module, const std::set<std::st
                         .next = "give names as module.named_parameters() lists them"});
 }
 
-void require_own_parameters(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
-  const auto own = module.parameters();
-  for (const torch::Tensor& parameter : parameters_of(optimizer))
-    if (std::none_of(own.begin(), own.end(), [&](const torch::Tensor& mine) { return mine.is_same(parameter); }))
+// The optimizer holds parameters of the module and, if it steps shared parameters, none that is ignored.
+void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module, bool shares,
+                     const std::set<std::string>& ignored) {
+  const auto own = named_parameters(module);
+  for (const torch::Tensor& parameter : parameters_of(optimizer)) {
+    const auto found = std::ranges::find_if(own, [&](const auto& mine) { return mine.tensor.is_same(parameter); });
+    if (found == own.end())
       throw UsageError({.what = concat("the optimizer holds a tensor of shape ", parameter.sizes(),
                                        " that is not a parameter of the module"),
                         .likely = "an optimizer made before the module was replaced or its parameters were",
                         .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
-}
-
-void require_not_ignored(const torch::nn::Module& module, const std::set<std::string>& ignored,
-                         const torch::optim::Optimizer& optimizer) {
-  for (const torch::Tensor& parameter : parameters_of(optimizer))
-    for (const auto& [name, tensor] : named_parameters(module))
-      if (tensor.is_same(parameter) && ignored.contains(name))
-        throw UsageError({.what = concat(name, " is ignored, but the optimizer that steps shared parameters holds it"),
-                          .next = "give it an optimizer of its own, or share_parameters = false"});
+    if (shares && ignored.contains(found->name))
+      throw UsageError(
+          {.what = concat(found->name, " is ignored, but the optimizer that steps shared parameters holds it"),
+           .next = "give it an optimizer of its own, or share_parameters = false"});
+  }
 }
 
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
@@ -73,7 +72,10 @@ class DistributedDataParallel::Impl {
   Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
       : world_(std::move(world)), options_(options) {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
-    check(module, optimizer, sharing);
+    require_known_names(module, options_.ignored);
+    require_known_names(module, options_.sparse_parameters);
+    require_shards_possible(world_, sharing != nullptr, options_);
+    if (optimizer != nullptr) require_fitting(*optimizer, module, sharing != nullptr, options_.ignored);
     parameters_ = without(options.ignored, named_parameters(module));
     buffers_ = without(options.ignored, named_buffers(module));
     options_.sparse_parameters.merge(sparse_parameters(module));
@@ -150,15 +152,6 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
-  void check(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
-             const Optimizer* sharing) const {
-    require_known_names(module, options_.ignored);
-    require_known_names(module, options_.sparse_parameters);
-    require_shards_possible(world_, sharing != nullptr, options_);
-    if (optimizer != nullptr) require_own_parameters(module, *optimizer);
-    if (sharing != nullptr) require_not_ignored(module, options_.ignored, *optimizer);
-  }
-
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
     std::vector<NamedTensor> tensors = parameters_;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/ddp/ddp_strategy.h"
-
+// `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
 #include "lockstep/data/loader/random.h"
@@ -8,6 +7,7 @@
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -16,13 +16,14 @@ namespace {
 class DdpStrategy : public ReplicaStrategy {
  public:
   DdpStrategy(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, {make_replica(task, options, world.device())}), world_(world), options_(options) {
-    ddp_ = std::make_unique<DistributedDataParallel>(
-        world, model(), optimizer(),
-        DistributedDataParallelOptions{.share_parameters = options.ddp.share_parameters,
-                                       .hook = make_hook(options.compression),
-                                       .algorithm = options.algorithm,
-                                       .virtual_shards = options.ddp.virtual_shards});
+      : ReplicaStrategy(task, {make_replica(task, options, world.device())}),
+        world_(world),
+        options_(options),
+        ddp_(world, model(), optimizer(),
+             {.share_parameters = options.ddp.share_parameters,
+              .hook = make_hook(options.compression),
+              .algorithm = options.algorithm,
+              .virtual_shards = options.ddp.virtual_shards}) {
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
     if (options.ddp.virtual_shards > 0) generator_.emplace(options.seed);
   }
@@ -33,7 +34,7 @@ class DdpStrategy : public ReplicaStrategy {
       compute_shards(batch);
     else
       forward_and_backward(batch);
-    return ddp_->last_batch();
+    return ddp_.last_batch();
   }
 
   void update() override {
@@ -42,22 +43,20 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
   void restored(std::int64_t step) override {
-    ddp_->parameters_written();
+    ddp_.parameters_written();
     step_ = step;
   }
 
   Report report() const override {
     if (world_.size() == 1) return {};
-    const auto statistics = ddp_->statistics();
+    const auto statistics = ddp_.statistics();
     return {{"exchanged_bytes", static_cast<double>(statistics.bytes)}, {"exchange_overlap", statistics.overlap()}};
   }
 
  private:
   // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
   void compute_shards(const Batch& batch) {
-    const torch::Tensor samples = torch::tensor({batch.size()});
-    world_.all_reduce(samples);
-    const auto all = samples.item<std::int64_t>();
+    const std::int64_t all = sum_over(world_, batch.size());
     const int shards = options_.ddp.virtual_shards / world_.size();
     const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
@@ -69,24 +68,21 @@ class DdpStrategy : public ReplicaStrategy {
     }
   }
 
-  void forward_and_backward(const Batch& batch) { backward_and_exchange(forward_and_loss(batch), batch.size()); }
-
-  torch::Tensor forward_and_loss(const Batch& batch) {
-    if (batch.size() == 0) return {};
-    require_device(batch.data, world_.device(), "the batch");
-    return timed(phases_.forward, [&] { return task_.loss(forward(batch.data), batch.target); });
-  }
-
-  void backward_and_exchange(const torch::Tensor& loss, std::int64_t samples) {
+  void forward_and_backward(const Batch& batch) {
+    torch::Tensor loss;
+    if (batch.size() > 0) {
+      require_device(batch.data, world_.device(), "the batch");
+      loss = timed(phases_.forward, [&] { return task_.loss(forward(batch.data), batch.target); });
+    }
     const Stopwatch watch;
-    ddp_->backward(loss, samples);
-    phases_.backward += watch.seconds() - ddp_->exchange_seconds();
-    phases_.exchange += ddp_->exchange_seconds();
+    ddp_.backward(loss, batch.size());
+    phases_.backward += watch.seconds() - ddp_.exchange_seconds();
+    phases_.exchange += ddp_.exchange_seconds();
   }
 
   World world_;
   StrategyOptions options_;
-  std::unique_ptr<DistributedDataParallel> ddp_;
+  DistributedDataParallel ddp_;
   std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
   std::int64_t step_ = 0;
 };

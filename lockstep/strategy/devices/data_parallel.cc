@@ -1,32 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/devices/data_parallel.h"
-
+// `data_parallel`: a thread per device, one of them the master, as in torch's DataParallel.
+//
+//   scatter         the batch over the devices
+//   replicate       the parameters of device 0 on every device
+//   parallel_apply  forward on every device
+//   gather          the outputs on device 0
+//   loss            on device 0; its gradient is scattered to the devices again
+//   backward        on every device
+//   reduce          the gradients onto device 0
+//   update          of device 0's parameters
+//
+// Device 0 acts as a parameter server: its work grows with the number of devices, and report() says by how much. The
+// loss is computed over the whole batch at once, so that losses that are not a mean over samples are exact too.
+//
+// Owns:    the devices' threads, a replica per device
+// Threads: one scheduling thread
+// Ranks:   inside one process
 #include <algorithm>
+#include <numeric>
 
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
-
-// Each device's part of a tensor over the whole batch.
-Tensors scatter(const torch::Tensor& whole, int devices) {
-  Tensors parts;
-  for (const Batch& part : parts_of({whole, whole}, devices)) parts.push_back(part.data);
-  return parts;
-}
-
-Tensors parallel_apply(Devices& devices, const Task& task, const Replicas& replicas, const Tensors& inputs) {
-  const auto outputs = std::make_shared<Tensors>(inputs.size());
-  devices.run([outputs, task, replicas, inputs, seed = draw_seed()](Device& device) {
-    const Replica& replica = for_device(replicas, device);
-    const torch::Tensor& input = for_device(inputs, device);
-    replica.optimizer->zero_grad();
-    device.seed(seed_of(seed, device.index()));
-    if (input.size(0) > 0) for_device(*outputs, device) = replica.forward(task, input);
-  });
-  return *outputs;
-}
 
 // A new leaf: each device's graph ends at its own outputs.
 torch::Tensor gather(const Tensors& outputs) {
@@ -43,7 +41,8 @@ struct Loss {
 
 Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const torch::Tensor& target) {
   const auto found = std::make_shared<Loss>();
-  devices.run_on(0, [found, task, gathered, target](Device&) {
+  devices.run([found, task, gathered, target](Device& device) {
+    if (device.index() != 0) return;
     const torch::Tensor loss = task.loss(gathered, target);
     loss.backward();
     *found = {loss.item<double>(), gathered.grad()};
@@ -51,10 +50,11 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
   return *found;
 }
 
-void parallel_backward(Devices& devices, const Tensors& outputs, const Tensors& gradients) {
-  devices.run([outputs, gradients](Device& device) {
+// gradient: of the gathered outputs; each device takes its part.
+void parallel_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
+  devices.run([outputs, gradient, parts = devices.size()](Device& device) {
     const torch::Tensor& output = for_device(outputs, device);
-    if (output.defined()) output.backward(for_device(gradients, device));
+    if (output.defined()) output.backward(part_of({gradient, gradient}, device.index(), parts).data);
   });
 }
 
@@ -67,15 +67,16 @@ class DataParallel : public ReplicaStrategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    const int devices = devices_->size();
     Tensors outputs;
     const Loss loss = timed(phases_.forward, [&] {
-      outputs = parallel_apply(*devices_, task_, replicas_, scatter(batch.data, devices));
+      outputs = run_replicas(
+          *devices_, replicas_, parts_of(batch, devices_->size()),
+          [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
       const torch::Tensor gathered = gather(outputs);
-      gathered_bytes_ = std::max(gathered_bytes_, static_cast<std::int64_t>(gathered.nbytes()));
+      gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch.target);
     });
-    timed(phases_.backward, [&] { parallel_backward(*devices_, outputs, scatter(loss.gradient, devices)); });
+    timed(phases_.backward, [&] { parallel_backward(*devices_, outputs, loss.gradient); });
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
@@ -92,21 +93,25 @@ class DataParallel : public ReplicaStrategy {
   // Every device holds gradients. Device 0 also holds the parameters, the optimizer's state, and the gathered outputs
   // with their gradient.
   Report report() const override {
-    const auto gradients = static_cast<double>(gradient_bytes(*replicas_.front().model));
-    const double alone = static_cast<double>(parameter_bytes(*replicas_.front().model) +
-                                             optimizer_bytes(replicas_.front()) + 2 * gathered_bytes_);
+    const Replica& first = replicas_.front();
+    std::size_t gradients = 0, alone = 2 * gathered_bytes_;
+    for (const auto& [name, parameter] : named_parameters(*first.model)) {
+      alone += parameter.nbytes();
+      if (parameter.grad().defined()) gradients += parameter.grad().nbytes();
+      for (const auto& [key, state] : first.optimizer->state_of(parameter))
+        if (state.dim() > 0) alone += state.nbytes();  // without the number of steps
+    }
     const auto busy = devices_->busy_seconds();
-    double others = 0;
-    for (std::size_t i = 1; i < busy.size(); ++i) others += busy[i];
-    return {{"device_0_bytes", gradients + alone},
-            {"other_device_bytes", gradients},
+    const double others = std::accumulate(busy.begin() + 1, busy.end(), 0.0);
+    return {{"device_0_bytes", static_cast<double>(gradients + alone)},
+            {"other_device_bytes", static_cast<double>(gradients)},
             {"device_0_busy_seconds", busy[0]},
             {"other_device_busy_seconds", busy.size() > 1 ? others / static_cast<double>(busy.size() - 1) : 0}};
   }
 
  private:
   std::shared_ptr<LocalGradients> gradients_;
-  std::int64_t gathered_bytes_ = 0;
+  std::size_t gathered_bytes_ = 0;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/devices/data_parallel.h"
+#include "lockstep/strategy.h"
 
 #include <map>
 

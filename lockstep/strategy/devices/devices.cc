@@ -98,12 +98,6 @@ void Devices::run(Body body) {
   state_->wait_for_all();
 }
 
-void Devices::run_on(int index, const Body& body) {
-  run([index, body](Device& device) {
-    if (device.index() == index) body(device);
-  });
-}
-
 namespace {
 
 // Shared between a parallel_for and its devices, which may come late. A device first counts itself in, then looks

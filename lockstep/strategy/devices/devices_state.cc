@@ -6,7 +6,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/strategy/devices/wait.h"
 
 namespace lockstep {
 namespace {
@@ -25,6 +24,17 @@ bool spin_until(int spins, const Done& done) {
     shm::pause();
   }
   return false;
+}
+
+// Asleep on `flag`, which is raised or rung after done() has become true. false: not done, and goes_on() was false.
+template <class Done, class GoesOn>
+bool sleep_until(shm::Flag& flag, std::chrono::nanoseconds longest, const Done& done, const GoesOn& goes_on) {
+  while (true) {
+    const std::uint32_t seen = flag.load();
+    if (done()) return true;
+    if (!goes_on()) return false;
+    flag.sleep_while(seen, longest);
+  }
 }
 
 }  // namespace
@@ -62,14 +72,9 @@ void DevicesState::serve(int index) {
 
 // An idle device waits as long as its Devices live: their destructor calls stop().
 bool DevicesState::wait_for_job(std::uint32_t job) {
-  const auto stopping = [this] { return stopping_.load(std::memory_order_acquire); };
-  spin_until(kDeviceSpins, [&] { return posted_.reached(job) || stopping(); });
-  while (true) {
-    const std::uint32_t seen = posted_.load();
-    if (stopping()) return false;
-    if (posted_.reached(job)) return true;
-    posted_.sleep_while(seen, std::chrono::seconds(1));
-  }
+  const auto ready = [&] { return stopping_.load(std::memory_order_acquire) || posted_.reached(job); };
+  if (!spin_until(kDeviceSpins, ready)) sleep_until(posted_, std::chrono::seconds(1), ready, [] { return true; });
+  return !stopping_.load(std::memory_order_acquire);
 }
 
 void DevicesState::do_job(Device& device) {
@@ -119,13 +124,8 @@ void DevicesState::leave_behind(int index) {
 }
 
 bool DevicesState::wait_until(const Deadline& deadline, const std::function<bool()>& done) {
-  if (spin_until(kSchedulerSpins, done)) return true;
-  while (true) {
-    const std::uint32_t seen = all_done_.load();
-    if (done()) return true;
-    if (deadline.passed()) return false;
-    all_done_.sleep_while(seen, kLongestSleep);
-  }
+  return spin_until(kSchedulerSpins, done) ||
+         sleep_until(all_done_, kLongestSleep, done, [&] { return !deadline.passed(); });
 }
 
 void DevicesState::wait_on(Device& device, shm::Flag& flag, const std::string& what,
@@ -133,16 +133,10 @@ void DevicesState::wait_on(Device& device, shm::Flag& flag, const std::string& w
   if (spin_until(kDeviceSpins, done)) return;
   const Deadline deadline = Deadline::after(options_.timeout);
   const Waiting waiting(seat(device.index()));
-  while (true) {
-    const std::uint32_t seen = flag.load();
-    if (done()) return;
+  sleep_until(flag, kLongestSleep, done, [&] {  // short: a failure elsewhere does not ring this flag
     throw_if_hopeless(device, deadline, what);
-    flag.sleep_while(seen, kLongestSleep);  // short: a failure elsewhere does not ring this flag
-  }
-}
-
-void wait_on(Device& device, shm::Flag& flag, const std::string& what, const std::function<bool()>& done) {
-  DevicesState::of(device).wait_on(device, flag, what, done);
+    return true;
+  });
 }
 
 void DevicesState::throw_if_hopeless(const Device& device, const Deadline& deadline, const std::string& what) {

@@ -60,7 +60,9 @@ class DevicesState {
   bool wait_for_end(int index);  // of the device's thread; false: it is still running at the deadline
   void leave_behind(int index);  // counts the thread in Devices::left_behind() until it ends
 
-  // Blocks until done(). Throws PeerLost. strategy/devices/wait.h
+  // How a function on one device waits for a signal from another: blocks until done(). Whoever makes it true raises or
+  // rings `flag` afterwards. Throws PeerLost: another device failed, or the timeout has passed; `what` names what is
+  // waited for.
   void wait_on(Device& device, shm::Flag& flag, const std::string& what, const std::function<bool()>& done);
 
  private:

@@ -11,8 +11,8 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/deadline.h"
+#include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/strategy/devices/wait.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -119,7 +119,7 @@ TEST(Devices, stop_waiting_when_another_device_throws) {
   const Stopwatch watch;
   const auto body = [&](Device& device) {
     if (device.index() == 1) throw DataError({.what = "thrown on a device"});
-    wait_on(device, never, "a signal", [&] { return never.reached(1); });
+    DevicesState::of(device).wait_on(device, never, "a signal", [&] { return never.reached(1); });
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { devices.run(body); }), "thrown on a device"));
   EXPECT_LT(watch.seconds(), 1);

@@ -8,6 +8,7 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
 namespace {
@@ -21,22 +22,13 @@ ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
   return task.make_model();
 }
 
-void copy_values(const std::vector<NamedTensor>& from, const std::vector<NamedTensor>& into) {
-  const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < from.size(); ++i)
-    if (!into[i].tensor.is_alias_of(from[i].tensor)) torch::Tensor(into[i].tensor).copy_(from[i].tensor);
-}
-
 void copy_model(const torch::nn::Module& from, const torch::nn::Module& into) {
-  copy_values(named_parameters(from), named_parameters(into));
-  copy_values(named_buffers(from), named_buffers(into));
-}
-
-void prepare_gradient(torch::Tensor& parameter) {
-  if (!parameter.grad().defined())
-    parameter.mutable_grad() = torch::zeros_like(parameter, parameter.options().requires_grad(false));
-  else
-    parameter.mutable_grad() = gradient_like(parameter);
+  const torch::NoGradGuard no_grad;
+  for (const auto tensors_of : {named_parameters, named_buffers}) {
+    const auto source = tensors_of(from), target = tensors_of(into);
+    for (std::size_t i = 0; i < source.size(); ++i)
+      if (!target[i].tensor.is_alias_of(source[i].tensor)) torch::Tensor(target[i].tensor).copy_(source[i].tensor);
+  }
 }
 
 // A parameter that has two names once, as in an optimizer.
@@ -47,12 +39,6 @@ ParameterLists parameters_of(const Replicas& replicas) {
     for (const auto& [name, parameter] : named_parameters(*replica.model)) all.back().push_back(parameter);
   }
   return all;
-}
-
-std::int64_t bytes_of(const std::vector<NamedTensor>& tensors) {
-  std::size_t bytes = 0;
-  for (const auto& [name, tensor] : tensors) bytes += tensor.nbytes();
-  return static_cast<std::int64_t>(bytes);
 }
 
 }  // namespace
@@ -91,6 +77,13 @@ void seed_steps(std::uint64_t seed) {
   torch::manual_seed(seed);
 }
 
+torch::Tensor dense_gradient(torch::Tensor& parameter) {
+  parameter.mutable_grad() = parameter.grad().defined()
+                                 ? gradient_like(parameter)
+                                 : torch::zeros_like(parameter, parameter.options().requires_grad(false));
+  return parameter.grad();
+}
+
 ParameterLists with_gradients(const ParameterLists& all) {
   ParameterLists found(all.size());
   for (std::size_t i = 0; i < all[0].size(); ++i) {
@@ -98,7 +91,7 @@ ParameterLists with_gradients(const ParameterLists& all) {
       continue;
     for (std::size_t replica = 0; replica < all.size(); ++replica) {
       torch::Tensor parameter = all[replica][i];
-      prepare_gradient(parameter);
+      dense_gradient(parameter);
       found[replica].push_back(parameter);
     }
   }
@@ -166,28 +159,25 @@ std::vector<Batch> parts_of(const Batch& batch, int parts) {
   return all;
 }
 
+std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
+                                        const ReplicaWork& work) {
+  const auto results = std::make_shared<std::vector<torch::Tensor>>(parts.size());
+  devices.run([results, replicas, parts, work, seed = draw_seed()](Device& device) {
+    const Replica& replica = for_device(replicas, device);
+    const Batch& part = for_device(parts, device);
+    replica.optimizer->zero_grad();
+    if (part.size() == 0) return;
+    device.seed(seed_of(seed, device.index()));
+    for_device(*results, device) = work(replica, part);
+  });
+  return *results;
+}
+
 BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
   BatchTotals mean;
   for (std::size_t i = 0; i < losses.size(); ++i)
     if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
   return mean;
-}
-
-std::int64_t parameter_bytes(const torch::nn::Module& model) { return bytes_of(named_parameters(model)); }
-
-std::int64_t gradient_bytes(const torch::nn::Module& model) {
-  std::vector<NamedTensor> gradients;
-  for (const auto& [name, parameter] : named_parameters(model))
-    if (parameter.grad().defined()) gradients.push_back({name, parameter.grad()});
-  return bytes_of(gradients);
-}
-
-std::int64_t optimizer_bytes(const Replica& replica) {
-  std::vector<NamedTensor> state;
-  for (const torch::Tensor& parameter : replica.model->parameters())
-    for (const auto& [name, tensor] : replica.optimizer->state_of(parameter))
-      if (tensor.dim() > 0) state.push_back({name, tensor});  // without the number of steps
-  return bytes_of(state);
 }
 
 }  // namespace lockstep

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -56,8 +57,11 @@ void follow_learning_rate(const Replicas& replicas);
 
 using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
 
-// The parameters that have a gradient on some replica. Afterwards they have one on all replicas (zeros where there was
-// none), in the parameter's memory order, so that they agree element by element.
+// The parameter's gradient, which becomes dense and in the parameter's memory order; zeros where there was none.
+torch::Tensor dense_gradient(torch::Tensor& parameter);
+
+// The parameters that have a gradient on some replica. Afterwards they have one on all replicas, as dense_gradient()
+// makes it, so that they agree element by element.
 ParameterLists with_gradients(const ParameterLists& all);
 ParameterLists with_gradients(const Replicas& replicas);
 
@@ -77,13 +81,13 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
   return per_device[to_size(device.index())];
 }
 
+// Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of random
+// numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as Devices::run does.
+using ReplicaWork = std::function<torch::Tensor(const Replica& replica, const Batch& part)>;
+std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
+                                        const ReplicaWork& work);
+
 // The mean loss over all parts. losses: undefined where a part is empty.
 BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
-
-// ---- Memory, in bytes
-
-std::int64_t parameter_bytes(const torch::nn::Module& model);
-std::int64_t gradient_bytes(const torch::nn::Module& model);
-std::int64_t optimizer_bytes(const Replica& replica);
 
 }  // namespace lockstep

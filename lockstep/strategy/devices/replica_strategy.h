@@ -42,6 +42,14 @@ inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyO
       DevicesOptions{.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = teams});
 }
 
+// The sum over all ranks of `world`.
+template <class Number>
+Number sum_over(const World& world, Number number) {
+  const torch::Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
+  world.all_reduce(sum);
+  return sum.item<Number>();
+}
+
 // Adds the seconds that `work` takes to `total`, and returns what it returns.
 template <class Work>
 auto timed(double& total, const Work& work) {

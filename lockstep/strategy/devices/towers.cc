@@ -4,7 +4,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
 
@@ -25,16 +24,9 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
 
 std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
                                         const std::vector<Batch>& shards) {
-  const auto losses = std::make_shared<std::vector<torch::Tensor>>(shards.size());
-  devices.run([losses, task, replicas, shards, seed = draw_seed()](Device& device) {
-    const Replica& replica = for_device(replicas, device);
-    const Batch& shard = for_device(shards, device);
-    replica.optimizer->zero_grad();
-    if (shard.size() == 0) return;
-    device.seed(seed_of(seed, device.index()));
-    for_device(*losses, device) = task.loss(replica.forward(task, shard.data), shard.target);
+  return run_replicas(devices, replicas, shards, [task](const Replica& replica, const Batch& shard) {
+    return task.loss(replica.forward(task, shard.data), shard.target);
   });
-  return *losses;
 }
 
 void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards) {

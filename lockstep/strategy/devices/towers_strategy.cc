@@ -1,7 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/devices/towers_strategy.h"
-
+// `towers`: data parallel training out of the calls of lockstep/towers.h.
+//
+//   update on every device   a copy of the parameters and an optimizer per device, as in "Dive into Deep Learning"
+//   update on the CPU        one set of parameters and one optimizer; gradients are summed in the pass that updates, as in
+//                            TensorFlow's multi-tower CIFAR-10 example
+//
+// Owns:    the devices' threads, a replica per device
+// Threads: one scheduling thread
+// Ranks:   inside one process
 #include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {

@@ -2,6 +2,7 @@
 #include "lockstep/strategy/kvstore/client.h"
 
 #include <algorithm>
+#include <array>
 #include <exception>
 
 #include "lockstep/base/text.h"
@@ -10,9 +11,9 @@
 
 namespace lockstep {
 
-StoreClient::StoreClient(const StoreClientOptions& options, std::vector<Link> servers, Devices* devices)
-    : options_(options), sum_(SumOn::kCpu, devices) {
-  for (Link& link : servers) servers_.push_back({.link = std::move(link)});
+StoreClient::StoreClient(const DistSetting& setting, Devices* devices)
+    : Store(SumOn::kCpu, devices), setting_(setting), in_parts_(setting.in_step()) {
+  for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
 }
 
 StoreClient::~StoreClient() {
@@ -29,9 +30,8 @@ StoreClient::~StoreClient() {
 // asked after it has replied.
 template <class Ask, class Hear>
 void StoreClient::exchange(const Ask& ask, const Hear& hear) {
-  const auto finish = [&](Server& server) {
-    for (Work& work : server.sends) work.wait();
-    server.sends.clear();
+  const auto finish_with = [&](Server& server) {
+    finish(server.sends);
     hear(server);
   };
   const auto each = [&](std::span<Server> some, const auto& call) {
@@ -42,10 +42,10 @@ void StoreClient::exchange(const Ask& ask, const Hear& hear) {
       }
   };
   const std::span<Server> all(servers_);
-  const std::size_t first = options_.kind == KVStoreKind::kDistBounded ? 1 : all.size();
+  const std::size_t first = setting_.options.kvstore.kind == KVStoreKind::kDistBounded ? 1 : all.size();
   for (const auto& some : {all.first(first), all.subspan(first)}) {
     each(some, ask);
-    each(some, finish);
+    each(some, finish_with);
   }
 }
 
@@ -55,7 +55,7 @@ void StoreClient::give_up(const Server& lost, const PeerLost& error) {
                                   " (rank ", lost.link.peer_in_job(), "): ", error.text().what);
   abandon(what);
   throw PeerLost({.what = what,
-                  .here = concat("worker ", options_.worker),
+                  .here = concat("worker ", setting_.number),
                   .likely = "that server or, with dist_sync, another worker died or stopped",
                   .next = "run again with --resume to go on from the last checkpoint"});
 }
@@ -65,29 +65,30 @@ void StoreClient::abandon(const std::string& reason) const {
 }
 
 void StoreClient::create(const std::vector<torch::Tensor>& values) {
-  const Push all{.keys = {0, keys().size()}, .values = values, .header = {}};
-  auto layouts = plan_keys(keys(), {.servers = static_cast<int>(servers_.size()), .split_above = options_.split_above});
+  const Push all{.keys = {0, keys().size()}, .values = values};
+  auto layouts = plan_keys(keys(), servers_.size(), setting_.options.kvstore.split_above);
   for (std::size_t i = 0; i < servers_.size(); ++i) {
-    servers_[i].layout = std::move(layouts[i]);
-    servers_[i].outbox = servers_[i].link.allocate(servers_[i].layout.bytes());
-    servers_[i].inbox = servers_[i].link.allocate(servers_[i].layout.bytes());
-    servers_[i].residuals.resize(servers_[i].layout.slices().size());
+    Server& server = servers_[i];
+    server.layout = std::move(layouts[i]);
+    server.outbox = server.link.allocate(server.layout.bytes());
+    server.inbox = server.link.allocate(server.layout.bytes());
+    server.residuals.resize(server.layout.slices().size());
   }
   exchange(
       [&](Server& server) {
         const auto& slices = server.layout.slices();
         server.link.send(RequestHeader{.request = Request::kInit, .count = std::ssize(slices)});
         server.link.send_all(std::span(slices));
-        if (options_.worker > 0) return;
+        if (setting_.number > 0) return;
         pack(server, server.layout.range_of(all.keys), all);
-        send_payload(server, server.outbox);
+        server.sends.push_back(server.link.start_sending(server.outbox));
       },
       [](Server& server) { server.link.receive<ReplyHeader>(); });
 }
 
 void StoreClient::set_optimizer(const UpdateOptions& options) {
   require_possible(options);
-  in_parts_ = options.clipping.max_norm == 0;  // that norm is of all gradients
+  in_parts_ = setting_.in_step() && options.clipping.max_norm == 0;  // that norm is of all gradients
   exchange(
       [&](Server& server) {
         server.link.send(RequestHeader{.request = Request::kOptimizer});
@@ -104,7 +105,7 @@ void StoreClient::require_possible(const UpdateOptions& options) const {
   if (!layerwise(options.optimizer)) return;
   for (const Server& server : servers_)
     for (const KeySlice& slice : server.layout.slices())
-      if (slice.trained != 0 && slice.count < keys()[slice.key].elements)
+      if (slice.trained && slice.count < keys()[slice.key].elements)
         throw UsageError({.what = concat(name_of(options.optimizer), " takes norms over whole keys, but ",
                                          keys()[slice.key].name, " is split"),
                           .next = "make the store with a larger split_above"});
@@ -116,66 +117,56 @@ bool StoreClient::any_trained(KeyRange range) const {
   return std::ranges::any_of(std::span(keys()).subspan(range.first, range.size()), &Key::trained);
 }
 
-StoreClient::Push StoreClient::make_push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) {
+StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const DeviceTensors& values,
+                                         const PushOptions& options) {
   const bool trained = any_trained(keys);
+  const CompressionOptions& compression = setting_.options.compression;
+  const double threshold = compression.amount == 0 ? 0.5 : compression.amount;
   return {.keys = keys,
-          .values = sum_.sum(values, keys.first),
-          .header = {.trained = trained ? 1 : 0,
-                     .samples = options.samples,
+          .values = sum(values, keys.first),
+          .header = {.request = request,
+                     .trained = trained,
+                     .push = options,
                      .devices = std::ssize(values),
-                     .loss = options.loss,
-                     .learning_rate = options.learning_rate,
-                     .threshold = trained ? options_.threshold : 0}};
+                     .threshold = trained && compression.kind == Compression::kTwoBit ? threshold : 0}};
 }
 
-// The header, and which of the slices have a value.
-void StoreClient::send_header(const Server& server, const Push& push, Request request) {
+// Sends the header, which of the slices have a value, and starts to send the values, part by part: each is packed or
+// compressed while those before it are under way.
+void StoreClient::start_push(Server& server, const Push& push, std::span<const SliceRange> parts) {
   RequestHeader header = push.header;
-  header.request = request;
   header.slices = server.layout.range_of(push.keys);
   server.link.send(header);
   std::vector<std::uint8_t> has_value;
   for (const KeySlice& slice : server.layout.slices_of(header.slices)) has_value.push_back(push.of(slice).defined());
   server.link.send_all(std::span<const std::uint8_t>(has_value));
+  for (const SliceRange part : parts) {
+    torch::Tensor payload;
+    if (header.threshold > 0) {
+      payload = compress(server, part, push);
+    } else {
+      pack(server, part, push);
+      payload = server.layout.region_of(part, server.outbox);
+    }
+    server.sends.push_back(server.link.start_sending(payload));
+    bytes_pushed_ += payload.numel();
+  }
 }
 
-void StoreClient::start_sending(Server& server, const torch::Tensor& bytes) {
-  if (bytes.numel() > 0) server.sends.push_back(server.link.start_sending(bytes));
-}
-
-// To several servers at the same time.
-void StoreClient::send_payload(Server& server, const torch::Tensor& bytes) {
-  servers_.size() == 1 ? server.link.send_bytes(bytes) : start_sending(server, bytes);
+void StoreClient::start_pull(Server& server, SliceRange slices) {
+  const torch::Tensor region = server.layout.region_of(slices, server.inbox);
+  server.receives.push_back(server.link.start_receiving(region));
+  bytes_pulled_ += region.numel();
 }
 
 void StoreClient::push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
-  const Push push = make_push(keys, values, options);
-  exchange(
-      [&](Server& server) {
-        send_header(server, push, Request::kPush);
-        const torch::Tensor payload = payload_of(server, server.layout.range_of(keys), push);
-        send_payload(server, payload);
-        bytes_pushed_ += payload.numel();
-      },
-      [](Server& server) { server.link.receive<ReplyHeader>(); });
+  const Push push = make_push(Request::kPush, keys, values, options);
+  exchange([&](Server& server) { start_push(server, push, std::array{server.layout.range_of(keys)}); },
+           [](Server& server) { server.link.receive<ReplyHeader>(); });
 }
 
-// Waiting for the sends first is safe: the server receives all parts whatever other workers do (server_requests.cc).
-void StoreClient::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
-                            const PushOptions& options) {
-  if (options_.kind != KVStoreKind::kDistSync || !in_parts_) return Store::push_pull(keys, values, into, options);
-  const torch::NoGradGuard no_grad;
-  const Push push = make_push(keys, values, options);
-  exchange([&](Server& server) { start_push_pull(server, push); },
-           [](Server& server) {
-             for (Work& work : server.receives) work.wait();
-             server.receives.clear();
-           });
-  unpack(keys, into);
-}
-
-// One server's slices of the keys in parts (BlockLayout::parts_of), K/S bytes each way:
+// Each server's slices of the keys in parts (BlockLayout::parts_of), K/S bytes each way:
 //
 //   1. post the receives of all parts     into the inbox
 //   2. send the header and the flags
@@ -183,28 +174,23 @@ void StoreClient::push_pull(KeyRange keys, const DeviceTensors& values, const De
 //
 // Nothing here waits for the server to merge. A part's reply arrives once all workers have pushed it, while later parts
 // are still being packed and sent; its receive is posted already, so the server never waits for this worker to receive.
-void StoreClient::start_push_pull(Server& server, const Push& push) {
-  const auto parts = server.layout.parts_of(server.layout.range_of(push.keys));
-  for (const SliceRange part : parts)
-    if (const torch::Tensor region = server.layout.region_of(part, server.inbox); region.numel() > 0) {
-      server.receives.push_back(server.link.start_receiving(region));
-      bytes_pulled_ += region.numel();
-    }
-  send_header(server, push, Request::kPushPull);
-  for (const SliceRange part : parts) {
-    const torch::Tensor payload = payload_of(server, part, push);
-    start_sending(server, payload);
-    bytes_pushed_ += payload.numel();
-  }
+// Waiting for the sends first is safe: the server receives all parts whatever other workers do (server_requests.cc).
+void StoreClient::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
+                            const PushOptions& options) {
+  if (!in_parts_) return Store::push_pull(keys, values, into, options);
+  const torch::NoGradGuard no_grad;
+  const Push push = make_push(Request::kPushPull, keys, values, options);
+  exchange(
+      [&](Server& server) {
+        const auto parts = server.layout.parts_of(server.layout.range_of(keys));
+        for (const SliceRange part : parts) start_pull(server, part);
+        start_push(server, push, parts);
+      },
+      [](Server& server) { finish(server.receives); });
+  unpack(keys, into);
 }
 
-torch::Tensor StoreClient::payload_of(Server& server, SliceRange slices, const Push& push) const {
-  if (push.header.threshold > 0) return compress(server, slices, push);
-  pack(server, slices, push);
-  return server.layout.region_of(slices, server.outbox);
-}
-
-void StoreClient::pack(Server& server, SliceRange slices, const Push& push) {
+void StoreClient::pack(const Server& server, SliceRange slices, const Push& push) {
   for (const KeySlice& slice : server.layout.slices_of(slices))
     if (const torch::Tensor& value = push.of(slice); value.defined())
       slice.in_block(server.outbox).copy_(slice.in_value(value));
@@ -212,16 +198,16 @@ void StoreClient::pack(Server& server, SliceRange slices, const Push& push) {
 
 // The 2-bit codes of all slices, one after the other, as bytes. What they leave out stays in the residuals, and is added
 // to the next push. A gradient of no samples, which the server ignores, leaves the residuals as they are.
-torch::Tensor StoreClient::compress(Server& server, SliceRange range, const Push& push) const {
+torch::Tensor StoreClient::compress(Server& server, SliceRange range, const Push& push) {
   std::vector<torch::Tensor> words{torch::empty({0}, torch::kInt32)};
   for (std::size_t i = range.first; i < range.last; ++i) {
     const KeySlice& slice = server.layout.slices()[i];
     torch::Tensor& residual = server.residuals[i];
-    if (!residual.defined()) residual = torch::zeros({slice.count}, slice.scalar_type());
+    if (!residual.defined()) residual = torch::zeros({slice.count}, slice.dtype);
     const torch::Tensor& value = push.of(slice);
-    const bool counts = value.defined() && push.header.samples > 0;
+    const bool counts = value.defined() && push.header.push.samples > 0;
     if (counts) residual.add_(slice.in_value(value));
-    words.push_back(counts ? take_two_bits(residual, options_.threshold)
+    words.push_back(counts ? take_two_bits(residual, push.header.threshold)
                            : torch::zeros({two_bit_words(slice.count)}, torch::kInt32));
   }
   return torch::cat(words).view(torch::kUInt8);
@@ -233,20 +219,19 @@ void StoreClient::pull(KeyRange range, const DeviceTensors& into) {
   const bool trained = any_trained(range);
   exchange(
       [&](Server& server) {
-        server.link.send(RequestHeader{
-            .request = Request::kPull, .slices = server.layout.range_of(range), .trained = trained ? 1 : 0});
+        server.link.send(
+            RequestHeader{.request = Request::kPull, .slices = server.layout.range_of(range), .trained = trained});
       },
       [&](Server& server) {
-        const torch::Tensor region = server.layout.region_of(server.layout.range_of(range), server.inbox);
         server.link.receive<ReplyHeader>();
-        server.link.receive_bytes(region);
-        bytes_pulled_ += region.numel();
+        start_pull(server, server.layout.range_of(range));
+        finish(server.receives);
       });
   unpack(range, into);
 }
 
 void StoreClient::unpack(KeyRange range, const DeviceTensors& into) {
-  sum_.on_every_device(into.size(), [&](std::size_t device) {
+  on_every_device(into.size(), [&](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (const Server& server : servers_)
       for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range)))
@@ -259,34 +244,32 @@ void StoreClient::unpack(KeyRange range, const DeviceTensors& into) {
 torch::Tensor StoreClient::pull_rows(std::size_t number, const torch::Tensor& rows) {
   const Key& key = keys()[number];
   const std::int64_t row = key.elements / key.rows;
-  const torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
-  const auto slices_of = [&](const Server& server) { return server.layout.range_of({number, number + 1}); };
-  const auto first_row = [&](const Server& server) {
-    return server.layout.slices()[slices_of(server).first].begin / row;
-  };
-  const auto places_of = [&](const Server& server) {  // in `rows`, of those that the server has
-    const auto slices = server.layout.slices_of(slices_of(server));
-    const std::int64_t last = (slices.back().begin + slices.back().count) / row;
-    return rows.ge(first_row(server)).logical_and(rows.lt(last)).nonzero().flatten();
-  };
+  torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
+  std::vector<torch::Tensor> places(servers_.size());  // [server] in `rows`, of those that it has
+  const auto places_of = [&](const Server& server) -> torch::Tensor& { return places[&server - servers_.data()]; };
   exchange(
       [&](Server& server) {
-        if (slices_of(server).size() == 0) return;
-        const torch::Tensor wanted = rows.index_select(0, places_of(server)) - first_row(server);
+        const SliceRange range = server.layout.range_of({number, number + 1});
+        if (range.size() == 0) return;
+        const auto slices = server.layout.slices_of(range);
+        const std::int64_t first = slices.front().begin / row;
+        const std::int64_t last = (slices.back().begin + slices.back().count) / row;
+        places_of(server) = rows.ge(first).logical_and(rows.lt(last)).nonzero().flatten();
+        const torch::Tensor wanted = rows.index_select(0, places_of(server)) - first;
         server.link.send(RequestHeader{.request = Request::kPullRows,
-                                       .slices = slices_of(server),
+                                       .slices = range,
                                        .count = wanted.numel(),
                                        .bytes = row * static_cast<std::int64_t>(result.element_size())});
         server.link.send_bytes(wanted.view(torch::kUInt8));
       },
       [&](Server& server) {
-        if (slices_of(server).size() == 0) return;
-        const torch::Tensor places = places_of(server);
-        const torch::Tensor values = torch::empty({places.numel(), row}, key.dtype);
+        const torch::Tensor& found = places_of(server);
+        if (!found.defined()) return;
+        const torch::Tensor values = torch::empty({found.numel(), row}, key.dtype);
         server.link.receive<ReplyHeader>();
         server.link.receive_bytes(values.view({-1}).view(torch::kUInt8));
-        torch::Tensor(result).index_copy_(0, places, values);
-        bytes_pulled_ += values.numel() * static_cast<std::int64_t>(values.element_size());
+        result.index_copy_(0, found, values);
+        bytes_pulled_ += static_cast<std::int64_t>(values.nbytes());
       });
   return result;
 }

@@ -7,23 +7,15 @@
 // Ranks:   a worker
 #pragma once
 
-#include "lockstep/strategy/kvstore/device_sum.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 
-struct StoreClientOptions {
-  KVStoreKind kind = KVStoreKind::kDistSync;
-  int worker = 0;  // the first one's values count in init()
-  std::int64_t split_above = 1'000'000;
-  double threshold = 0;  // of 2-bit compression; 0: none
-};
-
 class StoreClient : public Store {
  public:
-  // servers: in order. devices: may be null, then the calling thread makes all copies.
-  StoreClient(const StoreClientOptions& options, std::vector<Link> servers, Devices* devices);
+  // devices: may be null, then the calling thread makes all copies.
+  StoreClient(const DistSetting& setting, Devices* devices);
 
   // Says goodbye; not while an exception is in flight, so that the servers notice that this worker is lost.
   ~StoreClient() override;
@@ -56,13 +48,13 @@ class StoreClient : public Store {
     torch::Tensor outbox{};
     torch::Tensor inbox{};
     std::vector<torch::Tensor> residuals{};  // [slice] what compression has left out so far
-    std::vector<Work> sends{};               // in flight
-    std::vector<Work> receives{};
+    std::vector<Pending> sends{};            // in flight
+    std::vector<Pending> receives{};
   };
   struct Push {
     KeyRange keys;
     std::vector<torch::Tensor> values;  // [key - keys.first] summed over the devices; undefined: none
-    RequestHeader header;
+    RequestHeader header{};
     const torch::Tensor& of(const KeySlice& slice) const { return values[slice.key - keys.first]; }
   };
 
@@ -70,21 +62,17 @@ class StoreClient : public Store {
   void exchange(const Ask& ask, const Hear& hear);
   [[noreturn]] void give_up(const Server& lost, const PeerLost& error);
   void require_possible(const UpdateOptions& options) const;
-  Push make_push(KeyRange keys, const DeviceTensors& values, const PushOptions& options);
-  static void send_header(const Server& server, const Push& push, Request request);
-  static void start_sending(Server& server, const torch::Tensor& bytes);
-  void send_payload(Server& server, const torch::Tensor& bytes);
-  torch::Tensor payload_of(Server& server, SliceRange slices, const Push& push) const;
-  static void pack(Server& server, SliceRange slices, const Push& push);
-  torch::Tensor compress(Server& server, SliceRange slices, const Push& push) const;
-  void start_push_pull(Server& server, const Push& push);
+  Push make_push(Request request, KeyRange keys, const DeviceTensors& values, const PushOptions& options);
+  void start_push(Server& server, const Push& push, std::span<const SliceRange> parts);
+  void start_pull(Server& server, SliceRange slices);
+  static void pack(const Server& server, SliceRange slices, const Push& push);
+  static torch::Tensor compress(Server& server, SliceRange slices, const Push& push);
   void unpack(KeyRange keys, const DeviceTensors& into);
   bool any_trained(KeyRange keys) const;
 
-  StoreClientOptions options_;
-  DeviceSum sum_;
+  DistSetting setting_;
   std::vector<Server> servers_;
-  bool in_parts_ = true;  // a slice can be updated without the gradients of the others
+  bool in_parts_;  // a slice can be updated without the gradients of the others
   std::int64_t bytes_pushed_ = 0;
   std::int64_t bytes_pulled_ = 0;
 };

@@ -29,28 +29,23 @@ using WorkerBody = std::function<void(StoreClient& store, int worker)>;
 using ServerBody = std::function<void(StoreServer& server)>;
 
 void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
+  StrategyOptions options{.timeout = cluster.timeout,
+                          .kvstore = {.kind = cluster.kind,
+                                      .servers = cluster.servers,
+                                      .staleness = cluster.staleness,
+                                      .split_above = cluster.split_above}};
+  if (cluster.threshold > 0) options.compression = {.kind = Compression::kTwoBit, .amount = cluster.threshold};
   testing::run_over(fabric, cluster.servers + cluster.workers,
                     [&](World& world) {
-                      const Roles roles = agree_on_roles(world, world.rank() < cluster.servers);
-                      Links links = connect_links(world, roles,
-                                                  {.of_servers = cluster.timeout, .of_clients = 3 * cluster.timeout});
-                      if (const int number = roles.server_of(world.rank()); number >= 0) {
-                        for (const Link& other : links.servers) other.send(RequestHeader{.request = Request::kGoodbye});
-                        StoreServer server({.kind = cluster.kind,
-                                            .staleness = cluster.staleness,
-                                            .workers = roles.workers,
-                                            .server = number,
-                                            .servers = cluster.servers,
-                                            .timeout = cluster.timeout},
-                                           std::move(links.clients));
+                      const DistSetting setting = connect_store(world, options);
+                      if (setting.serves()) {
+                        for (const Link& other : setting.to_servers)
+                          other.send(RequestHeader{.request = Request::kGoodbye});
+                        StoreServer server(setting);
                         if (check) check(server);
                       } else {
-                        StoreClient store({.kind = cluster.kind,
-                                           .worker = roles.worker_of(world.rank()),
-                                           .split_above = cluster.split_above,
-                                           .threshold = cluster.threshold},
-                                          std::move(links.servers), nullptr);
-                        work(store, roles.worker_of(world.rank()));
+                        StoreClient store(setting, nullptr);
+                        work(store, setting.number);
                       }
                     },
                     {.timeout = cluster.timeout});

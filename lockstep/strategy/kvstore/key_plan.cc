@@ -31,25 +31,20 @@ void split_over_all(const Key& key, std::size_t number, std::vector<BlockLayout>
 }  // namespace
 
 torch::Tensor KeySlice::in_block(const torch::Tensor& block) const {
-  return block.narrow(0, offset, bytes()).view(scalar_type());
+  return block.narrow(0, offset, bytes()).view(dtype);
 }
 
 torch::Tensor KeySlice::in_value(const torch::Tensor& value) const {
   return dense_view(value.detach()).narrow(0, begin, count);
 }
 
-BlockLayout::BlockLayout(std::vector<KeySlice> slices) : slices_(std::move(slices)) {
-  if (!slices_.empty()) bytes_ = round_up(slices_.back().offset + slices_.back().bytes(), kAlignment);
+std::int64_t BlockLayout::bytes() const {
+  return slices_.empty() ? 0 : round_up(slices_.back().offset + slices_.back().bytes(), kAlignment);
 }
 
 void BlockLayout::add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count) {
-  slices_.push_back({.key = number,
-                     .begin = begin,
-                     .count = count,
-                     .offset = bytes_,
-                     .dtype = static_cast<std::int64_t>(key.dtype),
-                     .trained = key.trained ? 1 : 0});
-  bytes_ = round_up(bytes_ + slices_.back().bytes(), kAlignment);
+  slices_.push_back(
+      {.key = number, .begin = begin, .count = count, .offset = bytes(), .dtype = key.dtype, .trained = key.trained});
 }
 
 SliceRange BlockLayout::range_of(KeyRange keys) const {
@@ -64,7 +59,7 @@ std::span<const KeySlice> BlockLayout::slices_of(SliceRange range) const {
 }
 
 std::vector<SliceRange> BlockLayout::parts_of(SliceRange range) const {
-  const std::int64_t enough = std::max(bytes_ / kParts, kLeastPart);
+  const std::int64_t enough = std::max(bytes() / kParts, kLeastPart);
   std::vector<SliceRange> parts{{range.first, range.first}};
   std::int64_t bytes = 0;  // of the last part
   for (std::size_t slice = range.first; slice < range.last; ++slice) {
@@ -84,10 +79,10 @@ torch::Tensor BlockLayout::region_of(SliceRange range, const torch::Tensor& bloc
   return block.narrow(0, slices.front().offset, slices.back().offset + slices.back().bytes() - slices.front().offset);
 }
 
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options) {
-  std::vector<BlockLayout> blocks(options.servers);
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above) {
+  std::vector<BlockLayout> blocks(servers);
   for (std::size_t number = 0; const Key& key : keys) {
-    if (key.elements >= options.split_above)
+    if (key.elements >= split_above)
       split_over_all(key, number, blocks);
     else
       std::ranges::min_element(blocks, {}, &BlockLayout::bytes)->add(key, number, 0, key.elements);

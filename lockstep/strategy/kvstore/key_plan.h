@@ -23,6 +23,7 @@ struct Key {
   std::string name;
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // size of the first dimension; keys are split between rows
+  std::vector<std::int64_t> sizes{};
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = true;  // false: a buffer, which a push replaces even where there is an optimizer
 };
@@ -47,24 +48,23 @@ struct KeySlice {
   std::int64_t begin = 0;
   std::int64_t count = 0;
   std::int64_t offset = 0;  // in the server's block, bytes
-  std::int64_t dtype = 0;   // a torch::ScalarType
-  std::int64_t trained = 0;
+  torch::ScalarType dtype = torch::kFloat32;
+  bool trained = false;
 
-  torch::ScalarType scalar_type() const { return static_cast<torch::ScalarType>(dtype); }
-  std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(scalar_type())); }
+  std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(dtype)); }
   torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
   torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
+  bool operator==(const KeySlice&) const = default;
 };
 
 // The slices of one server, in the order of the keys.
 class BlockLayout {
  public:
-  BlockLayout() = default;
-  explicit BlockLayout(std::vector<KeySlice> slices);
+  explicit BlockLayout(std::vector<KeySlice> slices = {}) : slices_(std::move(slices)) {}
   void add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count);
 
   const std::vector<KeySlice>& slices() const { return slices_; }
-  std::int64_t bytes() const { return bytes_; }
+  std::int64_t bytes() const;
   SliceRange range_of(KeyRange keys) const;
   std::span<const KeySlice> slices_of(SliceRange range) const;
   torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
@@ -75,17 +75,11 @@ class BlockLayout {
 
  private:
   std::vector<KeySlice> slices_;
-  std::int64_t bytes_ = 0;
 };
 
-struct KeyPlanOptions {
-  int servers = 1;
-  std::int64_t split_above = 1'000'000;  // elements, as MXNet's MXNET_KVSTORE_BIGARRAY_BOUND
-};
-
-// One layout per server. A key of at least split_above elements is split between rows, evenly over all servers, and on
+// One layout per server. A key of at least split_above elements (MXNet's MXNET_KVSTORE_BIGARRAY_BOUND) is split between rows, evenly over all servers, and on
 // each into slices of 65,536 elements (256 KiB of float32) without gaps between them. A smaller key goes whole to the
 // server with the fewest bytes so far.
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, const KeyPlanOptions& options);
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above);
 
 }  // namespace lockstep

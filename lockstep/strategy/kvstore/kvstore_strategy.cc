@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
+#include <algorithm>
+#include <limits>
+
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/local_store.h"
-#include "lockstep/strategy/kvstore/store_strategy.h"
+#include "lockstep/strategy/kvstore/server.h"
 #include "lockstep/strategy/option_names.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
@@ -30,18 +38,250 @@ void check(const StrategyOptions& options) {
   require(store.split_above > 0, concat("--split-above ", store.split_above), "give elements, such as 1000000");
 }
 
+// One training step over a store, the same for every kind:
+//
+//   forward_backward  each device: forward and backward for its part of the batch, as towers do
+//   update            push the gradients, then pull the weights (the store has updated them)
+//                                              or the merged gradients (every device updates)
+class StoreStrategy : public ReplicaStrategy {
+ public:
+  BatchTotals forward_backward(const Batch& batch) override {
+    before_step();
+    const auto shards = split_and_load(batch, *devices_);
+    const auto losses = timed(phases_.forward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    timed(phases_.backward, [&] { backward(*devices_, losses, shards); });
+    last_ = mean_of(losses, shards);
+    return over_workers(last_);
+  }
+
+  // A key has a gradient on every device, or on none.
+  void update() override {
+    timed(phases_.exchange, [&] {
+      const PushOptions options{.samples = last_.samples,
+                                .loss = last_.mean_loss,
+                                .learning_rate = optimizer().param_groups().front().options().get_lr()};
+      before_push(options);
+      static_cast<void>(with_gradients(parameters_));
+      const DeviceTensors gradients = gradients_of(parameters_);
+      store().push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
+      if (update_in_store_) pull_buffers();
+    });
+    if (update_in_store_) return;
+    timed(phases_.update, [&] {
+      follow_learning_rate(replicas_);
+      lockstep::update(*devices_, replicas_);
+    });
+  }
+
+ protected:
+  StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
+      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
+        update_in_store_(update_in_store) {
+    for (const Replica& replica : replicas_) {
+      parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
+      buffers_.push_back(tensors_of(named_buffers(*replica.model)));
+    }
+  }
+
+  virtual Store& store() = 0;
+  virtual BatchTotals over_workers(const BatchTotals& own) = 0;  // of the global batch
+  virtual void before_step() {}                                  // the weights are about to be used
+  virtual void before_push(const PushOptions& /*options*/) {}
+
+  KeyRange trained_keys() const { return {0, parameters_.front().size()}; }
+  KeyRange buffer_keys() { return {trained_keys().last, store().keys().size()}; }  // none in a local store
+  void pull_buffers() {
+    if (buffer_keys().size() > 0) store().pull(buffer_keys(), buffers_);
+  }
+
+  DeviceTensors parameters_;  // those that are trained
+  DeviceTensors buffers_;
+  bool update_in_store_;
+
+ private:
+  BatchTotals last_;  // of this worker
+};
+
+// ---- Local kinds
+
+class LocalStrategy : public StoreStrategy {
+ public:
+  LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
+      : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
+        store_(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu, devices_.get()),
+        statistics_{.store = name_of(kind), .workers = 1} {
+    store_.init(trained_parameters(model()));
+    if (update_in_store_) {
+      store_.set_optimizer(update_options(options));
+      share_values();
+    }
+    seed_steps(options.seed + 1);
+  }
+
+  // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
+  void synchronise() override {
+    if (!update_in_store_) return;
+    for (std::size_t i = 0; i < store_.values().size(); ++i)
+      optimizer().set_state(parameters_.front()[i], store_.optimizer()->state_of(store_.values()[i]));
+  }
+
+  void restored(std::int64_t) override {
+    if (!update_in_store_) return follow_first(replicas_);
+    for (std::size_t i = 0; i < store_.values().size(); ++i)
+      store_.optimizer()->set_state(store_.values()[i], optimizer().state_of(parameters_.front()[i]));
+    follow_model(replicas_);
+  }
+
+  Report report() const override { return statistics_.report(); }
+  std::string table() const override { return statistics_.table(); }
+
+ private:
+  Store& store() override { return store_; }
+
+  // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
+  void share_values() {
+    for (const auto& device : parameters_)
+      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(store_.values()[i]);
+  }
+
+  BatchTotals over_workers(const BatchTotals& totals) override {
+    statistics_.add_gradient(totals.samples, std::ssize(replicas_), /*delay=*/0);
+    statistics_.add_update(totals.samples);
+    return totals;
+  }
+
+  LocalStore store_;
+  StoreStatistics statistics_;
+};
+
+// ---- dist_*: a worker
+
+class WorkerStrategy : public StoreStrategy {
+ public:
+  WorkerStrategy(const DistSetting& setting, const World& workers, const Task& task)
+      : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
+        setting_(setting),
+        workers_(workers),
+        store_(setting, devices_.get()) {
+    setting_.share_model(model());
+    follow_model(replicas_);
+    store_.init(trained_parameters(model()), named_buffers(model()));
+    if (update_in_store_) store_.set_optimizer(update_options(setting.options));
+    seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
+  }
+
+  void synchronise() override {
+    if (!setting_.in_step()) return;
+    setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.workers.front());
+    if (update_in_store_ || workers_.rank() > 0) return;
+    TensorSender sender(setting_.world, 0, /*tag=*/0);
+    for (const torch::Tensor& parameter : parameters_.front()) sender.send(message_of(optimizer().state_of(parameter)));
+    sender.finish();
+  }
+
+  void restored(std::int64_t) override {
+    follow_first(replicas_);
+    has_weights_ = false;
+    setting_.world.barrier();  // the servers have theirs
+  }
+
+  World data_world(const World&) const override { return workers_; }
+  World loop_world(const World& world) const override { return setting_.loop_world(world); }
+
+  Report report() const override {
+    return {{"pushed_bytes", static_cast<double>(store_.bytes_pushed())},
+            {"pulled_bytes", static_cast<double>(store_.bytes_pulled())}};
+  }
+
+ private:
+  Store& store() override { return store_; }
+
+  // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
+  void before_step() override {
+    if (update_in_store_ && !has_weights_) {
+      store_.pull(trained_keys(), parameters_);
+      pull_buffers();
+    }
+    has_weights_ = true;
+  }
+
+  // One all_reduce of a few numbers: samples, their loss and, where workers update, for each parameter whether this
+  // worker has a gradient of it.
+  BatchTotals over_workers(const BatchTotals& own) override {
+    if (!setting_.in_step()) return own;
+    const auto samples = static_cast<double>(own.samples);
+    std::vector<double> values{samples, own.mean_loss * samples};
+    if (!update_in_store_)
+      for (std::size_t i = 0; i < trained_keys().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
+    const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+    try {
+      workers_.all_reduce(sums);
+    } catch (const PeerLost& error) {
+      store_.abandon(error.text().what);
+      throw;
+    }
+    const auto* sum = sums.const_data_ptr<double>();
+    with_gradient_.assign(sum + 2, sum + sums.numel());
+    return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
+  }
+
+  bool has_gradient(std::size_t parameter) const {
+    return std::ranges::any_of(parameters_, [&](const auto& device) { return device[parameter].grad().defined(); });
+  }
+
+  // Where workers update, a parameter that only others have a gradient of needs one here, too: the mean is pulled into
+  // it. The buffers that are pushed are the first device's.
+  void before_push(const PushOptions& options) override {
+    for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
+      torch::Tensor parameter = parameters_.front()[i];
+      if (with_gradient_[i] > 0 && !parameter.grad().defined())
+        parameter.mutable_grad() = torch::zeros_like(parameter).detach();
+    }
+    if (buffer_keys().size() > 0) store_.push(buffer_keys(), {buffers_.front()}, options);
+  }
+
+  DistSetting setting_;
+  World workers_;
+  bool has_weights_ = false;
+  std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
+  StoreClient store_;
+};
+
+KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
+  if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
+  const auto [kind, reason] =
+      choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
+  log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
+  return kind;
+}
+
 }  // namespace
 
-bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
-bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
+  std::vector<torch::Tensor> tensors;
+  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+  return tensors;
+}
 
+std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
+  std::vector<NamedTensor> parameters = named_parameters(model);
+  std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
+  return parameters;
+}
+
+// A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
 std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
-  if (!has_servers(options.kvstore.kind)) return make_local_strategy(world, task, options);
-  const DistSetting setting = connect_store(world, options);
-  const World peers = *world.split(setting.serves ? 0 : 1);
-  return setting.serves ? make_server_strategy(setting, task, options)
-                        : make_worker_strategy(setting, peers, task, options);
+  if (!has_servers(options.kvstore.kind)) {
+    require_one_process(world, options);
+    return std::make_unique<LocalStrategy>(world, task, options, local_kind(world, task, options));
+  }
+  StrategyOptions known = options;
+  if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
+  const DistSetting setting = connect_store(world, known);
+  const World peers = *world.split(setting.serves() ? 0 : 1);
+  if (setting.serves()) return make_server_strategy(setting, task);
+  return std::make_unique<WorkerStrategy>(setting, peers, task);
 }
 
 // A server by itself has no checkpoints to make: it has nothing to ask of the other servers.
@@ -54,10 +294,9 @@ std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions&
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves)
-    return std::make_unique<StoreClient>(setting.client_options(options), setting.links.servers, devices);
-  for (const Link& server : setting.links.servers) server.send(RequestHeader{.request = Request::kGoodbye});
-  StoreServer server(setting.server_options(options), setting.links.clients);
+  if (!setting.serves()) return std::make_unique<StoreClient>(setting, devices);
+  for (const Link& server : setting.to_servers) server.send(RequestHeader{.request = Request::kGoodbye});
+  StoreServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
 }

@@ -4,23 +4,36 @@
 // Flow:    client.h -> here -> World's messages -> server.h, and back
 // Owns:    a Link: a World of two ranks, the server and the client, with connections of its own
 // Threads: a Link belongs to one thread, but for abandon()
-// Ranks:   one of the two; connect_links() and agree_on_roles() are called by all ranks
+// Ranks:   one of the two; connect_store(), share_model() and broadcast_model() are called by all ranks
 #pragma once
 
-#include <torch/types.h>
+#include <torch/nn/module.h>
 
-#include <chrono>
-#include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "lockstep/strategy.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
+
+// A message that was started; none if it has no bytes.
+struct Pending {
+  std::optional<Work> work;
+  void wait() {
+    if (work) work->wait();
+  }
+};
+
+inline void finish(std::vector<Pending>& all) {
+  for (Pending& each : all) each.wait();
+  all.clear();
+}
 
 class Link {
  public:
@@ -46,12 +59,23 @@ class Link {
   void receive_all(std::span<T> values) const {
     receive_bytes(bytes_of(values.data(), values.size()));
   }
-  void send_bytes(const torch::Tensor& bytes) const;
-  void receive_bytes(const torch::Tensor& bytes) const;
-  [[nodiscard]] Work start_sending(const torch::Tensor& bytes) const;    // not empty
-  [[nodiscard]] Work start_receiving(const torch::Tensor& bytes) const;  // not empty
+  void send_bytes(const torch::Tensor& bytes) const {
+    if (bytes.numel() > 0) pair_.send(bytes, peer(), next(tags_->sent));
+  }
+  void receive_bytes(const torch::Tensor& bytes) const {
+    if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(tags_->received)});
+  }
+  [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const {
+    if (bytes.numel() == 0) return {};
+    return {pair_.send_async(bytes, peer(), next(tags_->sent))};
+  }
+  [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
+    if (bytes.numel() == 0) return {};
+    return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};
+  }
 
-  torch::Tensor allocate(std::int64_t bytes) const;  // zeros, where the other side can read them
+  // Zeros, where the other side can read them.
+  torch::Tensor allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
   const World& world() const { return pair_; }
   int peer() const { return 1 - pair_.rank(); }
   int peer_in_job() const { return peer_in_job_; }  // its rank among all servers and workers
@@ -79,29 +103,31 @@ class Link {
   std::shared_ptr<Tags> tags_ = std::make_shared<Tags>();
 };
 
-// Which ranks are servers and which are workers, both in order.
-struct Roles {
-  std::vector<int> servers;
-  std::vector<int> workers;
-  int server_of(int rank) const;  // its number among the servers; -1: it is none
-  int worker_of(int rank) const;
+// What the servers and workers of a store agree on before they start, and the links of this rank.
+struct DistSetting {
+  World world;
+  StrategyOptions options;
+  std::vector<int> servers{};  // their ranks, in order
+  std::vector<int> workers{};
+  int number = 0;                  // of this rank, among the servers or the workers
+  std::vector<Link> to_clients{};  // of a server: the workers in order; then, for all but the first, the first server
+  std::vector<Link> to_servers{};  // of a client; the first server is a client of the others
+
+  bool serves() const { return !to_clients.empty(); }
+  bool in_step() const { return options.kvstore.kind == KVStoreKind::kDistSync; }
+
+  // The ranks of the training loop: without dist_sync every rank goes at its own pace.
+  World loop_world(const World& all) const { return in_step() ? all : World::single(); }
+
+  // Compares the models of all ranks, then gives all of them the first worker's.
+  void share_model(const torch::nn::Module& model) const;
+
+  // Every rank's parameters and buffers become those of `root`.
+  void broadcast_model(const torch::nn::Module& model, int root) const;
 };
 
-// serves: does this rank? Throws UsageError: no server, no worker, or rank 0 is a worker.
-Roles agree_on_roles(const World& world, bool serves);
-
-// How long each side of a link waits for the other. Clients wait longest: so a server finds out who is lost, and its
-// other clients hear of that instead of taking the server for lost.
-struct LinkTimeouts {
-  std::chrono::milliseconds of_servers;
-  std::chrono::milliseconds of_clients;
-};
-
-// The links of this rank.
-struct Links {
-  std::vector<Link> clients;  // of a server: the workers in order; behind them, for all but the first, the first server
-  std::vector<Link> servers;  // of a client; the first server is a client of the others
-};
-Links connect_links(const World& world, const Roles& roles, const LinkTimeouts& timeouts);
+// Connects every worker with every server. Throws UsageError: no server, no worker, rank 0 is a worker, or options that
+// servers cannot follow.
+DistSetting connect_store(const World& world, const StrategyOptions& options);
 
 }  // namespace lockstep

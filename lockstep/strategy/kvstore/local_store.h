@@ -11,7 +11,6 @@
 #pragma once
 
 #include "lockstep/gradient/local_gradients.h"
-#include "lockstep/strategy/kvstore/device_sum.h"
 #include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
@@ -20,7 +19,7 @@ class LocalStore : public Store {
  public:
   // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
   LocalStore(SumOn where, Devices* devices)
-      : sum_(where, devices),
+      : Store(where, devices),
         gradients_(std::make_shared<LocalGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
 
   void set_optimizer(const UpdateOptions& options) override;
@@ -40,10 +39,8 @@ class LocalStore : public Store {
   }
 
  private:
-  void update(KeyRange keys, const DeviceTensors& values, double learning_rate);
-  void replace(std::size_t key, const DeviceTensors& value);
+  void update(KeyRange keys, DeviceTensors& values, double learning_rate);
 
-  DeviceSum sum_;
   std::vector<torch::Tensor> values_;
   std::shared_ptr<Optimizer> optimizer_;
   std::shared_ptr<LocalGradients> gradients_;

@@ -25,9 +25,8 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/kvstore/link.h"
 
@@ -37,30 +36,18 @@ enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, 
 
 struct RequestHeader {
   Request request = Request::kGoodbye;
-  SliceRange slices{};       // of this server
-  std::int64_t count = 0;    // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
-  std::int64_t bytes = 0;    // kPullRows: of a row
-  std::int64_t trained = 0;  // 1: there are trained keys among them
+  SliceRange slices{};     // of this server
+  std::int64_t count = 0;  // kInit: slices; kPullRows: rows; kState: pushes of every worker to wait for
+  std::int64_t bytes = 0;  // kPullRows: of a row
+  bool trained = false;    // there are trained keys among them
   // kPush, kPushPull:
-  std::int64_t samples = 0;                                         // that the gradient is the mean of
-  std::int64_t devices = 1;                                         // that computed it
-  double loss = 0;                                                  // mean over the samples
-  double learning_rate = std::numeric_limits<double>::quiet_NaN();  // NaN: the optimizer's own
-  double threshold = 0;                                             // of 2-bit values; 0: values as they are
+  PushOptions push{};
+  std::int64_t devices = 1;  // that computed the values
+  double threshold = 0;      // of 2-bit values; 0: values as they are
 };
 
 struct ReplyHeader {
   std::int64_t count = 0;  // kState: slices
 };
-
-// What a checkpoint keeps of a slice: its value and the optimizer's state, which may be empty.
-struct SliceState {
-  torch::Tensor value;
-  Optimizer::StateTensors state;
-};
-
-// Block. Throw PeerLost.
-void send_state(const World& world, int to, const SliceState& slice);
-SliceState receive_state(const World& world, int from);
 
 }  // namespace lockstep

@@ -21,7 +21,7 @@ std::vector<Key> keys_of(const std::vector<std::int64_t>& elements) {
 }
 
 TEST(KeyPlan, spreads_small_keys_and_splits_large_ones_over_all_servers) {
-  const auto blocks = plan_keys(keys_of({100, 3000, 90, 10, 200}), {.servers = 3, .split_above = 1000});
+  const auto blocks = plan_keys(keys_of({100, 3000, 90, 10, 200}), 3, 1000);
   std::vector<std::int64_t> found(5);
   for (const BlockLayout& block : blocks) {
     std::int64_t end = 0;
@@ -41,7 +41,7 @@ TEST(KeyPlan, spreads_small_keys_and_splits_large_ones_over_all_servers) {
 TEST(KeyPlan, splits_at_rows_and_gives_nothing_to_servers_without_a_row) {
   std::vector<Key> keys = keys_of({14});
   keys[0].rows = 2;
-  const auto blocks = plan_keys(keys, {.servers = 3, .split_above = 1});
+  const auto blocks = plan_keys(keys, 3, 1);
   std::int64_t servers = 0;
   for (const BlockLayout& block : blocks)
     for (const KeySlice& slice : block.slices()) {
@@ -52,7 +52,7 @@ TEST(KeyPlan, splits_at_rows_and_gives_nothing_to_servers_without_a_row) {
 }
 
 TEST(KeyPlan, a_range_of_keys_is_one_run_of_bytes) {
-  const auto blocks = plan_keys(keys_of({5, 6, 7}), {.servers = 1});
+  const auto blocks = plan_keys(keys_of({5, 6, 7}), 1, 1'000'000);
   const torch::Tensor block = torch::zeros({blocks[0].bytes()}, torch::kUInt8);
   blocks[0].slices()[1].in_block(block).fill_(2.0F);
   const torch::Tensor region = blocks[0].region_of(blocks[0].range_of({1, 2}), block);
@@ -64,7 +64,7 @@ TEST(KeyPlan, a_range_of_keys_is_one_run_of_bytes) {
 TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
   std::vector<Key> keys = keys_of({10, 0, 20});
   keys[1] = {.name = "large", .elements = 3001 * 700, .rows = 3001, .dtype = torch::kFloat16};
-  const auto blocks = plan_keys(keys, {.servers = 2, .split_above = 1000});
+  const auto blocks = plan_keys(keys, 2, 1000);
   for (const BlockLayout& block : blocks) {
     const SliceRange range = block.range_of({1, 2});
     EXPECT_GT(range.size(), 1U);

@@ -8,20 +8,20 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
 namespace {
 
-std::string store_name(const StoreServerOptions& options) {
+std::string store_name(const KVStoreOptions& options) {
   const std::string kind = name_of(options.kind);
   return options.kind == KVStoreKind::kDistBounded ? concat(kind, " (", options.staleness, ")") : kind;
 }
 
 // The first server gates for all of them: workers ask the others after it (StoreClient::exchange).
-std::int64_t bound_of(const StoreServerOptions& options) {
-  return options.kind == KVStoreKind::kDistBounded && options.server == 0 ? options.staleness
+std::int64_t bound_of(const DistSetting& setting) {
+  const KVStoreOptions& options = setting.options.kvstore;
+  return options.kind == KVStoreKind::kDistBounded && setting.number == 0 ? options.staleness
                                                                           : StalenessGate::kUnbounded;
 }
 
@@ -36,11 +36,11 @@ std::string seconds_text(std::chrono::duration<double> time) { return human_seco
 
 // ---- What the server's process calls
 
-StoreServer::StoreServer(const StoreServerOptions& options, std::vector<Link> clients)
-    : options_(options),
-      gate_(options.workers.size(), bound_of(options), options.servers > 1),
-      statistics_{.store = store_name(options), .workers = options.workers.size()} {
-  for (Link& link : clients) clients_.push_back({.link = std::move(link)});
+StoreServer::StoreServer(const DistSetting& setting)
+    : setting_(setting),
+      gate_(workers(), bound_of(setting), setting.servers.size() > 1),
+      statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
+  for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
   const int threads = at::get_num_threads();
   for (int i = 0; i < clients_.size(); ++i)
     clients_[i].thread = std::thread([this, i, threads] {
@@ -52,7 +52,7 @@ StoreServer::StoreServer(const StoreServerOptions& options, std::vector<Link> cl
 StoreServer::~StoreServer() {
   if (std::uncaught_exceptions() > 0) {
     const Lock lock(mutex_);
-    fail(std::make_exception_ptr(PeerLost({.what = concat("server ", options_.server, " has failed")})));
+    fail(PeerLost({.what = concat("server ", setting_.number, " has failed")}));
   }
   for (Client& client : clients_) client.thread.join();
 }
@@ -60,9 +60,9 @@ StoreServer::~StoreServer() {
 BatchTotals StoreServer::wait_for_pushes(std::int64_t pushes) {
   Lock lock(mutex_);
   wait_for_workers(lock, pushes);
-  const auto [samples, loss] = std::exchange(totals_[pushes], {});
+  const BatchTotals totals = totals_[pushes];
   totals_.erase(totals_.begin(), totals_.upper_bound(pushes));
-  return {.samples = samples, .mean_loss = samples > 0 ? loss / static_cast<double>(samples) : 0};
+  return totals;
 }
 
 // Without a deadline of its own: each client's thread has that of its link.
@@ -70,11 +70,6 @@ void StoreServer::wait_for_goodbyes() {
   Lock lock(mutex_);
   changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
   if (failure_) std::rethrow_exception(failure_);
-}
-
-StoreStatistics StoreServer::statistics() const {
-  const Lock lock(mutex_);
-  return statistics_;
 }
 
 BlockLayout StoreServer::layout() {
@@ -87,9 +82,7 @@ std::vector<SliceState> StoreServer::states(std::int64_t pushes) {
   Lock lock(mutex_);
   wait_for_keys(lock);
   wait_for_workers(lock, pushes);
-  std::vector<SliceState> states;
-  for (std::size_t i = 0; i < table_.layout().slices().size(); ++i) states.push_back(table_.state_of(i));
-  return states;
+  return table_.states();
 }
 
 void StoreServer::set_states(const std::vector<SliceState>& states) {
@@ -97,7 +90,7 @@ void StoreServer::set_states(const std::vector<SliceState>& states) {
   wait_for_keys(lock);
   const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
   if (of_optimizer) wait(lock, "optimizer", [this] { return table_.has_optimizer(); });
-  for (std::size_t i = 0; i < states.size(); ++i) table_.set_state(i, states[i]);
+  table_.set_states(states);
 }
 
 // ---- Waits
@@ -110,9 +103,9 @@ void StoreServer::set_states(const std::vector<SliceState>& states) {
 // for so long is the one that is lost. Other kinds merge at once, and never wait here.
 void StoreServer::wait_until_merged(Lock& lock, int worker, SliceRange slices) {
   const auto over = [&] { return failure_ || !table_.has_unmerged(worker, slices); };
-  if (!changed_.wait_for(lock, options_.timeout, over))
+  if (!changed_.wait_for(lock, timeout(), over))
     fail(loss(concat(name_of(table_.first_missing(worker, slices)), " is lost: it has pushed nothing for ",
-                     seconds_text(options_.timeout))));
+                     seconds_text(timeout()))));
   if (failure_) std::rethrow_exception(failure_);
 }
 
@@ -131,8 +124,8 @@ void StoreServer::wait_for_workers(Lock& lock, std::int64_t pushes) {
 // ---- Lost clients
 
 std::string StoreServer::name_of(int client) const {
-  if (!is_worker(client)) return concat("the first server (rank ", clients_.back().link.peer_in_job(), ")");
-  return concat("worker ", client, " (rank ", options_.workers[client], ")");
+  const std::string role = is_worker(client) ? concat("worker ", client) : "the first server";
+  return concat(role, " (rank ", clients_[client].link.peer_in_job(), ")");
 }
 
 bool StoreServer::any_worker_here() const {
@@ -154,7 +147,7 @@ void StoreServer::lose(int client, const std::exception& error) {
   clients_[client].here = false;
   if (failure_) return;
   const std::string what = concat(name_of(client), " is lost: ", first_line(error));
-  if (is_worker(client) && options_.kind != KVStoreKind::kDistSync) {
+  if (is_worker(client) && kind() != KVStoreKind::kDistSync) {
     gate_.leave(client);
     changed_.notify_all();
     clients_[client].link.abandon(what);
@@ -164,32 +157,16 @@ void StoreServer::lose(int client, const std::exception& error) {
   fail(loss(what));
 }
 
-std::exception_ptr StoreServer::loss(const std::string& what) const {
-  return std::make_exception_ptr(
-      PeerLost({.what = what,
-                .here = concat("server ", options_.server, " after ", statistics_.updates, " updates"),
-                .likely = "out of memory on that machine, or pre-emption; its own output says more",
-                .next = "run again with --resume, or choose dist_async, which goes on without a worker"}));
+PeerLost StoreServer::loss(const std::string& what) const {
+  return PeerLost({.what = what,
+                   .here = concat("server ", setting_.number, " after ", statistics_.updates, " updates"),
+                   .likely = "out of memory on that machine, or pre-emption; its own output says more",
+                   .next = "run again with --resume, or choose dist_async, which goes on without a worker"});
 }
 
-std::exception_ptr StoreServer::too_late(const std::string& what) const {
-  return std::make_exception_ptr(
-      PeerLost({.what = concat("no ", what, " within ", seconds_text(2.5 * options_.timeout)),
-                .here = concat("server ", options_.server)}));
-}
-
-// With the lock held, or before there are threads. The first error is kept; every client hears of it.
-void StoreServer::fail(std::exception_ptr error) {
-  if (failure_) return;
-  failure_ = std::move(error);
-  changed_.notify_all();
-  std::string reason;
-  try {
-    std::rethrow_exception(failure_);
-  } catch (const std::exception& known) {
-    reason = first_line(known);
-  }
-  for (const Client& client : clients_) client.link.abandon(reason);
+PeerLost StoreServer::too_late(const std::string& what) const {
+  return PeerLost({.what = concat("no ", what, " within ", seconds_text(2.5 * timeout())),
+                   .here = concat("server ", setting_.number)});
 }
 
 }  // namespace lockstep

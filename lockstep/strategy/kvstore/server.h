@@ -30,17 +30,16 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
-#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/batch_totals.h"
+#include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/messages.h"
 #include "lockstep/strategy/kvstore/server_table.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
@@ -48,19 +47,11 @@
 
 namespace lockstep {
 
-struct StoreServerOptions {
-  KVStoreKind kind = KVStoreKind::kDistSync;
-  std::int64_t staleness = 0;  // kDistBounded: the largest delay
-  IntVector<int> workers{};    // their ranks, for messages
-  int server = 0;              // which of
-  int servers = 1;
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);
-};
-
 class StoreServer {
+  using Lock = std::unique_lock<std::mutex>;
+
  public:
-  // clients: the workers in order; for every server but the first, then the first server.
-  StoreServer(const StoreServerOptions& options, std::vector<Link> clients);
+  explicit StoreServer(const DistSetting& setting);
 
   // Blocks until every client has left or is lost. While an exception is in flight the clients are told at once.
   ~StoreServer();
@@ -74,7 +65,10 @@ class StoreServer {
   // Blocks until every worker has left or is lost. Throws PeerLost.
   void wait_for_goodbyes();
 
-  StoreStatistics statistics() const;
+  StoreStatistics statistics() const {
+    const Lock lock(mutex_);
+    return statistics_;
+  }
 
   // The layout; copies of all slices' states, after `pushes` pushes of every worker that is still there. Block until
   // the store has its keys. Throw PeerLost.
@@ -83,33 +77,29 @@ class StoreServer {
   void set_states(const std::vector<SliceState>& states);
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
   struct Client {
     Link link;
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
-    int pending = 0;                           // pushes of trained keys that are complete and not applied
-    std::int64_t pushes = 0;                   // those that are applied
-    RequestHeader last_push{};                 // the newest of trained keys
-    std::deque<SliceRange> pending_replies{};  // parts of a kPushPull
-    std::vector<Work> replies{};               // in flight
+    int pending = 0;            // pushes of trained keys that are complete and not applied
+    std::int64_t pushes = 0;    // those that are applied
+    RequestHeader last_push{};  // the newest of trained keys
   };
 
-  int workers() const { return options_.workers.size(); }
+  KVStoreKind kind() const { return setting_.options.kvstore.kind; }
+  int workers() const { return static_cast<int>(setting_.workers.size()); }
   bool is_worker(int client) const { return client < workers(); }
   bool any_worker_here() const;
   std::string name_of(int client) const;
 
   // ---- server_requests.cc: each on its client's thread
   void serve(int client);
-  bool handle(int client, const RequestHeader& request);
+  void handle(int client, const RequestHeader& request);
   void create(int worker, const RequestHeader& request);
   void set_optimizer(int worker);
   void push(int worker, const RequestHeader& request);
-  void push_pull(int worker, const RequestHeader& request);
-  void send_merged(int worker, bool all);
-  std::vector<std::uint8_t> receive_flags(int worker, SliceRange slices);
+  void send_merged(int worker, std::span<const SliceRange> parts, bool all, std::vector<Pending>& replies);
   torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const;
   void unpack(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& words) const;
   void add_push(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& values,
@@ -125,7 +115,7 @@ class StoreServer {
   // ---- Waits, and lost clients
   template <class Ready>
   void wait(Lock& lock, const std::string& what, const Ready& ready) {
-    if (!changed_.wait_for(lock, 5 * options_.timeout / 2, [&] { return failure_ || ready(); })) fail(too_late(what));
+    if (!changed_.wait_for(lock, 5 * timeout() / 2, [&] { return failure_ || ready(); })) fail(too_late(what));
     if (failure_) std::rethrow_exception(failure_);
   }
   void wait_until_merged(Lock& lock, int worker, SliceRange slices);
@@ -133,17 +123,26 @@ class StoreServer {
   void wait_for_workers(Lock& lock, std::int64_t pushes);
   void leave(int client);
   void lose(int client, const std::exception& error);
-  std::exception_ptr loss(const std::string& what) const;
-  std::exception_ptr too_late(const std::string& what) const;
-  void fail(std::exception_ptr error);
+  PeerLost loss(const std::string& what) const;
+  PeerLost too_late(const std::string& what) const;
+  std::chrono::milliseconds timeout() const { return setting_.options.timeout; }
 
-  StoreServerOptions options_;
+  // With the lock held. The first error is kept; every client hears of it.
+  template <class Failure>
+  void fail(const Failure& error) {
+    if (failure_) return;
+    failure_ = std::make_exception_ptr(error);
+    changed_.notify_all();
+    for (const Client& client : clients_) client.link.abandon(error.text().what);
+  }
+
+  DistSetting setting_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   ServerTable table_;
   StalenessGate gate_;
   StoreStatistics statistics_;
-  std::map<std::int64_t, std::pair<std::int64_t, double>> totals_;  // number of the push -> samples, sum of losses
+  std::map<std::int64_t, BatchTotals> totals_;  // by number of the push
   bool has_values_ = false;
   int finished_ = 0;  // workers that left in good order
   std::exception_ptr failure_;

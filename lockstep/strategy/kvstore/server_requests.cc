@@ -3,48 +3,37 @@
 #include "lockstep/strategy/kvstore/server.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
-namespace {
-
-bool same_layout(const BlockLayout& one, const BlockLayout& other) {
-  return std::ranges::equal(one.slices(), other.slices(), [](const KeySlice& a, const KeySlice& b) {
-    return a.key == b.key && a.begin == b.begin && a.count == b.count && a.dtype == b.dtype && a.trained == b.trained;
-  });
-}
-
-}  // namespace
 
 void StoreServer::serve(int client) {
   const torch::NoGradGuard no_grad;
   try {
-    while (handle(client, clients_[client].link.receive<RequestHeader>())) {
-    }
+    const Link& link = clients_[client].link;
+    for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;)
+      handle(client, request);
     leave(client);
   } catch (const std::exception& error) {
     lose(client, error);
   }
 }
 
-// False once the client has said goodbye.
-bool StoreServer::handle(int client, const RequestHeader& request) {
+void StoreServer::handle(int client, const RequestHeader& request) {
   switch (request.request) {
     case Request::kInit: create(client, request); break;
     case Request::kOptimizer: set_optimizer(client); break;
-    case Request::kPush: push(client, request); break;
-    case Request::kPushPull: push_pull(client, request); break;
+    case Request::kPush:
+    case Request::kPushPull: push(client, request); break;
     case Request::kPull: pull(client, request); break;
     case Request::kPullRows: pull_rows(client, request); break;
     case Request::kState: send_states(client, request); break;
-    case Request::kAlive: break;
-    case Request::kGoodbye: return false;
+    case Request::kAlive:
+    case Request::kGoodbye: break;
   }
-  return true;
 }
 
 // ---- Keys and optimizer
@@ -60,11 +49,10 @@ void StoreServer::create(int worker, const RequestHeader& request) {
   if (worker == 0) link.receive_bytes(inbox);
   Lock lock(mutex_);
   if (!table_.created()) table_.create(layout, workers());
-  if (!same_layout(layout, table_.layout())) {
-    fail(std::make_exception_ptr(
-        MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
-                       .likely = "a model that differs between the workers",
-                       .next = "make the same model everywhere"})));
+  if (layout.slices() != table_.layout().slices()) {
+    fail(MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
+                        .likely = "a model that differs between the workers",
+                        .next = "make the same model everywhere"}));
     std::rethrow_exception(failure_);
   }
   table_.set_inbox(worker, inbox);
@@ -90,19 +78,7 @@ void StoreServer::set_optimizer(int worker) {
 // A worker's inbox belongs to its thread while values arrive, and to the table from add_push() until they are merged:
 // so each push first waits until the worker's last push of the same slices is merged.
 
-void StoreServer::push(int worker, const RequestHeader& request) {
-  {
-    Lock lock(mutex_);
-    wait_until_merged(lock, worker, request.slices);
-  }
-  const auto has_value = receive_flags(worker, request.slices);
-  const torch::Tensor values = place_for(worker, request, request.slices);
-  clients_[worker].link.receive_bytes(values);
-  add_push(worker, request, request.slices, values, has_value);
-  clients_[worker].link.send(ReplyHeader{});
-}
-
-// dist_sync, in parts of about 1/16 of the block (at least 256 KiB), so that receiving, merging and sending overlap:
+// kPushPull goes in parts of about 1/16 of the block (at least 256 KiB), so that receiving, merging and sending overlap:
 //
 //   1. post the receives of all parts
 //   2. part by part: wait until it is there, merge it if this worker is the last to have pushed it, then start sending
@@ -112,53 +88,43 @@ void StoreServer::push(int worker, const RequestHeader& request) {
 // It cannot deadlock. The client has posted all its receives before it sends, and sends all parts without waiting for a
 // reply: so 1 and 2 never wait for another worker, and every part is pushed whatever the others do. 3 waits for pushes
 // of other workers, which arrive for the same reason. The replies' memory, the outbox, is written again only by a later
-// request, after 3 has waited for all sends.
-void StoreServer::push_pull(int worker, const RequestHeader& request) {
+// request, after 3 has waited for all sends. kPush is one part, and is replied to without waiting for other workers.
+void StoreServer::push(int worker, const RequestHeader& request) {
   {
     Lock lock(mutex_);
     wait_until_merged(lock, worker, request.slices);
   }
-  const auto has_value = receive_flags(worker, request.slices);
+  const bool pulls = request.request == Request::kPushPull;
+  const Link& link = clients_[worker].link;
+  std::vector<std::uint8_t> has_value(request.slices.size());
+  link.receive_all(std::span(has_value));
+  const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
   std::vector<torch::Tensor> values;
-  std::vector<Work> receives;
-  const auto parts = table_.layout().parts_of(request.slices);
+  std::vector<Pending> receives;
   for (const SliceRange part : parts) {
     values.push_back(place_for(worker, request, part));
-    if (values.back().numel() > 0) receives.push_back(clients_[worker].link.start_receiving(values.back()));
+    receives.push_back(link.start_receiving(values.back()));
   }
-  auto receive = receives.begin();
+  std::vector<Pending> replies;
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    if (values[i].numel() > 0) (receive++)->wait();
+    receives[i].wait();
     const auto flags = std::span(has_value).subspan(parts[i].first - request.slices.first, parts[i].size());
     add_push(worker, request, parts[i], values[i], flags);
-    clients_[worker].pending_replies.push_back(parts[i]);
-    send_merged(worker, /*all=*/i + 1 == parts.size());
+    if (pulls) send_merged(worker, std::span(parts).first(i + 1), /*all=*/i + 1 == parts.size(), replies);
   }
+  pulls ? finish(replies) : link.send(ReplyHeader{});
 }
 
-// Starts to send the parts at the front of the queue that are merged. all: waits for those that are not, and for all
-// sends.
-void StoreServer::send_merged(int worker, bool all) {
-  Client& to = clients_[worker];
-  while (!to.pending_replies.empty()) {
-    const SliceRange part = to.pending_replies.front();
+// Starts to send the parts behind those of `replies`, in order, that are merged. all: waits for those that are not.
+void StoreServer::send_merged(int worker, std::span<const SliceRange> parts, bool all, std::vector<Pending>& replies) {
+  for (const SliceRange part : parts.subspan(replies.size())) {
     Lock lock(mutex_);
     if (!all && table_.has_unmerged(worker, part)) return;
     wait_until_merged(lock, worker, part);
     const torch::Tensor values = read(worker, part);
     lock.unlock();
-    if (values.numel() > 0) to.replies.push_back(to.link.start_sending(values));
-    to.pending_replies.pop_front();
+    replies.push_back(clients_[worker].link.start_sending(values));
   }
-  if (!all) return;
-  for (Work& reply : to.replies) reply.wait();
-  to.replies.clear();
-}
-
-std::vector<std::uint8_t> StoreServer::receive_flags(int worker, SliceRange slices) {
-  std::vector<std::uint8_t> flags(slices.size());
-  clients_[worker].link.receive_all(std::span(flags));
-  return flags;
 }
 
 // Where pushed values are received: in the worker's inbox, or compressed in memory of their own.
@@ -185,29 +151,28 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
                            std::span<const std::uint8_t> has_value) {
   if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
   Lock lock(mutex_);
-  table_.add_push(worker, slices, has_value, request.samples);
-  if (request.trained != 0 && slices.last == request.slices.last) {
+  table_.add_push(worker, slices, has_value, request.push.samples);
+  if (request.trained && slices.last == request.slices.last) {
     clients_[worker].last_push = request;
     ++clients_[worker].pending;
   }
-  options_.kind == KVStoreKind::kDistSync ? merge(request, slices) : apply(lock, worker, request);
+  kind() == KVStoreKind::kDistSync ? merge(request, slices) : apply(lock, worker, request);
   changed_.notify_all();
 }
 
 // dist_sync: merges those of the slices that every worker has pushed now. Once every worker's gradient is complete, all
 // their parts are merged: then it counts as one update of all their samples.
 void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
-  IntVector<int> all(workers());
-  std::iota(all.begin(), all.end(), 0);
+  const ServerTable::Workers all(0, workers());
   IntVector<std::int64_t> delays;
   for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
-  table_.merge(slices, all.elements(), request.learning_rate);
+  table_.merge(slices, all, request.push.learning_rate);
   if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
   std::int64_t samples = 0;
   for (const int worker : all) {
-    const RequestHeader& push = clients_[worker].last_push;
-    statistics_.add_gradient(push.samples, push.devices, delays[worker]);
-    samples += push.samples;
+    const RequestHeader& last = clients_[worker].last_push;
+    statistics_.add_gradient(last.push.samples, last.devices, delays[worker]);
+    samples += last.push.samples;
     count_push(worker);
   }
   statistics_.add_update(samples);
@@ -216,23 +181,21 @@ void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
 // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
 // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
 void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
-  if (request.trained != 0 && request.samples > 0) {
+  if (request.trained && request.push.samples > 0) {
     wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
-    statistics_.add_gradient(request.samples, request.devices, table_.delay(worker, request.slices));
-    statistics_.add_update(request.samples);
+    statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
+    statistics_.add_update(request.push.samples);
     gate_.update(worker);
   }
-  table_.merge(request.slices, std::span(&worker, 1), request.learning_rate);
-  if (request.trained != 0) count_push(worker);
+  table_.merge(request.slices, ServerTable::Workers(worker, worker + 1), request.push.learning_rate);
+  if (request.trained) count_push(worker);
 }
 
 // The worker's newest push of trained keys is applied.
 void StoreServer::count_push(int worker) {
   Client& by = clients_[worker];
   --by.pending;
-  auto& [samples, loss] = totals_[++by.pushes];
-  samples += by.last_push.samples;
-  if (by.last_push.samples > 0) loss += by.last_push.loss * static_cast<double>(by.last_push.samples);
+  totals_[++by.pushes].add(by.last_push.push.samples, by.last_push.push.loss);
 }
 
 // ---- Pulls
@@ -246,7 +209,7 @@ torch::Tensor StoreServer::read(int worker, SliceRange slices) {
 }
 
 void StoreServer::pull(int worker, const RequestHeader& request) {
-  const bool gated = request.trained != 0;
+  const bool gated = request.trained;
   Lock lock(mutex_);
   wait_until_merged(lock, worker, request.slices);
   if (gated) {
@@ -280,10 +243,12 @@ void StoreServer::send_states(int client, const RequestHeader& request) {
   const auto all = states(request.count);
   const Link& link = clients_[client].link;
   link.send(ReplyHeader{.count = std::ssize(all)});
-  const BlockLayout places = layout();
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    link.send(places.slices()[i]);
-    send_state(link.world(), link.peer(), all[i]);
+  TensorSender sender(link.world(), link.peer(), /*tag=*/0);
+  for (const SliceState& slice : all) {
+    link.send(slice.place);
+    sender.send({slice.value});
+    sender.send(message_of(slice.state));
+    sender.finish();
   }
 }
 

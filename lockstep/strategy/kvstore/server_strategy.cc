@@ -1,26 +1,90 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
+#include <condition_variable>
 #include <map>
+#include <thread>
 
 #include "lockstep/model/parameters.h"
-#include "lockstep/strategy/kvstore/peer_servers.h"
-#include "lockstep/strategy/kvstore/store_strategy.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
 
+// The first server's links to the other servers, whom it asks for their slices only when it validates or saves. In
+// between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
+class PeerServers {
+ public:
+  PeerServers(const std::vector<Link>& links, std::chrono::milliseconds interval) {
+    for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
+    if (!peers_.empty())
+      thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
+  }
+
+  // Says goodbye; while an exception is in flight it ends the links instead.
+  ~PeerServers() {
+    const bool failed = std::uncaught_exceptions() > 0;
+    if (failed)
+      for (const auto& peer : peers_) peer->link.abandon("the first server has failed");
+    thread_ = {};  // stops and joins it
+    for (const auto& peer : peers_)
+      if (!failed) tell(peer->link, Request::kGoodbye);
+  }
+  PeerServers(const PeerServers&) = delete;
+  PeerServers& operator=(const PeerServers&) = delete;
+
+  // Calls talk(link) for one after the other. Throws what `talk` throws.
+  template <class Talk>
+  void for_each(const Talk& talk) {
+    for (const auto& peer : peers_) {
+      const std::lock_guard lock(peer->in_use);
+      talk(peer->link);
+    }
+  }
+
+ private:
+  struct Peer {
+    explicit Peer(Link to) : link(std::move(to)) {}
+    Link link;
+    std::mutex in_use;
+  };
+
+  // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
+  static void tell(const Link& link, Request request) {
+    try {
+      link.send(RequestHeader{.request = request});
+    } catch (const std::exception&) {
+    }
+  }
+
+  // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
+  void keep_alive(const std::stop_token& stop, std::chrono::milliseconds interval) const {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    std::unique_lock lock(mutex);
+    while (!stopped.wait_for(lock, stop, interval, [&stop] { return stop.stop_requested(); }))
+      for (const auto& peer : peers_)
+        if (const std::unique_lock free(peer->in_use, std::try_to_lock); free) tell(peer->link, Request::kAlive);
+  }
+
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::jthread thread_;
+};
+
 class ServerStrategy : public ReplicaStrategy {
  public:
-  ServerStrategy(const DistSetting& setting, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, {make_replica(task, options)}),
+  ServerStrategy(const DistSetting& setting, const Task& task)
+      : ReplicaStrategy(task, {make_replica(task, setting.options)}),
         setting_(setting),
-        peers_(setting.links.servers, options.timeout / 4) {
+        peers_(setting.to_servers, setting.options.timeout / 4) {
     setting_.share_model(model());
     values_ = tensors_of(trained_parameters(model()));
     trained_ = values_.size();
     for (const auto& [name, buffer] : named_buffers(model())) values_.push_back(buffer);
-    seed_steps(options.seed);
-    server_ = std::make_unique<StoreServer>(setting.server_options(options), setting.links.clients);
+    seed_steps(setting.options.seed);
+    server_ = std::make_unique<StoreServer>(setting_);
   }
 
   // The workers' step is over when all that are there have pushed it.
@@ -32,14 +96,14 @@ class ServerStrategy : public ReplicaStrategy {
   // The first server's model gets the weights of all servers, or those of the first worker.
   void synchronise() override {
     const torch::NoGradGuard no_grad;
-    if (!setting_.update_in_store) return follow_first_worker();
-    if (is_first()) collect();
+    if (!setting_.options.kvstore.update_on_kvstore) return follow_first_worker();
+    if (setting_.number == 0) collect();
     if (setting_.in_step()) setting_.broadcast_model(model(), 0);
   }
 
   void restored(std::int64_t) override {
     const torch::NoGradGuard no_grad;
-    if (setting_.update_in_store) server_->set_states(states_of_model(server_->layout()));
+    if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model(server_->layout()));
     setting_.world.barrier();
   }
 
@@ -52,33 +116,33 @@ class ServerStrategy : public ReplicaStrategy {
  private:
   using States = std::map<std::size_t, Optimizer::StateTensors>;  // of whole keys
 
-  bool is_first() const { return setting_.world.rank() == 0; }
-
   void follow_first_worker() {
-    setting_.broadcast_model(model(), setting_.first_worker());
-    if (!is_first()) return;
+    const int first_worker = setting_.workers.front();
+    setting_.broadcast_model(model(), first_worker);
+    if (setting_.number > 0) return;
     for (std::size_t i = 0; i < trained_; ++i)
-      optimizer().set_state(values_[i], receive_state(setting_.world, setting_.first_worker()).state);
+      optimizer().set_state(values_[i], state_in(receive_tensors(setting_.world, first_worker, /*tag=*/0)));
   }
 
   void collect() {
     States states;
-    const BlockLayout own = server_->layout();
-    const std::vector<SliceState> slices = server_->states();
-    for (std::size_t i = 0; i < slices.size(); ++i) place(own.slices()[i], slices[i], states);
+    for (const SliceState& slice : server_->states()) place(slice, states);
     peers_.for_each([&](const Link& peer) {
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       const auto count = peer.receive<ReplyHeader>().count;
+      const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
       for (std::int64_t i = 0; i < count; ++i) {
         const auto slice = peer.receive<KeySlice>();
-        place(slice, receive_state(peer.world(), peer.peer()), states);
+        const torch::Tensor value = next().front();
+        place({.place = slice, .value = value, .state = state_in(next())}, states);
       }
     });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
 
   // Into the model, and into `states`, where the parts of a split key come together.
-  void place(const KeySlice& slice, const SliceState& found, States& states) const {
+  void place(const SliceState& found, States& states) const {
+    const KeySlice& slice = found.place;
     const torch::Tensor& value = values_[slice.key];
     slice.in_value(value).copy_(found.value);
     for (const auto& [name, part] : found.state) {
@@ -92,8 +156,8 @@ class ServerStrategy : public ReplicaStrategy {
     std::vector<SliceState> slices;
     for (const KeySlice& slice : layout.slices()) {
       const torch::Tensor& value = values_[slice.key];
-      slices.push_back({.value = slice.in_value(value), .state = {}});
-      if (slice.trained == 0) continue;
+      slices.push_back({.place = slice, .value = slice.in_value(value)});
+      if (!slice.trained) continue;
       for (const auto& [name, whole] : replicas_.front().optimizer->state_of(value))
         slices.back().state[name] = name == "step" ? whole : slice.in_value(whole);
     }
@@ -110,9 +174,8 @@ class ServerStrategy : public ReplicaStrategy {
 
 }  // namespace
 
-std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task,
-                                               const StrategyOptions& options) {
-  return std::make_unique<ServerStrategy>(setting, task, options);
+std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task) {
+  return std::make_unique<ServerStrategy>(setting, task);
 }
 
 }  // namespace lockstep

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/server_table.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/kvstore/device_sum.h"
+#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 
@@ -24,19 +23,8 @@ void ServerTable::create(BlockLayout layout, int workers) {
 void ServerTable::set_optimizer(const UpdateOptions& options) {
   std::vector<torch::Tensor> trained;
   for (const Slice& slice : slices_)
-    if (slice.place.trained != 0) trained.push_back(slice.value);
+    if (slice.place.trained) trained.push_back(slice.value);
   optimizer_ = make_optimizer(std::move(trained), options);
-}
-
-void ServerTable::add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value,
-                           std::int64_t samples) {
-  auto flag = has_value.begin();
-  for (Slice& slice : in(slices))
-    slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
-}
-
-bool ServerTable::has_unmerged(int worker, SliceRange slices) const {
-  return std::ranges::any_of(in(slices), [worker](const Slice& slice) { return slice.pushes[worker].unmerged; });
 }
 
 int ServerTable::first_missing(int worker, SliceRange slices) const {
@@ -46,7 +34,7 @@ int ServerTable::first_missing(int worker, SliceRange slices) const {
   return worker;
 }
 
-void ServerTable::merge(SliceRange slices, std::span<const int> workers, double learning_rate) {
+void ServerTable::merge(SliceRange slices, Workers workers, double learning_rate) {
   for (Slice& slice : in(slices))
     if (std::ranges::all_of(workers, [&](int worker) { return slice.pushes[worker].unmerged; }))
       apply(slice, merged(slice, workers));
@@ -56,7 +44,7 @@ void ServerTable::merge(SliceRange slices, std::span<const int> workers, double 
 // The mean over `workers`, weighted by samples: sum of m_j v_j / sum of m_j, where a worker without a value counts as
 // zero. Undefined if no worker has one. Integers, such as counters of batches, are the first worker's. A value that has
 // all the weight is taken from its inbox as it is: no pass over memory.
-torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
+torch::Tensor ServerTable::merged(Slice& slice, Workers workers) {
   std::vector<Term> terms;
   std::vector<torch::Tensor> values;
   std::int64_t samples = 0;
@@ -80,15 +68,11 @@ torch::Tensor ServerTable::merged(Slice& slice, std::span<const int> workers) {
 // A gradient waits for update(); another value is stored at once.
 void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
   if (!value.defined()) return;
-  if (slice.place.trained == 0) {
-    slice.value.copy_(value);
-    return;
-  }
-  if (optimizer_ != nullptr)
+  if (slice.place.trained && optimizer_ != nullptr)
     slice.value.mutable_grad() = value;
   else
     slice.value.copy_(value);
-  changed_.push_back(&slice);
+  if (slice.place.trained) changed_.push_back(&slice);
 }
 
 // The optimizer skips parameters without a gradient, so one step() updates exactly the slices that were merged.
@@ -105,28 +89,22 @@ void ServerTable::update(double learning_rate) {
   changed_.clear();
 }
 
-std::int64_t ServerTable::delay(int worker, SliceRange slices) const {
-  std::int64_t most = 0;
-  for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
-  return most;
+std::vector<SliceState> ServerTable::states() const {
+  std::vector<SliceState> all;
+  for (const Slice& slice : slices_) {
+    all.push_back({.place = slice.place, .value = slice.value.clone()});
+    if (optimizer_ == nullptr || !slice.place.trained) continue;
+    for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) all.back().state[name] = tensor.clone();
+  }
+  return all;
 }
 
-void ServerTable::mark_read(int worker, SliceRange slices) {
-  for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
-}
-
-SliceState ServerTable::state_of(std::size_t number) const {
-  const Slice& slice = slices_[number];
-  SliceState copy{.value = slice.value.clone(), .state = {}};
-  if (optimizer_ == nullptr || slice.place.trained == 0) return copy;
-  for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) copy.state[name] = tensor.clone();
-  return copy;
-}
-
-void ServerTable::set_state(std::size_t number, const SliceState& state) {
-  const Slice& slice = slices_[number];
-  torch::Tensor(slice.value).copy_(state.value);
-  if (optimizer_ != nullptr && slice.place.trained != 0) optimizer_->set_state(slice.value, state.state);
+void ServerTable::set_states(const std::vector<SliceState>& states) {
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    torch::Tensor& value = slices_[i].value;
+    value.copy_(states[i].value);
+    if (optimizer_ != nullptr && slices_[i].place.trained) optimizer_->set_state(value, states[i].state);
+  }
 }
 
 }  // namespace lockstep

@@ -10,20 +10,30 @@
 // Memory, for B bytes of this server's slices and N workers: (2 + N) B, and the optimizer's state.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <ranges>
 #include <span>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/kvstore.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
-#include "lockstep/strategy/kvstore/messages.h"
-#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 
+// What a checkpoint keeps of a slice: its value and the optimizer's state, which may be empty.
+struct SliceState {
+  KeySlice place;
+  torch::Tensor value;
+  Optimizer::StateTensors state{};
+};
+
 class ServerTable {
  public:
+  using Workers = std::ranges::iota_view<int, int>;
+
   void create(BlockLayout layout, int workers);
   bool created() const { return values_.defined(); }
   void set_inbox(int worker, torch::Tensor block) { inboxes_[worker] = std::move(block); }
@@ -38,23 +48,34 @@ class ServerTable {
 
   // The worker's inbox holds its values of those slices that have one (1 in has_value, slice by slice). samples: their
   // weight.
-  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples);
-  bool has_unmerged(int worker, SliceRange slices) const;
+  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples) {
+    for (auto flag = has_value.begin(); Slice & slice : in(slices))
+      slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
+  }
+  bool has_unmerged(int worker, SliceRange slices) const {
+    return std::ranges::any_of(in(slices), [worker](const Slice& slice) { return slice.pushes[worker].unmerged; });
+  }
 
   // Somebody who has not pushed a slice that this worker has pushed; the worker itself if there is nobody.
   int first_missing(int worker, SliceRange slices) const;
 
   // Merges those of the slices that all `workers` have pushed, and updates. learning_rate: NaN: the optimizer's own.
-  void merge(SliceRange slices, std::span<const int> workers, double learning_rate);
+  void merge(SliceRange slices, Workers workers, double learning_rate);
 
   // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
   // gradient is the difference now, the largest over the slices.
-  std::int64_t delay(int worker, SliceRange slices) const;
-  void mark_read(int worker, SliceRange slices);
+  std::int64_t delay(int worker, SliceRange slices) const {
+    std::int64_t most = 0;
+    for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
+    return most;
+  }
+  void mark_read(int worker, SliceRange slices) {
+    for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
+  }
 
-  // ---- Checkpoints. state_of: a copy; the optimizer's tensors have one dimension, but for "step".
-  SliceState state_of(std::size_t slice) const;
-  void set_state(std::size_t slice, const SliceState& state);
+  // ---- Checkpoints: copies, slice by slice. The optimizer's tensors have one dimension, but for "step".
+  std::vector<SliceState> states() const;
+  void set_states(const std::vector<SliceState>& states);
 
  private:
   struct Push {
@@ -72,7 +93,7 @@ class ServerTable {
 
   std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
   std::span<const Slice> in(SliceRange range) const { return std::span(slices_).subspan(range.first, range.size()); }
-  torch::Tensor merged(Slice& slice, std::span<const int> workers);
+  torch::Tensor merged(Slice& slice, Workers workers);
   void apply(Slice& slice, const torch::Tensor& value);
   void update(double learning_rate);
 

@@ -18,8 +18,10 @@
 // applied it. Meanwhile nobody else is let through, so that all servers apply updates in one order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -35,16 +37,54 @@ class StalenessGate {
   StalenessGate(int workers, std::int64_t bound, bool several_servers = false)
       : bound_(bound), several_servers_(several_servers), read_at_(workers) {}
 
-  bool may_update(int worker) const;
-  void update(int worker);
-  void ask_to_read(int worker);
-  bool may_read(int worker) const;  // it has asked
-  void read(int worker);
-  void leave(int worker);  // its gradient will not be applied
+  // The update adds one to every other delay: the state stays safe if the i-th oldest is at most s - i then.
+  bool may_update(int worker) const {
+    if (bound_ == kUnbounded) return true;
+    if (busy_for(worker)) return false;
+    for (std::int64_t i = 0; const std::int64_t delay : delays_without(worker))
+      if (delay + 1 > bound_ - i++) return false;
+    return true;
+  }
+
+  // It has asked. A new gradient has delay 0 and comes last: with n held before it, safe means 0 <= s - n.
+  bool may_read(int worker) const {
+    if (bound_ == kUnbounded) return true;
+    return !busy_for(worker) && readers_.front() == worker && std::ssize(delays_without(worker)) <= bound_;
+  }
+
+  void update(int worker) {
+    ++updates_;
+    read_at_[worker].reset();
+    if (several_servers_) updating_ = worker;
+  }
+
+  void ask_to_read(int worker) {
+    readers_.push_back(worker);
+    if (updating_ == worker) updating_.reset();
+  }
+
+  void read(int worker) {
+    read_at_[worker] = updates_;
+    std::erase(readers_, worker);
+  }
+
+  // Its gradient will not be applied.
+  void leave(int worker) {
+    read_at_[worker].reset();
+    std::erase(readers_, worker);
+    if (updating_ == worker) updating_.reset();
+  }
 
  private:
   bool busy_for(int worker) const { return updating_ && *updating_ != worker; }
-  std::vector<std::int64_t> delays_without(int worker) const;  // the oldest first
+
+  std::vector<std::int64_t> delays_without(int worker) const {  // the oldest first
+    std::vector<std::int64_t> delays;
+    for (int other = 0; other < read_at_.size(); ++other)
+      if (read_at_[other] && other != worker) delays.push_back(updates_ - *read_at_[other]);
+    std::ranges::sort(delays, std::greater());
+    return delays;
+  }
 
   std::int64_t bound_;
   bool several_servers_;

@@ -20,9 +20,7 @@ std::string number(double value) {
 
 }  // namespace
 
-std::string Span::text() const {
-  return least() == most() ? number(least()) : concat(number(least()), "-", number(most()));
-}
+std::string Span::text() const { return least_ >= most_ ? number(most_) : concat(number(least_), "-", number(most_)); }
 
 std::int64_t DelayHistogram::gradients() const {
   std::int64_t all = 0;

@@ -18,20 +18,19 @@
 
 namespace lockstep {
 
-// Least and most of what was added.
+// Least and most of what was added: sizes, which are not negative.
 class Span {
  public:
   void add(double value) {
     least_ = std::min(least_, value);
     most_ = std::max(most_, value);
   }
-  double least() const { return least_ > most_ ? 0 : least_; }
-  double most() const { return least_ > most_ ? 0 : most_; }
-  std::string text() const;  // "32", or "32-33"
+  double most() const { return most_; }
+  std::string text() const;  // "32", or "32-33"; "0" if nothing was added
 
  private:
   double least_ = std::numeric_limits<double>::max();
-  double most_ = std::numeric_limits<double>::lowest();
+  double most_ = 0;
 };
 
 class DelayHistogram {

@@ -1,30 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/store.h"
 
-#include <set>
 #include <span>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 namespace {
+
+constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
+constexpr std::int64_t kRunsPerTask = 4;
+
+// In runs of kMaxRun elements, which stay in the first-level cache while all terms are added to them. Each run is
+// written by one thread and its order of summation is fixed, so the bits do not depend on the number of threads.
+template <class T>
+void sum_runs(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
+              const ParallelFor& parallel_for) {
+  const std::int64_t runs = (count + kMaxRun - 1) / kMaxRun;
+  parallel_for(0, runs, kRunsPerTask, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t begin = first * kMaxRun; begin < std::min(last * kMaxRun, count); begin += kMaxRun)
+      weighted_sum(terms, dtype, begin, std::min(kMaxRun, count - begin), into + begin);
+  });
+}
 
 Key key_of(const NamedTensor& value, bool trained) {
   return {.name = value.name,
           .elements = value.tensor.numel(),
           .rows = value.tensor.dim() > 0 && value.tensor.numel() > 0 ? value.tensor.size(0) : 1,
+          .sizes = value.tensor.sizes().vec(),
           .dtype = value.tensor.scalar_type(),
           .trained = trained};
-}
-
-DeviceTensors keys_between(const DeviceTensors& tensors, std::size_t first, std::size_t last) {
-  DeviceTensors part;
-  for (const auto& device : tensors) {
-    const std::span<const torch::Tensor> keys = std::span(device).subspan(first, last - first);
-    part.emplace_back(keys.begin(), keys.end());
-  }
-  return part;
 }
 
 void require_rows(const Key& key, const torch::Tensor& rows) {
@@ -41,12 +48,11 @@ void require_rows(const Key& key, const torch::Tensor& rows) {
 void Store::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
   if (!keys_.empty())
     throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
-  std::set<std::string> names;
   std::vector<torch::Tensor> tensors;
   const auto add = [&](const NamedTensor& value, bool trained) {
-    if (!names.insert(value.name).second) throw UsageError({.what = concat("two values for the key ", value.name)});
+    if (!numbers_.emplace(value.name, keys_.size()).second)
+      throw UsageError({.what = concat("two values for the key ", value.name)});
     keys_.push_back(key_of(value, trained));
-    sizes_.push_back(value.tensor.sizes().vec());
     tensors.push_back(value.tensor.detach());
   };
   for (const NamedTensor& value : values) add(value, true);
@@ -55,40 +61,40 @@ void Store::init(const std::vector<NamedTensor>& values, const std::vector<Named
 }
 
 std::size_t Store::number_of(const std::string& name) const {
-  for (std::size_t i = 0; i < keys_.size(); ++i)
-    if (keys_[i].name == name) return i;
+  if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;
   throw UsageError({.what = concat("the store has no key ", name), .next = "give init() every key"});
 }
 
-// Calls `call` for each run of names whose keys are neighbours, with the run's place [first, last) in `names`.
+// Calls `call` for each run of names whose keys are neighbours, with a function that cuts the run out of DeviceTensors.
 template <class Call>
 void Store::for_each_run(const Names& names, const Call& call) const {
   std::vector<std::size_t> numbers;
   for (const std::string& name : names) numbers.push_back(number_of(name));
-  for (std::size_t first = 0; first < numbers.size();) {
-    std::size_t last = first + 1;
-    while (last < numbers.size() && numbers[last] == numbers[last - 1] + 1) ++last;
-    call(KeyRange{numbers[first], numbers[last - 1] + 1}, first, last);
-    first = last;
+  for (std::size_t first = 0, last = 0; first < numbers.size(); first = last) {
+    for (last = first + 1; last < numbers.size() && numbers[last] == numbers[last - 1] + 1;) ++last;
+    call(KeyRange{numbers[first], numbers[last - 1] + 1}, [first, last](const DeviceTensors& tensors) {
+      DeviceTensors run;
+      for (const auto& device : tensors) {
+        const auto keys = std::span(device).subspan(first, last - first);
+        run.emplace_back(keys.begin(), keys.end());
+      }
+      return run;
+    });
   }
 }
 
 void Store::push(const Names& names, const DeviceTensors& values, const PushOptions& options) {
-  for_each_run(names, [&](KeyRange keys, std::size_t first, std::size_t last) {
-    push(keys, keys_between(values, first, last), options);
-  });
+  for_each_run(names, [&](KeyRange keys, const auto& run_of) { push(keys, run_of(values), options); });
 }
 
 void Store::pull(const Names& names, const DeviceTensors& into) {
-  for_each_run(
-      names, [&](KeyRange keys, std::size_t first, std::size_t last) { pull(keys, keys_between(into, first, last)); });
+  for_each_run(names, [&](KeyRange keys, const auto& run_of) { pull(keys, run_of(into)); });
 }
 
 void Store::push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
                       const PushOptions& options) {
-  for_each_run(names, [&](KeyRange keys, std::size_t first, std::size_t last) {
-    push_pull(keys, keys_between(values, first, last), keys_between(into, first, last), options);
-  });
+  for_each_run(names,
+               [&](KeyRange keys, const auto& run_of) { push_pull(keys, run_of(values), run_of(into), options); });
 }
 
 void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
@@ -100,10 +106,49 @@ void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTe
 torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
   const std::size_t key = number_of(name);
   require_rows(keys_[key], rows);
-  std::vector<std::int64_t> sizes = sizes_[key];
+  std::vector<std::int64_t> sizes = keys_[key].sizes;
   if (sizes.empty()) sizes.resize(1);
   sizes.front() = rows.numel();
   return pull_rows(key, rows).reshape(sizes);
+}
+
+// ---- Sums over devices
+
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
+  const torch::ScalarType dtype = into.scalar_type();
+  const auto run = [&](auto* sum) { sum_runs(sum, terms, dtype, into.numel(), parallel_for); };
+  if (dtype == torch::kFloat32) return run(into.mutable_data_ptr<float>());
+  if (dtype == torch::kFloat64) return run(into.mutable_data_ptr<double>());
+  const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
+  run(wide.mutable_data_ptr<float>());
+  into.copy_(wide);
+}
+
+std::vector<torch::Tensor> Store::sum(const DeviceTensors& values, std::size_t first_key) {
+  if (values.size() == 1) return values.front();
+  if (where_ == SumOn::kCpu) return sum_on_cpu(values, first_key);
+  devices_->run([values](Device& device) {
+    for (const torch::Tensor& value : values[device.index()])
+      if (value.defined()) device.reduce(value);
+  });
+  return values.front();
+}
+
+std::vector<torch::Tensor> Store::sum_on_cpu(const DeviceTensors& values, std::size_t first_key) {
+  const std::size_t keys = values.front().size();
+  buffers_.resize(std::max(buffers_.size(), first_key + keys));
+  std::vector<torch::Tensor> sums(keys);
+  for (std::size_t key = 0; key < keys; ++key) {
+    if (!values.front()[key].defined()) continue;
+    torch::Tensor& buffer = buffers_[first_key + key];
+    if (!buffer.defined()) buffer = torch::empty_like(values.front()[key]).detach();
+    std::vector<Term> terms;
+    for (const auto& device : values) terms.push_back({dense_view(device[key]).const_data_ptr(), 1.0});
+    const bool divide = devices_ != nullptr && buffer.numel() > kWorthDividing;
+    weighted_sum_into(dense_view(buffer), terms, divide ? ParallelFor(on_all(*devices_)) : on_own_cores);
+    sums[key] = buffer;
+  }
+  return sums;
 }
 
 }  // namespace lockstep

@@ -1,16 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/kvstore/store.h: what all stores have in common: keys by number instead of name.
+// strategy/kvstore/store.h: what all stores have in common: keys by number instead of name, and the sum over the devices
+// of one worker (level 1).
 //
 // Flow:    lockstep/kvstore.h -> here -> local_store.h, client.h
-// Owns:    the list of keys
+// Owns:    the list of keys, buffers for sums on the CPU
 // Threads: one thread
 // Ranks:   as lockstep/kvstore.h
 #pragma once
 
+#include <map>
+
+#include "lockstep/gradient/parallel_for.h"
 #include "lockstep/kvstore.h"
+#include "lockstep/optimizer/mean.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 
 namespace lockstep {
+
+enum class SumOn {
+  kCpu,    // into the store's own memory
+  kDevice  // onto device 0
+};
+
+// into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
+void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
+                       const ParallelFor& parallel_for = on_own_cores);
 
 class Store : public KVStore {
  public:
@@ -30,16 +44,36 @@ class Store : public KVStore {
   const std::vector<Key>& keys() const { return keys_; }
 
  protected:
+  // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
+  Store(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
+
+  // Sums over devices, key by key, in the order of the devices; with one device its own tensors. first_key: number of
+  // the first key. Valid until the next sum of the same keys. Blocks. Throws what Devices::run() throws.
+  std::vector<torch::Tensor> sum(const DeviceTensors& values, std::size_t first_key);
+
+  // Calls call(0) ... call(count - 1), each on its device where there are threads for them. Blocks until all are done.
+  template <class Call>
+  void on_every_device(std::size_t count, const Call& call) {
+    if (devices_ == nullptr || count == 1)
+      for (std::size_t device = 0; device < count; ++device) call(device);
+    else
+      devices_->run([call](Device& device) { call(device.index()); });
+  }
+
   virtual void create(const std::vector<torch::Tensor>& values) = 0;                // keys() are known
   virtual torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
 
  private:
+  std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
   std::size_t number_of(const std::string& name) const;
   template <class Call>
   void for_each_run(const Names& names, const Call& call) const;
 
+  SumOn where_;
+  Devices* devices_;
+  std::vector<torch::Tensor> buffers_;  // [key]
   std::vector<Key> keys_;
-  std::vector<std::vector<std::int64_t>> sizes_;  // [key]
+  std::map<std::string, std::size_t> numbers_;  // by name
 };
 
 }  // namespace lockstep

@@ -1,63 +1,85 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/links.h"
 
+#include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
+namespace {
 
-class ThreadLinks::Link : public StageLink {
+// A bounded queue from one device's thread to another's.
+//
+// A ring of places and two counters: only the sender raises `sent_`, only the receiver raises `taken_`. Message k lies in
+// place k % capacity. The sender fills it before it raises sent_ to k + 1 (release), and the receiver reads it after it
+// has seen that (acquire); in the same way a place is filled again only after taken_ says that it was emptied.
+class Channel {
  public:
-  Link(Device& device, Channel<Tensors>& out, Channel<Tensors>& in) : device_(device), out_(out), in_(in) {}
-  void send(Tensors tensors) override { out_.send(device_, std::move(tensors)); }
-  Tensors receive() override { return in_.receive(device_); }
+  explicit Channel(std::size_t capacity) : places_(capacity) {}
+
+  // Blocks while the channel is full. Throws PeerLost.
+  void send(Device& from, Tensors tensors) {
+    const std::uint32_t sent = sent_.load();
+    DevicesState::of(from).wait_on(from, taken_, "room in a channel",
+                                   [&] { return sent - taken_.load() < places_.size(); });
+    places_[sent % places_.size()] = std::move(tensors);
+    sent_.raise(sent + 1);
+  }
+
+  // Blocks while the channel is empty. Throws PeerLost.
+  Tensors receive(Device& at) {
+    const std::uint32_t taken = taken_.load();
+    DevicesState::of(at).wait_on(at, sent_, "what another stage sends", [&] { return sent_.load() != taken; });
+    Tensors tensors = std::exchange(places_[taken % places_.size()], {});
+    taken_.raise(taken + 1);
+    return tensors;
+  }
 
  private:
-  Device& device_;
-  Channel<Tensors>& out_;
-  Channel<Tensors>& in_;
+  std::vector<Tensors> places_;
+  alignas(64) shm::Flag sent_;   // messages sent so far
+  alignas(64) shm::Flag taken_;  // messages taken so far
 };
 
-ThreadLinks::ThreadLinks(int devices, int stages, std::size_t capacity) {
-  for (int i = 0; i < devices; ++i)
-    behind_.push_back((i + 1) % stages == 0 ? nullptr : std::make_unique<Channels>(capacity));
-}
+struct Channels {
+  explicit Channels(std::size_t capacity) : forward(capacity), backward(capacity) {}
+  Channel forward;
+  Channel backward;
+};
 
-StageLinks ThreadLinks::of(Device& device) const {
-  Channels* const before = device.index() == 0 ? nullptr : behind_[device.index() - 1].get();
-  Channels* const behind = behind_[device.index()].get();
-  StageLinks links;
-  if (before != nullptr) links.before = std::make_unique<Link>(device, before->backward, before->forward);
-  if (behind != nullptr) links.behind = std::make_unique<Link>(device, behind->forward, behind->backward);
-  return links;
+StageLink channel_link(Device& device, Channel& out, Channel& in) {
+  return {.send = [&](Tensors tensors) { out.send(device, std::move(tensors)); },
+          .receive = [&] { return in.receive(device); }};
 }
-
-namespace {
 
 constexpr int kForward = 0;  // tags
 constexpr int kBackward = 1;
 
-class MessageLink : public StageLink {
- public:
-  MessageLink(const World& world, int peer, int tag_out, int tag_in)
-      : world_(world), peer_(peer), tag_in_(tag_in), sender_(world, peer, tag_out) {}
-  void send(Tensors tensors) override { sender_.send(tensors); }
-  Tensors receive() override { return receive_tensors(world_, peer_, tag_in_); }
-  void finish() override { sender_.finish(); }
-
- private:
-  World world_;
-  int peer_;
-  int tag_in_;
-  TensorSender sender_;
-};
+StageLink message_link(const World& world, int peer, int tag_out, int tag_in) {
+  const auto sender = std::make_shared<TensorSender>(world, peer, tag_out);
+  return {.send = [sender](const Tensors& tensors) { sender->send(tensors); },
+          .receive = [world, peer, tag_in] { return receive_tensors(world, peer, tag_in); },
+          .finish = [sender] { sender->finish(); }};
+}
 
 }  // namespace
+
+std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity) {
+  IntVector<std::shared_ptr<Channels>> behind;  // of each device
+  for (int i = 0; i < devices; ++i) behind.push_back(std::make_shared<Channels>(capacity));
+  return [behind, stages](Device& device) {
+    const int i = device.index();
+    StageLinks links;
+    if (i % stages > 0) links.before = channel_link(device, behind[i - 1]->backward, behind[i - 1]->forward);
+    if ((i + 1) % stages > 0) links.behind = channel_link(device, behind[i]->forward, behind[i]->backward);
+    return links;
+  };
+}
 
 StageLinks message_links(const World& stages) {
   const int stage = stages.rank();
   StageLinks links;
-  if (stage > 0) links.before = std::make_unique<MessageLink>(stages, stage - 1, kBackward, kForward);
-  if (stage + 1 < stages.size()) links.behind = std::make_unique<MessageLink>(stages, stage + 1, kForward, kBackward);
+  if (stage > 0) links.before = message_link(stages, stage - 1, kBackward, kForward);
+  if (stage + 1 < stages.size()) links.behind = message_link(stages, stage + 1, kForward, kBackward);
   return links;
 }
 

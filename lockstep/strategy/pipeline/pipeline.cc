@@ -1,6 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/pipeline/pipeline.h"
-
+// `pipeline`: consecutive pieces of the model on different devices (model parallelism).
+//
+//   stage 0        stage 1              stage p-1
+//   pieces 0-3 --> pieces 4-6 --> ... --> pieces .. and the loss     activations forward
+//              <--            <-- ... <--                            gradients back
+//
+// A batch is cut into m micro-batches, so that stages work at the same time (strategy/pipeline/stage.h). Their losses
+// are weighted by samples: the gradient is that of the whole batch. With d times as many devices as stages there are d
+// replicas of each stage: the batch is cut into d parts, and the gradients of a stage are summed over its replicas.
+//
+// Device i has stage i % p of replica i / p. A device is one of
+//
+//   a thread   in a world of one rank. Activations pass through channels without a copy; the replicas share parameters,
+//              and the optimizer sums gradients and updates on the cores of all devices
+//   a rank     in a world of several, on one machine or more. Activations travel as messages. Every rank has the whole
+//              model, but activations, gradients and updates only of its stage. synchronise() sends the parameters of all
+//              stages to all ranks, and the optimizer's state to rank 0, for validation and checkpoints
+//
+// Stages pass on tensors as the pieces return them: several where a skip connection crosses the cut. A piece must not
+// change its input in place. Batch normalisation sees one micro-batch at a time.
+//
+// Flow:    the part of a batch that data_world() says -> micro-batches -> strategy/pipeline/stage.h -> optimizer/
+// Owns:    the devices' threads and a replica per d; or this rank's replica
+// Threads: one scheduling thread
+// Ranks:   every rank makes the same calls. Per micro-batch a rank sends its activations forward and their gradients
+//          back; per step 2(d-1)/d K of its stage's parameters over d replicas; in synchronise() K
 #include <algorithm>
 #include <optional>
 
@@ -13,6 +37,7 @@
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
 #include "lockstep/strategy/pipeline/stage_parameters.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -28,14 +53,6 @@ void require_possible(const World& world, const StrategyOptions& options) {
     throw UsageError({.what = "clipping by norm with stages that are processes",
                       .likely = "each stage has the norm of its own gradients only",
                       .next = "leave out --devices-per-worker, so that stages are threads, or clip by value"});
-}
-
-template <class Number>
-Number sum_over(const World& world, Number number) {
-  if (world.size() == 1) return number;
-  const torch::Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
-  world.all_reduce(sum);
-  return sum.item<Number>();
 }
 
 // Devices are numbered over all ranks: either one rank has them all, as threads, or each rank is one.
@@ -91,7 +108,7 @@ class Pipeline : public ReplicaStrategy {
   World data_world(const World&) const override { return ranks_.of_stage; }
 
   // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
-  // stages took the same time.
+  // p stages took the same time for each of m micro-batches, and nothing else any: (p-1)/(m+p-1).
   Report report() const override {
     const torch::Tensor of_devices = ranks_.all.all_gather(usage_).flatten(0, 1);
     const torch::Tensor seconds = of_devices.sum(0);
@@ -99,7 +116,7 @@ class Pipeline : public ReplicaStrategy {
                      {"replicas", replica_count_},
                      {"micro_batches", static_cast<double>(micro_batches_)},
                      {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
-                     {"ideal_bubble", ideal_bubble(stages_, static_cast<int>(micro_batches_))}};
+                     {"ideal_bubble", (stages_ - 1) / static_cast<double>(micro_batches_ + stages_ - 1)}};
     const torch::Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);
     for (int stage = 0; stage < stages_; ++stage) {
       report.emplace_back(concat("stage_", stage, "_in_flight"), of_stages[stage][kInFlight].item<double>());
@@ -163,11 +180,11 @@ class Pipeline : public ReplicaStrategy {
     }
     std::size_t most = 1;  // micro-batches of a replica
     for (const StageWork& each : *work) most = std::max(most, each.micro_batches.elements().size());
-    const auto links = std::make_shared<const ThreadLinks>(devices_->size(), stages_, most);
+    const auto links = thread_links(devices_->size(), stages_, most);
     const auto results = std::make_shared<IntVector<StageResult>>(devices_->size());
     // `models` keeps alive what the pieces point to, should a device be left behind.
     devices_->run([work, links, results, task = task_, models = replicas_](Device& device) {
-      (*results)[device.index()] = run_stage(task, (*work)[device.index()], links->of(device));
+      (*results)[device.index()] = run_stage(task, (*work)[device.index()], links(device));
     });
     return *results;
   }
@@ -181,7 +198,7 @@ class Pipeline : public ReplicaStrategy {
     for (int replica = 0; replica < replicas; ++replica) {
       IntVector<Batch> micro_batches = micro_batches_of(part_of(batch, replica, replicas), micro_batches_);
       for (Batch& each : micro_batches) each.data = in_layout(each.data, replicas_.front().layout);
-      for (int stage = own_stages_.begin; stage < own_stages_.end; ++stage)
+      for (auto stage = static_cast<int>(own_stages_.begin); stage < own_stages_.end; ++stage)
         work.push_back({.pieces = pieces_in(pieces_[replica], cut_[stage]),
                         .micro_batches = micro_batches,
                         .steps = steps_of_stage(schedule_, stage, stages_, micro_batches.size()),
@@ -208,11 +225,8 @@ class Pipeline : public ReplicaStrategy {
   std::int64_t micro_batches_;
   IntVector<std::vector<Piece>> pieces_;  // of each replica of this process
   int stages_ = 0;
-  int replica_count_ = 0;  // of all ranks
-  struct {
-    int begin = 0;
-    int end = 0;
-  } own_stages_;                               // that this process has, of each of its replicas
+  int replica_count_ = 0;                      // of all ranks
+  Range own_stages_;                           // that this process has, of each of its replicas
   Cut cut_;                                    // empty until the first batch has been measured
   std::shared_ptr<LocalGradients> gradients_;  // of threads
   std::optional<StageParameters> parameters_;  // of ranks

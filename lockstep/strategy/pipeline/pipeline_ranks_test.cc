@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/pipeline/pipeline.h"
+#include "lockstep/strategy.h"
 
 #include <map>
 #include <mutex>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/pipeline/pipeline.h"
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/option_names.h"
 
 #include <ATen/Parallel.h>
@@ -13,7 +13,7 @@
 #include "lockstep/deadline.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy/pipeline/cut.h"
-#include "lockstep/strategy/pipeline/schedule.h"
+#include "lockstep/strategy/pipeline/stage.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 

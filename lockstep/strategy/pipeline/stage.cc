@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/stage.h"
 
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -9,9 +11,23 @@
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/strategy/pipeline/allocation_meter.h"
 
 namespace lockstep {
+
+// Three phases. First `ahead` forward steps fill the stages behind: with 1f1b, stage s of p may be p - s micro-batches
+// ahead, because that many fit between it and the end of the pipeline and back. Then one backward and one forward step
+// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the case
+// of ahead = m: all forward, then all backward.
+std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches) {
+  const int ahead = schedule == PipelineSchedule::k1F1B ? std::min(stages - stage, micro_batches) : micro_batches;
+  std::vector<PipelineStep> steps;
+  for (int i = 0; i < ahead; ++i) steps.push_back({.forward = true, .micro_batch = i});
+  for (int i = 0; i < micro_batches; ++i) {
+    steps.push_back({.forward = false, .micro_batch = i});
+    if (i + ahead < micro_batches) steps.push_back({.forward = true, .micro_batch = i + ahead});
+  }
+  return steps;
+}
 
 Tensors as_leaves(const Tensors& tensors) {
   Tensors leaves;
@@ -39,18 +55,32 @@ Tensors input_gradients(const Tensors& inputs) {
   return gradients;
 }
 
+// Set as a guard's listener, hears of every allocation and release of host tensors on its thread: what autograd keeps for
+// backward is in it. What this thread allocates and another releases stays counted.
+struct AllocationMeter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+    now += size;  // negative for a release
+    most = std::max(most, now);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  std::int64_t now = 0;  // bytes above what was there when it began
+  std::int64_t most = 0;
+};
+
 class StageRun {
  public:
   StageRun(const Task& task, const StageWork& work, const StageLinks& links)
       : task_(task), work_(work), links_(links) {}
 
   // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1, ...
-  // (schedule.h), so that messages arrive in the order in which they are asked for; and no send blocks, because a
+  // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
   // channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
-    const AllocationMeter meter;
+    const auto meter = std::make_shared<AllocationMeter>();
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
-    result_.memory = meter.most_bytes();
+    result_.memory = meter->most;
     if (links_.before) links_.before->finish();
     if (links_.behind) links_.behind->finish();
     return result_;

@@ -7,18 +7,31 @@
 // Ranks:   communicates through the links only
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <vector>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/dataset.h"
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/pipeline/links.h"
-#include "lockstep/strategy/pipeline/schedule.h"
 #include "lockstep/task.h"
 
 namespace lockstep {
+
+// The order in which a stage works on its micro-batches:
+//
+//   naive  the whole batch forward through all stages, then back: one stage works, the others wait
+//   gpipe  all micro-batches forward, then all back (Huang et al., 2019): every micro-batch is in flight at once
+//   1f1b   as many forward as it takes to fill the stages behind, then one forward and one back in turn (Narayanan et
+//          al., PipeDream, 2019; Megatron-LM, 2021): at most `stages` micro-batches are in flight
+//
+// On every stage forward steps come in the order 0, 1, ..., and so do backward steps: messages arrive in the order in
+// which they are asked for.
+struct PipelineStep {
+  bool forward = true;
+  int micro_batch = 0;
+  bool operator==(const PipelineStep&) const = default;
+};
+
+// What stage `stage` of `stages` does, in order.
+std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
   std::vector<Piece> pieces;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -13,31 +14,6 @@ constexpr int kStateTag = 2;  // beside those of links.cc
 
 bool contains(const std::vector<torch::Tensor>& all, const torch::Tensor& one) {
   return std::ranges::any_of(all, [&](const torch::Tensor& each) { return each.is_same(one); });
-}
-
-torch::Tensor gradient_or_zeros(torch::Tensor& parameter) {
-  if (!parameter.grad().defined())
-    parameter.mutable_grad() = torch::zeros_like(parameter, parameter.options().requires_grad(false));
-  return parameter.grad();
-}
-
-// Names and values in turn: a name as its bytes.
-Tensors message_of(const Optimizer::StateTensors& state) {
-  Tensors message;
-  for (const auto& [name, tensor] : state) {
-    message.push_back(torch::tensor(std::vector<std::uint8_t>(name.begin(), name.end()), torch::kUInt8));
-    message.push_back(tensor);
-  }
-  return message;
-}
-
-Optimizer::StateTensors state_in(const Tensors& message) {
-  Optimizer::StateTensors state;
-  for (std::size_t i = 0; i < message.size(); i += 2) {
-    const auto* name = message[i].const_data_ptr<std::uint8_t>();
-    state[std::string(name, name + message[i].numel())] = message[i + 1];
-  }
-  return state;
 }
 
 }  // namespace
@@ -67,7 +43,7 @@ StageParameters::StageParameters(const std::vector<Piece>& pieces, const Cut& cu
 void StageParameters::sum_gradients(const PipelineRanks& ranks) {
   if (ranks.of_stage.size() > 1) sum_owned_gradients(ranks);
   for (torch::Tensor& parameter : shared_) {
-    ranks.all.all_reduce(gradient_or_zeros(parameter));
+    ranks.all.all_reduce(dense_gradient(parameter));
     if (!contains(stages_[ranks.of_replica.rank()].used, parameter)) parameter.mutable_grad() = torch::Tensor();
   }
 }
@@ -80,7 +56,7 @@ void StageParameters::sum_owned_gradients(const PipelineRanks& ranks) {
   ranks.of_stage.all_reduce(replicas_with_gradient);
   const auto* with_gradient = replicas_with_gradient.const_data_ptr<std::int64_t>();
   for (torch::Tensor& parameter : parameters)
-    if (*with_gradient++ > 0 && !contains(shared_, parameter)) ranks.of_stage.all_reduce(gradient_or_zeros(parameter));
+    if (*with_gradient++ > 0 && !contains(shared_, parameter)) ranks.of_stage.all_reduce(dense_gradient(parameter));
 }
 
 void StageParameters::broadcast(const PipelineRanks& ranks) const {
@@ -94,13 +70,12 @@ void StageParameters::broadcast(const PipelineRanks& ranks) const {
 
 void StageParameters::collect_state(const PipelineRanks& ranks, Optimizer& optimizer) const {
   const int stage = ranks.of_replica.rank();
-  const bool first_replica = ranks.of_stage.rank() == 0;
-  if (first_replica && stage > 0) {
+  if (ranks.of_stage.rank() > 0) return;
+  if (stage > 0) {
     TensorSender sender(ranks.of_replica, 0, kStateTag);
     for (const torch::Tensor& parameter : stages_[stage].owned) sender.send(message_of(optimizer.state_of(parameter)));
-    sender.finish();
+    return sender.finish();
   }
-  if (!first_replica || stage > 0) return;
   for (int from = 1; from < stages_.size(); ++from)
     for (const torch::Tensor& parameter : stages_[from].owned)
       optimizer.set_state(parameter, state_in(receive_tensors(ranks.of_replica, from, kStateTag)));

@@ -11,21 +11,14 @@ namespace {
 constexpr std::size_t kHeaderWords = 96;
 constexpr std::int64_t kUndefined = -1;
 
-bool is_channels_last(const torch::Tensor& tensor) {
-  return tensor.dim() == 4 && !tensor.is_contiguous() && tensor.is_contiguous(torch::MemoryFormat::ChannelsLast);
-}
-
-torch::MemoryFormat format(bool channels_last) {
-  return channels_last ? torch::MemoryFormat::ChannelsLast : torch::MemoryFormat::Contiguous;
-}
-
-// count; then dtype, requires_grad, channels_last, dimensions and sizes of each
+// count; then dtype, requires_grad, memory format, dimensions and sizes of each
 torch::Tensor header_of(const Tensors& tensors) {
   std::vector<std::int64_t> words = {static_cast<std::int64_t>(tensors.size())};
   for (const torch::Tensor& tensor : tensors) {
     words.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
-    words.insert(words.end(), {tensor.requires_grad(), is_channels_last(tensor), tensor.dim()});
+    const auto format = static_cast<std::int64_t>(tensor.suggest_memory_format());
+    words.insert(words.end(), {tensor.requires_grad(), format, tensor.dim()});
     words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
   }
   if (words.size() > kHeaderWords)
@@ -36,27 +29,17 @@ torch::Tensor header_of(const Tensors& tensors) {
   return torch::tensor(words, torch::kInt64);
 }
 
-class HeaderReader {
- public:
-  explicit HeaderReader(const torch::Tensor& header) : word_(header.const_data_ptr<std::int64_t>()) {}
-
-  std::int64_t next() { return *word_++; }
-
-  // An empty tensor as the header describes the next one.
-  torch::Tensor next_tensor(torch::Device device) {
-    const std::int64_t dtype = next();
-    if (dtype == kUndefined) return {};
-    const bool requires_grad = next() != 0;
-    const bool channels_last = next() != 0;
-    std::vector<std::int64_t> sizes(to_size(next()));
-    for (std::int64_t& size : sizes) size = next();
-    const auto options = torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(device);
-    return torch::empty(sizes, options, format(channels_last)).requires_grad_(requires_grad);
-  }
-
- private:
-  const std::int64_t* word_;
-};
+// An empty tensor as the header describes it from `word` on, which moves behind it.
+torch::Tensor next_tensor(const std::int64_t*& word, torch::Device device) {
+  const std::int64_t dtype = *word++;
+  if (dtype == kUndefined) return {};
+  const bool requires_grad = *word++ != 0;
+  const auto format = static_cast<torch::MemoryFormat>(*word++);
+  const torch::IntArrayRef sizes(word + 1, to_size(*word));
+  word += 1 + sizes.size();
+  const auto options = torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(device);
+  return torch::empty(sizes, options, format).requires_grad_(requires_grad);
+}
 
 }  // namespace
 
@@ -64,7 +47,7 @@ void TensorSender::send(const Tensors& tensors) {
   under_way_.push_back(world_.send_async(header_of(tensors), to_, tag_));
   for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0)
-      under_way_.push_back(world_.send_async(tensor.detach().contiguous(format(is_channels_last(tensor))), to_, tag_));
+      under_way_.push_back(world_.send_async(tensor.detach().contiguous(tensor.suggest_memory_format()), to_, tag_));
 }
 
 void TensorSender::finish() {
@@ -75,13 +58,31 @@ void TensorSender::finish() {
 Tensors receive_tensors(const World& world, int from, int tag) {
   const torch::Tensor header = torch::empty({static_cast<std::int64_t>(kHeaderWords)}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
-  HeaderReader reader(header);
-  Tensors tensors(to_size(reader.next()));
+  const auto* word = header.const_data_ptr<std::int64_t>();
+  Tensors tensors(to_size(*word++));
   for (torch::Tensor& tensor : tensors) {
-    tensor = reader.next_tensor(world.device());
+    tensor = next_tensor(word, world.device());
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});
   }
   return tensors;
+}
+
+Tensors message_of(const Optimizer::StateTensors& state) {
+  Tensors message;
+  for (const auto& [name, tensor] : state) {
+    message.push_back(torch::tensor(std::vector<std::uint8_t>(name.begin(), name.end()), torch::kUInt8));
+    message.push_back(tensor);
+  }
+  return message;
+}
+
+Optimizer::StateTensors state_in(const Tensors& message) {
+  Optimizer::StateTensors state;
+  for (std::size_t i = 0; i < message.size(); i += 2) {
+    const auto* name = message[i].const_data_ptr<std::uint8_t>();
+    state[std::string(name, name + message[i].numel())] = message[i + 1];
+  }
+  return state;
 }
 
 }  // namespace lockstep

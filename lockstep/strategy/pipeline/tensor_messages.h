@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/tensor_messages.h: lists of tensors from one rank to another, whose shapes the receiver does not know.
 //
-// A message is a header of fixed length (how many; of each dtype, shape, whether it requires gradients and lies in
-// channels-last order), then each tensor. An undefined tensor stays one.
+// A message is a header of fixed length (how many; of each dtype, shape, whether it requires gradients, and memory
+// format), then each tensor. An undefined tensor stays one.
 //
 // Flow:    one rank's Tensors -> World's messages -> another's
 // Owns:    a sender what is under way
@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "lockstep/optimizer.h"
 #include "lockstep/task.h"
 #include "lockstep/world.h"
 
@@ -35,5 +36,9 @@ class TensorSender {
 
 // Blocks until they are there. Throws PeerLost.
 Tensors receive_tensors(const World& world, int from, int tag);
+
+// An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
+Tensors message_of(const Optimizer::StateTensors& state);
+Optimizer::StateTensors state_in(const Tensors& message);
 
 }  // namespace lockstep

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/local_socket.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 
 #include "lockstep/error.h"
@@ -13,8 +17,52 @@
 namespace lockstep::shm {
 namespace {
 
+namespace fs = std::filesystem;
+
+constexpr const char* kFolderPrefix = "lockstep-shm-";
+constexpr std::size_t kLongestFolder = 90;  // a socket's path has room for 107 characters
+
+fs::path folder_base() {
+  const char* const runtime = std::getenv("XDG_RUNTIME_DIR");
+  std::error_code ignored;
+  if (runtime != nullptr && fs::is_directory(runtime, ignored) && std::string(runtime).size() < kLongestFolder - 20)
+    return runtime;
+  return "/tmp";
+}
+
+UniqueFd lock_folder(const fs::path& folder) {
+  UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+  if (fd && ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) fd.reset();
+  return fd;
+}
+
+// A RendezvousServer holds the lock of its folder as long as it lives: a folder that can be locked belongs to one that
+// was killed.
+void remove_stale_folders(const fs::path& base) {
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(base, ignored)) {
+    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
+    struct stat status {};
+    if (::lstat(entry.path().c_str(), &status) != 0 || status.st_uid != ::geteuid()) continue;
+    if (lock_folder(entry.path())) fs::remove_all(entry.path(), ignored);
+  }
+}
+
 constexpr std::size_t kMostDescriptors = 2;
-using ControlBuffer = std::array<std::byte, CMSG_SPACE(sizeof(int) * kMostDescriptors)>;
+
+// What sendmsg and recvmsg take, for one Message with descriptors.
+struct Envelope {
+  explicit Envelope(Message& message) : data{.iov_base = &message, .iov_len = sizeof message} {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+
+  iovec data;
+  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int) * kMostDescriptors)> control{};
+  msghdr header{};
+};
 
 UniqueFd make_socket() {
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -61,6 +109,25 @@ bool wait_for(short events, int socket, Deadline deadline) {
 
 }  // namespace
 
+// mkdtemp gives mode 0700. Another server may remove the folder before it is locked: then try again.
+SocketFolder::SocketFolder() {
+  const fs::path base = folder_base();
+  remove_stale_folders(base);
+  struct stat status {};
+  do {
+    std::string pattern = (base / kFolderPrefix).string() + "XXXXXX";
+    if (::mkdtemp(pattern.data()) == nullptr) throw system_error("make a folder in", base.string());
+    path_ = pattern;
+    lock_ = lock_folder(path_);
+  } while (!lock_ || ::fstat(lock_.get(), &status) != 0 || status.st_nlink == 0);
+}
+
+void SocketFolder::remove() {
+  std::error_code ignored;
+  if (lock_) fs::remove_all(path_, ignored);
+  lock_.reset();
+}
+
 UniqueFd listen_at(const std::string& path) {
   UniqueFd fd = make_socket();
   const sockaddr_un address = address_of(path);
@@ -92,22 +159,16 @@ bool is_own_user(int socket) {
 
 bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors) {
   Message copy = message;
-  iovec data{.iov_base = &copy, .iov_len = sizeof copy};
-  alignas(cmsghdr) ControlBuffer control{};
-  msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  if (!descriptors.empty()) {
-    const std::size_t bytes = descriptors.size() * sizeof(int);
-    header.msg_control = control.data();
-    header.msg_controllen = CMSG_SPACE(bytes);
-    cmsghdr* const part = CMSG_FIRSTHDR(&header);
+  Envelope envelope(copy);
+  const std::size_t bytes = descriptors.size() * sizeof(int);
+  envelope.header.msg_controllen = bytes > 0 ? CMSG_SPACE(bytes) : 0;
+  if (cmsghdr* const part = CMSG_FIRSTHDR(&envelope.header)) {
     part->cmsg_level = SOL_SOCKET;
     part->cmsg_type = SCM_RIGHTS;
     part->cmsg_len = CMSG_LEN(bytes);
     std::memcpy(CMSG_DATA(part), descriptors.data(), bytes);
   }
-  while (::sendmsg(socket, &header, MSG_NOSIGNAL) < 0) {
+  while (::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN || !wait_for(POLLOUT, socket, deadline)) return false;
   }
@@ -115,13 +176,8 @@ bool send_message(int socket, const Message& message, Deadline deadline, const s
 }
 
 Received receive_message(int socket, Message& message, std::vector<UniqueFd>& descriptors, std::size_t expected) {
-  iovec data{.iov_base = &message, .iov_len = sizeof message};
-  alignas(cmsghdr) ControlBuffer control{};
-  msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control.data();
-  header.msg_controllen = control.size();
+  Envelope envelope(message);
+  msghdr& header = envelope.header;
   const ssize_t bytes = ::recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
   if (bytes < 0) return errno == EAGAIN || errno == EINTR ? Received::kNothingYet : Received::kClosed;
   if (bytes == 0) return Received::kClosed;

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/shm/connect/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two processes.
+// collective/shm/connect/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two
+// processes of one user, in a folder that only this user can enter.
 //
-// Flow:    handshake.cc on both sides
-// Owns:    nothing; the caller owns the socket
+// Flow:    rendezvous_server.cc on both sides
+// Owns:    SocketFolder: the folder and its lock. The caller owns the sockets
 // Threads: one per socket
 // Ranks:   both ends ask the kernel who the other is
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -17,11 +19,27 @@
 
 namespace lockstep::shm {
 
+// A new folder with mode 0700, locked until it is removed.
+class SocketFolder {
+ public:
+  SocketFolder();  // also removes folders of this user whose owners were killed. Throws SystemError
+  ~SocketFolder() { remove(); }
+  SocketFolder(const SocketFolder&) = delete;
+  SocketFolder& operator=(const SocketFolder&) = delete;
+
+  std::string socket() const { return (path_ / "socket").string(); }
+  void remove();
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd lock_;
+};
+
 struct Message {
   enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
 
   std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
-  std::uint32_t version = 2;
+  std::uint32_t version = 3;
   Kind kind = Kind::kHello;
   std::int32_t rank = -1;
   std::int32_t size = 0;

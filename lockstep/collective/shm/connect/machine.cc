@@ -3,14 +3,16 @@
 
 #include <poll.h>
 #include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <fstream>
+#include <optional>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/connect/ending.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
@@ -37,30 +39,61 @@ std::size_t addresses_per_rank(int ranks) {
   return std::min(memory, kMostAddresses / static_cast<unsigned>(ranks));
 }
 
-template <std::size_t N>
-void write_text(std::array<char, N>& to, const std::string& text) {
-  const std::size_t length = std::min(text.size(), N - 1);
-  std::memcpy(to.data(), text.data(), length);
-  to[length] = '\0';
-}
-
 struct Advice {
   const char* likely;
   const char* next;
 };
 
-Advice advice_for(Cause cause) {
-  switch (cause) {
-    case Cause::kDied:
-      return {"out of memory, a crash, or a signal", "read that rank's last lines; start the job again"};
-    case Cause::kLeft: return {"ranks that do not make the same number of calls", "compare what the ranks call last"};
-    case Cause::kStalled:
-      return {"a rank that is stopped, hangs or is much slower than the others",
-              "look at the rank that is behind; raise the timeout if it only needs longer"};
-    case Cause::kFailed:
-      return {"that rank threw an exception", "read that rank's error first: this one follows from it"};
-  }
-  return {"", ""};
+// By Cause.
+constexpr std::array<Advice, 4> kAdvice = {{
+    {"out of memory, a crash, or a signal", "read that rank's last lines; start the job again"},
+    {"ranks that do not make the same number of calls", "compare what the ranks call last"},
+    {"a rank that is stopped, hangs or is much slower than the others",
+     "look at the rank that is behind; raise the timeout if it only needs longer"},
+    {"that rank threw an exception", "read that rank's error first: this one follows from it"},
+}};
+
+// From <linux/pidfd.h> of Linux 6.15: how a process ended, after its parent collected it.
+struct PidfdInfo {
+  std::uint64_t mask;
+  std::uint64_t cgroup;
+  std::uint32_t pid, tgid, ppid;
+  std::array<std::uint32_t, 8> ids;
+  std::int32_t exit_code;
+};
+constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+constexpr std::uint64_t kInfoExit = 1U << 3;
+
+std::optional<int> status_of_collected(int pidfd) {
+  PidfdInfo info{};
+  info.mask = kInfoExit;
+  if (::ioctl(pidfd, kGetInfo, &info) != 0 || (info.mask & kInfoExit) == 0) return std::nullopt;
+  return info.exit_code;
+}
+
+// Before its parent collected it, a process is a zombie, and the last field of /proc/PID/stat is its status.
+std::optional<int> status_of_zombie(pid_t pid) {
+  std::ifstream file(concat("/proc/", pid, "/stat"));
+  std::string line;
+  std::getline(file, line);
+  const std::size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos || line.compare(name_end, 3, ") Z") != 0) return std::nullopt;
+  int status = 0;
+  const std::vector<std::string> fields = split(line, ' ');
+  return parse_int(fields.back(), status) ? std::optional(status) : std::nullopt;
+}
+
+std::string ending_with(int status) {
+  if (WIFSIGNALED(status)) return concat("killed by signal ", WTERMSIG(status));
+  return concat("exited with code ", WEXITSTATUS(status));
+}
+
+// "killed by signal 9", "exited with code 3", or "ended" where the system does not say. `pidfd` must be readable.
+std::string how_it_ended(int pidfd, pid_t pid) {
+  std::optional<int> status = status_of_collected(pidfd);
+  if (!status) status = status_of_zombie(pid);
+  if (!status) status = status_of_collected(pidfd);  // collected meanwhile
+  return status ? ending_with(*status) : "ended";
 }
 
 }  // namespace
@@ -68,9 +101,8 @@ Advice advice_for(Cause cause) {
 std::size_t control_bytes(int size) { return area_offset(size) + GroupArea::bytes(size); }
 
 UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
-  UniqueFd fd = make_segment("control", control_bytes(size), Growth::kFixed);
-  const MachineBlock start{
-      .size = static_cast<unsigned>(size), .reserved = 0, .staging_bytes = staging_bytes, .poison = {}};
+  UniqueFd fd = make_segment("control", control_bytes(size));
+  const MachineBlock start{.staging_bytes = staging_bytes, .poison = {}};
   if (::pwrite(fd.get(), &start, sizeof start, 0) != static_cast<ssize_t>(sizeof start))
     throw system_error("write", "the control segment");
   return fd;
@@ -82,9 +114,8 @@ Machine::Machine(MachineParts parts)
       share_ordinary_memory_(parts.share_ordinary_memory) {
   const std::size_t reserve = addresses_per_rank(parts.memories.size());
   for (UniqueFd& memory : parts.memories) {
-    const std::string name = concat("the memory of rank ", windows_.size());
-    windows_.push_back(std::make_shared<Window>(std::move(memory), reserve, name));
-    arenas_.push_back(std::make_shared<Arena>(windows_.back()));
+    const std::string name = concat("the memory of rank ", size());
+    arenas_.push_back(std::make_shared<Arena>(std::move(memory), reserve, name));
   }
   control_.at(0, control_bytes(size()));
 }
@@ -113,11 +144,10 @@ GroupArea Machine::group_area() const { return {control_.at(area_offset(size()),
 
 Place Machine::locate(const void* address, std::size_t bytes) const {
   if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
-  for (int rank = 0; rank < size(); ++rank)
-    if (windows_[rank]->contains(address, bytes))
-      return {.kind = Place::Kind::kArena,
-              .owner = static_cast<std::uint16_t>(rank),
-              .at = windows_[rank]->offset_of(address)};
+  for (int rank = 0; rank < size(); ++rank) {
+    const Window& window = arenas_[rank]->window();
+    if (window.contains(address, bytes)) return place_in(rank, window.offset_of(address));
+  }
   return {};
 }
 
@@ -125,17 +155,16 @@ std::byte* Machine::pointer(Place place, std::size_t bytes) const {
   if (place.kind == Place::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
   if (place.owner >= size())
     throw SystemError({.what = concat("a place in the memory of rank ", place.owner, " of ", size())});
-  return windows_[place.owner]->at(place.at, bytes);
+  return arenas_[place.owner]->window().at(place.at, bytes);
 }
 
-void Machine::poison(Cause cause, int rank, const std::string& what, const std::string& peer) const {
+void Machine::poison(Cause cause, const std::string& what, const std::string& peer) const {
   Poison& poison = block().poison;
   std::uint32_t clean = Poison::kClean;
   if (!poison.state.compare_exchange_strong(clean, Poison::kClaimed)) return;
   poison.cause.store(cause, std::memory_order_relaxed);
-  poison.rank.store(rank, std::memory_order_relaxed);
-  write_text(poison.what, what);
-  write_text(poison.peer, peer);
+  what.copy(poison.what.data(), poison.what.size() - 1);  // the rest is zeroes
+  peer.copy(poison.peer.data(), poison.peer.size() - 1);
   poison.state.store(Poison::kWritten, std::memory_order_release);
 }
 
@@ -146,7 +175,7 @@ void Machine::throw_if_poisoned(const std::string& here) const {
   for (int i = 0; i < 1000 && poison.state.load(std::memory_order_acquire) != Poison::kWritten; ++i) ::sched_yield();
   if (poison.state.load(std::memory_order_acquire) != Poison::kWritten)
     throw PeerLost({.what = "a rank was lost while it reported an error", .here = here});
-  const Advice advice = advice_for(poison.cause.load(std::memory_order_relaxed));
+  const Advice advice = kAdvice[static_cast<unsigned>(poison.cause.load(std::memory_order_relaxed))];
   throw PeerLost({.what = poison.what.data(),
                   .here = here,
                   .peer = poison.peer.data(),
@@ -162,7 +191,7 @@ void Machine::poison_if_any_died() const {
     const int rank = static_cast<int>(i);
     if (polls[i].revents == 0 || left(rank)) continue;
     const std::string ending = how_it_ended(polls[i].fd, seat(rank).pid.load(std::memory_order_relaxed));
-    poison(Cause::kDied, rank, concat(name(rank), " died: ", ending), describe(rank) + ", " + ending);
+    poison(Cause::kDied, concat(name(rank), " died: ", ending), describe(rank) + ", " + ending);
   }
 }
 

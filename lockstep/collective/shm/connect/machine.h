@@ -35,7 +35,7 @@ class Machine {
  public:
   explicit Machine(MachineParts parts);  // throws SystemError
 
-  int size() const { return windows_.size(); }
+  int size() const { return arenas_.size(); }
   bool shares_ordinary_memory() const { return share_ordinary_memory_; }
   std::size_t staging_bytes() const { return block().staging_bytes; }
   bool more_ranks_than_cores() const;
@@ -51,7 +51,7 @@ class Machine {
   std::byte* pointer(Place place, std::size_t bytes) const;
 
   bool poisoned() const { return block().poison.state.load() != Poison::kClean; }
-  void poison(Cause cause, int rank, const std::string& what, const std::string& peer) const;
+  void poison(Cause cause, const std::string& what, const std::string& peer) const;
   void throw_if_poisoned(const std::string& here) const;  // throws PeerLost
 
   bool left(int rank) const { return seat(rank).state.load(std::memory_order_acquire) == Seat::kLeft; }
@@ -75,7 +75,6 @@ class Machine {
   MachineBlock& block() const { return *reinterpret_cast<MachineBlock*>(control_.at(0, sizeof(MachineBlock))); }
 
   mutable Window control_;
-  IntVector<std::shared_ptr<Window>> windows_;
   IntVector<std::shared_ptr<Arena>> arenas_;
   IntVector<UniqueFd> pidfds_;
   std::mutex mutex_;

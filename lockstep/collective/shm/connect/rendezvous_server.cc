@@ -1,81 +1,280 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
-#include "lockstep/collective/shm/connect/handshake.h"
-#include "lockstep/collective/shm/connect/local_socket.h"
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "lockstep/base/int_vector.h"
+#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/machine.h"
-#include "lockstep/collective/shm/connect/socket_folder.h"
-#include "lockstep/collective/shm/group_factory.h"
 #include "lockstep/collective/shm/thresholds.h"
+#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {
-
-namespace fs = std::filesystem;
 
 std::size_t staging_bytes_of(const Options& options, int size) {
   return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
-int job_rank_of(const Options& options, int rank) {
-  return options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)];
+void take_seat(Machine& machine, int rank, const Options& options) {
+  machine.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
 }
+
+std::string memory_name(int rank) { return concat("the memory of rank ", rank); }
+
+UniqueFd make_memory(int rank) { return make_segment(memory_name(rank), 0); }  // an empty arena
+
+Message message_of(Message::Kind kind, int rank, int size) {
+  return {.kind = kind, .rank = rank, .size = size, .layout = control_bytes(size)};
+}
+
+bool agrees(const Message& message, Message::Kind kind, int size) {
+  return message.kind == kind && message.size == size && message.layout == control_bytes(size);
+}
+
+UniqueFd own_pidfd() {
+  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  if (!fd) throw system_error("get a handle on", "this process");
+  return fd;
+}
+
+// What `rank` hands to the others, with room for what they hand to it.
+MachineParts own_parts(int rank, int size) {
+  MachineParts parts;
+  parts.memories.resize(size);
+  parts.pidfds.resize(size);
+  parts.memories[rank] = make_memory(rank);
+  parts.pidfds[rank] = own_pidfd();
+  return parts;
+}
+
+// The server's side, from the first connection to "go". Throws RendezvousError: ranks missing or lost at the deadline.
+class ServerHandshake {
+ public:
+  ServerHandshake(int listener, int size, std::size_t staging_bytes, Deadline deadline)
+      : listener_(listener), size_(size), deadline_(deadline), parts_(own_parts(0, size)) {
+    peers_.resize(size);
+    parts_.control = make_control_segment(size, staging_bytes);
+  }
+
+  MachineParts exchange() {
+    wait_for_hellos();
+    for (int rank = 1; rank < size_; ++rank) welcome(rank);
+    for (int rank = 1; rank < size_; ++rank) check_segment(parts_.memories[rank].get(), 0, memory_name(rank));
+    parts_.pidfds[0].reset();
+    return std::move(parts_);
+  }
+
+  void wait_until_ready() {
+    for (int rank = 1; rank < size_; ++rank) {
+      const int socket = peers_[rank].get();
+      Message ready;
+      std::vector<UniqueFd> none;
+      if (!wait_readable(socket, deadline_) || receive_message(socket, ready, none, 0) != Received::kMessage ||
+          ready.kind != Message::Kind::kReady)
+        lost(rank);
+    }
+  }
+
+  void go() {
+    for (int rank = 1; rank < size_; ++rank) send_to(rank, Message::Kind::kGo, rank, {});
+  }
+
+ private:
+  void wait_for_hellos() {
+    while (!missing().empty()) {
+      wait_for_input();
+      accept_new();
+      std::erase_if(newcomers_, [this](UniqueFd& newcomer) { return hear(newcomer); });
+      drop_lost_peers();
+      if (missing().empty() || !deadline_.passed()) continue;
+      throw RendezvousError({.what = concat("ranks that did not come: ", join(missing(), ", "), " of ", size_),
+                             .here = "rank 0, waiting for the ranks of this machine",
+                             .likely = "they did not start, ended early, or run as another user",
+                             .next = "read their logs; raise the timeout if they start slowly"});
+    }
+  }
+
+  std::vector<int> missing() const {
+    std::vector<int> ranks;
+    for (int rank = 1; rank < size_; ++rank)
+      if (!peers_[rank]) ranks.push_back(rank);
+    return ranks;
+  }
+
+  void wait_for_input() {
+    std::vector<pollfd> polls{{.fd = listener_, .events = POLLIN, .revents = 0}};
+    for (const UniqueFd& newcomer : newcomers_) polls.push_back({.fd = newcomer.get(), .events = POLLIN, .revents = 0});
+    for (const UniqueFd& peer : peers_) polls.push_back({.fd = peer.get(), .events = POLLIN, .revents = 0});
+    ::poll(polls.data(), polls.size(), static_cast<int>(deadline_.left().count()));
+  }
+
+  void accept_new() {
+    while (UniqueFd newcomer = accept_from(listener_))
+      if (is_own_user(newcomer.get())) newcomers_.push_back(std::move(newcomer));
+  }
+
+  // True once there is nothing more to hear: it became a peer, or is disconnected.
+  bool hear(UniqueFd& newcomer) {
+    Message hello;
+    std::vector<UniqueFd> descriptors;
+    const Received received = receive_message(newcomer.get(), hello, descriptors, 2);
+    if (received == Received::kNothingYet) return false;
+    if (received != Received::kMessage || !agrees(hello, Message::Kind::kHello, size_) || hello.rank < 1 ||
+        hello.rank >= size_)
+      return true;
+    drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
+    if (peers_[hello.rank]) return true;
+    peers_[hello.rank] = std::move(newcomer);
+    parts_.memories[hello.rank] = std::move(descriptors[0]);
+    parts_.pidfds[hello.rank] = std::move(descriptors[1]);
+    return true;
+  }
+
+  // A peer has nothing to say before it was welcomed: if there is something, it is gone.
+  void drop_lost_peers() {
+    for (UniqueFd& peer : peers_) {
+      pollfd gone{.fd = peer.get(), .events = POLLIN, .revents = 0};
+      if (::poll(&gone, 1, 0) > 0) peer.reset();
+    }
+  }
+
+  void welcome(int rank) {
+    send_to(rank, Message::Kind::kWelcome, rank, {parts_.control.get()});
+    for (int other = 0; other < size_; ++other)
+      if (other != rank)
+        send_to(rank, Message::Kind::kRank, other, {parts_.memories[other].get(), parts_.pidfds[other].get()});
+  }
+
+  void send_to(int rank, Message::Kind kind, int about, const std::vector<int>& descriptors) {
+    if (!send_message(peers_[rank].get(), message_of(kind, about, size_), deadline_, descriptors)) lost(rank);
+  }
+
+  [[noreturn]] static void lost(int rank) {
+    throw RendezvousError({.what = concat("rank ", rank, " was lost while the ranks of this machine connected"),
+                           .here = "rank 0",
+                           .likely = "it ended, or could not map the shared memory",
+                           .next = "read its log"});
+  }
+
+  int listener_;
+  int size_;
+  Deadline deadline_;
+  std::vector<UniqueFd> newcomers_;  // connected, did not say hello yet
+  IntVector<UniqueFd> peers_;        // by rank; entry 0 stays empty
+  MachineParts parts_;
+};
+
+UniqueFd connect_to_server(const std::string& address) {
+  try {
+    UniqueFd socket = connect_to(address);
+    if (is_own_user(socket.get())) return socket;
+  } catch (const SystemError& error) {
+    throw RendezvousError({.what = error.text().what,
+                           .here = address,
+                           .likely = "rank 0 is gone, or belongs to another user",
+                           .next = "start all ranks of a machine as one user; read rank 0's log"});
+  }
+  throw RendezvousError({.what = "the other end of the socket belongs to another user", .here = address});
+}
+
+// A client's side.
+class ClientHandshake {
+ public:
+  ClientHandshake(const std::string& address, int rank, int size, Deadline deadline)
+      : rank_(rank), size_(size), deadline_(deadline), socket_(connect_to_server(address)) {}
+
+  MachineParts exchange() {
+    MachineParts parts = own_parts(rank_, size_);
+    send(Message::Kind::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
+    parts.pidfds[rank_].reset();
+    std::vector<UniqueFd> control;
+    receive(Message::Kind::kWelcome, control, 1);
+    check_segment(control[0].get(), control_bytes(size_), "the control segment");
+    parts.control = std::move(control[0]);
+    for (int i = 1; i < size_; ++i) {
+      std::vector<UniqueFd> handles;
+      const int other = receive(Message::Kind::kRank, handles, 2).rank;
+      if (other < 0 || other >= size_ || other == rank_) refused();
+      check_segment(handles[0].get(), 0, memory_name(other));
+      parts.memories[other] = std::move(handles[0]);
+      parts.pidfds[other] = std::move(handles[1]);
+    }
+    return parts;
+  }
+
+  void finish() {
+    send(Message::Kind::kReady, {});
+    std::vector<UniqueFd> none;
+    receive(Message::Kind::kGo, none, 0);
+  }
+
+ private:
+  void send(Message::Kind kind, const std::vector<int>& descriptors) const {
+    if (!send_message(socket_.get(), message_of(kind, rank_, size_), deadline_, descriptors)) refused();
+  }
+
+  Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, std::size_t expected) const {
+    Message message;
+    if (!wait_readable(socket_.get(), deadline_))
+      throw RendezvousError({.what = "the ranks of this machine are not complete at the deadline",
+                             .here = concat("rank ", rank_, " of ", size_),
+                             .likely = "a rank that did not start",
+                             .next = "rank 0's error names it"});
+    if (receive_message(socket_.get(), message, descriptors, expected) != Received::kMessage ||
+        !agrees(message, kind, size_))
+      refused();
+    return message;
+  }
+
+  [[noreturn]] static void refused() {
+    throw RendezvousError({.what = "rank 0 closed the connection",
+                           .likely = "it ended, another rank was lost, or this rank's number, size or version is not "
+                                     "what rank 0 expects",
+                           .next = "read rank 0's log; start all ranks from the same installation"});
+  }
+
+  int rank_;
+  int size_;
+  Deadline deadline_;
+  UniqueFd socket_;
+};
 
 }  // namespace
 
-RendezvousServer::RendezvousServer(int size, const Options& options) : size_(size), options_(options) {
-  folder_ = make_socket_folder(folder_lock_);
-  address_ = (folder_ / "socket").string();
-  try {
-    listener_ = listen_at(address_);
-  } catch (...) {
-    remove_folder();
-    throw;
-  }
-}
-
-RendezvousServer::~RendezvousServer() { remove_folder(); }
-
-void RendezvousServer::remove_folder() {
-  std::error_code ignored;
-  if (!folder_.empty()) fs::remove_all(folder_, ignored);
-  folder_.clear();
-  folder_lock_.reset();
-}
+RendezvousServer::RendezvousServer(int size, const Options& options)
+    : size_(size), options_(options), listener_(listen_at(folder_.socket())) {}
 
 Group RendezvousServer::connect(Deadline deadline) {
-  Handles own = own_handles(0);
-  UniqueFd control = make_control_segment(size_, staging_bytes_of(options_, size_));
-  HandshakeServer handshake(listener_.get(), size_, deadline);
-  handshake.wait_for_hellos();
-  handshake.welcome(control.get(), own);
-  const auto machine = std::make_shared<Machine>(handshake.take_parts(std::move(control), std::move(own.memory)));
-  machine->take_seat(0, job_rank_of(options_, 0));
+  ServerHandshake handshake(listener_.get(), size_, staging_bytes_of(options_, size_), deadline);
+  const auto machine = std::make_shared<Machine>(handshake.exchange());
+  take_seat(*machine, 0, options_);
   handshake.wait_until_ready();
   listener_.reset();
-  remove_folder();
+  folder_.remove();
   handshake.go();
-  return GroupFactory::make(machine, 0, options_.timeout);
+  return {machine, 0, options_.timeout};
 }
 
 Group join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
-  HandshakeClient handshake(address, rank, size, deadline);
+  ClientHandshake handshake(address, rank, size, deadline);
   const auto machine = std::make_shared<Machine>(handshake.exchange());
-  machine->take_seat(rank, job_rank_of(options, rank));
+  take_seat(*machine, rank, options);
   handshake.finish();
-  return GroupFactory::make(machine, rank, options.timeout);
+  return {machine, rank, options.timeout};
 }
 
 std::vector<Group> make_thread_group(int size, const Options& options) {
-  MachineParts parts{.control = make_control_segment(size, staging_bytes_of(options, size)),
-                     .memories = {},
-                     .pidfds = {},
-                     .share_ordinary_memory = options.share_ordinary_memory};
+  MachineParts parts;
+  parts.control = make_control_segment(size, staging_bytes_of(options, size));
+  parts.share_ordinary_memory = options.share_ordinary_memory;
   for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_memory(rank));
   const auto machine = std::make_shared<Machine>(std::move(parts));
-  for (int rank = 0; rank < size; ++rank) machine->take_seat(rank, job_rank_of(options, rank));
+  for (int rank = 0; rank < size; ++rank) take_seat(*machine, rank, options);
   std::vector<Group> groups;
-  for (int rank = 0; rank < size; ++rank) groups.push_back(GroupFactory::make(machine, rank, options.timeout));
+  for (int rank = 0; rank < size; ++rank) groups.emplace_back(machine, rank, options.timeout);
   return groups;
 }
 

@@ -23,11 +23,11 @@
 
 #include <chrono>
 #include <cstddef>
-#include <filesystem>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/deadline.h"
 
@@ -43,24 +43,17 @@ struct Options {
 class RendezvousServer {
  public:
   explicit RendezvousServer(int size, const Options& options = {});  // throws SystemError
-  ~RendezvousServer();
-  RendezvousServer(const RendezvousServer&) = delete;
-  RendezvousServer& operator=(const RendezvousServer&) = delete;
 
-  const std::string& address() const { return address_; }
+  std::string address() const { return folder_.socket(); }
 
   // Blocks until all peers are connected and ready. Throws RendezvousError naming the ranks that are missing at the
   // deadline, or the one that was lost; SystemError.
   Group connect(Deadline deadline);
 
  private:
-  void remove_folder();
-
   int size_;
   Options options_;
-  std::filesystem::path folder_;
-  std::string address_;
-  UniqueFd folder_lock_;
+  SocketFolder folder_;
   UniqueFd listener_;
 };
 

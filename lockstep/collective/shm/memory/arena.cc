@@ -2,12 +2,9 @@
 #include "lockstep/collective/shm/memory/arena.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
-#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/memory/control_block.h"
-#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {
@@ -27,11 +24,9 @@ Memory Arena::allocate(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t offset = take(rounded(bytes));
   try {
-    std::byte* const data = window_->at(offset, rounded(bytes));
-    return Memory(shared_from_this(), data, offset, bytes);
+    return {window_.at(offset, rounded(bytes)), {shared_from_this(), offset, bytes}};
   } catch (...) {
     insert(offset, rounded(bytes));
-    in_use_ -= rounded(bytes);
     throw;
   }
 }
@@ -45,7 +40,6 @@ std::uint64_t Arena::take(std::size_t bytes) {
   const auto [offset, size] = *range;
   free_.erase(range);
   if (size > bytes) free_.emplace(offset + bytes, size - bytes);
-  in_use_ += bytes;
   return offset;
 }
 
@@ -61,11 +55,7 @@ void Arena::grow(std::size_t bytes) {
   std::size_t missing = bytes;
   if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == taken_) missing -= free_.rbegin()->second;
   const std::size_t end = taken_ + round_up(missing, kGrowthUnit);
-  if (end > window_->reserve()) {
-    errno = ENOMEM;
-    throw system_error("take another " + human_bytes(bytes) + " for", window_->name());
-  }
-  grow_segment(window_->fd(), taken_, end);
+  window_.grow(taken_, end);
   insert(taken_, end - taken_);
   taken_ = end;
 }
@@ -73,7 +63,6 @@ void Arena::grow(std::size_t bytes) {
 void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   insert(offset, rounded(bytes));
-  in_use_ -= rounded(bytes);
 }
 
 void Arena::insert(std::uint64_t offset, std::size_t bytes) {
@@ -90,25 +79,9 @@ void Arena::insert(std::uint64_t offset, std::size_t bytes) {
   free_.erase(range);
 }
 
-std::size_t Arena::bytes_in_use() const {
-  const std::lock_guard lock(mutex_);
-  return in_use_;
-}
-
 std::size_t Arena::bytes_taken() const {
   const std::lock_guard lock(mutex_);
   return taken_;
-}
-
-Memory::~Memory() {
-  if (arena_ != nullptr) arena_->give_back(offset_, size_);
-}
-
-void Memory::swap(Memory& other) noexcept {
-  std::swap(arena_, other.arena_);
-  std::swap(data_, other.data_);
-  std::swap(offset_, other.offset_);
-  std::swap(size_, other.size_);
 }
 
 }  // namespace lockstep::shm

@@ -27,17 +27,26 @@ class Memory;
 
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  explicit Arena(std::shared_ptr<Window> window) : window_(std::move(window)) {}
+  // In the segment `fd`, which `name` calls in messages; at most `reserve` bytes. Throws SystemError.
+  Arena(UniqueFd fd, std::size_t reserve, std::string name) : window_(std::move(fd), reserve, std::move(name)) {}
+
+  Window& window() { return window_; }
 
   // `bytes` bytes at a multiple of 64; not zeroed, except where the memory was never used before.
   // Throws SystemError: the machine has no more memory, RLIMIT_FSIZE, no addresses left.
   Memory allocate(std::size_t bytes);
 
-  std::size_t bytes_in_use() const;
   std::size_t bytes_taken() const;  // from the machine
 
  private:
   friend class Memory;
+  struct GiveBack {
+    void operator()(std::byte*) const { arena->give_back(offset, size); }
+
+    std::shared_ptr<Arena> arena;
+    std::uint64_t offset = 0;
+    std::size_t size = 0;
+  };
   using FreeRanges = std::map<std::uint64_t, std::size_t>;  // offset -> bytes; no two adjacent
 
   std::uint64_t take(std::size_t bytes);
@@ -46,43 +55,31 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void give_back(std::uint64_t offset, std::size_t bytes);
   void insert(std::uint64_t offset, std::size_t bytes);
 
-  std::shared_ptr<Window> window_;
+  Window window_;
   mutable std::mutex mutex_;
   FreeRanges free_;
   std::size_t taken_ = 0;
-  std::size_t in_use_ = 0;
 };
 
 // A range of an arena; gives it back when it goes.
 class Memory {
  public:
   Memory() = default;
-  Memory(Memory&& other) noexcept { swap(other); }
-  Memory& operator=(Memory&& other) noexcept {
-    Memory(std::move(other)).swap(*this);
-    return *this;
-  }
-  ~Memory();
 
-  std::byte* data() const { return data_; }
-  std::size_t size() const { return size_; }
-  std::uint64_t offset() const { return offset_; }  // what a peer needs to find it
+  std::byte* data() const { return data_.get(); }
+  std::size_t size() const { return data_.get_deleter().size; }
+  std::uint64_t offset() const { return data_.get_deleter().offset; }  // what a peer needs to find it
 
   template <class T>
   T* as() const {
-    return reinterpret_cast<T*>(data_);
+    return reinterpret_cast<T*>(data());
   }
 
  private:
   friend class Arena;
-  Memory(std::shared_ptr<Arena> arena, std::byte* data, std::uint64_t offset, std::size_t size)
-      : arena_(std::move(arena)), data_(data), offset_(offset), size_(size) {}
-  void swap(Memory& other) noexcept;
+  Memory(std::byte* data, Arena::GiveBack give_back) : data_(data, std::move(give_back)) {}
 
-  std::shared_ptr<Arena> arena_;
-  std::byte* data_ = nullptr;
-  std::uint64_t offset_ = 0;
-  std::size_t size_ = 0;
+  std::unique_ptr<std::byte, Arena::GiveBack> data_;
 };
 
 }  // namespace lockstep::shm

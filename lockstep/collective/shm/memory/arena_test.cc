@@ -17,8 +17,7 @@ using testing::run_processes;
 using testing::run_threads;
 
 std::shared_ptr<Arena> make_arena(std::size_t reserve = std::size_t{1} << 30) {
-  return std::make_shared<Arena>(
-      std::make_shared<Window>(make_segment("test", 0, Growth::kGrows), reserve, "the test's memory"));
+  return std::make_shared<Arena>(make_segment("test", 0), reserve, "the test's memory");
 }
 
 TEST(arena, uses_freed_memory_again) {
@@ -41,7 +40,6 @@ TEST(arena, joins_neighbours_that_are_free) {
   for (int i = 0; i < 16; ++i) parts.push_back(arena->allocate(std::size_t{64} << 10));
   EXPECT_EQ(arena->bytes_taken(), std::size_t{1} << 20);
   parts.clear();
-  EXPECT_EQ(arena->bytes_in_use(), 0U);
   const Memory all = arena->allocate(std::size_t{1} << 20);
   EXPECT_EQ(arena->bytes_taken(), std::size_t{1} << 20);
 }

@@ -61,26 +61,4 @@ GroupArea::Layout::Layout(int size) {
   bytes = messages + ranks * kMessagesPerPair * sizeof(MessageHeader);
 }
 
-std::size_t GroupArea::bytes(int size) {
-  return sizeof(GroupHeader) + static_cast<unsigned>(size) * Layout(size).bytes;
-}
-
-Announcement& GroupArea::announcement(int rank, std::uint32_t sequence) const {
-  return reinterpret_cast<Announcement*>(of(rank))[sequence % 2];
-}
-
-Progress& GroupArea::progress(int rank) const { return *reinterpret_cast<Progress*>(of(rank) + layout_.progress); }
-
-std::uint64_t* GroupArea::counts(int rank, std::uint32_t sequence) const {
-  return reinterpret_cast<std::uint64_t*>(of(rank) + layout_.counts + sequence % 2 * layout_.counts_stride);
-}
-
-std::byte* GroupArea::slot(int rank, std::uint32_t sequence) const {
-  return of(rank) + layout_.slot + sequence % 2 * kSlotBytes;
-}
-
-MessageHeader& GroupArea::message(int from, int to, int index) const {
-  return reinterpret_cast<MessageHeader*>(of(to) + layout_.messages)[from * kMessagesPerPair + index];
-}
-
 }  // namespace lockstep::shm

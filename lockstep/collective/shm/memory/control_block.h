@@ -39,14 +39,13 @@ struct alignas(kCacheLine) Poison {
 
   std::atomic<std::uint32_t> state;
   std::atomic<Cause> cause;
-  std::atomic<std::int32_t> rank;  // of the machine; the culprit, or who speaks for it
-  std::array<char, 512> what;      // zero-terminated
+  std::array<char, 512> what;  // zero-terminated
   std::array<char, 3072> peer;
 };
 
 // One per rank of the machine.
 struct alignas(kCacheLine) Seat {
-  static constexpr std::uint32_t kEmpty = 0, kJoined = 1, kLeft = 2;
+  static constexpr std::uint32_t kJoined = 1, kLeft = 2;
 
   std::atomic<std::uint32_t> state;
   std::atomic<std::int32_t> pid;
@@ -57,8 +56,6 @@ struct alignas(kCacheLine) Seat {
 };
 
 struct MachineBlock {
-  std::uint32_t size;  // ranks of the machine
-  std::uint32_t reserved;
   std::uint64_t staging_bytes;  // the leader's option, used by all
   Poison poison;
 };
@@ -71,6 +68,10 @@ struct Place {
   std::uint16_t owner = 0;     // kArena: the rank of the machine whose arena it is
   std::uint64_t at = 0;        // offset or address
 };
+
+inline Place place_in(int arena, std::uint64_t offset) {
+  return {.kind = Place::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+}
 
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
 // are relaxed atomics: the rise of `arrived` publishes them, and after a deadline others print them while their owner
@@ -118,10 +119,8 @@ struct alignas(kCacheLine) MessageHeader {
   std::int64_t tag;
   std::uint64_t count;
   DType dtype;
-  Place::Kind kind;  // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at`
   bool refused;      // the receiver wanted something else
-  std::uint16_t owner;
-  std::uint64_t at;
+  Place place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
   Signature wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
@@ -135,14 +134,21 @@ class GroupArea {
  public:
   GroupArea(std::byte* base, int size) : base_(base), layout_(size) {}
 
-  static std::size_t bytes(int size);
+  static std::size_t bytes(int size) { return sizeof(GroupHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
 
   GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
-  Announcement& announcement(int rank, std::uint32_t sequence) const;
-  Progress& progress(int rank) const;
-  std::uint64_t* counts(int rank, std::uint32_t sequence) const;  // sent to each, then received from each
-  std::byte* slot(int rank, std::uint32_t sequence) const;
-  MessageHeader& message(int from, int to, int index) const;
+  Announcement& announcement(int rank, std::uint32_t sequence) const { return at<Announcement>(rank, 0)[sequence % 2]; }
+  Progress& progress(int rank) const { return *at<Progress>(rank, layout_.progress); }
+  // Sent to each, then received from each.
+  std::uint64_t* counts(int rank, std::uint32_t sequence) const {
+    return at<std::uint64_t>(rank, layout_.counts + sequence % 2 * layout_.counts_stride);
+  }
+  std::byte* slot(int rank, std::uint32_t sequence) const {
+    return at<std::byte>(rank, layout_.slot + sequence % 2 * kSlotBytes);
+  }
+  MessageHeader& message(int from, int to, int index) const {
+    return at<MessageHeader>(to, layout_.messages)[from * kMessagesPerPair + index];
+  }
 
  private:
   // Offsets inside the part of one rank, for groups of `size` ranks.
@@ -151,8 +157,9 @@ class GroupArea {
     std::size_t progress, counts, counts_stride, slot, messages, bytes;
   };
 
-  std::byte* of(int rank) const {
-    return base_ + sizeof(GroupHeader) + rank * static_cast<std::ptrdiff_t>(layout_.bytes);
+  template <class T>
+  T* at(int rank, std::size_t offset) const {
+    return reinterpret_cast<T*>(base_ + sizeof(GroupHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
   }
 
   std::byte* base_;

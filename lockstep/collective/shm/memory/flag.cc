@@ -16,15 +16,11 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
   return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
-timespec to_timespec(std::chrono::nanoseconds duration) {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(duration);
-  return {.tv_sec = static_cast<time_t>(seconds.count()), .tv_nsec = static_cast<long>((duration - seconds).count())};
-}
-
 }  // namespace
 
 void Flag::sleep_while(std::uint32_t seen, std::chrono::nanoseconds longest) {
-  const timespec timeout = to_timespec(longest);
+  const auto seconds = std::chrono::floor<std::chrono::seconds>(longest);
+  const timespec timeout{.tv_sec = seconds.count(), .tv_nsec = (longest - seconds).count()};
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   if (value_.load(std::memory_order_seq_cst) == seen) futex(value_, FUTEX_WAIT, seen, &timeout);
   sleepers_.fetch_sub(1, std::memory_order_relaxed);

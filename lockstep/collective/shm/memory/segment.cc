@@ -34,18 +34,6 @@ void check_file_limit(std::size_t bytes) {
                      .next = "raise the limit, or exchange less at a time"});
 }
 
-int seals_for(Growth growth) { return F_SEAL_SHRINK | F_SEAL_SEAL | (growth == Growth::kFixed ? F_SEAL_GROW : 0); }
-
-}  // namespace
-
-UniqueFd make_segment(const std::string& name, std::size_t bytes, Growth growth) {
-  UniqueFd fd(::memfd_create(("lockstep " + name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw system_error("make shared memory for", name);
-  grow_segment(fd.get(), 0, bytes);
-  if (::fcntl(fd.get(), F_ADD_SEALS, seals_for(growth)) != 0) throw system_error("seal", name);
-  return fd;
-}
-
 void grow_segment(int fd, std::size_t from, std::size_t to) {
   if (to <= from) return;
   check_file_limit(to);
@@ -54,6 +42,17 @@ void grow_segment(int fd, std::size_t from, std::size_t to) {
     result = ::fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(to - from));
   } while (result != 0 && errno == EINTR);
   if (result != 0) throw system_error("take", human_bytes(to - from) + " of shared memory");
+}
+
+}  // namespace
+
+UniqueFd make_segment(const std::string& name, std::size_t bytes) {
+  UniqueFd fd(::memfd_create(("lockstep " + name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw system_error("make shared memory for", name);
+  grow_segment(fd.get(), 0, bytes);
+  const int seals = F_SEAL_SHRINK | F_SEAL_SEAL | (bytes > 0 ? F_SEAL_GROW : 0);
+  if (::fcntl(fd.get(), F_ADD_SEALS, seals) != 0) throw system_error("seal", name);
+  return fd;
 }
 
 void check_segment(int fd, std::size_t bytes, const std::string& name) {
@@ -72,6 +71,14 @@ Window::Window(UniqueFd fd, std::size_t reserve, std::string name)
 }
 
 Window::~Window() { ::munmap(base_, reserve_); }
+
+void Window::grow(std::size_t from, std::size_t to) {
+  if (to > reserve_) {
+    errno = ENOMEM;
+    throw system_error("take another " + human_bytes(to - from) + " for", name_);
+  }
+  grow_segment(fd_.get(), from, to);
+}
 
 // Maps up to the end of the file, so that what comes next seldom needs another call.
 void Window::map_until(std::uint64_t end) {

@@ -20,14 +20,9 @@
 
 namespace lockstep::shm {
 
-enum class Growth { kFixed, kGrows };
-
-// A zeroed file of `bytes` bytes whose memory is already taken from the machine, so that using it can't fail later.
-// Throws SystemError: no descriptors left, not enough memory, above RLIMIT_FSIZE.
-UniqueFd make_segment(const std::string& name, std::size_t bytes, Growth growth);
-
-// Takes the memory for [from, to). Throws SystemError; the file is then as large as before.
-void grow_segment(int fd, std::size_t from, std::size_t to);
+// A zeroed file of `bytes` bytes whose memory is already taken from the machine, so that using it can't fail later. It
+// stays as large as that; one of 0 bytes can grow. Throws SystemError: no descriptors left, not enough memory, above RLIMIT_FSIZE.
+UniqueFd make_segment(const std::string& name, std::size_t bytes);
 
 // Throws SystemError unless `fd` is a segment of at least `bytes` bytes that can't shrink.
 void check_segment(int fd, std::size_t bytes, const std::string& name);
@@ -46,6 +41,9 @@ class Window {
     return base_ + offset;
   }
 
+  // Takes the memory for [from, to). Throws SystemError: none left, or no addresses; the file is then as large as before.
+  void grow(std::size_t from, std::size_t to);
+
   bool contains(const void* address, std::size_t bytes) const {
     const auto offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base_);
     return offset < reserve_ && bytes <= reserve_ - offset;
@@ -53,10 +51,6 @@ class Window {
   std::uint64_t offset_of(const void* address) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base_);
   }
-
-  int fd() const { return fd_.get(); }
-  std::size_t reserve() const { return reserve_; }
-  const std::string& name() const { return name_; }
 
  private:
   void map_until(std::uint64_t end);

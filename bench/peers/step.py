@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""A training step with PyTorch's DistributedDataParallel over Gloo: the peer of `lockstep bench step`.
+
+    step.py CASE RANKS BATCH LAYOUT WARMUP STEPS      BATCH is global; LAYOUT: contiguous | channels_last
+
+Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
+the ranks' memory (PSS) in MiB, idle and at the end.
+"""
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+TOKENS, VOCABULARY = 128, 256
+
+
+def lenet():
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+
+
+def alexnet():
+    from torchvision import models
+    return models.alexnet()
+
+
+def resnet18():
+    """ResNet-18 as it is for images of 32 x 32: a first convolution of 3 x 3, no pooling after it."""
+    from torchvision import models
+    net = models.resnet18(num_classes=10)
+    net.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.attn_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.c_fc, self.mlp_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers=6, heads=6, width=384):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
+        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1)))
+        for block in self.h:
+            x = block(x)
+        return F.linear(self.ln_f(x), self.wte.weight)
+
+
+CASES = {
+    "lenet": (lenet, (1, 28, 28), 10),
+    "mlp": (mlp, (1024,), 1000),
+    "alexnet": (alexnet, (3, 224, 224), 1000),
+    "resnet18-32": (resnet18, (3, 32, 32), 10),
+    "gpt": (GPT, None, None),
+}
+
+
+def samples(shape, classes, count):
+    if shape is None:
+        return torch.randint(VOCABULARY, (count, TOKENS)), torch.randint(VOCABULARY, (count, TOKENS))
+    return torch.randn(count, *shape), torch.randint(classes, (count,))
+
+
+def pss_mib():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
+
+
+def summed(value):
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def join(rank, ranks, store):
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method="file://" + store)
+
+
+def memory_format(layout):
+    return torch.channels_last if layout == "channels_last" else torch.contiguous_format
+
+
+def run_ranks(train, ranks, *arguments):
+    """Calls train(rank, ranks, store, *arguments) in a process per rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(train, args=(ranks, folder + "/store", *arguments), nprocs=ranks)
+
+
+def train(rank, ranks, store, case, batch, layout, warmup, steps):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
+    join(rank, ranks, store)
+    idle = summed(pss_mib())
+    make, shape, classes = CASES[case]
+    images = shape is not None and len(shape) == 3
+    model = make()
+    if images:
+        model = model.to(memory_format=memory_format(layout))
+    data, target = samples(shape, classes, batch // ranks)
+    if images:
+        data = data.contiguous(memory_format=memory_format(layout))
+    net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+
+    def step():
+        loss = F.cross_entropy(net(data).flatten(0, -2), target.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def block(count):
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    times = {"ddp": [], "no_sync": []}
+    block(warmup)
+    for _ in range(2):
+        dist.barrier()
+        times["ddp"] += block(math.ceil(steps / 2))
+        dist.barrier()
+        with net.no_sync():
+            times["no_sync"] += block(math.ceil(steps / 2))
+    memory = summed(pss_mib())
+    if rank == 0:
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        print(json.dumps({**medians, "idle_mib": idle, "memory_mib": memory}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    case, ranks, batch, layout, warmup, steps = sys.argv[1:]
+    run_ranks(train, int(ranks), case, int(batch), layout, int(warmup), int(steps))

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/c10d/backend_calls.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "lockstep/base/to_size.h"
+#include "lockstep/collective/torch_dtype.h"
+
+namespace lockstep::backend {
+namespace {
+
+using torch::Tensor;
+
+void check_tensor(const Tensor& tensor, at::ScalarType dtype) {
+  if (!tensor.is_cpu())
+    throw DeviceError({.what = concat("a tensor on ", tensor.device().str(), " was given to the lockstep backend"),
+                       .likely = "a model on a GPU in a process group that is for the CPU only",
+                       .next = "move it to the CPU, or use init_process_group(\"cpu:lockstep,cuda:nccl\")"});
+  if (tensor.layout() != at::kStrided)
+    throw UsageError({.what = concat("a tensor of layout ", c10::str(tensor.layout()), " can't be exchanged"),
+                      .next = "call to_dense() on it first"});
+  if (tensor.scalar_type() != dtype)
+    throw UsageError({.what = concat("one call with tensors of ", c10::toString(tensor.scalar_type()), " and of ",
+                                     c10::toString(dtype)),
+                      .next = "convert them to one dtype"});
+}
+
+// Some tensor of a call, of which there is one at least: all of them have its dtype.
+const Tensor& checked(const Tensors& inputs, const Tensors& outputs) {
+  const Tensor& some = outputs.empty() ? inputs.front() : outputs.front();
+  for (const Tensors* list : {&inputs, &outputs})
+    for (const Tensor& tensor : *list) check_tensor(tensor, some.scalar_type());
+  return some;
+}
+
+// How elements of a tensor travel: `each` elements of `dtype` per element of torch's.
+struct Unit {
+  DType dtype;
+  std::size_t each = 1;
+};
+
+Unit unit_to_move(const Tensor& tensor) {
+  if (const auto dtype = to_dtype(tensor.scalar_type())) return {*dtype};
+  return {DType::kUInt8, to_size(tensor.element_size())};
+}
+
+Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  const bool as_real = at::isComplexType(dtype) && c10d::isComplexViewAsRealAllowed(op);
+  if (const auto known = to_dtype(as_real ? c10::toRealValueType(dtype) : dtype)) return {*known, as_real ? 2U : 1U};
+  throw UsageError({.what = concat("this reduction is not defined for tensors of ", c10::toString(dtype)),
+                    .next = "convert the tensor, or choose another reduction"});
+}
+
+ReduceOp to_reduce_op(const c10d::ReduceOp& op) {
+  static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
+  if (op.op_ <= c10d::ReduceOp::BXOR) return static_cast<ReduceOp>(op.op_);
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return ReduceOp::kSum;  // scaled() multiplies
+  throw UsageError({.what = "a reduction that c10d does not define", .next = "use one of torch.distributed.ReduceOp"});
+}
+
+// PREMUL_SUM: every rank's tensors times a factor, then summed.
+Tensors scaled(Tensors tensors, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensors;
+  const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (factor == nullptr)
+    throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with makeNCCLPreMulSum"});
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  for (Tensor& tensor : tensors) {
+    const Tensor product =
+        factor->tensor_factor.defined() ? tensor.mul(factor->tensor_factor) : tensor.mul(factor->double_factor);
+    tensor = product.to(tensor.scalar_type());
+  }
+  return tensors;
+}
+
+// The elements of each rank's part: a tensor each, or one tensor for all in equal parts.
+std::vector<std::size_t> counts_of_parts(const Tensors& whole, int size) {
+  if (whole.size() != 1) return counts_of_tensors(whole, size);
+  const std::int64_t elements = whole.front().numel();
+  if (elements % size == 0) return std::vector<std::size_t>(to_size(size), to_size(elements / size));
+  throw UsageError({.what = concat("a tensor of ", elements, " elements is no equal parts for ", size, " ranks"),
+                    .next = "make its size a multiple of the number of ranks"});
+}
+
+void check_part(const Tensor& part, std::size_t count) {
+  if (to_size(part.numel()) == count) return;
+  throw UsageError(
+      {.what = concat("this rank's part is ", part.numel(), " elements, but ", count, " are its share of the whole"),
+       .next = "give tensors that fit: the whole is the parts of all ranks"});
+}
+
+void set_counts(Call& call, const c10d::Backend& backend, const Tensors& inputs, const Tensors& outputs) {
+  if (call.operation == Operation::kAllToAll) return;
+  const bool gathers = call.operation == Operation::kAllGather || call.operation == Operation::kGather;
+  const Tensor& part = gathers || outputs.empty() ? inputs.front() : outputs.front();
+  call.count = to_size(part.numel());
+  const bool has_root = call.operation == Operation::kGather || call.operation == Operation::kScatter;
+  const bool has_whole =
+      has_root ? call.root == backend.getRank() : gathers || call.operation == Operation::kReduceScatter;
+  if (!has_whole) return;
+  std::vector<std::size_t> counts = counts_of_parts(gathers ? outputs : inputs, backend.getSize());
+  check_part(part, counts[to_size(backend.getRank())]);
+  if (std::ranges::count(counts, counts.front()) == backend.getSize()) return;
+  if (has_root) std::ranges::for_each(counts, [&](std::size_t count) { check_part(part, count); });
+  call.counts = std::move(counts);
+}
+
+TensorCall call_on(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs, Unit unit) {
+  set_counts(call, backend, inputs, outputs);
+  call.dtype = unit.dtype;
+  call.count *= unit.each;
+  for (std::size_t& count : call.counts) count *= unit.each;
+  for (std::size_t& count : call.receive_counts) count *= unit.each;
+  return with_memory(std::move(call), inputs, outputs);
+}
+
+}  // namespace
+
+TensorCall call_to_move(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs) {
+  return call_on(backend, std::move(call), inputs, outputs, unit_to_move(checked(inputs, outputs)));
+}
+
+TensorCall call_to_reduce(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs,
+                          const c10d::ReduceOp& op) {
+  const Unit unit = unit_to_reduce(checked(inputs, outputs), op);
+  call.op = to_reduce_op(op);
+  return call_on(backend, std::move(call), scaled(inputs, op), outputs, unit);
+}
+
+std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size) {
+  if (tensors.size() != to_size(size))
+    throw UsageError(
+        {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
+  std::vector<std::size_t> counts;
+  for (const Tensor& tensor : tensors) counts.push_back(to_size(tensor.numel()));
+  return counts;
+}
+
+std::vector<std::size_t> counts_of_rows(const Tensor& tensor, const std::vector<std::int64_t>& splits, int size,
+                                        const char* what) {
+  const std::int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
+  std::vector<std::int64_t> all = splits;
+  if (all.empty()) all.assign(to_size(size), rows / size);
+  const std::int64_t sum = std::accumulate(all.begin(), all.end(), std::int64_t{0});
+  const bool negative = std::ranges::any_of(all, [](std::int64_t split) { return split < 0; });
+  if (negative || sum != rows || all.size() != to_size(size))
+    throw UsageError({.what = concat("all_to_all can't split ", rows, " rows of ", what, " into ", all.size(),
+                                     " parts of ", sum, " rows together for ", size, " ranks"),
+                      .next = "give split sizes, one per rank, that add up to the first dimension"});
+  std::vector<std::size_t> counts;
+  for (const std::int64_t split : all) counts.push_back(rows > 0 ? to_size(split * (tensor.numel() / rows)) : 0);
+  return counts;
+}
+
+void check_pairs(const Tensors& outputs, const Tensors& inputs) {
+  if (outputs.size() == inputs.size()) return;
+  throw UsageError({.what = concat(outputs.size(), " output tensors for ", inputs.size(), " input tensors"),
+                    .next = "give one output per input"});
+}
+
+}  // namespace lockstep::backend

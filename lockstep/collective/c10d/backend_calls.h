@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/c10d/backend_calls.h: c10d's lists of tensors as a TensorCall: counts, dtypes, reductions; and the checks
+// that c10d leaves to its backends.
+//
+// Flow:    collective/c10d/backend.cc -> here -> collective/tensor_call.h
+// Threads: values
+// Ranks:   no communication
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <string_view>
+#include <vector>
+
+#include "lockstep/base/text.h"
+#include "lockstep/collective/tensor_call.h"
+#include "lockstep/error.h"
+
+namespace lockstep::backend {
+
+// `call` has operation, root, peer and tag, and the counts of an all_to_all in elements; the other counts come from the
+// tensors. A whole of several parts is a tensor per rank, or one tensor for all. Dtypes that the core does not know move
+// as bytes. Throw UsageError, DeviceError.
+TensorCall call_to_move(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs);
+
+// Complex numbers are reduced as pairs. For PREMUL_SUM the inputs are multiplied here.
+TensorCall call_to_reduce(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs,
+                          const c10d::ReduceOp& op);
+
+// The counts of an all_to_all.
+std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size);
+std::vector<std::size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<std::int64_t>& splits, int size,
+                                        const char* what);
+
+void check_pairs(const Tensors& outputs, const Tensors& inputs);
+
+// Throws UsageError: not exactly one tensor, or list of tensors.
+template <class T>
+const T& only_one(const std::vector<T>& list, std::string_view what) {
+  if (list.size() == 1) return list.front();
+  throw UsageError({.what = concat(list.size(), " ", what, ", where one is needed"),
+                    .next = "make one call for each, or its coalesced form"});
+}
+
+}  // namespace lockstep::backend

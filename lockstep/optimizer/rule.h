@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// optimizer/rule.h: an UpdateRule whose formula is written once for float and double, with its options at hand.
+//
+// Threads: as lockstep/update_rule.h
+#pragma once
+
+#include "lockstep/optimizers.h"
+
+namespace lockstep {
+
+// Throws UsageError: values that make no sense.
+void require_valid(const OptimizerOptions& options);
+
+// Rule derives from this and has:
+//   template <class T> static void apply(const Options&, const Run<T>&);
+//   static void apply_on_device(const Options&, const WholeTensors&);
+//   template <class T> static void find_direction(const Options&, const Run<T>&);  // if it turns the gradient
+template <class Options, class Rule>
+class RuleWith : public UpdateRule {
+ public:
+  explicit RuleWith(const Options& options, std::vector<std::string> state_names) : UpdateRule(std::move(state_names)) {
+    require_valid(options);
+  }
+
+  void update(const Group& group, const Run<float>& run) const final { Rule::apply(options_of<Options>(group), run); }
+  void update(const Group& group, const Run<double>& run) const final { Rule::apply(options_of<Options>(group), run); }
+  void update_on_device(const Group& group, const WholeTensors& tensors) const final {
+    Rule::apply_on_device(options_of<Options>(group), tensors);
+  }
+
+  void direct(const Group& group, const Run<float>& run) const final {
+    Rule::find_direction(options_of<Options>(group), run);
+  }
+  void direct(const Group& group, const Run<double>& run) const final {
+    Rule::find_direction(options_of<Options>(group), run);
+  }
+  static void find_direction(const Options&, const auto&) {}
+};
+
+}  // namespace lockstep
