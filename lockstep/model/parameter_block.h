@@ -10,7 +10,7 @@
 // Layout: parameters one after another in the module's order, each at a multiple of 64 bytes, of any dtype; frozen ones
 // and empty ones too. A weight that has two names is in it once.
 //
-// All ranks see every write at once, so only step() may write, between its two barriers. require_in_place() finds what
+// All ranks see every write at once, so only step() may write, between its barriers 2 and 3. require_in_place() finds what
 // breaks this: a parameter that moved (Module::to(dtype), set_data) or that was written to.
 #pragma once
 
