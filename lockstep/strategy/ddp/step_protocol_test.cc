@@ -320,6 +320,16 @@ TEST(SharedStep, clips_the_mean_by_hand_where_grad_is_the_mean) {
             IntVector<std::string>(2));
 }
 
+TEST(SharedStep, refuses_clipping_by_hand_on_one_rank_only) {
+  const auto refused = errors(2, [&](World& world) {
+    Trainer trainer(world, Layout::kSharedThroughBuckets);
+    trainer.backward();
+    if (world.rank() == 1) torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+    trainer.step();
+  });
+  expect_refused(refused, "gradients written by hand since backward()");
+}
+
 TEST(SharedStep, refuses_a_parameter_written_through_data) {
   for (const bool before_backward : {true, false}) {
     const auto refused = errors(2, [&](World& world) {
