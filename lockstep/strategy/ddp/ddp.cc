@@ -76,7 +76,7 @@ std::uint64_t fingerprint(const std::vector<NamedTensor>& parameters) {
   for (const auto& [name, parameter] : parameters) {
     const std::int64_t version = parameter._version();
     append(&version, sizeof version);
-    if (!parameter.is_cpu() || parameter.numel() == 0) continue;
+    if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
     const auto* const data = static_cast<const char*>(parameter.const_data_ptr());
     for (std::int64_t i = 0; i < kElements; ++i)
       append(data + (parameter.numel() - 1) * i / (kElements - 1) * parameter.element_size(), parameter.element_size());
