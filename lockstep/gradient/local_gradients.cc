@@ -34,6 +34,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
                                                const StepSettings& settings) {
   if (block_) block_->require_in_place();
   agreement_.step(settings);
+  if (block_) block_->begin_write();
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();

@@ -77,7 +77,9 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 SharedGradients::~SharedGradients() = default;
 
 void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+  memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
+  guards_.clear();
   forget_dropped_gradients();
   Source& source = current_source();
   const torch::Tensor start = source.batches.add(samples, loss);
@@ -171,6 +173,19 @@ void SharedGradients::remember_grads() {
     when_published_.push_back(identity_of(parameter.grad()));
   }
   watch_.watch(gradients);
+  if (check_interval() > 0) protect_gradients();
+}
+
+// Gradients elsewhere, such as sparse ones, were copied: step() finds a write to .grad.
+void SharedGradients::protect_gradients() {
+  guards_.clear();
+  for (const Source& source : sources_)
+    for (std::size_t i = 0; i < source.gradients.size(); ++i)
+      if (const torch::Tensor& gradient = source.gradients[i]; gradient.defined() && gradient_memory_.place_of(gradient))
+        guards_.emplace_back(PageGuard::Kind::kGradients,
+                             std::vector<PageGuard::Part>{{parameters_[i].name,
+                                                           static_cast<const std::byte*>(gradient.const_data_ptr()),
+                                                           gradient.nbytes()}});
 }
 
 void SharedGradients::require_unchanged_grads() const {
@@ -193,6 +208,7 @@ WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};
   agreement_.step(settings);  // barrier 2
+  if (options_.block) options_.block->begin_write();
   for (const torch::Tensor& parameter : parameters) {
     const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
     for (std::size_t i = 0; i < table_->rows(); ++i) {
@@ -240,6 +256,7 @@ double SharedGradients::backwards_per_step() const {
 void SharedGradients::end_update() {
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
+  guards_.clear();
   watch_.watch({});
   for (Source& source : sources_) source = {};
   if (options_.block) options_.block->mark_written();
