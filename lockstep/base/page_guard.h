@@ -10,9 +10,8 @@
 // Note [Ranks as threads]
 // Ranks that are threads guard the same pages of the same mapping, so one that ends its write too early would stop
 // another that still writes. So writes are counted over the process: pages are read-only again when the last one ends.
-// A step() writes between barriers 2 and 3 only: every rank begins its write after barrier 2, so no page is made
-// writable before all ranks have left their own code; and no rank can reach the next barrier 2 before every other rank
-// has ended its write, so the count does reach 0 between two steps.
+// In a step() every rank begins its write after barrier 2, when all ranks have left the program's own code, and ends it
+// before barrier 3, so that the count is 0 when any of them returns to it.
 #pragma once
 
 #include <cstddef>

@@ -55,6 +55,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // step then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
   current_.clear();
+  if (block_) block_->end_write();
   agreement_.end_step();
   if (block_)
     block_->mark_written();

@@ -254,6 +254,7 @@ double SharedGradients::backwards_per_step() const {
 }
 
 void SharedGradients::end_update() {
+  if (options_.block) options_.block->end_write();
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
   guards_.clear();

@@ -89,7 +89,6 @@ void ParameterBlock::mark_written() {
     version = version_of(parameter.tensor);
   }
   watch_.accept();
-  write_.reset();
 }
 
 }  // namespace lockstep

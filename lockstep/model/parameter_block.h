@@ -12,7 +12,7 @@
 //
 // All ranks see every write at once, so only step() may write, between its barriers 2 and 3. require_in_place() finds what
 // breaks this: a parameter that moved (Module::to(dtype), set_data) or that was written to. With LOCKSTEP_CHECK set the block
-// is read-only except between begin_write() and mark_written().
+// is read-only except between begin_write() and end_write().
 #pragma once
 
 #include <torch/types.h>
@@ -38,8 +38,9 @@ class ParameterBlock {
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
 
-  // The parameters are about to be written on purpose; mark_written() follows.
+  // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
   void begin_write() { write_.emplace(); }
+  void end_write() { write_.reset(); }
 
   // The parameters were written on purpose, by the optimizer or from a checkpoint. Raises their version counters, so that
   // a graph made before fails with an error; the values are what require_in_place() accepts from now on.

@@ -122,9 +122,11 @@ class DistributedDataParallel::Impl {
   }
 
   void write_parameters(const std::function<void()>& write) {
-    const ParameterWrite writing;
-    const torch::NoGradGuard no_grad;
-    write();
+    {
+      const ParameterWrite writing;
+      const torch::NoGradGuard no_grad;
+      write();
+    }
     parameters_written();
   }
 
