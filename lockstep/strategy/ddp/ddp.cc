@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/ddp.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 
 #include "lockstep/base/text.h"
@@ -66,6 +68,23 @@ Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Opti
   return options.share_parameters && world.device().is_cpu() ? dynamic_cast<Optimizer*>(optimizer) : nullptr;
 }
 
+// Changes when an optimizer steps: a hash of version counters and of 16 elements of each parameter, because torch's
+// optimizers write through data(), which counts no version. On a GPU, where reading elements would wait, of versions only.
+std::uint64_t fingerprint(const std::vector<NamedTensor>& parameters) {
+  constexpr std::int64_t kElements = 16;
+  std::string bytes;
+  const auto append = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
+  for (const auto& [name, parameter] : parameters) {
+    const std::int64_t version = parameter._version();
+    append(&version, sizeof version);
+    if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
+    const auto* const data = static_cast<const char*>(parameter.const_data_ptr());
+    for (std::int64_t i = 0; i < kElements; ++i)
+      append(data + (parameter.numel() - 1) * i / (kElements - 1) * parameter.element_size(), parameter.element_size());
+  }
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
 }  // namespace
 
 class DistributedDataParallel::Impl {
@@ -88,7 +107,7 @@ class DistributedDataParallel::Impl {
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
-    note_versions();
+    note_values();
     if (sharing == nullptr) return;
     sharing->attach(exchange_->source());
     give_back_freed_memory();  // where the parameters were before
@@ -137,7 +156,7 @@ class DistributedDataParallel::Impl {
     } else {
       world_.barrier();
     }
-    note_versions();
+    note_values();
   }
 
   // All ranks see in the same step that no rank has samples.
@@ -192,9 +211,16 @@ class DistributedDataParallel::Impl {
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                  .sparse = options_.sparse_parameters,
                                  .settings = [this] { return settings(); }};
-    return exchange_through_buckets(
-        std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
-        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_) : nullptr);
+    if (!memory_)
+      return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
+                                      nullptr);
+    const auto source = std::make_shared<LocalGradients>(on_own_cores, memory_, block_);
+    const auto on_mean = [this, source](const BatchTotals& totals) {
+      finish_exchange(totals);
+      source->remember_mean(parameters_);
+    };
+    return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_mean),
+                                    source);
   }
 
   void require_all_gradients() const {
@@ -224,22 +250,18 @@ class DistributedDataParallel::Impl {
   StepSettings settings() const {
     StepSettings settings;
     if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) settings = own->settings();
-    settings["parameters written since the last exchange, by step() or otherwise,"] = versions() == versions_ ? 0 : 1;
+    settings["parameters written since the last exchange, by step() or otherwise,"] =
+        fingerprint(parameters_) == values_ ? 0 : 1;
     return settings;
   }
 
-  std::vector<std::uint32_t> versions() const {
-    std::vector<std::uint32_t> versions;
-    for (const auto& [name, parameter] : parameters_) versions.push_back(parameter._version());
-    return versions;
-  }
-  void note_versions() { versions_ = versions(); }
+  void note_values() { values_ = fingerprint(parameters_); }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     require_none_unfrozen();
     check_.exchanged(parameters_);
-    note_versions();
+    note_values();
     last_batch_ = totals;
     ++statistics_.exchanges;
     broadcast_tensors(world_, buffers_);
@@ -253,7 +275,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  std::vector<std::uint32_t> versions_;   // of parameters_, after the last exchange
+  std::uint64_t values_ = 0;              // fingerprint of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
