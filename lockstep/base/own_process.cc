@@ -11,7 +11,8 @@ namespace {
 std::atomic<unsigned> forks{0};  // that led to this process, since the first OwnProcess
 
 void count_forks() {
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  static const int registered =
+      ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
   static_cast<void>(registered);
 }
 

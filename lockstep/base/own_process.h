@@ -48,8 +48,8 @@ using OwnedHere = std::unique_ptr<T, DeleteInOwnProcess>;
 template <class Mutex, Mutex& (*mutex)()>
 void hold_during_fork() {
   // Unlocking would not do in the child: a std::shared_mutex knows the thread that locked it.
-  static const int registered = ::pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
-                                                 [] { new (&mutex()) Mutex; });
+  static const int registered =
+      ::pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, [] { new (&mutex()) Mutex; });
   static_cast<void>(registered);
 }
 

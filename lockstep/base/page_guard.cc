@@ -52,7 +52,8 @@ void print_number(unsigned number) {
 const GuardedPart* part_at(const std::byte* address) {
   const GuardedPart* const parts = all_parts.load();
   for (std::size_t i = 0; i < used_parts.load(); ++i)
-    if (const std::byte* begin = parts[i].begin; begin != nullptr && address >= begin && address < begin + parts[i].bytes)
+    if (const std::byte* begin = parts[i].begin;
+        begin != nullptr && address >= begin && address < begin + parts[i].bytes)
       return &parts[i];
   return nullptr;
 }
@@ -71,8 +72,9 @@ void print_error(const GuardedPart& part) {
   print("  here:   process ");
   print_number(static_cast<unsigned>(::getpid()));
   print(gradients_are_published() ? ", between backward() and step()\n" : ", after step() and before backward()\n");
-  print(part.is_gradient ? "  likely: clipping by hand, zero_grad() before step(), or a second backward() of torch's\n"
-                         : "  likely: an update by hand, through data() or a pointer; Module::load; another optimizer\n");
+  print(part.is_gradient
+            ? "  likely: clipping by hand, zero_grad() before step(), or a second backward() of torch's\n"
+            : "  likely: an update by hand, through data() or a pointer; Module::load; another optimizer\n");
   print(part.is_gradient
             ? "  next:   see the lines below. Clip with optimizer.set_clipping(), or give DistributedDataParallel\n"
               "          mean_in_grad = true\n"
@@ -167,7 +169,8 @@ class GuardedPages {
 };
 
 GuardedPages& guarded_pages() {
-  static auto* const instance = new GuardedPages;  // a module in a global variable is released after static objects are gone
+  static auto* const instance =
+      new GuardedPages;  // a module in a global variable is released after static objects are gone
   return *instance;
 }
 

@@ -17,8 +17,8 @@ class Guarded : public ::testing::Test {
  protected:
   // Two pages, with parameters at their beginning, in the middle and at their end.
   const std::size_t bytes_ = 2 * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  std::byte* const memory_ = static_cast<std::byte*>(
-      ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  std::byte* const memory_ =
+      static_cast<std::byte*>(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   const std::vector<PageGuard::Part> parts_ = {
       {"a", memory_, 64}, {"b", memory_ + 64, bytes_ - 128}, {"c", memory_ + bytes_ - 64, 64}};
 

@@ -43,8 +43,10 @@ class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
   // One rank alone: nobody else reads its gradients, so any memory will do.
   bool is_private() const { return memory_->size() == 1 && check_interval() == 0; }
 
-  // Not to a forked child: its parent and the other ranks use the same memory.
-  bool serves(std::size_t bytes) const { return bytes >= smallest() && free_.contains(bytes) && process_.is_here(); }
+  // In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
+  bool is_parents() const { return !process_.is_here(); }
+
+  bool serves(std::size_t bytes) const { return bytes >= smallest() && free_.contains(bytes) && !is_parents(); }
 
   SharedMemory::Own take(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
@@ -133,12 +135,11 @@ class PoolingAllocator : public c10::Allocator {
     lock.unlock();
     if (node.empty()) return all.base_->raw_deleter()(data);
     Block& block = node.mapped();
-    if (!all.process_.is_here()) return leave_to_parent(block);
+    if (block.pool->is_parents()) return leave_to_parent(block);
     block.pool->give_back(std::move(block.memory), block.bytes);
   }
 
   c10::Allocator* base_;
-  OwnProcess process_;
   mutable std::shared_mutex mutex_;  // any thread may release a tensor
   std::unordered_map<const void*, Block> in_use_;
 };

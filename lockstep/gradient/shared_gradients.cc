@@ -166,11 +166,12 @@ void SharedGradients::protect_gradients() {
   guards_.clear();
   for (const Source& source : sources_)
     for (std::size_t i = 0; i < source.gradients.size(); ++i)
-      if (const torch::Tensor& gradient = source.gradients[i]; gradient.defined() && gradient_memory_.place_of(gradient))
-        guards_.emplace_back(PageGuard::Kind::kGradients,
-                             std::vector<PageGuard::Part>{{parameters_[i].name,
-                                                           static_cast<const std::byte*>(gradient.const_data_ptr()),
-                                                           gradient.nbytes()}});
+      if (const torch::Tensor& gradient = source.gradients[i];
+          gradient.defined() && gradient_memory_.place_of(gradient))
+        guards_.emplace_back(
+            PageGuard::Kind::kGradients,
+            std::vector<PageGuard::Part>{
+                {parameters_[i].name, static_cast<const std::byte*>(gradient.const_data_ptr()), gradient.nbytes()}});
 }
 
 void SharedGradients::require_unchanged_grads() const {

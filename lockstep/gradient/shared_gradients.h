@@ -97,7 +97,7 @@ class SharedGradients : public GradientSource {
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   GradientMemory gradient_memory_;
   std::vector<Source> sources_;
-  std::list<PageGuard> guards_;              // of published gradients, with LOCKSTEP_CHECK
+  std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::unique_ptr<Table> table_;
   bool is_published_ = false;  // since the last step

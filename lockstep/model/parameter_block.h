@@ -55,7 +55,7 @@ class ParameterBlock {
     std::uint32_t version;
   };
   std::vector<Entry> entries_;
-  DataWatch watch_;  // of the same tensors
+  DataWatch watch_;                    // of the same tensors
   std::shared_ptr<std::byte> memory_;  // that is guarded
   std::optional<PageGuard> guard_;
   std::optional<ParameterWrite> write_;

@@ -59,8 +59,7 @@ struct Training {
   lockstep::World world;
   torch::nn::Sequential net;
   lockstep::SGD optimizer{net->parameters(), {.lr = 0.1, .momentum = 0.9}};
-  lockstep::DistributedDataParallel ddp{
-      world, *net, optimizer, {.share_parameters = !habit().starts_with("separate")}};
+  lockstep::DistributedDataParallel ddp{world, *net, optimizer, {.share_parameters = !habit().starts_with("separate")}};
 };
 
 torch::nn::Sequential global_net = make_net();

@@ -151,7 +151,10 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
   parts_->mailbox.set_timeout(timeout);
 }
 
-Memory Group::allocate(std::size_t bytes) { return parts_->state.allocate(bytes); }
+Memory Group::allocate(std::size_t bytes) {
+  require_own_process();
+  return parts_->state.allocate(bytes);
+}
 
 std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes) {
   return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
