@@ -37,7 +37,7 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Several processes: programs that are started as a user starts them.
-foreach(program misbehaving_task lossless_ranks)
+foreach(program misbehaving_task lossless_ranks unusual_loop)
   add_executable(${program} train/${program}.cc)
   target_precompile_headers(${program} REUSE_FROM lockstep_pch)
   target_compile_options(${program} PRIVATE -O1)
@@ -57,6 +57,13 @@ lockstep_test(lost_ranks_test command.lost_ranks SHARDS 4 TIMEOUT 600
 target_link_libraries(lost_ranks_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(lost_ranks_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 add_dependencies(lost_ranks_test misbehaving_task)
+
+lockstep_test(unusual_loop_test command.unusual_loop SHARDS 4 TIMEOUT 600
+  SOURCES train/unusual_loop_test.cc train/ranks.cc launch/child.cc)
+target_link_libraries(unusual_loop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(unusual_loop_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" UNUSUAL_LOOP="$<TARGET_FILE:unusual_loop>")
+add_dependencies(unusual_loop_test unusual_loop lockstep_command)
 
 lockstep_torch_test(lossless_test command.lossless SHARDS 4 TIMEOUT 600
   SOURCES train/lossless_command_test.cc launch/child.cc)

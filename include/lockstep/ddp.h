@@ -13,6 +13,7 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -132,6 +133,11 @@ class DistributedDataParallel {
 
   // Every rank has just written the same values into parameters, from a checkpoint for instance. Blocks until all have.
   void parameters_written();
+
+  // Calls write(), without autograd, in which every rank writes the same values into parameters; then
+  // parameters_written(). With LOCKSTEP_CHECK set (docs/correctness.md) parameters that the ranks of a machine share can
+  // be written in no other way.
+  void write_parameters(const std::function<void()>& write);
 
  private:
   class Impl;

@@ -22,7 +22,7 @@ std::shared_ptr<spdlog::logger> make_logger() {
 }
 
 spdlog::logger& logger() {
-  static const std::shared_ptr<spdlog::logger> instance = make_logger();
+  static const auto& instance = *new std::shared_ptr<spdlog::logger>(make_logger());  // objects in globals log at exit
   return *instance;
 }
 

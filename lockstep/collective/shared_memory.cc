@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
@@ -78,8 +79,9 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
   }
   group_->broadcast({.output = &place, .count = sizeof(place), .dtype = DType::kUInt8});
   std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kCacheLine + bytes);
-  const auto release = [keep = shared_from_this(),
+  const auto release = [keep = shared_from_this(), process = OwnProcess(),
                         held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
+    if (!process.is_here()) return;  // a forked child is no user
     reinterpret_cast<CommonHeader*>(data - kCacheLine)->users.fetch_sub(1);
     if (held->data() != nullptr) retired().add(std::move(*held));
   };
@@ -102,6 +104,10 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
 
 void SharedMemory::barrier(const Signature& announced) {
   if (group_) group_->run_as(announced, {.operation = Operation::kBarrier});
+}
+
+void SharedMemory::require_own_process() const {
+  if (group_) group_->require_own_process();
 }
 
 void SharedMemory::fail(const std::string& reason) {

@@ -56,6 +56,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // timeout. Throws MismatchError on all ranks: they announced different things, or are at different calls; PeerLost.
   void barrier(const Signature& announced = {.operation = Operation::kBarrier});
 
+  // Before this rank writes what the others can read. Throws UsageError: this is a forked child of the rank.
+  void require_own_process() const;
+
   // This rank has failed: the others get PeerLost with this reason now, not at their deadline.
   void fail(const std::string& reason);
 

@@ -130,7 +130,9 @@ std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono:
   return World(std::move(state));
 }
 
-void World::abandon(const std::string& reason) const { state_->cpu_transport->fail(reason); }
+void World::abandon(const std::string& reason) const {
+  if (state_->cpu_transport.get_deleter().process.is_here()) state_->cpu_transport->fail(reason);
+}
 
 std::optional<World> World::split(int color, int key) const {
   const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));
@@ -156,7 +158,7 @@ torch::Tensor World::run(const TensorCall& call) const {
 Work World::start(TensorCall call) const {
   call.begin();
   FuturePtr future = state_->transport_for(call).start(call);
-  return Work(std::make_shared<Work::State>(Work::State{state_, std::move(call), std::move(future)}));
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future)}));
 }
 
 // ---- Others

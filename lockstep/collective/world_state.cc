@@ -69,6 +69,11 @@ void connect(WorldState& state) {
 
 Transport& WorldState::transport_for(const TensorCall& call) const {
   const torch::Tensor& tensor = call.output.defined() ? call.output : call.input;
+  if (size() > 1 && !cpu_transport.get_deleter().process.is_here())
+    throw UsageError({.what = "a collective or message in a forked child of a rank",
+                      .here = caller.here,
+                      .likely = "fork() after World was made: the child is not a rank",
+                      .next = "leave collectives, backward() and step() to the parent"});
   if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
   if (cuda_transport) return *cuda_transport;
   throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/own_process.h"
 #include "lockstep/collective/transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/world.h"
@@ -35,8 +36,8 @@ class WorldState {
   Caller caller;         // this rank, in its calls
   CoreSet cores;
   std::chrono::milliseconds timeout{};
-  std::unique_ptr<Transport> cpu_transport;
-  std::unique_ptr<Transport> cuda_transport;  // where the device is one
+  OwnedHere<Transport> cpu_transport;
+  OwnedHere<Transport> cuda_transport;  // where the device is one
 
   // The job of a rank, out of the machine of each rank.
   static void place(JobEnvironment& job, int rank, const IntVector<int>& nodes);
@@ -46,7 +47,7 @@ class WorldState {
   int rank() const { return caller.rank; }
   int size() const { return caller.size; }
 
-  // Throws DeviceError: CUDA tensors between ranks that are threads.
+  // Throws DeviceError: CUDA tensors between ranks that are threads. UsageError: a forked child.
   Transport& transport_for(const TensorCall& call) const;
 
   // What this rank is in a sub-world of `ranks`, which name it; without transports.

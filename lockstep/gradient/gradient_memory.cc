@@ -11,10 +11,21 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include "lockstep/base/own_process.h"
+#include "lockstep/base/page_guard.h"
+
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kSmallest = 16 << 10;  // bytes
+// Bytes. Gradients to guard lie in pages of their own, small ones too.
+std::size_t smallest() { return check_interval() > 0 ? 1 : 16 << 10; }
+
+// Where a gradient of `bytes` bytes has pages of its own, if that is wanted.
+SharedMemory::Own on_own_pages(SharedMemory::Own memory) {
+  std::byte* const begin = first_page(memory.data.get());
+  const auto place = memory.place + static_cast<std::uint64_t>(begin - memory.data.get());
+  return {{std::move(memory.data), begin}, place};
+}
 
 }  // namespace
 
@@ -26,20 +37,23 @@ class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
   Pool(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters) : memory_(std::move(memory)) {
     if (is_private()) return;
     for (const auto& [name, tensor] : parameters)
-      if (tensor.requires_grad() && tensor.nbytes() >= kSmallest) free_[tensor.nbytes()];
+      if (tensor.requires_grad() && tensor.nbytes() >= smallest()) free_[tensor.nbytes()];
   }
 
-  // One rank alone: nobody else reads its gradients, so ordinary memory will do.
-  bool is_private() const { return memory_->size() == 1; }
+  // One rank alone: nobody else reads its gradients, so any memory will do.
+  bool is_private() const { return memory_->size() == 1 && check_interval() == 0; }
 
-  bool serves(std::size_t bytes) const { return bytes >= kSmallest && free_.contains(bytes); }
+  // In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
+  bool is_parents() const { return !process_.is_here(); }
+
+  bool serves(std::size_t bytes) const { return bytes >= smallest() && free_.contains(bytes) && !is_parents(); }
 
   SharedMemory::Own take(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto& blocks = free_.at(bytes);
     if (blocks.empty()) {
       allocated_ += bytes;
-      return memory_->allocate(bytes);
+      return on_own_pages(memory_->allocate(guarded_bytes(bytes)));
     }
     SharedMemory::Own block = std::move(blocks.back());
     blocks.pop_back();
@@ -58,6 +72,7 @@ class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
 
  private:
   std::shared_ptr<SharedMemory> memory_;
+  OwnProcess process_;
   mutable std::mutex mutex_;
   std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
   std::size_t allocated_ = 0;
@@ -75,6 +90,7 @@ class PoolingAllocator : public c10::Allocator {
     static PoolingAllocator* const allocator = [] {  // never destroyed: tensors may be released after static objects
       auto* const made = new PoolingAllocator(c10::GetCPUAllocator());
       c10::SetCPUAllocator(made, /*priority=*/100);
+      hold_during_fork<std::shared_mutex, &PoolingAllocator::mutex>();
       return made;
     }();
     return *allocator;
@@ -102,6 +118,8 @@ class PoolingAllocator : public c10::Allocator {
   }
 
  private:
+  static std::shared_mutex& mutex() { return installed().mutex_; }
+
   struct Block {
     SharedMemory::Own memory;
     std::size_t bytes;
@@ -117,6 +135,7 @@ class PoolingAllocator : public c10::Allocator {
     lock.unlock();
     if (node.empty()) return all.base_->raw_deleter()(data);
     Block& block = node.mapped();
+    if (block.pool->is_parents()) return leave_to_parent(block);
     block.pool->give_back(std::move(block.memory), block.bytes);
   }
 

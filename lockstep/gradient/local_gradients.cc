@@ -36,6 +36,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
   StepSettings all = settings;
   all["gradients written by hand since backward()"] = watch_.changed() ? 1 : 0;
   agreement_.step(all);
+  if (block_) block_->begin_write();
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();
@@ -56,6 +57,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // step then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
   current_.clear();
+  if (block_) block_->end_write();
   agreement_.end_step();
   watch_.forget();
   if (block_)

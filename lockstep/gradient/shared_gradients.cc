@@ -72,7 +72,9 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 SharedGradients::~SharedGradients() = default;
 
 void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+  memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
+  guards_.clear();
   forget_dropped_gradients();
   Source& source = current_source();
   const torch::Tensor start = source.batches.add(samples, loss);
@@ -120,6 +122,7 @@ BatchTotals SharedGradients::finish() {
   table_->begin_exchange();
   for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
   watch_.remember(parameters_);
+  if (check_interval() > 0) protect_gradients();
   is_published_ = true;
   agreement_.backward();  // barrier 1: all rows are written
   double samples = 0, loss = 0;
@@ -158,6 +161,19 @@ std::uint64_t SharedGradients::place_for_peers(std::size_t source, std::size_t i
   return copy.place;
 }
 
+// Gradients elsewhere, such as sparse ones, were copied: step() finds a write to .grad.
+void SharedGradients::protect_gradients() {
+  guards_.clear();
+  for (const Source& source : sources_)
+    for (std::size_t i = 0; i < source.gradients.size(); ++i)
+      if (const torch::Tensor& gradient = source.gradients[i];
+          gradient.defined() && gradient_memory_.place_of(gradient))
+        guards_.emplace_back(
+            PageGuard::Kind::kGradients,
+            std::vector<PageGuard::Part>{
+                {parameters_[i].name, static_cast<const std::byte*>(gradient.const_data_ptr()), gradient.nbytes()}});
+}
+
 void SharedGradients::require_unchanged_grads() const {
   if (const auto changed = watch_.changed())
     throw UsageError(
@@ -175,6 +191,7 @@ WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};
   agreement_.step(settings);  // barrier 2
+  if (options_.block) options_.block->begin_write();
   for (const torch::Tensor& parameter : parameters) {
     const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
     for (std::size_t i = 0; i < table_->rows(); ++i) {
@@ -220,8 +237,10 @@ double SharedGradients::backwards_per_step() const {
 }
 
 void SharedGradients::end_update() {
+  if (options_.block) options_.block->end_write();
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
+  guards_.clear();
   watch_.forget();
   for (Source& source : sources_) source = {};
   if (options_.block) options_.block->mark_written();

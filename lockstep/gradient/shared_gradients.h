@@ -26,11 +26,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/page_guard.h"
 #include "lockstep/batch_totals.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/gradient_memory.h"
@@ -84,6 +86,7 @@ class SharedGradients : public GradientSource {
   void take_grads(Source& source) const;
   void publish(std::size_t source);
   std::uint64_t place_for_peers(std::size_t source, std::size_t parameter);
+  void protect_gradients();
   void require_unchanged_grads() const;
   std::vector<double> weights() const;
   double backwards_per_step() const;
@@ -94,6 +97,7 @@ class SharedGradients : public GradientSource {
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   GradientMemory gradient_memory_;
   std::vector<Source> sources_;
+  std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::unique_ptr<Table> table_;
   bool is_published_ = false;  // since the last step

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "lockstep/base/own_process.h"
+
 namespace lockstep {
 
 struct DataWatch::Storage {
@@ -32,14 +34,19 @@ class Registry {
  public:
   using Entry = std::shared_ptr<DataWatch::Storage>;
 
+  static std::mutex& mutex() {
+    static auto* const instance = new std::mutex;
+    return *instance;
+  }
+
   void add(const Entry& entry) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     entries_.emplace(entry->key, entry);
     any_ = true;
   }
 
   void remove(const Entry& entry) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     const auto [begin, end] = entries_.equal_range(entry->key);
     for (auto it = begin; it != end; ++it)
       if (it->second == entry) {
@@ -51,26 +58,25 @@ class Registry {
 
   void note(const at::TensorBase& tensor) {
     if (!any_ || !tensor.has_storage()) return;
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     const auto [begin, end] = entries_.equal_range(tensor.storage().unsafeGetStorageImpl());
     for (auto it = begin; it != end; ++it)
       if (!it->second->checksum) it->second->checksum = it->second->compute();
   }
 
   void accept(DataWatch::Storage& entry) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     entry.checksum.reset();
   }
 
   bool is_changed(const DataWatch::Storage& entry) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     if (!entry.checksum) return false;
     const DataWatch::Storage::Checksum now = entry.compute();
     return now && now != entry.checksum;
   }
 
  private:
-  std::mutex mutex_;
   std::unordered_multimap<const c10::StorageImpl*, Entry> entries_;
   std::atomic<bool> any_ = false;
 };
@@ -131,6 +137,7 @@ void install_hooks() {
   static auto* const installed = [] {
     auto* const hooks = new Hooks(*at::impl::GetVariableHooks());
     at::impl::SetVariableHooks(hooks);
+    hold_during_fork<std::mutex, &Registry::mutex>();  // a forked child may call data()
     return hooks;
   }();
   static_cast<void>(installed);

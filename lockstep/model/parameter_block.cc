@@ -47,8 +47,8 @@ UsageError written(const std::string& name) {
 
 ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters) {
   for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
-  const std::shared_ptr<std::byte> block = memory.allocate_common(bytes_of(parameters));
-  std::byte* place = block.get();
+  const std::shared_ptr<std::byte> block = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
+  std::byte* place = first_page(block.get());
   for (NamedTensor& parameter : parameters) {
     torch::Tensor& tensor = parameter.tensor;
     const std::size_t bytes = tensor.nbytes();
@@ -58,10 +58,20 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> pa
     place += round_up(bytes, kCacheLine);
   }
   memory.barrier();
+  protect(block);
   std::vector<torch::Tensor> tensors;
   for (const Entry& entry : entries_) tensors.push_back(entry.parameter.tensor);
   watch_.watch(tensors);
   mark_written();
+}
+
+void ParameterBlock::protect(const std::shared_ptr<std::byte>& memory) {
+  if (check_interval() == 0 || entries_.empty()) return;
+  memory_ = memory;
+  std::vector<PageGuard::Part> parts;
+  for (const Entry& entry : entries_)
+    parts.push_back({entry.parameter.name, entry.place, entry.parameter.tensor.nbytes()});
+  guard_.emplace(PageGuard::Kind::kParameters, parts);
 }
 
 void ParameterBlock::require_in_place() const {

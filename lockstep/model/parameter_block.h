@@ -11,14 +11,18 @@
 // and empty ones too. A weight that has two names is in it once.
 //
 // All ranks see every write at once, so only step() may write, between its barriers 2 and 3. require_in_place() finds what
-// breaks this: a parameter that moved (Module::to(dtype), set_data) or that was written to.
+// breaks this: a parameter that moved (Module::to(dtype), set_data) or that was written to. With LOCKSTEP_CHECK set the block
+// is read-only except between begin_write() and end_write().
 #pragma once
 
 #include <torch/types.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
+#include "lockstep/base/page_guard.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/model/data_watch.h"
 #include "lockstep/model/parameters.h"
@@ -34,18 +38,27 @@ class ParameterBlock {
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
 
+  // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
+  void begin_write() { write_.emplace(); }
+  void end_write() { write_.reset(); }
+
   // The parameters were written on purpose, by the optimizer or from a checkpoint. Raises their version counters, so that
   // a graph made before fails with an error; the values are what require_in_place() accepts from now on.
   void mark_written();
 
  private:
+  void protect(const std::shared_ptr<std::byte>& memory);
+
   struct Entry {
     NamedTensor parameter;
-    const void* place;
+    const std::byte* place;
     std::uint32_t version;
   };
   std::vector<Entry> entries_;
-  DataWatch watch_;  // of the same tensors
+  DataWatch watch_;                    // of the same tensors
+  std::shared_ptr<std::byte> memory_;  // that is guarded
+  std::optional<PageGuard> guard_;
+  std::optional<ParameterWrite> write_;
 };
 
 }  // namespace lockstep

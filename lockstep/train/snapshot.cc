@@ -10,6 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -112,6 +113,7 @@ TensorFile take_snapshot(const World& world, Strategy& strategy, const Position&
 Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy,
                           const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
+  const ParameterWrite write;
   require_same_fingerprint(Json::parse(file.metadata.at(kFingerprint)), resume_fingerprint(options));
   for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
   for (const auto& [name, tensor] : named_parameters(strategy.model()))

@@ -52,6 +52,7 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
     : Backend(rank, size), timeout_(timeout), transport_(connect_machine(*store, rank, size, timeout)) {}
 
 ShmBackend::~ShmBackend() {
+  if (transport_ != nullptr && !transport_.get_deleter().process.is_here()) return;  // a forked child
   if (std::uncaught_exceptions() > 0) abort();
   try {
     shutdown();

@@ -34,6 +34,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/own_process.h"
+
 namespace lockstep {
 
 class SharedMemoryTransport;
@@ -116,7 +118,7 @@ class ShmBackend final : public c10d::Backend {
 
   std::chrono::milliseconds timeout_;
   std::atomic<std::uint64_t> issued_{0};
-  std::unique_ptr<SharedMemoryTransport> transport_;  // none after shutdown()
+  OwnedHere<SharedMemoryTransport> transport_;  // none after shutdown()
 };
 
 }  // namespace lockstep

@@ -108,7 +108,7 @@ Group& Group::operator=(Group&& other) noexcept {
 }
 
 Group::~Group() {
-  if (parts_ == nullptr) return;
+  if (parts_ == nullptr || is_parents()) return;
   cancel();
   const std::shared_ptr<Machine> machine = parts_->state.shared_machine();
   const GroupArea area = parts_->state.area();
@@ -120,15 +120,26 @@ Group::~Group() {
 }
 
 void Group::cancel() {
+  if (is_parents()) return;
   if (!parts_->is_subgroup && !parts_->left) poison("it went away without leave(), after an error or by mistake");
   parts_->state.waiter().cancel();
 }
 
 void Group::leave() {
+  if (is_parents()) return;
   parts_->mailbox.drain();
   parts_->left = true;
   const GroupState& state = parts_->state;
   if (!parts_->is_subgroup) state.machine().seat(state.machine_rank(state.rank())).state.store(Seat::kLeft);
+}
+
+// Whatever a child announced, the other ranks would take for its parent's.
+void Group::require_own_process() const {
+  if (!is_parents()) return;
+  throw UsageError({.what = "a collective or message in a forked child of a rank",
+                    .here = parts_->state.here(),
+                    .likely = "fork() after World was made: the child is not a rank",
+                    .next = "leave collectives, backward() and step() to the parent"});
 }
 
 int Group::rank() const { return parts_->state.rank(); }
@@ -140,13 +151,17 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
   parts_->mailbox.set_timeout(timeout);
 }
 
-Memory Group::allocate(std::size_t bytes) { return parts_->state.allocate(bytes); }
+Memory Group::allocate(std::size_t bytes) {
+  require_own_process();
+  return parts_->state.allocate(bytes);
+}
 
 std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes) {
   return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
 }
 
 int Group::run(const Call& call) {
+  require_own_process();
   check_call(call, size());
   if (is_message(call.operation)) return parts_->mailbox.run(call);
   parts_->state.run(call.timeout, [&] { carry_out(parts_->state, call); });
@@ -154,17 +169,20 @@ int Group::run(const Call& call) {
 }
 
 void Group::run_as(const Signature& announced, const Call& call) {
+  require_own_process();
   check_call(call, size());  // if this throws, nothing must be left to announce
   parts_->state.announce_as(announced);
   run(call);
 }
 
 FuturePtr Group::start(const Call& message) {
+  require_own_process();
   check_call(message, size());
   return parts_->mailbox.start(message);
 }
 
 std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
+  require_own_process();
   check_subgroup(ranks, size());
   GroupState& state = parts_->state;
   const int new_size = static_cast<int>(ranks.size());
@@ -188,6 +206,7 @@ std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
 }
 
 void Group::poison(const std::string& reason) {
+  if (is_parents()) return;
   const GroupState& state = parts_->state;
   const int rank = state.machine_rank(state.rank());
   state.machine().poison_if_any_died();  // then this rank failed for that reason

@@ -23,6 +23,9 @@
 // PeerLost if a rank died, left, failed or did not come before the timeout (no group of the machine is usable any more,
 // and every rank finds out within 100 ms); UsageError for arguments that make no sense; SystemError if the machine
 // refuses memory.
+//
+// In a forked child every call throws UsageError, and leave(), cancel(), poison() and the destructor do nothing: the
+// group is its parent's.
 #pragma once
 
 #include <chrono>
@@ -33,6 +36,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/own_process.h"
 #include "lockstep/collective/call.h"
 #include "lockstep/collective/future.h"
 #include "lockstep/collective/shm/memory/arena.h"
@@ -104,18 +108,21 @@ class Group {
   // one new group, or splits all ranks. Usable at the same time as this group, from another thread.
   std::optional<Group> subgroup(const std::vector<int>& ranks);
 
+  void require_own_process() const;  // throws UsageError: this is a forked child
+
   // What every rank of the machine sees as the reason for its PeerLost. No group of the machine can be used afterwards.
   void poison(const std::string& reason);
 
  private:
   struct Parts;
   explicit Group(std::unique_ptr<Parts> parts);
+  bool is_parents() const { return !parts_.get_deleter().process.is_here(); }
   int run_as_operation(Operation operation, Call& call) {
     call.operation = operation;
     return run(call);
   }
 
-  std::unique_ptr<Parts> parts_;
+  OwnedHere<Parts> parts_;
 };
 
 }  // namespace lockstep::shm

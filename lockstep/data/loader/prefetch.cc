@@ -190,6 +190,11 @@ Prefetcher::Prefetcher(const PrefetchOptions& options, Load load)
 }
 
 Prefetcher::~Prefetcher() {
+  if (!process_.is_here()) {  // a forked child has no workers
+    leave_to_parent(workers_);
+    leave_to_parent(shared_);
+    return;
+  }
   const bool all_ended = shared_->stop();
   if (!all_ended) log_warning("a worker still waits for the storage and is left behind; it ends when that answers");
   for (std::thread& worker : workers_)

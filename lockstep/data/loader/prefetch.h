@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/own_process.h"
 #include "lockstep/cores.h"
 #include "lockstep/loader.h"
 
@@ -44,6 +45,7 @@ class Prefetcher {
   class Shared;
   std::shared_ptr<Shared> shared_;  // with the workers
   std::vector<std::thread> workers_;
+  OwnProcess process_;
 };
 
 }  // namespace lockstep

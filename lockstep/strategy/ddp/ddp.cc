@@ -13,6 +13,7 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
+#include "lockstep/strategy/ddp/step_check.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
 namespace lockstep {
@@ -89,7 +90,7 @@ std::uint64_t fingerprint(const std::vector<NamedTensor>& parameters) {
 class DistributedDataParallel::Impl {
  public:
   Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
-      : world_(std::move(world)), options_(options) {
+      : world_(std::move(world)), options_(options), check_(world_) {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
     require_known_names(module, options_.ignored);
     require_known_names(module, options_.sparse_parameters);
@@ -139,6 +140,15 @@ class DistributedDataParallel::Impl {
     throw;
   }
 
+  void write_parameters(const std::function<void()>& write) {
+    {
+      const ParameterWrite writing;
+      const torch::NoGradGuard no_grad;
+      write();
+    }
+    parameters_written();
+  }
+
   void parameters_written() {
     if (block_) {
       memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
@@ -173,6 +183,7 @@ class DistributedDataParallel::Impl {
  private:
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
+    const ParameterWrite write;  // they may be in the block of a DistributedDataParallel that was here before
     std::vector<NamedTensor> tensors = parameters_;
     tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
     for (const auto& [name, tensor] : tensors) require_device(tensor, world_.device(), name);
@@ -249,6 +260,7 @@ class DistributedDataParallel::Impl {
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     require_none_unfrozen();
+    check_.exchanged(parameters_);
     note_values();
     last_batch_ = totals;
     ++statistics_.exchanges;
@@ -258,6 +270,7 @@ class DistributedDataParallel::Impl {
 
   World world_;
   Options options_;
+  StepCheck check_;
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
@@ -292,5 +305,6 @@ const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->l
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
 void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }
+void DistributedDataParallel::write_parameters(const std::function<void()>& write) { impl_->write_parameters(write); }
 
 }  // namespace lockstep

@@ -73,6 +73,10 @@ Devices::Devices(const DevicesOptions& options) {
 }
 
 Devices::~Devices() {
+  if (!state_->process.is_here()) {  // a forked child has none of the threads
+    leave_to_parent(threads_);
+    return;
+  }
   state_->stop();
   int index = 0;
   for (std::thread& thread : threads_) {

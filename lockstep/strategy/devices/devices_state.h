@@ -22,6 +22,7 @@
 #include <string>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/deadline.h"
@@ -47,6 +48,8 @@ class DevicesState {
   explicit DevicesState(const DevicesOptions& options);
 
   static DevicesState& of(Device& device) { return device.state_; }
+
+  const OwnProcess process;  // that has the threads
 
   DeviceSeat& seat(int index) { return *seats_[index]; }
   shm::Group& group(int index) { return teams_[index % teams_.size()][index / teams_.size()]; }

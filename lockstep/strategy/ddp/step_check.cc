@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/strategy/ddp/step_check.h"
+
+#include <xxhash.h>
+
+#include <bit>
+#include <string>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
+
+namespace lockstep {
+namespace {
+
+std::int64_t hash_of_bytes(const torch::Tensor& tensor) {
+  const torch::Tensor values = dense_view(tensor.detach()).cpu();
+  return std::bit_cast<std::int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes()));
+}
+
+// The ranks of each of the two values that differ, rank 0's first: "ranks 0, 2 and ranks 1, 3".
+std::string ranks_by_value(const torch::Tensor& hashes) {
+  std::vector<int> like_rank_0, others;
+  for (int rank = 0; rank < hashes.size(0); ++rank)
+    (hashes[rank].equal(hashes[0]) ? like_rank_0 : others).push_back(rank);
+  return concat("not the same on ranks ", join(like_rank_0, ", "), " and on ranks ", join(others, ", "));
+}
+
+}  // namespace
+
+StepCheck::StepCheck(World world, int interval) : world_(std::move(world)), interval_(interval) {
+  if (world_.size() == 1) return;
+  const torch::Tensor all = world_.all_gather(torch::tensor({static_cast<std::int64_t>(interval_)}));
+  if (all.eq(all[0]).all().item<bool>()) return;
+  throw MismatchError({.what = concat("LOCKSTEP_CHECK is ", ranks_by_value(all)),
+                       .here = concat(world_.describe(), ", where it is ", interval_),
+                       .likely = "a variable that was not passed on to all machines",
+                       .next = "set it for every rank, or for none"});
+}
+
+void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
+  if (interval_ == 0 || world_.size() == 1 || ++exchanges_ % interval_ != 0) return;
+  std::vector<std::int64_t> own;
+  for (const auto& [name, tensor] : parameters) own.push_back(hash_of_bytes(tensor));
+  const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kInt64)).view({world_.size(), -1});
+  for (std::int64_t i = 0; i < all.size(1); ++i) {
+    const torch::Tensor hashes = all.select(1, i);
+    if (hashes.eq(hashes[0]).all().item<bool>()) continue;
+    throw MismatchError({.what = concat("parameter ", parameters[static_cast<std::size_t>(i)].name, " is ",
+                                        ranks_by_value(hashes), ", after ", exchanges_, " exchanges"),
+                         .here = world_.describe(),
+                         .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
+                                   "other numbers of threads",
+                         .next = "find the write; LOCKSTEP_CHECK=1 tells the step after which they differ"});
+  }
+}
+
+}  // namespace lockstep
