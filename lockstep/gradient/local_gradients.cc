@@ -33,7 +33,9 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                const StepSettings& settings) {
   if (block_) block_->require_in_place();
-  agreement_.step(settings);
+  StepSettings all = settings;
+  all["gradients written by hand since backward()"] = watch_.changed() ? 1 : 0;
+  agreement_.step(all);
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();
@@ -55,6 +57,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 void LocalGradients::end_update() {
   current_.clear();
   agreement_.end_step();
+  watch_.forget();
   if (block_)
     block_->mark_written();
   else

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/gradient/gradient_source.h"
+#include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/model/parameter_block.h"
 
 namespace lockstep {
@@ -35,6 +36,10 @@ class LocalGradients : public GradientSource {
   // it a step uses each parameter's .grad.
   void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
 
+  // With shared parameters: .grad of these is the mean, on every rank. One that is written by hand until the next step, to
+  // clip it for instance, must be so on all ranks.
+  void remember_mean(const std::vector<NamedTensor>& parameters) { watch_.remember(parameters); }
+
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
   void end_update() override;
@@ -44,6 +49,7 @@ class LocalGradients : public GradientSource {
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<ParameterBlock> block_;
   StepAgreement agreement_;
+  GradientWatch watch_;
   std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
   std::vector<std::vector<torch::Tensor>> current_;  // of this step
   std::vector<torch::Tensor> updated_;               // parameters of this step

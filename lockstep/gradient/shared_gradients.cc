@@ -24,11 +24,6 @@ struct Row {
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
 };
 
-// The gradient is another one, or was written to, exactly if this differs.
-std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
-  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
-}
-
 }  // namespace
 
 // Note [The publication table]
@@ -124,7 +119,7 @@ BatchTotals SharedGradients::finish() {
   if (options_.shards == 0) take_grads(first);
   table_->begin_exchange();
   for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
-  remember_grads();
+  watch_.remember(parameters_);
   is_published_ = true;
   agreement_.backward();  // barrier 1: all rows are written
   double samples = 0, loss = 0;
@@ -163,27 +158,14 @@ std::uint64_t SharedGradients::place_for_peers(std::size_t source, std::size_t i
   return copy.place;
 }
 
-void SharedGradients::remember_grads() {
-  when_published_.clear();
-  std::vector<torch::Tensor> gradients;
-  for (const auto& [name, parameter] : parameters_) {
-    gradients.push_back(parameter.grad());
-    when_published_.push_back(identity_of(parameter.grad()));
-  }
-  watch_.watch(gradients);
-}
-
 void SharedGradients::require_unchanged_grads() const {
-  const auto changed = watch_.changed();
-  for (std::size_t i = 0; i < when_published_.size(); ++i) {
-    if (identity_of(parameters_[i].tensor.grad()) == when_published_[i] && changed != i) continue;
+  if (const auto changed = watch_.changed())
     throw UsageError(
-        {.what = concat("the gradient of ", parameters_[i].name, " was changed between backward() and step()"),
+        {.what = concat("the gradient of ", parameters_[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
          .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
                  "mean_in_grad = true"});
-  }
 }
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
@@ -240,7 +222,7 @@ double SharedGradients::backwards_per_step() const {
 void SharedGradients::end_update() {
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
-  watch_.watch({});
+  watch_.forget();
   for (Source& source : sources_) source = {};
   if (options_.block) options_.block->mark_written();
 }

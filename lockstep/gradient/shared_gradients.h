@@ -35,7 +35,7 @@
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/gradient_memory.h"
 #include "lockstep/gradient/gradient_source.h"
-#include "lockstep/model/data_watch.h"
+#include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/model/parameter_block.h"
 
 namespace lockstep {
@@ -84,7 +84,6 @@ class SharedGradients : public GradientSource {
   void take_grads(Source& source) const;
   void publish(std::size_t source);
   std::uint64_t place_for_peers(std::size_t source, std::size_t parameter);
-  void remember_grads();
   void require_unchanged_grads() const;
   std::vector<double> weights() const;
   double backwards_per_step() const;
@@ -97,9 +96,8 @@ class SharedGradients : public GradientSource {
   std::vector<Source> sources_;
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::unique_ptr<Table> table_;
-  bool is_published_ = false;                                         // since the last step
-  std::vector<std::pair<const void*, std::int64_t>> when_published_;  // identity and version of each .grad
-  DataWatch watch_;                                                   // the same
+  bool is_published_ = false;  // since the last step
+  GradientWatch watch_;        // since then
   StepAgreement agreement_;
   bool failed_ = false;
 };

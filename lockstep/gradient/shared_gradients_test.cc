@@ -27,7 +27,7 @@ std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (r
 
 // What an optimizer would read of the first parameter.
 torch::Tensor mean_of(SharedGradients& gradients, const torch::Tensor& p) {
-  const WeightedGradients step = gradients.begin_update({p});
+  const WeightedGradients step = gradients.begin_update({p}, {});
   std::vector<Term> terms;
   for (std::size_t s = 0; s < step.weights.size(); ++s) terms.push_back({step.pointers[s], step.weights[s]});
   const torch::Tensor mean = torch::empty({p.numel()}, torch::kFloat64);
@@ -127,7 +127,7 @@ TEST_P(SharedGradientsOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_
     if (world.rank() == 0) loss = loss + loss_with_gradient(sometimes, world.size());
     gradients.backward(loss, 1);
     gradients.finish();
-    for (const void* pointer : gradients.begin_update({never}).pointers) EXPECT_EQ(pointer, nullptr);
+    for (const void* pointer : gradients.begin_update({never}, {}).pointers) EXPECT_EQ(pointer, nullptr);
     EXPECT_TRUE(torch::allclose(mean_of(gradients, sometimes), constant(2, 1), 1e-15, 0));
   });
 }
@@ -181,7 +181,7 @@ TEST(SharedGradients, says_so_if_a_gradient_was_changed_before_the_step) {
   gradients.backward(loss_with_gradient(p, 1), 1);
   gradients.finish();
   p.mutable_grad().mul_(0.5);
-  const std::string message = message_of<UsageError>([&] { gradients.begin_update({p}); });
+  const std::string message = message_of<UsageError>([&] { gradients.begin_update({p}, {}); });
   EXPECT_TRUE(contains(message, "the gradient of fc.weight was changed"));
   EXPECT_TRUE(contains(message, "set_clipping"));
 }

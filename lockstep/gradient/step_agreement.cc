@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/step_agreement.h"
 
-#include <algorithm>
+#include <xxhash.h>
+
 #include <array>
 #include <atomic>
-#include <bit>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -16,15 +16,11 @@ constexpr std::size_t kSettings = 126;  // that can be named; the hash is of all
 
 }  // namespace
 
-// FNV-1a over names and values.
 std::uint64_t hash_of(const StepSettings& settings) {
-  std::uint64_t hash = 0xcbf29ce484222325;
-  const auto add = [&](std::uint64_t word) { hash = (hash ^ word) * 0x100000001b3; };
-  for (const auto& [name, value] : settings) {
-    for (const char letter : name) add(static_cast<unsigned char>(letter));
-    add(std::bit_cast<std::uint64_t>(value));
-  }
-  return hash;
+  std::string text;
+  for (const auto& [name, value] : settings)
+    text.append(name).append(reinterpret_cast<const char*>(&value), sizeof value);
+  return XXH3_64bits(text.data(), text.size());
 }
 
 // Read by other ranks while they write an error, even if this rank has gone on meanwhile: hence atomic.

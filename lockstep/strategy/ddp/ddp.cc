@@ -181,9 +181,16 @@ class DistributedDataParallel::Impl {
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                  .sparse = options_.sparse_parameters,
                                  .settings = [this] { return settings(); }};
-    return exchange_through_buckets(
-        std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
-        memory_ ? std::make_shared<LocalGradients>(on_own_cores, memory_, block_) : nullptr);
+    if (!memory_)
+      return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
+                                      nullptr);
+    const auto source = std::make_shared<LocalGradients>(on_own_cores, memory_, block_);
+    const auto on_mean = [this, source](const BatchTotals& totals) {
+      finish_exchange(totals);
+      source->remember_mean(parameters_);
+    };
+    return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_mean),
+                                    source);
   }
 
   void require_all_gradients() const {

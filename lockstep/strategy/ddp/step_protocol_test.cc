@@ -21,21 +21,21 @@ namespace {
 using testing::contains;
 
 // How the gradients get from rank to rank, and whether the ranks share one copy of the parameters.
-enum class Layout { kShared, kSharedThroughBuckets, kSeparate };
+enum class Sharing { kShared, kSharedThroughBuckets, kSeparate };
 
-std::string name_of(Layout layout) {
+std::string name_of(Sharing sharing) {
   const std::vector<std::string> names{"shared", "shared_through_buckets", "separate"};
-  return names[static_cast<std::size_t>(layout)];
+  return names[static_cast<std::size_t>(sharing)];
 }
 
-DistributedDataParallelOptions options_of(Layout layout) {
-  return {.share_parameters = layout != Layout::kSeparate, .mean_in_grad = layout == Layout::kSharedThroughBuckets};
+DistributedDataParallelOptions options_of(Sharing sharing) {
+  return {.share_parameters = sharing != Sharing::kSeparate, .mean_in_grad = sharing == Sharing::kSharedThroughBuckets};
 }
 
 // One rank's model, optimizer and DistributedDataParallel. The loss is the mean of the outputs, for inputs of ones.
 struct Trainer {
-  Trainer(World& all, Layout layout, const SGDOptions& options = {.lr = 0.1})
-      : world(all), sgd(net->parameters(), options), ddp(world, *net, sgd, options_of(layout)) {}
+  Trainer(World& all, Sharing sharing, const SGDOptions& options = {.lr = 0.1})
+      : world(all), sgd(net->parameters(), options), ddp(world, *net, sgd, options_of(sharing)) {}
 
   void backward(int samples = 4) {
     if (samples == 0) return ddp.backward({}, 0);
@@ -97,9 +97,9 @@ void expect_refused(const IntVector<std::string>& errors, const std::string& cau
   EXPECT_TRUE(named) << "no \"" << cause << "\" in:\n" << all;
 }
 
-class Step : public ::testing::TestWithParam<Layout> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, Step,
-                         ::testing::Values(Layout::kShared, Layout::kSharedThroughBuckets, Layout::kSeparate),
+class Step : public ::testing::TestWithParam<Sharing> {};
+INSTANTIATE_TEST_SUITE_P(Sharings, Step,
+                         ::testing::Values(Sharing::kShared, Sharing::kSharedThroughBuckets, Sharing::kSeparate),
                          [](const auto& each) { return name_of(each.param); });
 
 TEST_P(Step, left_out_on_one_rank_is_refused) {
@@ -112,7 +112,7 @@ TEST_P(Step, left_out_on_one_rank_is_refused) {
     trainer.train(7);
   });
   expect_refused(refused,
-                 GetParam() == Layout::kSeparate ? "parameters written since the last exchange" : "step() number 3");
+                 GetParam() == Sharing::kSeparate ? "parameters written since the last exchange" : "step() number 3");
 }
 
 TEST_P(Step, left_out_on_every_rank_is_fine) {
@@ -230,10 +230,10 @@ TEST_P(Step, in_join_counts_the_backward_of_the_ranks_with_samples) {
     trainer.step();
   };
   World single = World::single();
-  const auto initial = Trainer(single, Layout::kSeparate).values();
+  const auto initial = Trainer(single, Sharing::kSeparate).values();
   const auto begin = [&](Trainer& trainer) {
     const torch::NoGradGuard no_grad;
-    if (trainer.world.rank() == 0 || GetParam() == Layout::kSeparate)
+    if (trainer.world.rank() == 0 || GetParam() == Sharing::kSeparate)
       for (std::size_t i = 0; i < initial.size(); ++i) trainer.net->parameters()[i].copy_(initial[i]);
     trainer.ddp.parameters_written();
   };
@@ -274,7 +274,7 @@ TEST_P(Step, counts_an_empty_batch_before_zero_grad_on_no_rank) {
 
 std::string after_backward(const std::function<void(Trainer&)>& write) {
   const auto refused = errors(2, [&](World& world) {
-    Trainer trainer(world, Layout::kShared);
+    Trainer trainer(world, Sharing::kShared);
     trainer.train(1);
     trainer.backward();
     write(trainer);
@@ -301,7 +301,7 @@ TEST(SharedStep, refuses_clip_grad_value_and_names_set_clipping) {
 TEST(SharedStep, accepts_clipping_that_has_nothing_to_clip) {
   EXPECT_EQ(errors(2,
                    [&](World& world) {
-                     Trainer trainer(world, Layout::kShared);
+                     Trainer trainer(world, Sharing::kShared);
                      trainer.backward();
                      torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e6);
                      trainer.step();
@@ -312,7 +312,7 @@ TEST(SharedStep, accepts_clipping_that_has_nothing_to_clip) {
 TEST(SharedStep, clips_the_mean_by_hand_where_grad_is_the_mean) {
   EXPECT_EQ(errors(2,
                    [&](World& world) {
-                     Trainer trainer(world, Layout::kSharedThroughBuckets);
+                     Trainer trainer(world, Sharing::kSharedThroughBuckets);
                      trainer.backward();
                      torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
                      trainer.step();
@@ -320,10 +320,20 @@ TEST(SharedStep, clips_the_mean_by_hand_where_grad_is_the_mean) {
             IntVector<std::string>(2));
 }
 
+TEST(SharedStep, refuses_clipping_by_hand_on_one_rank_only) {
+  const auto refused = errors(2, [&](World& world) {
+    Trainer trainer(world, Sharing::kSharedThroughBuckets);
+    trainer.backward();
+    if (world.rank() == 1) torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+    trainer.step();
+  });
+  expect_refused(refused, "gradients written by hand since backward()");
+}
+
 TEST(SharedStep, refuses_a_parameter_written_through_data) {
   for (const bool before_backward : {true, false}) {
     const auto refused = errors(2, [&](World& world) {
-      Trainer trainer(world, Layout::kShared);
+      Trainer trainer(world, Sharing::kShared);
       trainer.train(1);
       if (before_backward) trainer.net->parameters()[2].data().mul_(0.5);
       trainer.backward();
@@ -337,7 +347,7 @@ TEST(SharedStep, refuses_a_parameter_written_through_data) {
 TEST(SharedStep, goes_on_after_parameters_were_only_read_through_data) {
   EXPECT_EQ(errors(2,
                    [](World& world) {
-                     Trainer trainer(world, Layout::kShared);
+                     Trainer trainer(world, Sharing::kShared);
                      double sum = 0;
                      for (int i = 0; i < 3; ++i) {
                        trainer.train(1);

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/gradient/gradient_watch.h"
+
+namespace lockstep {
+namespace {
+
+std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
+  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+}
+
+}  // namespace
+
+void GradientWatch::remember(std::vector<NamedTensor> parameters) {
+  parameters_ = std::move(parameters);
+  identities_.clear();
+  std::vector<torch::Tensor> gradients;
+  for (const auto& [name, parameter] : parameters_) {
+    gradients.push_back(parameter.grad());
+    identities_.push_back(identity_of(parameter.grad()));
+  }
+  data_.watch(gradients);
+}
+
+void GradientWatch::forget() { remember({}); }
+
+std::optional<std::size_t> GradientWatch::changed() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (identity_of(parameters_[i].tensor.grad()) != identities_[i]) return i;
+  return data_.changed();
+}
+
+}  // namespace lockstep
