@@ -137,7 +137,7 @@ class AsyncLeNet : public ::testing::TestWithParam<Workers> {
  protected:
   std::vector<nlohmann::json> metrics_of(const std::string& kind, bool one_slow) const {
     const Words job = {LOCKSTEP_COMMAND, "run", "--servers", "1", "--workers", std::to_string(GetParam().count), "--"};
-    const Words lenet = {SLOW_LENET, "--threads", "1",       "--strategy", "kvstore",
+    const Words lenet = {SLOW_LENET,  "--threads", "1",       "--strategy", "kvstore",
                          "--kvstore", kind,        "--quiet", "--metrics",  folder_ / kind};
     const Words until = epochs_ > 0 ? Words{"--epochs", std::to_string(epochs_)} : Words{"--max-steps", "60"};
     const Ended ended = run(with_variables({{"SLOW_RANK", one_slow ? "1" : "none"}}, job + lenet + until),

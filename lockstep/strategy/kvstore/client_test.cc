@@ -111,8 +111,7 @@ TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
           store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
           const DeviceTensors into{{a.clone(), b.clone(), torch::zeros({1})}};
           store.pull({"a", "b", "plain"}, into);
-          for (int step = 0; step < 10; ++step)
-            store.push_pull({"a", "b"}, {{a, b}}, {{into[0][0], into[0][1]}});
+          for (int step = 0; step < 10; ++step) store.push_pull({"a", "b"}, {{a, b}}, {{into[0][0], into[0][1]}});
           store.push({"plain"}, {{torch::full({1}, 5.0F)}});
           store.pull({"plain"}, {{into[0][2]}});
           EXPECT_EQ(into[0][2].item<float>(), 5);

@@ -180,13 +180,13 @@ void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
   statistics_.add_update(samples);
 }
 
-// dist_async and dist_bounded: this worker's push by itself, with the learning rate times its share of the global batch:
-// the updates of a global batch together move the weights as far as dist_sync's one. Momentum is that of Hakimi et al.,
-// "Taming Momentum in a Distributed Asynchronous Environment" (2019): each worker's gradients have a momentum v of their
-// own, and Nesterov's g + momentum * v looks ahead by what the worker itself moves the weights before its next gradient.
-// One momentum for all would add to what the delays already act as (Mitliagkas et al., 2016) and diverge early.
-// dist_bounded first lets gradients go that this update would
+// dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
 // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
+//
+// The learning rate is scaled by the gradient's share of the global batch, so that the updates of a global batch move the
+// weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming momentum in a distributed
+// asynchronous environment", 2019): each worker's gradients have a v of their own, and Nesterov's g + momentum * v
+// already counts what v adds next. One v for all would add to the momentum that delays act as (Mitliagkas et al., 2016).
 void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
   if (request.trained && request.push.samples > 0) {
     wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
@@ -202,13 +202,13 @@ void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
 // The part of a global batch that this worker's gradient is the mean of: its samples beside those that the others pushed
 // last. A worker that has not pushed yet, or is lost, counts as it would or did.
 double StoreServer::share_of(int worker) const {
-  const double own = clients_[worker].last_push.push.samples;
-  double all = 0;
+  const std::int64_t own = clients_[worker].last_push.push.samples;
+  std::int64_t all = 0;
   for (int other = 0; other < workers(); ++other) {
     const Client& client = clients_[other];
     all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
   }
-  return all > 0 ? own / all : 1;
+  return all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 1;
 }
 
 // The worker's newest push of trained keys is applied.

@@ -110,7 +110,8 @@ std::vector<SliceState> ServerTable::states() const {
   for (const Slice& slice : slices_) {
     all.push_back({.place = slice.place, .value = slice.value.clone()});
     if (!has_optimizer() || !slice.place.trained) continue;
-    for (const auto& [name, tensor] : most_advanced(slice.value).state_of(slice.value)) all.back().state[name] = tensor.clone();
+    for (const auto& [name, tensor] : most_advanced(slice.value).state_of(slice.value))
+      all.back().state[name] = tensor.clone();
   }
   return all;
 }
