@@ -37,7 +37,7 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Several processes: programs that are started as a user starts them.
-foreach(program misbehaving_task lossless_ranks unusual_loop)
+foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop)
   add_executable(${program} train/${program}.cc)
   target_precompile_headers(${program} REUSE_FROM lockstep_pch)
   target_compile_options(${program} PRIVATE -O1)
@@ -49,8 +49,9 @@ lockstep_test(command_test command SHARDS 8 TIMEOUT 600
   SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc launch/child.cc)
 target_link_libraries(command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(command_test PRIVATE
-  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
-add_dependencies(command_test lockstep_train lockstep_data misbehaving_task)
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>"
+  SLOW_LENET="$<TARGET_FILE:slow_lenet>")
+add_dependencies(command_test lockstep_train lockstep_data misbehaving_task slow_lenet)
 
 lockstep_test(lost_ranks_test command.lost_ranks SHARDS 4 TIMEOUT 600
   SOURCES train/lost_ranks_test.cc train/ranks.cc launch/child.cc)

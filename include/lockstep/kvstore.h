@@ -13,7 +13,9 @@
 //   local_allreduce_cpu      CPU                   every device (the caller)   large weights
 //   local_allreduce_device   device 0              every device (the caller)   peer-to-peer links, large gradients
 //   dist_sync                servers wait for all workers; one update for the batch of all of them
-//   dist_async               servers update with each worker's gradient as it arrives
+//   dist_async               servers update with each worker's gradient as it arrives: with its share of the learning
+//                            rate, by samples, and, but for 16-bit values, an optimizer's state of its own. With
+//                            several workers SGD's momentum is Nesterov's (Hakimi et al., 2019)
 //   dist_bounded             the same, but no gradient gets older than `staleness` updates
 //
 // Flow:    strategy/kvstore/kvstore_strategy.h, or a user's loop -> here -> optimizer

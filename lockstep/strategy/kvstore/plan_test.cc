@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What needs no ranks: where keys lie, who may go on, and what was measured.
+// What needs no ranks: where keys lie, who may go on, what a checkpoint keeps, and what was measured.
 #include <random>
 
 #include "lockstep/base/text.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/strategy/kvstore/server_table.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
 #include "lockstep/strategy/kvstore/statistics.h"
 #include "tests/support.h"
@@ -171,6 +172,36 @@ TEST(DelayHistogram, counts_and_draws_delays) {
   EXPECT_TRUE(contains(histogram.text(), "delay 2                 0  \n"));
   for (int delay = 0; delay < 100; ++delay) histogram.add(delay);
   EXPECT_TRUE(contains(histogram.text(), "delay 0-6 "));
+}
+
+TEST(ServerTable, keeps_the_state_of_the_worker_that_has_pushed_most_and_gives_it_to_all) {
+  const torch::NoGradGuard no_grad;
+  BlockLayout layout;
+  layout.add({.name = "x", .elements = 1, .rows = 1}, 0, 0, 1);
+  const SliceRange all{0, 1};
+  const auto make = [&](ServerTable& table) {
+    table.create(layout, 2);
+    for (const int worker : {0, 1})
+      table.set_inbox(worker, torch::ones({layout.bytes() / 4}, torch::kFloat32).view(torch::kUInt8));
+    table.set_optimizer({.optimizer = SGDOptions{.lr = 1, .momentum = 0.5}}, /*own_state=*/true);
+  };
+  const auto push = [&](ServerTable& table, int worker) {
+    table.add_push(worker, all, std::array<std::uint8_t, 1>{1}, /*samples=*/1);
+    table.merge(all, ServerTable::Workers(worker, worker + 1), {.learning_rate = 1});
+    return table.states().front();
+  };
+  ServerTable first, second;
+  make(first);
+  make(second);
+  push(first, 0);
+  push(first, 1);
+  const SliceState saved = push(first, 1);
+  EXPECT_EQ(saved.state.at("step").item<float>(), 2);
+  EXPECT_EQ(saved.state.at("momentum_buffer").item<float>(), 1.5);
+  EXPECT_EQ(saved.value.item<float>(), -1 - 1 - 1.5);
+  second.set_states({saved});
+  EXPECT_EQ(push(second, 0).value.item<float>(), -3.5 - 1.75);
+  EXPECT_EQ(push(second, 1).value.item<float>(), -3.5 - 1.75 - 1.75);
 }
 
 TEST(StoreStatistics, shows_batch_sizes_updates_and_delays) {

@@ -106,6 +106,7 @@ class StoreServer {
                 std::span<const std::uint8_t> has_value);
   void merge(const RequestHeader& request, SliceRange slices);
   void apply(Lock& lock, int worker, const RequestHeader& request);
+  double share_of(int worker) const;
   void count_push(int worker);
   torch::Tensor read(int worker, SliceRange slices);
   void pull(int worker, const RequestHeader& request);

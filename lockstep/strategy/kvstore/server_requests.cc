@@ -65,9 +65,11 @@ void StoreServer::create(int worker, const RequestHeader& request) {
 }
 
 void StoreServer::set_optimizer(int worker) {
-  const auto options = clients_[worker].link.receive<UpdateOptions>();
+  auto options = clients_[worker].link.receive<UpdateOptions>();
+  const bool own_state = kind() != KVStoreKind::kDistSync && workers() > 1;
+  if (auto* sgd = std::get_if<SGDOptions>(&options.optimizer); sgd && own_state) sgd->nesterov = sgd->momentum > 0;
   Lock lock(mutex_);
-  if (!table_.has_optimizer()) table_.set_optimizer(options);
+  if (!table_.has_optimizer()) table_.set_optimizer(options, own_state);
   changed_.notify_all();
   lock.unlock();
   clients_[worker].link.send(ReplyHeader{});
@@ -166,7 +168,7 @@ void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
   const ServerTable::Workers all(0, workers());
   IntVector<std::int64_t> delays;
   for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
-  table_.merge(slices, all, request.push.learning_rate);
+  table_.merge(slices, all, {request.push.learning_rate});
   if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
   std::int64_t samples = 0;
   for (const int worker : all) {
@@ -180,6 +182,11 @@ void StoreServer::merge(const RequestHeader& request, SliceRange slices) {
 
 // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
 // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
+//
+// The learning rate is scaled by the gradient's share of the global batch, so that the updates of a global batch move the
+// weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming momentum in a distributed
+// asynchronous environment", 2019): each worker's gradients have a v of their own, and Nesterov's g + momentum * v
+// already counts what v adds next. One v for all would add to the momentum that delays act as (Mitliagkas et al., 2016).
 void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
   if (request.trained && request.push.samples > 0) {
     wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
@@ -187,8 +194,21 @@ void StoreServer::apply(Lock& lock, int worker, const RequestHeader& request) {
     statistics_.add_update(request.push.samples);
     gate_.update(worker);
   }
-  table_.merge(request.slices, ServerTable::Workers(worker, worker + 1), request.push.learning_rate);
+  table_.merge(request.slices, ServerTable::Workers(worker, worker + 1),
+               {.learning_rate = request.push.learning_rate, .factor = share_of(worker)});
   if (request.trained) count_push(worker);
+}
+
+// The part of a global batch that this worker's gradient is the mean of: its samples beside those that the others pushed
+// last. A worker that has not pushed yet, or is lost, counts as it would or did.
+double StoreServer::share_of(int worker) const {
+  const std::int64_t own = clients_[worker].last_push.push.samples;
+  std::int64_t all = 0;
+  for (int other = 0; other < workers(); ++other) {
+    const Client& client = clients_[other];
+    all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
+  }
+  return all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 1;
 }
 
 // The worker's newest push of trained keys is applied.

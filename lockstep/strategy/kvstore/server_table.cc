@@ -20,11 +20,18 @@ void ServerTable::create(BlockLayout layout, int workers) {
                        .read_at = IntVector<std::int64_t>(workers)});
 }
 
-void ServerTable::set_optimizer(const UpdateOptions& options) {
+// Where values are 16-bit, an optimizer keeps their float32 originals: there can be only one.
+void ServerTable::set_optimizer(const UpdateOptions& options, bool own_state) {
   std::vector<torch::Tensor> trained;
-  for (const Slice& slice : slices_)
-    if (slice.place.trained) trained.push_back(slice.value);
-  optimizer_ = make_optimizer(std::move(trained), options);
+  bool wide = true;
+  for (const Slice& slice : slices_) {
+    if (!slice.place.trained) continue;
+    trained.push_back(slice.value);
+    wide = wide && slice.value.element_size() > 2;
+  }
+  const int count = own_state && wide ? inboxes_.size() : 1;
+  for (int i = 0; i < count; ++i) optimizers_.push_back(make_optimizer(trained, options));
+  learning_rate_ = values_of(options.optimizer).at("lr");
 }
 
 int ServerTable::first_missing(int worker, SliceRange slices) const {
@@ -34,11 +41,11 @@ int ServerTable::first_missing(int worker, SliceRange slices) const {
   return worker;
 }
 
-void ServerTable::merge(SliceRange slices, Workers workers, double learning_rate) {
+void ServerTable::merge(SliceRange slices, Workers workers, UpdateRate rate) {
   for (Slice& slice : in(slices))
     if (std::ranges::all_of(workers, [&](int worker) { return slice.pushes[worker].unmerged; }))
       apply(slice, merged(slice, workers));
-  update(learning_rate);
+  update(workers.front(), rate);
 }
 
 // The mean over `workers`, weighted by samples: sum of m_j v_j / sum of m_j, where a worker without a value counts as
@@ -68,7 +75,7 @@ torch::Tensor ServerTable::merged(Slice& slice, Workers workers) {
 // A gradient waits for update(); another value is stored at once.
 void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
   if (!value.defined()) return;
-  if (slice.place.trained && optimizer_ != nullptr)
+  if (slice.place.trained && has_optimizer())
     slice.value.mutable_grad() = value;
   else
     slice.value.copy_(value);
@@ -76,11 +83,13 @@ void ServerTable::apply(Slice& slice, const torch::Tensor& value) {
 }
 
 // The optimizer skips parameters without a gradient, so one step() updates exactly the slices that were merged.
-void ServerTable::update(double learning_rate) {
+void ServerTable::update(int worker, UpdateRate rate) {
   if (changed_.empty()) return;
-  if (optimizer_ != nullptr) {
-    if (!std::isnan(learning_rate)) set_learning_rate(*optimizer_, learning_rate);
-    optimizer_->step();
+  if (has_optimizer()) {
+    Optimizer& optimizer = *optimizers_[std::min(worker, optimizers_.size() - 1)];
+    if (!std::isnan(rate.learning_rate)) learning_rate_ = rate.learning_rate;
+    set_learning_rate(optimizer, rate.factor * learning_rate_);
+    optimizer.step();
   }
   for (Slice* const slice : changed_) {
     slice->value.mutable_grad() = torch::Tensor();
@@ -89,12 +98,20 @@ void ServerTable::update(double learning_rate) {
   changed_.clear();
 }
 
+Optimizer& ServerTable::most_advanced(const torch::Tensor& value) const {
+  return **std::ranges::max_element(optimizers_, {}, [&value](const auto& optimizer) {
+    const auto state = optimizer->state_of(value);
+    return state.empty() ? 0 : state.at("step").template item<double>();
+  });
+}
+
 std::vector<SliceState> ServerTable::states() const {
   std::vector<SliceState> all;
   for (const Slice& slice : slices_) {
     all.push_back({.place = slice.place, .value = slice.value.clone()});
-    if (optimizer_ == nullptr || !slice.place.trained) continue;
-    for (const auto& [name, tensor] : optimizer_->state_of(slice.value)) all.back().state[name] = tensor.clone();
+    if (!has_optimizer() || !slice.place.trained) continue;
+    for (const auto& [name, tensor] : most_advanced(slice.value).state_of(slice.value))
+      all.back().state[name] = tensor.clone();
   }
   return all;
 }
@@ -103,7 +120,8 @@ void ServerTable::set_states(const std::vector<SliceState>& states) {
   for (std::size_t i = 0; i < states.size(); ++i) {
     torch::Tensor& value = slices_[i].value;
     value.copy_(states[i].value);
-    if (optimizer_ != nullptr && slices_[i].place.trained) optimizer_->set_state(value, states[i].state);
+    if (!slices_[i].place.trained) continue;
+    for (const auto& optimizer : optimizers_) optimizer->set_state(value, states[i].state);
   }
 }
 

@@ -7,7 +7,8 @@
 // Threads: one at a time (the server's lock); a worker's inbox may be filled meanwhile
 // Ranks:   a server's own
 //
-// Memory, for B bytes of this server's slices and N workers: (2 + N) B, and the optimizer's state.
+// Memory, for B bytes of this server's slices and N workers: (2 + N) B, and the state of its optimizers: one, or one per
+// worker.
 #pragma once
 
 #include <algorithm>
@@ -30,6 +31,11 @@ struct SliceState {
   Optimizer::StateTensors state{};
 };
 
+struct UpdateRate {
+  double learning_rate;  // NaN: the last one, or the optimizer's own
+  double factor = 1;     // of this update
+};
+
 class ServerTable {
  public:
   using Workers = std::ranges::iota_view<int, int>;
@@ -37,8 +43,9 @@ class ServerTable {
   void create(BlockLayout layout, int workers);
   bool created() const { return values_.defined(); }
   void set_inbox(int worker, torch::Tensor block) { inboxes_[worker] = std::move(block); }
-  void set_optimizer(const UpdateOptions& options);
-  bool has_optimizer() const { return optimizer_ != nullptr; }
+  // own_state: where values are not 16-bit, each worker's gradients have an optimizer's state of their own.
+  void set_optimizer(const UpdateOptions& options, bool own_state);
+  bool has_optimizer() const { return !optimizers_.empty(); }
 
   const BlockLayout& layout() const { return layout_; }
   const torch::Tensor& values() const { return values_; }
@@ -59,8 +66,8 @@ class ServerTable {
   // Somebody who has not pushed a slice that this worker has pushed; the worker itself if there is nobody.
   int first_missing(int worker, SliceRange slices) const;
 
-  // Merges those of the slices that all `workers` have pushed, and updates. learning_rate: NaN: the optimizer's own.
-  void merge(SliceRange slices, Workers workers, double learning_rate);
+  // Merges those of the slices that all `workers` have pushed, and updates, with the state of the first of them.
+  void merge(SliceRange slices, Workers workers, UpdateRate rate);
 
   // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
   // gradient is the difference now, the largest over the slices.
@@ -73,7 +80,8 @@ class ServerTable {
     for (Slice& slice : in(slices)) slice.read_at[worker] = slice.updates;
   }
 
-  // ---- Checkpoints: copies, slice by slice. The optimizer's tensors have one dimension, but for "step".
+  // ---- Checkpoints: copies, slice by slice. The optimizer's tensors have one dimension, but for "step". With own_state
+  // they are those of the worker that has pushed the most, and all workers start from them.
   std::vector<SliceState> states() const;
   void set_states(const std::vector<SliceState>& states);
 
@@ -93,16 +101,18 @@ class ServerTable {
 
   std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
   std::span<const Slice> in(SliceRange range) const { return std::span(slices_).subspan(range.first, range.size()); }
+  Optimizer& most_advanced(const torch::Tensor& value) const;
   torch::Tensor merged(Slice& slice, Workers workers);
   void apply(Slice& slice, const torch::Tensor& value);
-  void update(double learning_rate);
+  void update(int worker, UpdateRate rate);
 
   BlockLayout layout_;
   torch::Tensor values_;
   torch::Tensor sums_;  // where values of several workers are added up
   IntVector<torch::Tensor> inboxes_;
   std::vector<Slice> slices_;
-  std::shared_ptr<Optimizer> optimizer_;
+  IntVector<std::shared_ptr<Optimizer>> optimizers_;  // one; with own_state [worker]
+  double learning_rate_ = 0;
   std::vector<Slice*> changed_;  // by this merge
 };
 
