@@ -36,6 +36,10 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
   SOURCES ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
+# Random programs over the API of a step.
+file(GLOB step_fuzz_sources CONFIGURE_DEPENDS step_fuzz/*.cc)
+lockstep_torch_test(step_fuzz step_fuzz SHARDS 1 TIMEOUT 14400 SOURCES ${step_fuzz_sources})
+
 # Several processes: programs that are started as a user starts them.
 foreach(program misbehaving_task lossless_ranks)
   add_executable(${program} train/${program}.cc)
