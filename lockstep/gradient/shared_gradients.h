@@ -62,6 +62,9 @@ class SharedGradients : public GradientSource {
   // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
+  // After a backward() that no finish() follows: a zero_grad() from now on drops its gradient.
+  void accumulated() { watch_.remember(parameters_); }
+
   // Publishes the gradients of the backward() since the last step; after a plain loss.backward(), .grad as it is, and
   // every rank counts as one sample. Blocks until all ranks have published. Returns the samples and mean loss of these
   // backward() over all ranks. Throws PeerLost.

@@ -34,9 +34,9 @@ struct Rank {
 };
 
 // Walks through the operations of one trainer in one of its worlds.
-class World {
+class WorldOfTrainer {
  public:
-  World(const Program& program, std::size_t trainer, int color)
+  WorldOfTrainer(const Program& program, std::size_t trainer, int color)
       : program_(program), plan_(program.trainers[trainer]), trainer_(static_cast<int>(trainer)) {
     for (int rank = 0; rank < program.ranks; ++rank)
       if (plan_.color[static_cast<std::size_t>(rank)] == color) members_ |= 1U << rank;
@@ -104,6 +104,7 @@ class World {
       return outside("backward() of both kinds in one step");
     if (plain && in_shared_memory(plan_) && ranks != active())
       return outside("loss.backward() on some ranks only, where .grad is no mean");
+    if (!in_shared_memory(plan_) && !syncs && (exchanged_ || stale_)) return outside("no_sync() on top of a mean");
     if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
     plain_ = plain;
@@ -367,7 +368,7 @@ Judgement judge(const Program& program) {
   for (std::size_t trainer = 0; trainer < program.trainers.size(); ++trainer) {
     const auto& color = program.trainers[trainer].color;
     for (const int each : std::set<int>(color.begin(), color.begin() + program.ranks)) {
-      const Judgement one = World(program, trainer, each).judge();
+      const Judgement one = WorldOfTrainer(program, trainer, each).judge();
       if (one.verdict == Verdict::kOutside) return one;
       if (one.verdict == Verdict::kLegal) continue;
       all.verdict = Verdict::kIllegal;

@@ -2,11 +2,14 @@
 // tests/step_fuzz/step_fuzz_test.cc: random programs over the public API of a training step: a legal one gives what one
 // rank of plain libtorch gives, an illegal one is refused on every rank by name (docs/step-rules.md).
 //
-//   LOCKSTEP_FUZZ_ROUNDS   number of programs; LOCKSTEP_FUZZ_SEED the seed of the first: each has the next one
+//   LOCKSTEP_FUZZ_ROUNDS    number of programs
+//   LOCKSTEP_FUZZ_SEED      seed of the first; each has the next one. None: a random one, which is printed
+//   LOCKSTEP_FUZZ_FAILURES  stop after so many
 //
 // Prints how often each feature occurred, and which pairs of features never did.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <map>
@@ -21,7 +24,7 @@
 namespace lockstep::fuzz {
 namespace {
 
-constexpr int kFailuresToShow = 3;
+constexpr std::chrono::seconds kShrinking{20};  // for each failure
 
 std::uint64_t first_seed() {
   const char* given = std::getenv("LOCKSTEP_FUZZ_SEED");
@@ -57,7 +60,9 @@ class Coverage {
 // The shortest program that fails like this one, as text.
 std::string report(const Program& program) {
   const auto verdict = judge(program).verdict;
+  const auto end = std::chrono::steady_clock::now() + kShrinking;
   const Program small = shortest(program, [&](const Program& simpler) {
+    if (std::chrono::steady_clock::now() > end) return false;
     const Judgement judgement = judge(simpler);
     return judgement.verdict == verdict && !fault_of(simpler, judgement).empty();
   });
@@ -68,9 +73,10 @@ TEST(StepFuzz, every_program_is_right_or_refused_by_name) {
   const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 200);
   const std::uint64_t seed = first_seed();
   std::cout << programs << " programs from LOCKSTEP_FUZZ_SEED=" << seed << std::endl;
+  const int most_failures = testing::rounds("LOCKSTEP_FUZZ_FAILURES", 3);
   Coverage coverage;
   int failures = 0;
-  for (int i = 0; i < programs && failures < kFailuresToShow; ++i) {
+  for (int i = 0; i < programs && failures < most_failures; ++i) {
     const Program program = random_program(seed + static_cast<std::uint64_t>(i));
     const Judgement judgement = judge(program);
     coverage.count(program, judgement);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -57,6 +58,29 @@ void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::
           {.what = concat(found->name, " is ignored, but the optimizer that steps shared parameters holds it"),
            .next = "give it an optimizer of its own, or share_parameters = false"});
   }
+}
+
+// Of options of the user's own that have none: 0.
+double lr_of(const torch::optim::OptimizerParamGroup& group) try {
+  return group.options().get_lr();
+} catch (const c10::Error&) {
+  return 0;
+}
+
+// What all ranks must have alike of an optimizer of torch's.
+StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
+  StepSettings settings;
+  double number = 0;
+  double& frozen = settings["a checksum of which parameters are frozen"];
+  for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    const auto& group = optimizer.param_groups()[i];
+    settings[concat("lr of parameter group ", i)] = lr_of(group);
+    for (const torch::Tensor& parameter : group.params()) {
+      number += 1;
+      frozen += parameter.requires_grad() ? 0 : number * number;
+    }
+  }
+  return settings;
 }
 
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
@@ -219,8 +243,14 @@ class DistributedDataParallel::Impl {
   // What every rank must have alike when gradients go through buckets.
   StepSettings settings() const {
     StepSettings settings;
-    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) settings = own->settings();
-    settings["parameters written since the last exchange, by step() or otherwise,"] = versions() == versions_ ? 0 : 1;
+    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_))
+      settings = own->settings();
+    else if (optimizer_ != nullptr)
+      settings = settings_of(*optimizer_);
+    double writes = 0;
+    const std::vector<std::uint32_t> now = versions();
+    for (std::size_t i = 0; i < now.size(); ++i) writes += now[i] - versions_[i];
+    settings["parameters written since the last exchange, by step() or otherwise,"] = writes;
     return settings;
   }
 
@@ -233,11 +263,11 @@ class DistributedDataParallel::Impl {
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
-    require_none_unfrozen();
+    if (!defect("an unfrozen parameter is accepted")) require_none_unfrozen();
     note_versions();
     last_batch_ = totals;
     ++statistics_.exchanges;
-    broadcast_tensors(world_, buffers_);
+    if (!defect("buffers stay each rank's own")) broadcast_tensors(world_, buffers_);
     shard_buffers_.begin_step();
   }
 
