@@ -15,7 +15,7 @@ const Causes kCallsDiffer{"left out a backward(), step()",
                           "called backward()",
                           "the ranks differ",
                           "parameters written since the last exchange",
-                          "different",
+                          "called another collective",
                           "step() number"};
 
 // What one rank has done to one trainer.
@@ -62,7 +62,7 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = exchanged_ = plain_ = stale_ = overflow_ = false;
+    stepped_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
@@ -104,11 +104,12 @@ class WorldOfTrainer {
       return outside("backward() of both kinds in one step");
     if (plain && in_shared_memory(plan_) && ranks != active())
       return outside("loss.backward() on some ranks only, where .grad is no mean");
-    if (!in_shared_memory(plan_) && !syncs && (exchanged_ || stale_)) return outside("no_sync() on top of a mean");
+    if (!in_shared_memory(plan_) && !syncs && mean_) return outside("no_sync() on top of a mean");
     if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
+    if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
+      return illegal("a backward() that some ranks leave out", kCallsDiffer);
     plain_ = plain;
-    overflow_ = overflow_ || (operation.overflow & ranks) != 0;
     int total = 0;
     for (int index = 0; index < program_.ranks; ++index) {
       if (!has(ranks, index)) continue;
@@ -116,10 +117,12 @@ class WorldOfTrainer {
       int samples = 0;
       for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard)
         samples += samples_of_shard(operation, index, shard);
+      if (!syncs && samples == 0 && ranks != active()) return outside("an empty no_sync() on some ranks only");
       if (plain && samples == 0) return outside("loss.backward() of a rank without samples");
       rank.backwards += 1;
       rank.samples += samples;
-      if (exchanged_ && !syncs && samples > 0) rank.touched = true;
+      if (samples > 0 && has(operation.overflow, index)) overflow_ = true;
+      rank.touched = false;
       rank.defined = rank.defined || samples > 0;
       total += samples;
     }
@@ -129,11 +132,12 @@ class WorldOfTrainer {
 
   void exchange(Ranks ranks) {
     if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
+    if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
     if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", kCallsDiffer);
     if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
       return illegal("a parameter that was frozen at first",
                      {"requires a gradient, and did not when", "which parameters are frozen"});
-    exchanged_ = true;
+    exchanged_ = mean_ = true;
     for_each(ranks, [](Rank& rank) { rank.touched = false; });
     if (in_shared_memory(plan_)) return;
     require_equal_counts();
@@ -163,6 +167,7 @@ class WorldOfTrainer {
     stepped_ = true;
     exchanged_ = false;
     stale_ = !nothing && plan_.shards == 0;
+    plain_ = false;
     for_each(members_, [&](Rank& rank) {
       adjust_scale(rank);
       if (in_shared_memory(plan_)) rank.backwards = rank.samples = 0;
@@ -215,7 +220,7 @@ class WorldOfTrainer {
       rank.backwards = rank.samples = 0;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
     });
-    stale_ = overflow_ = false;
+    stale_ = overflow_ = mean_ = false;
   }
 
   void join(Ranks ranks) {
@@ -355,6 +360,7 @@ class WorldOfTrainer {
   bool exchanged_ = false;  // since the last step
   bool plain_ = false;      // the last backward() was loss.backward()
   bool stale_ = false;      // no zero_grad() since the last step
+  bool mean_ = false;       // no zero_grad() since the last exchange
   bool overflow_ = false;   // in .grad
   Judgement judgement_;
 };
