@@ -15,7 +15,7 @@ const Causes kCallsDiffer{"left out a backward(), step()",
                           "called backward()",
                           "the ranks differ",
                           "parameters written since the last exchange",
-                          "called another collective",
+                          " wants ",
                           "step() number"};
 
 // What one rank has done to one trainer.
