@@ -36,6 +36,20 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
   SOURCES ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
+# Random programs over the API of a step; and the same beside deliberate defects, for which some sources of the library are
+# compiled again into the test (lockstep/base/defects.h).
+set(step_fuzz_sources step_fuzz/generator.cc step_fuzz/program.cc step_fuzz/reference.cc step_fuzz/rules.cc step_fuzz/run.cc)
+lockstep_torch_test(step_fuzz step_fuzz SHARDS 1 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_test.cc)
+foreach(source gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
+    optimizer/flat_update strategy/ddp/ddp)
+  list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
+endforeach()
+set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+lockstep_torch_test(step_fuzz_defects step_fuzz.defects SHARDS 2 TIMEOUT 1200
+  SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc ${sources_with_defects})
+target_compile_definitions(step_fuzz_defects PRIVATE LOCKSTEP_DEFECTS)
+set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
+
 # Several processes: programs that are started as a user starts them.
 foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop)
   add_executable(${program} train/${program}.cc)

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient/gradient_watch.h"
 
+#include <algorithm>
+
 namespace lockstep {
 namespace {
 
 std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
   return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+}
+
+bool is_zero(const torch::Tensor& gradient) {
+  return !gradient.defined() || !(gradient.is_sparse() ? gradient._values() : gradient).any().item<bool>();
 }
 
 }  // namespace
@@ -27,6 +33,13 @@ std::optional<std::size_t> GradientWatch::changed() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
     if (identity_of(parameters_[i].tensor.grad()) != identities_[i]) return i;
   return data_.changed();
+}
+
+bool GradientWatch::zeroed() const {
+  const auto every = [&](const auto& is) {
+    return std::all_of(parameters_.begin(), parameters_.end(), [&](const auto& p) { return is(p.tensor.grad()); });
+  };
+  return every([](const torch::Tensor& gradient) { return !gradient.defined(); }) || (changed() && every(is_zero));
 }
 
 }  // namespace lockstep

@@ -26,6 +26,9 @@ class GradientWatch {
   // The first parameter, by its index, whose .grad is another tensor or has been written since.
   std::optional<std::size_t> changed() const;
 
+  // zero_grad() was called since: no .grad is left, or some were written and all are zero.
+  bool zeroed() const;
+
  private:
   std::vector<NamedTensor> parameters_;
   std::vector<std::pair<const void*, std::int64_t>> identities_;  // of each .grad: the tensor and its version

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "lockstep/base/defects.h"
+
 namespace lockstep {
 namespace {
 
@@ -62,7 +64,7 @@ void LocalGradients::end_update() {
   watch_.forget();
   if (block_)
     block_->mark_written();
-  else
+  else if (!defect("a version is not marked"))
     for (const torch::Tensor& parameter : updated_) torch::autograd::impl::bump_version(parameter);
 }
 

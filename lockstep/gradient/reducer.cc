@@ -14,12 +14,14 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/bucket.h"
 #include "lockstep/gradient/exchange_totals.h"
+#include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/gradient/unused_parameters.h"
 
 namespace lockstep {
@@ -56,7 +58,11 @@ class Reducer::Impl {
  public:
   // In a world of one there is nothing to exchange: no buckets, no hooks.
   Impl(World world, const std::vector<NamedTensor>& parameters, const ReducerOptions& options, OnFinished on_finished)
-      : world_(std::move(world)), options_(options), on_finished_(std::move(on_finished)), totals_(world_) {
+      : world_(std::move(world)),
+        all_(parameters),
+        options_(options),
+        on_finished_(std::move(on_finished)),
+        totals_(world_) {
     const auto is_sparse = [&](const NamedTensor& parameter) { return options_.sparse.contains(parameter.name); };
     if (world_.size() == 1) return;
     std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(sparse_), is_sparse);
@@ -69,6 +75,7 @@ class Reducer::Impl {
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
     if (is_active_) throw after_failed_backward(world_.describe());
+    forget_dropped_gradients();
     const torch::Tensor start = batches_.add(samples, loss);
     start_exchange();
     if (some_are_unused_) pack_unused(loss);
@@ -83,16 +90,24 @@ class Reducer::Impl {
 
   void accumulate(std::int64_t samples, const torch::Tensor& loss) {
     if (is_active_) throw after_failed_backward(world_.describe());
+    forget_dropped_gradients();
     const torch::Tensor start = batches_.add(samples, loss);
-    is_accumulating_ = true;
+    is_accumulating_ = is_active_ = true;  // it stays active if backward() fails
     const auto stop = c10::make_scope_exit([this] { is_accumulating_ = false; });
     if (samples > 0) loss.backward(start);
+    is_active_ = false;
+    accumulated_.remember(all_);
   }
 
   const ReducerStatistics& statistics() const { return statistics_; }
 
  private:
   // ---- Before backward()
+
+  // What was counted before a zero_grad() no longer counts.
+  void forget_dropped_gradients() {
+    if (batches_.samples > 0 && accumulated_.zeroed()) batches_ = {};
+  }
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
@@ -173,6 +188,7 @@ class Reducer::Impl {
     const BatchTotals totals = totals_.wait();
     for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
+    if (world_.size() == 1 && totals.samples > 0) scale_own(batches_.weight() / static_cast<double>(totals.samples));
     if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
     learn_scale(totals);
     if (!order_is_known_ && !buckets_.empty()) follow_order_of_rank_0();
@@ -197,7 +213,9 @@ class Reducer::Impl {
     if (totals.samples > 0) scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
   }
 
-  double weight() const { return batches_.weight() / scale_; }  // m_j / s
+  double weight() const {  // m_j / s
+    return (defect("samples are not weighted") ? 1 : batches_.weight()) / scale_;
+  }
 
   void store_means(Bucket& bucket, double factor) {
     const torch::NoGradGuard no_grad;
@@ -206,7 +224,15 @@ class Reducer::Impl {
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
     for (Slot& slot : bucket.slots)
-      if (*count++ > 0) slot.store_mean(factor, options_.gradient_as_bucket_view);
+      if (*count++ > 0 || defect("unused parameters get a gradient"))
+        slot.store_mean(factor, options_.gradient_as_bucket_view);
+  }
+
+  // Alone there are no buckets: .grad is the sum of the batches. It is the mean already unless their sizes differ.
+  void scale_own(double factor) const {
+    const torch::NoGradGuard no_grad;
+    for (const auto& [name, parameter] : all_)
+      if (factor != 1 && parameter.grad().defined()) parameter.grad().mul_(factor);
   }
 
   // Only now: how many rows there are is not known before.
@@ -283,6 +309,7 @@ class Reducer::Impl {
   }
 
   World world_;
+  std::vector<NamedTensor> all_;
   std::vector<NamedTensor> parameters_;  // whose gradients go through buckets
   std::vector<NamedTensor> sparse_;      // whose gradients are exchanged row by row
   ReducerOptions options_;
@@ -299,6 +326,7 @@ class Reducer::Impl {
   std::mutex mutex_;            // guards what follows, and the buckets
   bool is_active_ = false;      // between begin and finish
   AccumulatedBatches batches_;  // since the last exchange
+  GradientWatch accumulated_;   // what accumulate() left in .grad
   ExchangeTotals totals_;
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_ = 0;                     // s; 0 before the first step with samples

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -92,9 +93,7 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
 // After a zero_grad() without a step() before it, what was counted until then no longer counts.
 void SharedGradients::forget_dropped_gradients() {
   if (options_.shards > 0 || sources_.front().batches.samples == 0) return;  // without samples there was no gradient
-  const bool any =
-      std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
-  if (!any) sources_.front() = {};
+  if (watch_.zeroed() && !defect("dropped gradients count")) sources_.front() = {};
 }
 
 // The source that the next backward() adds to: the next unused shard, or the only source.
@@ -124,7 +123,7 @@ BatchTotals SharedGradients::finish() {
   watch_.remember(parameters_);
   if (check_interval() > 0) protect_gradients();
   is_published_ = true;
-  agreement_.backward();  // barrier 1: all rows are written
+  if (!defect("barrier 1 is left out")) agreement_.backward();  // barrier 1: all rows are written
   double samples = 0, loss = 0;
   for (std::size_t i = 0; i < table_->rows(); ++i) {
     samples += table_->row(i).samples;
@@ -211,7 +210,8 @@ std::vector<double> SharedGradients::weights() const {
     samples += table_->row(i).samples;
     weights.push_back(table_->row(i).unit);
   }
-  const double factor = samples > 0 ? backwards_per_step() / samples : 0;
+  const double backwards = defect("the number of backward() is dropped") ? 1 : backwards_per_step();
+  const double factor = samples > 0 ? backwards / samples : 0;
   for (double& weight : weights) weight *= factor;
   return weights;
 }
@@ -220,6 +220,7 @@ std::vector<double> SharedGradients::weights() const {
 // zero_grad(): of its b backward() at least those since the first with samples count, b - leading, and at most b. A rank
 // without any samples, such as one in join(), leaves it to the others.
 double SharedGradients::backwards_per_step() const {
+  if (defect("the number of backward() is wrong in join()")) return table_->own(0).backwards;
   std::size_t most = 0;  // the row with the most backward() that count for sure
   const auto least = [&](std::size_t i) {
     return table_->row(i).samples > 0 ? table_->row(i).backwards - table_->row(i).leading : 0;

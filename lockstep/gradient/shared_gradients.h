@@ -64,6 +64,13 @@ class SharedGradients : public GradientSource {
   // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
+  // After a backward() that no finish() follows: what was published is no longer all, and a zero_grad() from now on drops
+  // what was accumulated.
+  void accumulated() {
+    is_published_ = false;
+    watch_.remember(parameters_);
+  }
+
   // Publishes the gradients of the backward() since the last step; after a plain loss.backward(), .grad as it is, and
   // every rank counts as one sample. Blocks until all ranks have published. Returns the samples and mean loss of these
   // backward() over all ranks. Throws PeerLost.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -62,27 +63,56 @@ void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::
   }
 }
 
+// Of options of the user's own that have none: 0.
+double lr_of(const torch::optim::OptimizerParamGroup& group) try {
+  return group.options().get_lr();
+} catch (const c10::Error&) {
+  return 0;
+}
+
+// What all ranks must have alike of an optimizer of torch's.
+StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
+  StepSettings settings;
+  double number = 0;
+  double& frozen = settings["a checksum of which parameters are frozen"];
+  for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    const auto& group = optimizer.param_groups()[i];
+    settings[concat("lr of parameter group ", i)] = lr_of(group);
+    for (const torch::Tensor& parameter : group.params()) {
+      number += 1;
+      frozen += parameter.requires_grad() ? 0 : number * number;
+    }
+  }
+  return settings;
+}
+
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
 Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Optimizer* optimizer,
                                           const DistributedDataParallelOptions& options) {
   return options.share_parameters && world.device().is_cpu() ? dynamic_cast<Optimizer*>(optimizer) : nullptr;
 }
 
-// Changes when an optimizer steps: a hash of version counters and of 16 elements of each parameter, because torch's
-// optimizers write through data(), which counts no version. On a GPU, where reading elements would wait, of versions only.
-std::uint64_t fingerprint(const std::vector<NamedTensor>& parameters) {
+// What shows that parameters were written: how often, by their version counters; and a hash of 16 elements of each,
+// because torch's optimizers write through data(), which counts nothing. On a GPU, where reading elements would wait, of none.
+struct Values {
+  std::int64_t writes = 0;
+  std::uint64_t samples = 0;
+};
+
+Values values_of(const std::vector<NamedTensor>& parameters) {
   constexpr std::int64_t kElements = 16;
+  Values values;
   std::string bytes;
-  const auto append = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
   for (const auto& [name, parameter] : parameters) {
-    const std::int64_t version = parameter._version();
-    append(&version, sizeof version);
+    values.writes += parameter._version();
     if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
     const auto* const data = static_cast<const char*>(parameter.const_data_ptr());
     for (std::int64_t i = 0; i < kElements; ++i)
-      append(data + (parameter.numel() - 1) * i / (kElements - 1) * parameter.element_size(), parameter.element_size());
+      bytes.append(data + (parameter.numel() - 1) * i / (kElements - 1) * parameter.element_size(),
+                   parameter.element_size());
   }
-  return XXH3_64bits(bytes.data(), bytes.size());
+  values.samples = XXH3_64bits(bytes.data(), bytes.size());
+  return values;
 }
 
 }  // namespace
@@ -249,22 +279,27 @@ class DistributedDataParallel::Impl {
   // What every rank must have alike when gradients go through buckets.
   StepSettings settings() const {
     StepSettings settings;
-    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) settings = own->settings();
+    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_))
+      settings = own->settings();
+    else if (optimizer_ != nullptr)
+      settings = settings_of(*optimizer_);
+    const Values now = values_of(parameters_);
+    const bool seen_in_samples = now.writes == values_.writes && now.samples != values_.samples;
     settings["parameters written since the last exchange, by step() or otherwise,"] =
-        fingerprint(parameters_) == values_ ? 0 : 1;
+        static_cast<double>(now.writes - values_.writes) + (seen_in_samples ? 1 : 0);
     return settings;
   }
 
-  void note_values() { values_ = fingerprint(parameters_); }
+  void note_values() { values_ = values_of(parameters_); }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
-    require_none_unfrozen();
+    if (!defect("an unfrozen parameter is accepted")) require_none_unfrozen();
     check_.exchanged(parameters_);
     note_values();
     last_batch_ = totals;
     ++statistics_.exchanges;
-    broadcast_tensors(world_, buffers_);
+    if (!defect("buffers stay each rank's own")) broadcast_tensors(world_, buffers_);
     shard_buffers_.begin_step();
   }
 
@@ -275,7 +310,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  std::uint64_t values_ = 0;              // fingerprint of parameters_ after the last exchange
+  Values values_;                         // of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;

@@ -20,7 +20,10 @@ class ExchangeInSharedMemory : public GradientExchange {
     gradients_ = std::make_shared<SharedGradients>(std::move(memory), std::move(parameters), std::move(options));
   }
 
-  void backward(const torch::Tensor& loss, std::int64_t samples, bool) override { gradients_->backward(loss, samples); }
+  void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) override {
+    gradients_->backward(loss, samples);
+    if (!exchanges) gradients_->accumulated();
+  }
 
   void finish() override {
     const Stopwatch watch;

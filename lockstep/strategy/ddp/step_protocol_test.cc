@@ -270,6 +270,58 @@ TEST_P(Step, counts_an_empty_batch_before_zero_grad_on_no_rank) {
             IntVector<std::string>(2));
 }
 
+TEST_P(Step, after_zero_grad_counts_nothing_that_no_sync_added_before) {
+  for (const bool to_none : {true, false})
+    EXPECT_EQ(errors(2,
+                     [&](World& world) {
+                       Trainer trainer(world, GetParam());
+                       {
+                         const auto no_sync = trainer.ddp.no_sync();
+                         trainer.backward(6);
+                       }
+                       trainer.sgd.zero_grad(to_none);
+                       const auto before = trainer.values();
+                       trainer.train(1);
+                       EXPECT_TRUE(torch::allclose(trainer.values()[3], before[3] - 0.05));
+                     }),
+              IntVector<std::string>(2));
+}
+
+// The gradient of the last bias is 1/2 in each batch: two times the mean is 1.
+TEST_P(Step, of_one_rank_counts_uneven_batches_as_several_do) {
+  EXPECT_EQ(errors(1,
+                   [](World& world) {
+                     Trainer trainer(world, GetParam());
+                     const auto before = trainer.values();
+                     {
+                       const auto no_sync = trainer.ddp.no_sync();
+                       trainer.backward(2);
+                     }
+                     trainer.backward(6);
+                     trainer.step();
+                     EXPECT_TRUE(torch::allclose(trainer.values()[3], before[3] - 0.1));
+                   }),
+            IntVector<std::string>(1));
+}
+
+TEST_P(Step, after_a_failed_backward_in_no_sync_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, GetParam());
+    torch::Tensor hidden = trainer.net[0]->as<torch::nn::Linear>()->forward(torch::ones({4, 3}));
+    hidden.register_hook([](const torch::Tensor& gradient) -> torch::Tensor {
+      TORCH_CHECK(!gradient.defined(), "thrown by the test");
+      return gradient;
+    });
+    try {
+      const auto no_sync = trainer.ddp.no_sync();
+      trainer.ddp.backward(trainer.net[1]->as<torch::nn::Linear>()->forward(hidden).mean(), 4);
+    } catch (const std::exception&) {  // the program goes on
+    }
+    trainer.train(1);
+  });
+  expect_refused(refused, "after one that failed");
+}
+
 // ---- Writes that torch's version counters do not see
 
 std::string after_backward(const std::function<void(Trainer&)>& write) {
@@ -373,6 +425,53 @@ TEST(StepOfTorch, left_out_on_one_rank_is_refused) {
     }
   });
   expect_refused(refused, "parameters written since the last exchange");
+}
+
+TEST(StepOfTorch, with_another_learning_rate_on_one_rank_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Linear net(3, 2);
+    torch::optim::SGD sgd(net->parameters(), world.rank() == 0 ? 0.1 : 0.2);
+    DistributedDataParallel ddp(world, *net, sgd);
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+  });
+  expect_refused(refused, "lr of parameter group 0");
+}
+
+TEST(SeparateStep, after_one_rank_wrote_a_parameter_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kSeparate);
+    trainer.train(1);
+    if (world.rank() == 1) {
+      const torch::NoGradGuard no_grad;
+      trainer.net->parameters()[0].mul_(0.5);
+    }
+    trainer.train(1);
+  });
+  expect_refused(refused, "parameters written since the last exchange");
+}
+
+TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     torch::nn::Linear net(3, 2);
+                     net->to(torch::kBFloat16);
+                     SGD sgd(net->parameters(), {.lr = 0.5});
+                     DistributedDataParallel ddp(world, *net, sgd);
+                     for (const bool loaded : {false, true}) {
+                       if (loaded) {
+                         const torch::NoGradGuard no_grad;
+                         for (torch::Tensor& parameter : net->parameters()) parameter.fill_(2);
+                         ddp.parameters_written();
+                         set_learning_rate(sgd, 0);
+                       }
+                       ddp.backward(net->forward(torch::ones({4, 3}, torch::kBFloat16)).mean(), 4);
+                       sgd.step();
+                       sgd.zero_grad();
+                     }
+                     for (const torch::Tensor& parameter : net->parameters())
+                       EXPECT_TRUE(torch::equal(parameter, torch::full_like(parameter, 2)));
+                   }),
+            IntVector<std::string>(2));
 }
 
 }  // namespace

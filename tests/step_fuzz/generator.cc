@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/step_fuzz/generator.h"
+
+#include <algorithm>
+#include <random>
+
+#include "tests/step_fuzz/rules.h"
+
+namespace lockstep::fuzz {
+namespace {
+
+class Generator {
+ public:
+  explicit Generator(std::uint64_t seed) : random_(seed) { program_.seed = seed; }
+
+  Program program() {
+    program_.ranks = pick({1, 2, 2, 2, 3, 3, 4, 5});
+    const int trainers = chance(0.2) ? 2 : 1;
+    for (int i = 0; i < trainers; ++i) program_.trainers.push_back(plan());
+    const int steps = between(1, 6);
+    for (int i = 0; i < steps; ++i) a_step(between(0, trainers - 1));
+    if (chance(0.4)) spoil();
+    for (int i = 0; i < trainers; ++i)
+      if (chance(0.2)) join(i);
+    for (int i = 0; i < trainers; ++i)
+      for (int k = 0; k < 2; ++k) plain_step(i);  // what is illegal shows by now on every rank
+    return program_;
+  }
+
+ private:
+  // ---- Trainers
+
+  TrainerPlan plan() {
+    TrainerPlan plan;
+    plan.layout =
+        pick({Layout::kShared, Layout::kShared, Layout::kSharedThroughBuckets, Layout::kSeparate, Layout::kTorch});
+    plan.rule = pick({Rule::kSGD, Rule::kMomentum, Rule::kNesterov, Rule::kAdam, Rule::kAdamW});
+    plan.dtype = pick({torch::kFloat64, torch::kFloat64, torch::kFloat32, torch::kFloat32, torch::kBFloat16});
+    plan.lr = plan.rule == Rule::kAdam || plan.rule == Rule::kAdamW ? 0.01 : 0.05;
+    if (chance(0.3)) plan.weight_decay = 0.01;
+    const bool own = plan.layout != Layout::kTorch;
+    if (own && chance(0.2)) plan.average = 0.75;
+    if (own && chance(0.2)) plan.scaled = true;
+    if (plan.layout == Layout::kShared && chance(0.15)) plan.shards = between(1, 3);
+    if (plan.layout != Layout::kShared) through_buckets(plan);
+    plan.wide = chance(0.1);
+    plan.buffers = chance(0.2);
+    if (chance(0.15)) plan.frozen = 1U << pick({0, 1, 3, 4});
+    if (chance(0.15))
+      for (int& color : plan.color) color = between(0, 1);
+    for (int& order : plan.destruction) order = between(0, 5);
+    return plan;
+  }
+
+  void through_buckets(TrainerPlan& plan) {
+    plan.small_buckets = chance(0.3);
+    plan.bucket_view = chance(0.2);
+    if (chance(0.1)) plan.hook = Hook::kTopKOfAll;
+  }
+
+  // ---- Steps
+
+  Operation& add(Action action, int trainer) {
+    program_.operations.push_back(make(action, trainer));
+    return program_.operations.back();
+  }
+
+  Operation make(Action action, int trainer) {
+    Operation operation{.action = action, .trainer = trainer, .ranks = all_of(program_.ranks) & ~joined_, .id = ++id_};
+    operation.parameter = pick({0, 1, 3, 4});
+    for (auto& samples : operation.samples) samples = 3;
+    return operation;
+  }
+
+  void a_step(int trainer) {
+    while (chance(0.3)) something_else(trainer);
+    const double kind = fraction();
+    const bool shards = program_.trainers[static_cast<std::size_t>(trainer)].shards > 0;
+    if (!shards && kind < 0.2) {
+      for (int i = between(1, 2); i > 0; --i) batches(add(Action::kNoSyncBackward, trainer));
+    } else if (!shards && kind < 0.3) {
+      batches(add(Action::kBackward, trainer));
+    }
+    if (!shards && kind > 0.9) {
+      Operation& operation = add(Action::kPlainBackward, trainer);
+      unused(operation);
+      for (auto& samples : operation.samples) samples = between(1, 4);
+    } else {
+      batches(add(Action::kBackward, trainer));
+    }
+    while (chance(0.15)) something_else(trainer);
+    if (chance(0.9)) add(Action::kStep, trainer);
+    if (chance(0.95)) add(chance(0.7) ? Action::kZeroGrad : Action::kZeroGradToZeros, trainer);
+  }
+
+  void plain_step(int trainer) {
+    add(Action::kBackward, trainer);
+    add(Action::kStep, trainer);
+    add(Action::kZeroGrad, trainer);
+  }
+
+  // Sizes and branches that may differ between ranks.
+  void batches(Operation& operation) {
+    unused(operation);
+    const bool even = chance(0.3);
+    for (auto& samples : operation.samples) samples = even ? operation.samples[0] : between(0, 4);
+    if (program_.trainers[static_cast<std::size_t>(operation.trainer)].scaled && chance(0.2))
+      operation.overflow = some_ranks();
+    if (even) operation.samples.fill(between(1, 4));
+  }
+
+  void unused(Operation& operation) {
+    if (!chance(0.25)) return;
+    const bool same = chance(0.3);
+    const auto of_all = static_cast<unsigned>(between(0, 7));
+    for (unsigned& branches : operation.unused) branches = same ? of_all : static_cast<unsigned>(between(0, 7));
+  }
+
+  void something_else(int trainer) {
+    const Action action = pick({Action::kSetLr, Action::kSetLr, Action::kSetClipping, Action::kSetValueClipping,
+                                Action::kClipNormByHand, Action::kClipValueByHand, Action::kFreeze, Action::kUnfreeze,
+                                Action::kLoadParameters, Action::kWriteParameter, Action::kWriteData, Action::kRebuild,
+                                Action::kFailingForward, Action::kStep, Action::kZeroGrad});
+    Operation& operation = add(action, trainer);
+    if (action == Action::kFailingForward) operation.ranks = some_ranks();
+    set_value(operation);
+  }
+
+  void set_value(Operation& operation) {
+    switch (operation.action) {
+      case Action::kSetLr: operation.value = pick({0.01, 0.02, 0.03}); return;
+      case Action::kSetClipping: operation.value = pick({0.0, 0.05, 0.5, 100.0}); return;
+      case Action::kSetValueClipping: operation.value = pick({0.0, 0.02, 1.0}); return;
+      case Action::kClipNormByHand:
+      case Action::kClipValueByHand: operation.value = pick({1e-6, 1e6}); return;
+      default: return;
+    }
+  }
+
+  // Some ranks run out of batches before others.
+  void join(int trainer) {
+    joined_ = 0;
+    for (int i = between(1, 3); i > 0; --i) {
+      const Ranks now = some_ranks() & ~joined_;
+      if (now == 0 || (now | joined_) == all_of(program_.ranks)) break;
+      add(Action::kJoin, trainer).ranks = now;
+      joined_ |= now;
+      for (int k = between(0, 2); k > 0; --k) {
+        if (chance(0.2)) batches(add(Action::kNoSyncBackward, trainer));
+        batches(add(Action::kBackward, trainer));
+        add(Action::kStep, trainer);
+        add(Action::kZeroGrad, trainer);
+      }
+    }
+    add(Action::kJoin, trainer);
+    joined_ = 0;
+  }
+
+  // Makes the program illegal, or at least odd.
+  void spoil() {
+    auto& operations = program_.operations;
+    const int at = between(0, static_cast<int>(operations.size()) - 1);
+    Operation& chosen = operations[static_cast<std::size_t>(at)];
+    const double kind = fraction();
+    if (kind < 0.5) {
+      chosen.ranks = some_ranks();
+      return;
+    }
+    if (kind < 0.6) {
+      operations.erase(operations.begin() + at);
+      return;
+    }
+    Operation extra = make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
+                                 Action::kSetValueClipping, Action::kFreeze, Action::kUnfreeze, Action::kWriteParameter,
+                                 Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand, Action::kStep,
+                                 Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
+                           chosen.trainer);
+    set_value(extra);
+    if (extra.action == Action::kFailingBackward) extra.value = between(0, 1);
+    if (chance(0.7)) extra.ranks = some_ranks();
+    operations.insert(operations.begin() + at, extra);
+  }
+
+  // ---- Dice
+
+  Ranks some_ranks() { return static_cast<Ranks>(between(1, static_cast<int>(all_of(program_.ranks)))); }
+  bool chance(double probability) { return fraction() < probability; }
+  double fraction() { return std::uniform_real_distribution<>()(random_); }
+  int between(int low, int high) { return std::uniform_int_distribution<>(low, high)(random_); }
+  template <class T>
+  T pick(std::initializer_list<T> among) {
+    return *(among.begin() + between(0, static_cast<int>(among.size()) - 1));
+  }
+
+  std::mt19937_64 random_;
+  Program program_;
+  Ranks joined_ = 0;
+  int id_ = 0;
+};
+
+// Calls try_one() with each simpler program; it returns true if that one fails, too, and goes on from there.
+bool shrink_once(Program& program, const std::function<bool(const Program&)>& fails) {
+  const auto attempt = [&](Program simpler) {
+    if (judge(simpler).verdict == Verdict::kOutside || !fails(simpler)) return false;
+    program = std::move(simpler);
+    return true;
+  };
+  bool any = false;
+  for (std::size_t size = std::max<std::size_t>(program.operations.size() / 2, 1); size > 0; size /= 2)
+    for (std::size_t i = 0; i + size <= program.operations.size();) {
+      Program without = program;
+      without.operations.erase(without.operations.begin() + static_cast<std::ptrdiff_t>(i),
+                               without.operations.begin() + static_cast<std::ptrdiff_t>(i + size));
+      if (attempt(without))
+        any = true;
+      else
+        ++i;
+    }
+  return any;
+}
+
+// Values that make a program shorter to read.
+void simplify_values(Program& program, const std::function<bool(const Program&)>& fails) {
+  const auto attempt = [&](const auto& change) {
+    Program simpler = program;
+    change(simpler);
+    if (judge(simpler).verdict != Verdict::kOutside && fails(simpler)) program = std::move(simpler);
+  };
+  for (std::size_t i = 0; i < program.trainers.size(); ++i) {
+    const auto with = [&](const auto& change) { attempt([&](Program& simpler) { change(simpler.trainers[i]); }); };
+    with([](TrainerPlan& plan) { plan.rule = Rule::kSGD; });
+    with([](TrainerPlan& plan) { plan.weight_decay = 0; });
+    with([](TrainerPlan& plan) { plan.dtype = torch::kFloat64; });
+    with([](TrainerPlan& plan) { plan.average = 0; });
+    with([](TrainerPlan& plan) { plan.scaled = false; });
+    with([](TrainerPlan& plan) { plan.shards = 0; });
+    with([](TrainerPlan& plan) { plan.frozen = 0; });
+    with([](TrainerPlan& plan) { plan.color = {}; });
+    with([](TrainerPlan& plan) { plan.destruction = {}; });
+    with([](TrainerPlan& plan) { plan.wide = plan.buffers = plan.bucket_view = plan.small_buckets = false; });
+    with([](TrainerPlan& plan) { plan.hook = Hook::kNone; });
+  }
+  for (std::size_t i = 0; i < program.operations.size(); ++i) {
+    attempt([&](Program& simpler) { simpler.operations[i].unused = {}; });
+    attempt([&](Program& simpler) { simpler.operations[i].samples.fill(3); });
+    attempt([&](Program& simpler) { simpler.operations[i].overflow = 0; });
+  }
+  for (const int ranks : {1, 2, 3, 4})
+    if (ranks < program.ranks)
+      attempt([&](Program& simpler) {
+        simpler.ranks = ranks;
+        for (Operation& operation : simpler.operations) operation.ranks &= all_of(ranks);
+      });
+}
+
+}  // namespace
+
+Program random_program(std::uint64_t seed) {
+  for (std::uint64_t attempt = 0;; ++attempt) {
+    Program program = Generator(seed + (attempt << 40)).program();
+    program.seed = seed;
+    if (judge(program).verdict != Verdict::kOutside) return program;
+  }
+}
+
+Program shortest(Program program, const std::function<bool(const Program&)>& fails) {
+  while (shrink_once(program, fails)) {
+  }
+  simplify_values(program, fails);
+  while (shrink_once(program, fails)) {
+  }
+  return program;
+}
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/step_fuzz/program.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+namespace lockstep::fuzz {
+namespace {
+
+const std::vector<std::string> kActions{"backward",
+                                        "no_sync backward",
+                                        "loss.backward()",
+                                        "failing forward",
+                                        "failing backward",
+                                        "step",
+                                        "zero_grad",
+                                        "zero_grad(false)",
+                                        "set_learning_rate",
+                                        "set_clipping norm",
+                                        "set_clipping value",
+                                        "clip_grad_norm_",
+                                        "clip_grad_value_",
+                                        "freeze",
+                                        "unfreeze",
+                                        "keep_average too late",
+                                        "load parameters",
+                                        "write parameter",
+                                        "write .data()",
+                                        "join",
+                                        "rebuild"};
+const std::vector<std::string> kLayouts{"shared", "shared through buckets", "separate", "torch::optim"};
+const std::vector<std::string> kRules{"SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW"};
+const std::vector<std::string> kHooks{"no hook", "hook top-k of all", "hook two bits"};
+
+std::string ranks_text(Ranks ranks) {
+  std::string text;
+  for (int rank = 0; rank < kMaxRanks; ++rank)
+    if (has(ranks, rank)) text += std::to_string(rank);
+  return text;
+}
+
+void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
+  out << name_of(plan.layout) << ", " << name_of(plan.rule) << " lr " << plan.lr << " weight decay "
+      << plan.weight_decay << ", " << c10::toString(plan.dtype);
+  if (plan.average > 0) out << ", average " << plan.average;
+  if (plan.scaled) out << ", scaled";
+  if (plan.shards > 0) out << ", " << plan.shards << " shards per rank";
+  if (plan.hook != Hook::kNone) out << ", " << kHooks[static_cast<std::size_t>(plan.hook)];
+  if (plan.small_buckets) out << ", small buckets";
+  if (plan.bucket_view) out << ", bucket view";
+  if (plan.wide) out << ", wide";
+  if (plan.buffers) out << ", buffers";
+  if (plan.frozen != 0) out << ", frozen " << ranks_text(plan.frozen);
+  out << ", colors";
+  for (int rank = 0; rank < ranks; ++rank) out << ' ' << plan.color[static_cast<std::size_t>(rank)];
+}
+
+void describe(std::ostream& out, const Operation& operation, int ranks) {
+  out << "trainer " << operation.trainer << " ranks " << ranks_text(operation.ranks) << ": "
+      << name_of(operation.action);
+  if (operation.value != 0) out << ' ' << operation.value;
+  if (operation.action == Action::kFreeze || operation.action == Action::kUnfreeze) out << ' ' << operation.parameter;
+  if (is_backward(operation.action)) {
+    out << " samples";
+    for (int rank = 0; rank < ranks; ++rank) out << ' ' << operation.samples[static_cast<std::size_t>(rank)];
+    for (int rank = 0; rank < ranks; ++rank)
+      if (operation.unused[static_cast<std::size_t>(rank)] != 0)
+        out << ", rank " << rank << " leaves out branches " << operation.unused[static_cast<std::size_t>(rank)];
+    if (operation.overflow != 0) out << ", overflow on " << ranks_text(operation.overflow);
+  }
+  out << "  (id " << operation.id << ")";
+}
+
+void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& features) {
+  features.insert(name_of(plan.layout));
+  features.insert(name_of(plan.rule));
+  features.insert(c10::toString(plan.dtype));
+  if (plan.hook != Hook::kNone) features.insert(kHooks[static_cast<std::size_t>(plan.hook)]);
+  const auto note = [&](bool there, const char* name) {
+    if (there) features.insert(name);
+  };
+  note(plan.weight_decay > 0, "weight decay");
+  note(plan.average > 0, "keep_average");
+  note(plan.scaled, "loss scaling");
+  note(plan.shards > 0, "virtual shards");
+  note(plan.small_buckets, "small buckets");
+  note(plan.bucket_view, "gradient_as_bucket_view");
+  note(plan.wide, "large gradients");
+  note(plan.buffers, "buffers");
+  note(plan.frozen != 0, "frozen at first");
+  for (int rank = 1; rank < ranks; ++rank)
+    note(plan.color[static_cast<std::size_t>(rank)] != plan.color[0], "sub-worlds");
+}
+
+void features_of(const Operation& operation, int ranks, std::set<std::string>& features) {
+  features.insert(name_of(operation.action));
+  if (operation.ranks != all_of(ranks)) features.insert("on some ranks only");
+  if (operation.overflow != 0) features.insert("overflow");
+  if (!is_backward(operation.action)) return;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    if (operation.samples[r] == 0) features.insert("empty batch");
+    if (operation.samples[r] != operation.samples[0]) features.insert("uneven batches");
+    if (operation.unused[r] != 0) features.insert("unused parameters");
+    if (operation.unused[r] != operation.unused[0]) features.insert("unused on some ranks");
+  }
+}
+
+}  // namespace
+
+std::string name_of(Action action) { return kActions[static_cast<std::size_t>(action)]; }
+std::string name_of(Layout layout) { return kLayouts[static_cast<std::size_t>(layout)]; }
+std::string name_of(Rule rule) { return kRules[static_cast<std::size_t>(rule)]; }
+
+std::string text_of(const Program& program) {
+  std::ostringstream out;
+  out << "seed " << program.seed << ", " << program.ranks << " ranks\n";
+  for (std::size_t i = 0; i < program.trainers.size(); ++i) {
+    out << "  trainer " << i << ": ";
+    describe(out, program.trainers[i], program.ranks);
+    out << '\n';
+  }
+  for (const Operation& operation : program.operations) {
+    out << "    ";
+    describe(out, operation, program.ranks);
+    out << '\n';
+  }
+  return out.str();
+}
+
+std::vector<std::string> features_of(const Program& program) {
+  std::set<std::string> features{std::to_string(program.ranks) + (program.ranks == 1 ? " rank" : " ranks")};
+  if (program.trainers.size() > 1) features.insert("two trainers");
+  for (const TrainerPlan& plan : program.trainers) features_of(plan, program.ranks, features);
+  for (const Operation& operation : program.operations) features_of(operation, program.ranks, features);
+  return {features.begin(), features.end()};
+}
+
+}  // namespace lockstep::fuzz

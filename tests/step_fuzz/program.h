@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/step_fuzz/program.h: a program over the public API of a training step, as data. Everything in which ranks
+// differ is explicit: each operation says which ranks make it, and with how many samples each.
+#pragma once
+
+#include <torch/types.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep::fuzz {
+
+inline constexpr int kMaxRanks = 5;
+inline constexpr int kParameters = 5;  // of the model in network.h
+
+using Ranks = unsigned;  // bit r: rank r
+inline Ranks all_of(int ranks) { return (1U << ranks) - 1; }
+inline bool has(Ranks ranks, int rank) { return (ranks >> rank & 1) != 0; }
+
+// Where the gradients meet, and whose parameters they update. kTorch: an optimizer of torch's, parameters of each rank.
+enum class Layout : std::uint8_t { kShared, kSharedThroughBuckets, kSeparate, kTorch };
+enum class Rule : std::uint8_t { kSGD, kMomentum, kNesterov, kAdam, kAdamW };
+enum class Hook : std::uint8_t { kNone, kTopKOfAll, kTwoBit };
+
+// One module with its optimizer and its DistributedDataParallel.
+struct TrainerPlan {
+  Layout layout = Layout::kShared;
+  Rule rule = Rule::kSGD;
+  torch::ScalarType dtype = torch::kFloat64;
+  double lr = 0.1;
+  double weight_decay = 0;
+  double average = 0;       // keep_average(); 0: none
+  bool scaled = false;      // with a GradientScaler
+  int shards = 0;           // virtual shards of each rank
+  Hook hook = Hook::kNone;  // through buckets
+  bool small_buckets = false;
+  bool bucket_view = false;
+  bool wide = false;                         // gradients large enough for autograd to write them into shared memory
+  bool buffers = false;                      // the module has a buffer that forward() changes
+  unsigned frozen = 0;                       // parameters frozen before the DistributedDataParallel is made
+  std::array<int, kMaxRanks> color{};        // the sub-world of each rank
+  std::array<int, kMaxRanks> destruction{};  // in which order each rank destroys its objects: 0 to 5
+};
+
+enum class Action : std::uint8_t {
+  kBackward,         // ddp.backward(): samples, unused, overflow
+  kNoSyncBackward,   // the same, under no_sync()
+  kPlainBackward,    // loss.backward()
+  kFailingForward,   // throws before there is a loss; the program goes on
+  kFailingBackward,  // throws halfway through; the program catches it and goes on
+  kStep,
+  kZeroGrad,         // to none
+  kZeroGradToZeros,  // set_to_none = false
+  kSetLr,            // value
+  kSetClipping,      // value: the norm
+  kSetValueClipping,
+  kClipNormByHand,  // torch's clip_grad_norm_ with value
+  kClipValueByHand,
+  kFreeze,  // parameter
+  kUnfreeze,
+  kKeepAverage,     // after the first step
+  kLoadParameters,  // rank 0 of the memory writes, or every rank its own; then parameters_written()
+  kWriteParameter,  // p *= 0.5 under NoGradGuard
+  kWriteData,       // p.data() *= 0.5
+  kJoin,
+  kRebuild,  // destroys optimizer and DistributedDataParallel and makes new ones for the same module
+  kCount,
+};
+
+struct Operation {
+  Action action = Action::kStep;
+  int trainer = 0;
+  Ranks ranks = 0;  // which make it
+  int id = 0;       // seeds its inputs: stays when others are removed
+  double value = 0;
+  int parameter = 0;
+  std::array<int, kMaxRanks> samples{};
+  std::array<unsigned, kMaxRanks>
+      unused{};        // Branch in network.h: parts of the model that this rank's forward leaves out
+  Ranks overflow = 0;  // these ranks' loss is infinite
+};
+
+struct Program {
+  std::uint64_t seed = 0;
+  int ranks = 1;
+  std::vector<TrainerPlan> trainers;
+  std::vector<Operation> operations;
+};
+
+// Samples of shard `shard` of this rank: shards of a rank differ.
+inline int samples_of_shard(const Operation& operation, int rank, int shard) {
+  return (operation.samples[static_cast<std::size_t>(rank)] + 2 * shard) % 5;
+}
+inline bool is_backward(Action action) {
+  return action == Action::kBackward || action == Action::kNoSyncBackward || action == Action::kPlainBackward;
+}
+inline bool in_shared_memory(const TrainerPlan& plan) { return plan.layout == Layout::kShared; }
+inline bool shares_parameters(const TrainerPlan& plan) {
+  return plan.layout == Layout::kShared || plan.layout == Layout::kSharedThroughBuckets;
+}
+
+std::string name_of(Action action);
+std::string name_of(Layout layout);
+std::string name_of(Rule rule);
+std::string text_of(const Program& program);                   // for a reader who wants to write it as a test
+std::vector<std::string> features_of(const Program& program);  // what occurs in it, each once
+
+}  // namespace lockstep::fuzz

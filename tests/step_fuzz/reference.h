@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/step_fuzz/reference.h: what a legal program computes: on one rank, with torch::optim, in float64, over the global
+// batches. Written apart from the product: it shares only the model and the data.
+#pragma once
+
+#include <torch/types.h>
+
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "tests/step_fuzz/program.h"
+
+namespace lockstep::fuzz {
+
+struct Totals {
+  int samples = 0;
+  double mean_loss = 0;
+};
+
+// Of one trainer in one of its worlds, at the end.
+struct Expected {
+  std::vector<torch::Tensor> weights;
+  std::vector<torch::Tensor> averages;  // undefined: never updated
+  torch::Tensor seen;                   // the buffer
+  std::map<int, Totals> totals;         // by the id of a backward() that exchanges a single batch
+};
+
+Expected expected_of(const Program& program, std::size_t trainer, int color);
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/step_fuzz/rules.h"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+
+namespace lockstep::fuzz {
+namespace {
+
+using Causes = std::vector<std::string>;
+
+const Causes kCallsDiffer{"left out a backward(), step()",
+                          "backward() since the last exchange",
+                          "called backward()",
+                          "the ranks differ",
+                          "parameters written since the last exchange",
+                          " wants ",
+                          "step() number"};
+
+// What one rank has done to one trainer.
+struct Rank {
+  bool joined = false;
+  double lr = 0, norm = 0, value = 0;
+  double scale = 0;             // that its next step() divides by
+  double optimizers_scale = 0;  // that its optimizer would divide by in join()
+  unsigned frozen = 0;
+  int backwards = 0;     // since the last exchange; of shared gradients, since the last step
+  int samples = 0;       // in these
+  int written = 0;       // parameters written by hand, since the last exchange
+  bool defined = false;  // .grad
+  bool touched = false;  // .grad changed by hand since the exchange
+  int good_steps = 0;
+};
+
+// Walks through the operations of one trainer in one of its worlds.
+class WorldOfTrainer {
+ public:
+  WorldOfTrainer(const Program& program, std::size_t trainer, int color)
+      : program_(program), plan_(program.trainers[trainer]), trainer_(static_cast<int>(trainer)) {
+    for (int rank = 0; rank < program.ranks; ++rank)
+      if (plan_.color[static_cast<std::size_t>(rank)] == color) members_ |= 1U << rank;
+    begin();
+  }
+
+  Judgement judge() {
+    for (const Operation& operation : program_.operations) {
+      if (operation.trainer != trainer_ || (operation.ranks & members_) == 0) continue;
+      judge(operation, operation.ranks & members_);
+      if (judgement_.verdict != Verdict::kLegal) return judgement_;
+    }
+    if (active() != members_) outside("a join() that some ranks never make");
+    return judgement_;
+  }
+
+ private:
+  void begin() {
+    start_frozen_ = plan_.frozen;
+    for_each(members_, [&](Rank& rank) {
+      const unsigned frozen = begun_ ? rank.frozen : plan_.frozen;
+      start_frozen_ = frozen;
+      rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
+    });
+    begun_ = true;
+    stepped_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
+  }
+
+  void judge(const Operation& operation, Ranks ranks) {
+    if ((ranks & ~active()) != 0) return outside("an operation of a rank in join()");
+    switch (operation.action) {
+      case Action::kBackward:
+      case Action::kNoSyncBackward:
+      case Action::kPlainBackward: return backward(operation, ranks);
+      case Action::kFailingForward: return;
+      case Action::kFailingBackward: return failing_backward(operation, ranks);
+      case Action::kStep: return step(ranks);
+      case Action::kZeroGrad:
+      case Action::kZeroGradToZeros: return zero_grad(operation, ranks);
+      case Action::kSetLr: return for_each(ranks, [&](Rank& rank) { rank.lr = operation.value; });
+      case Action::kSetClipping: return clipping(ranks, [&](Rank& rank) { rank.norm = operation.value; });
+      case Action::kSetValueClipping: return clipping(ranks, [&](Rank& rank) { rank.value = operation.value; });
+      case Action::kClipNormByHand:
+      case Action::kClipValueByHand: return clip_by_hand(operation, ranks);
+      case Action::kFreeze: return freeze(operation, ranks);
+      case Action::kUnfreeze: return for_each(ranks, [&](Rank& rank) { rank.frozen &= ~(1U << operation.parameter); });
+      case Action::kKeepAverage: return keep_average();
+      case Action::kLoadParameters: return load(ranks);
+      case Action::kWriteParameter: return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
+      case Action::kWriteData: return write_data(ranks);
+      case Action::kJoin: return join(ranks);
+      case Action::kRebuild: return rebuild(ranks);
+      case Action::kCount: return;
+    }
+  }
+
+  // ---- Calls that all ranks make together
+
+  void backward(const Operation& operation, Ranks ranks) {
+    const bool plain = operation.action == Action::kPlainBackward, syncs = operation.action != Action::kNoSyncBackward;
+    if (plan_.shards > 0 && operation.action != Action::kBackward) return outside("no_sync() with virtual shards");
+    if (in_shared_memory(plan_) && stale_) return outside("no zero_grad() after step() where .grad is no mean");
+    if (plan_.scaled && stale_) return outside("no zero_grad() after step() with loss scaling");
+    if (any([](const Rank& rank) { return rank.backwards > 0; }) && plain != plain_)
+      return outside("backward() of both kinds in one step");
+    if (plain && in_shared_memory(plan_) && ranks != active())
+      return outside("loss.backward() on some ranks only, where .grad is no mean");
+    if (!in_shared_memory(plan_) && !syncs && mean_) return outside("no_sync() on top of a mean");
+    if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
+    if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
+    if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
+      return illegal("a backward() that some ranks leave out", kCallsDiffer);
+    plain_ = plain;
+    int total = 0;
+    for (int index = 0; index < program_.ranks; ++index) {
+      if (!has(ranks, index)) continue;
+      Rank& rank = ranks_[static_cast<std::size_t>(index)];
+      int samples = 0;
+      for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard)
+        samples += samples_of_shard(operation, index, shard);
+      if (!syncs && samples == 0 && ranks != active()) return outside("an empty no_sync() on some ranks only");
+      if (plain && samples == 0) return outside("loss.backward() of a rank without samples");
+      rank.backwards += 1;
+      rank.samples += samples;
+      if (samples > 0 && has(operation.overflow, index)) overflow_ = true;
+      rank.touched = false;
+      rank.defined = rank.defined || samples > 0;
+      total += samples;
+    }
+    if (syncs) exchange(ranks);
+    if (judgement_.verdict == Verdict::kLegal && syncs && total == 0) outside("no rank has samples");
+  }
+
+  void exchange(Ranks ranks) {
+    if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
+    if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
+    if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", kCallsDiffer);
+    if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
+      return illegal("a parameter that was frozen at first",
+                     {"requires a gradient, and did not when", "which parameters are frozen"});
+    exchanged_ = mean_ = true;
+    for_each(ranks, [](Rank& rank) { rank.touched = false; });
+    if (in_shared_memory(plan_)) return;
+    require_equal_counts();
+    require_equal_settings();
+    if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; }))
+      illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
+    for_each(members_, [&](Rank& rank) {
+      rank.backwards = rank.samples = 0;
+      if (!shares_parameters(plan_)) rank.written = 0;
+      rank.defined = true;
+    });
+  }
+
+  void step(Ranks ranks) {
+    const bool nothing = !any([](const Rank& rank) { return rank.defined; });
+    if (ranks != active()) {
+      if (!shares_parameters(plan_) && nothing) return outside("a step() without gradients on some ranks only");
+      return illegal("a step() that some ranks leave out", kCallsDiffer);
+    }
+    if (joined() && !exchanged_ && !plain_)
+      return illegal("a step() without a backward() while a rank is in join()", kCallsDiffer);
+    if ((in_shared_memory(plan_) || plan_.scaled) && stale_ && !nothing)
+      return outside("two step() with the same gradient where .grad is no mean");
+    if (plan_.shards > 0 && !exchanged_) return outside("a step() without shards");
+    step_with_gradients();
+    if (judgement_.verdict != Verdict::kLegal) return;
+    stepped_ = true;
+    exchanged_ = false;
+    stale_ = !nothing && plan_.shards == 0;
+    plain_ = false;
+    for_each(members_, [&](Rank& rank) {
+      adjust_scale(rank);
+      if (in_shared_memory(plan_)) rank.backwards = rank.samples = 0;
+      if (rank.joined || plan_.shards > 0) rank.defined = false;
+      rank.touched = false;
+    });
+  }
+
+  void step_with_gradients() {
+    if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; }))
+      return illegal("a shared parameter written by hand", {"was written between two steps"});
+    const bool touched = any([](const Rank& rank) { return rank.touched; });
+    if (in_shared_memory(plan_)) {
+      if (touched) return illegal(".grad changed before step()", {"was changed between backward() and step()"});
+      require_equal_counts();
+      if (start_unfrozen()) illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
+    } else {
+      if (any([](const Rank& rank) { return rank.backwards > 0; }))
+        return outside("step() before the gradients of no_sync() were exchanged");
+      if (!equal([](const Rank& rank) { return rank.touched; }) && touched) {
+        if (!shares_parameters(plan_)) return outside("a mean that some ranks change");
+        return illegal("a mean that some ranks change", {"gradients written by hand"});
+      }
+    }
+    require_equal_settings();
+  }
+
+  bool start_unfrozen() const {
+    return any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; });
+  }
+
+  // As GradientScaler's documentation has it, with the options that run.cc gives it.
+  void adjust_scale(Rank& rank) {
+    if (!plan_.scaled || rank.joined) return;
+    rank.optimizers_scale = rank.scale;
+    rank.good_steps = overflow_ ? 0 : rank.good_steps + 1;
+    if (overflow_) rank.scale *= 0.5;
+    if (rank.good_steps == 3) {
+      rank.scale *= 2;
+      rank.good_steps = 0;
+    }
+  }
+
+  void zero_grad(const Operation& operation, Ranks ranks) {
+    if (plan_.shards > 0 && exchanged_) return outside("zero_grad() before step() with virtual shards");
+    const bool any_gradient = any([](const Rank& rank) { return rank.defined; });
+    if (ranks != active() && any_gradient) return outside("zero_grad() on some ranks only");
+    for_each(ranks, [&](Rank& rank) {
+      rank.touched = exchanged_ && rank.defined;
+      rank.backwards = rank.samples = 0;
+      if (operation.action == Action::kZeroGrad) rank.defined = false;
+    });
+    stale_ = overflow_ = mean_ = false;
+  }
+
+  void join(Ranks ranks) {
+    if (any([](const Rank& rank) { return rank.defined || rank.backwards > 0 || rank.written > 0; }) || exchanged_)
+      return outside("join() in the midst of a step");
+    for_each(ranks, [](Rank& rank) { rank.joined = true; });
+    if (active() == 0) {
+      if (start_unfrozen())
+        return illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
+      if (!in_shared_memory(plan_)) require_equal_settings();
+      for_each(members_, [](Rank& rank) { rank.joined = false; });
+    }
+  }
+
+  void load(Ranks ranks) {
+    if (joined()) return outside("parameters_written() while a rank is in join()");
+    if (ranks != active()) return illegal("a parameters_written() that some ranks leave out", kCallsDiffer);
+    if (any([](const Rank& rank) { return rank.backwards > 0; }) && !(in_shared_memory(plan_) && exchanged_))
+      return outside("parameters_written() between backward() and the exchange");
+    for_each(ranks, [](Rank& rank) { rank.written = 0; });
+  }
+
+  void rebuild(Ranks ranks) {
+    if (ranks != active() || joined()) return outside("a DistributedDataParallel made on some ranks only");
+    if (any([](const Rank& rank) { return rank.defined || rank.written > 0 || rank.backwards > 0; }))
+      return outside("a DistributedDataParallel made in the midst of a step");
+    if (!equal([](const Rank& rank) { return rank.frozen; })) return outside("models that differ");
+    begin();
+  }
+
+  // ---- Calls that each rank makes by itself
+
+  void failing_backward(const Operation& operation, Ranks ranks) {
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank) && ((operation.unused[static_cast<std::size_t>(rank)] & 2) != 0 ||
+                               (ranks_[static_cast<std::size_t>(rank)].frozen & 3) != 0))
+        return outside("a backward() that does not fail");
+    illegal("a program that goes on after a failed backward()",
+            {"thrown by the program in backward()", "after one that failed"});
+  }
+
+  void clipping(Ranks ranks, const auto& set) {
+    if (plan_.layout == Layout::kTorch) return outside("set_clipping() of torch's optimizer");
+    for_each(ranks, set);
+  }
+
+  void clip_by_hand(const Operation& operation, Ranks ranks) {
+    if (plan_.scaled) return outside("clipping scaled gradients by hand");
+    const bool pending = any([](const Rank& rank) { return rank.backwards > 0; });
+    if (pending && !(in_shared_memory(plan_) && exchanged_)) return outside("clipping before the exchange");
+    if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
+    for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
+    if (!exchanged_ && any([](const Rank& rank) { return rank.touched; })) outside("clipping after step()");
+  }
+
+  void freeze(const Operation& operation, Ranks ranks) {
+    if (operation.parameter == 2) return outside("w2 frozen: every loss needs a parameter");
+    for_each(ranks, [&](Rank& rank) { rank.frozen |= 1U << operation.parameter; });
+  }
+
+  void keep_average() {
+    if (plan_.layout == Layout::kTorch || (!stepped_ && !shares_parameters(plan_)))
+      return outside("keep_average() in time");
+    illegal("keep_average() too late", {"keep_average() after the optimizer"});
+  }
+
+  void write_data(Ranks ranks) {
+    if (shares_parameters(plan_)) return for_each(ranks, [](Rank& rank) { rank.written += 1; });
+    if (ranks != active()) outside("a write through .data() on some ranks only");
+    if (joined()) outside("a write while a rank is in join()");
+  }
+
+  // ---- What has to be equal
+
+  // Of the ranks that have samples.
+  void require_equal_counts() {
+    std::set<int> counts;
+    for_each(members_, [&](const Rank& rank) {
+      if (rank.samples > 0) counts.insert(rank.backwards);
+    });
+    if (counts.size() > 1) illegal("another number of backward() on some ranks", {"backward()"});
+  }
+
+  void require_equal_settings() {
+    const auto require = [&](const auto& get, const std::string& name) {
+      if (!equal(get)) illegal("settings that differ: " + name, {name});
+    };
+    require([](const Rank& rank) { return rank.lr; }, "lr of parameter group 0");
+    require([](const Rank& rank) { return rank.norm; }, "clipping by norm");
+    require([](const Rank& rank) { return rank.value; }, "clipping by value");
+    require([](const Rank& rank) { return rank.frozen; }, "which parameters are frozen");
+    // The scale is the optimizer's from its step() on.
+    require([](const Rank& rank) { return rank.joined ? rank.optimizers_scale : rank.scale; }, "the loss scale");
+  }
+
+  // ---- Helpers
+
+  void for_each(Ranks ranks, const auto& each) {
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank)) each(ranks_[static_cast<std::size_t>(rank)]);
+  }
+  bool any(const auto& is) const {
+    bool found = false;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      found = found || (has(members_, rank) && is(ranks_[static_cast<std::size_t>(rank)]));
+    return found;
+  }
+  bool equal(const auto& get) const {
+    std::set<double> values;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(members_, rank)) values.insert(static_cast<double>(get(ranks_[static_cast<std::size_t>(rank)])));
+    return values.size() <= 1;
+  }
+  Ranks active() const {
+    Ranks ranks = 0;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(members_, rank) && !ranks_[static_cast<std::size_t>(rank)].joined) ranks |= 1U << rank;
+    return ranks;
+  }
+  bool joined() const { return active() != members_; }
+
+  void illegal(const std::string& rule, const Causes& causes) {
+    judgement_.verdict = Verdict::kIllegal;
+    if (judgement_.rule.empty()) judgement_.rule = rule;
+    judgement_.causes.insert(judgement_.causes.end(), causes.begin(), causes.end());
+  }
+  void outside(const std::string& rule) { judgement_ = {Verdict::kOutside, rule}; }
+
+  const Program& program_;
+  const TrainerPlan& plan_;
+  int trainer_;
+  Ranks members_ = 0;
+  std::array<Rank, kMaxRanks> ranks_{};
+  bool begun_ = false;
+  unsigned start_frozen_ = 0;
+  bool stepped_ = false;    // ever
+  bool exchanged_ = false;  // since the last step
+  bool plain_ = false;      // the last backward() was loss.backward()
+  bool stale_ = false;      // no zero_grad() since the last step
+  bool mean_ = false;       // no zero_grad() since the last exchange
+  bool overflow_ = false;   // in .grad
+  Judgement judgement_;
+};
+
+}  // namespace
+
+// Illegal in any world of any trainer is illegal. What comes after it is not judged, so nothing is outside of the rules
+// there.
+Judgement judge(const Program& program) {
+  Judgement all;
+  for (std::size_t trainer = 0; trainer < program.trainers.size(); ++trainer) {
+    const auto& color = program.trainers[trainer].color;
+    for (const int each : std::set<int>(color.begin(), color.begin() + program.ranks)) {
+      const Judgement one = WorldOfTrainer(program, trainer, each).judge();
+      if (one.verdict == Verdict::kOutside) return one;
+      if (one.verdict == Verdict::kLegal) continue;
+      all.verdict = Verdict::kIllegal;
+      all.rule = one.rule;
+      all.causes.insert(all.causes.end(), one.causes.begin(), one.causes.end());
+    }
+  }
+  return all;
+}
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// tests/step_fuzz/step_fuzz_test.cc: random programs over the public API of a training step: a legal one gives what one
+// rank of plain libtorch gives, an illegal one is refused on every rank by name (docs/step-rules.md).
+//
+//   LOCKSTEP_FUZZ_ROUNDS    number of programs
+//   LOCKSTEP_FUZZ_SEED      seed of the first; each has the next one. None: a random one, which is printed
+//   LOCKSTEP_FUZZ_FAILURES  stop after so many
+//
+// Prints how often each feature occurred, and which pairs of features never did.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <random>
+#include <set>
+
+#include "tests/step_fuzz/generator.h"
+#include "tests/step_fuzz/rules.h"
+#include "tests/step_fuzz/run.h"
+#include "tests/support.h"
+
+namespace lockstep::fuzz {
+namespace {
+
+constexpr std::chrono::seconds kShrinking{20};  // for each failure
+
+std::uint64_t first_seed() {
+  const char* given = std::getenv("LOCKSTEP_FUZZ_SEED");
+  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+}
+
+class Coverage {
+ public:
+  void count(const Program& program, const Judgement& judgement) {
+    const auto features = features_of(program);
+    for (const std::string& feature : features) ++features_[feature];
+    for (std::size_t i = 0; i < features.size(); ++i)
+      for (std::size_t k = 0; k < i; ++k) ++pairs_[{features[k], features[i]}];
+    ++rules_[judgement.verdict == Verdict::kLegal ? "legal" : "illegal: " + judgement.rule];
+  }
+
+  void print() const {
+    for (const auto& [rule, times] : rules_) std::cout << "  " << times << "  " << rule << '\n';
+    std::size_t possible = features_.size() * (features_.size() - 1) / 2;
+    std::cout << "features, " << pairs_.size() << " of " << possible << " pairs of them:\n";
+    for (const auto& [feature, times] : features_) std::cout << "  " << times << "  " << feature << '\n';
+    if (std::getenv("LOCKSTEP_FUZZ_PAIRS") == nullptr) return;
+    for (const auto& [pair, times] : pairs_)
+      std::cout << "  " << times << "  " << pair.first << " + " << pair.second << '\n';
+  }
+
+ private:
+  std::map<std::string, int> rules_;
+  std::map<std::string, int> features_;
+  std::map<std::pair<std::string, std::string>, int> pairs_;
+};
+
+// The shortest program that fails like this one, as text.
+std::string report(const Program& program) {
+  const auto verdict = judge(program).verdict;
+  const auto end = std::chrono::steady_clock::now() + kShrinking;
+  const Program small = shortest(program, [&](const Program& simpler) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    const Judgement judgement = judge(simpler);
+    return judgement.verdict == verdict && !fault_of(simpler, judgement).empty();
+  });
+  return text_of(small) + fault_of(small, judge(small));
+}
+
+TEST(StepFuzz, every_program_is_right_or_refused_by_name) {
+  const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 200);
+  const std::uint64_t seed = first_seed();
+  std::cout << programs << " programs from LOCKSTEP_FUZZ_SEED=" << seed << std::endl;
+  const int most_failures = testing::rounds("LOCKSTEP_FUZZ_FAILURES", 3);
+  Coverage coverage;
+  int failures = 0;
+  for (int i = 0; i < programs && failures < most_failures; ++i) {
+    const Program program = random_program(seed + static_cast<std::uint64_t>(i));
+    const Judgement judgement = judge(program);
+    coverage.count(program, judgement);
+    if (fault_of(program, judgement).empty()) continue;
+    ++failures;
+    ADD_FAILURE() << report(program);
+  }
+  coverage.print();
+}
+
+}  // namespace
+}  // namespace lockstep::fuzz
