@@ -101,7 +101,7 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks)
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->job = job;
-  state->timeout = options.timeout;
+  state->timeout = std::min(options.timeout, Deadline::kLongest);
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);

@@ -101,7 +101,7 @@ class Prefetcher::Shared {
     Place place;
     {
       std::unique_lock lock(mutex_);
-      if (!ready_.wait_for(lock, options_.loader.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      if (!ready_.wait_for(lock, timeout_, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
       statistics += std::exchange(took_, {});
       statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
       place = std::exchange(place_of(taken_), {});
@@ -127,8 +127,7 @@ class Prefetcher::Shared {
     std::unique_lock lock(mutex_);
     stopped_ = true;
     room_.notify_all();
-    const auto timeout = options_.loader.timeout;
-    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout) : timeout, [&] { return running_ == 0; });
+    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout_) : timeout_, [&] { return running_ == 0; });
   }
 
  private:
@@ -170,6 +169,7 @@ class Prefetcher::Shared {
   }
 
   const PrefetchOptions options_;
+  const std::chrono::milliseconds timeout_ = std::min(options_.loader.timeout, Deadline::kLongest);
   const Load load_;
   std::mutex mutex_;
   std::condition_variable ready_;  // a batch was put
