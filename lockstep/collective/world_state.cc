@@ -52,7 +52,7 @@ void connect(WorldState& state) {
   const TransportOptions options{.rank = state.rank(),
                                  .size = state.size(),
                                  .describe = state.caller.here,
-                                 .address = address_towards(state.job),
+                                 .address = address_towards(state.job, state.timeout),
                                  .timeout = state.timeout};
   state.nodes = number_by_first_appearance(exchange_texts(*store, "machine", machine_id(state.job), options));
   const Topology topology{state.nodes};

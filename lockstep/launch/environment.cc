@@ -93,6 +93,7 @@ class Reader {
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
     read(job_.local_servers, "local_servers", {"LOCKSTEP_LOCAL_SERVERS"});
+    job_.job_name = lookup_("LOCKSTEP_JOB").value_or(lookup_("TORCHELASTIC_RUN_ID").value_or(""));
     set_job_id_of_address();
   }
 

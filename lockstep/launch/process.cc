@@ -36,9 +36,11 @@ void set_up(const ProcessOptions& options, pid_t parent) {
   die_with(parent);
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!nothing) throw system_error("open", "/dev/null");
+  const bool to_terminal = ::isatty(STDOUT_FILENO) != 0;
   redirect(nothing.get(), STDIN_FILENO);
   redirect(options.output_fd, STDOUT_FILENO);
   redirect(options.error_fd, STDERR_FILENO);
+  if (to_terminal && options.body) std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is shown when it is printed
   for (const auto& [name, value] : options.variables) ::setenv(name.c_str(), value.c_str(), 1);
   if (!options.cores.empty()) pin_this_thread(options.cores);
   ::sigprocmask(SIG_SETMASK, &options.signal_mask, nullptr);

@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/names.h"
+#include "lockstep/deadline.h"
 #include "lockstep/train/options.h"
 
 namespace lockstep {
