@@ -68,8 +68,8 @@ std::future<Lookup> look_up(const Endpoint& endpoint, int socket_type) {
     addrinfo* found = nullptr;
     const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
     return Lookup{failed, {found, [](addrinfo* list) {
-                     if (list != nullptr) ::freeaddrinfo(list);
-                   }}};
+                             if (list != nullptr) ::freeaddrinfo(list);
+                           }}};
   });
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
@@ -249,14 +249,14 @@ std::string text_in(c10d::Store& store, const std::string& key) {
 // Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the
 // job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed.
 void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvironment& job) {
+  const std::string mine = concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
   const auto refuse = [&](const std::string& what, const std::string& who) {
     throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", endpoint.text()),
-                           .here = concat("rank ", job.rank, " of ", job.world_size, " ", job.job_name),
+                           .here = concat("rank ", job.rank, " of ", mine),
                            .peer = who,
                            .likely = "two jobs with one MASTER_PORT",
                            .next = "wait for the other job, or choose another MASTER_PORT"});
   };
-  const std::string mine = concat(job.world_size, " ranks ", job.job_name);
   if (job.rank == 0) store.set("job", mine);
   if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
   const std::string seat = concat("rank/", job.rank, "/");

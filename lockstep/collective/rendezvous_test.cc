@@ -100,8 +100,8 @@ TEST_F(Jobs, a_second_one_with_the_same_port_is_told_so_at_once) {
   const Stopwatch watch;
   const auto rank_0 = connect_store(job(0, "one"), kPatience);
   EXPECT_TRUE(contains(refusal(job(0, "two")), concat("pid ", ::getpid(), " (")));
-  EXPECT_TRUE(contains(refusal(job(1, "two")), "a job of 2 ranks one"));
-  EXPECT_TRUE(contains(refusal(job(1, "one", 3)), "a job of 2 ranks one"));
+  EXPECT_TRUE(contains(refusal(job(1, "two")), "a job of 2 ranks (one)"));
+  EXPECT_TRUE(contains(refusal(job(1, "one", 3)), "a job of 2 ranks (one)"));
   const auto rank_1 = connect_store(job(1, "one"), kPatience);
   rank_0->set("key", "value");
   EXPECT_EQ(rank_1->get("key").size(), 5U) << "the first job is not disturbed";

@@ -145,7 +145,8 @@ class Job {
         {"MASTER_PORT", concat(options_.master_port)},
     };
     const bool only_here = options_.nodes == 1;
-    result.emplace_back("LOCKSTEP_JOB", only_here ? concat("process ", ::getpid(), "-", start_time_of(::getpid())) : "");
+    result.emplace_back("LOCKSTEP_JOB",
+                        only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
     const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)

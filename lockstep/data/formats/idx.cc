@@ -22,7 +22,9 @@ class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
   IdxReader(const std::filesystem::path& path, std::uint64_t most_bytes)
-      : path_(path), most_(most_bytes), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
+      : path_(path),
+        most_(most_bytes),
+        file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
     if (!file_)
       throw DataError({.what = concat("can't open ", path.string(), ": ", std::strerror(errno)),
                        .here = path.string(),

@@ -141,9 +141,8 @@ std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const s
 
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin) {
   const Header header = parse_header(bytes, bytes.size(), origin);
-  return to_tensor(header, [&](std::span<std::uint8_t> into) {
-    std::ranges::copy(bytes.subspan(header.bytes), into.begin());
-  });
+  return to_tensor(header,
+                   [&](std::span<std::uint8_t> into) { std::ranges::copy(bytes.subspan(header.bytes), into.begin()); });
 }
 
 torch::Tensor read_npy(const std::filesystem::path& path) {

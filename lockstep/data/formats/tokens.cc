@@ -68,7 +68,8 @@ Batch TokenDataset::assemble(const BatchRequest& request) const {
   for (const std::int64_t index : request.indices) {
     const std::int64_t begin = first_ + index * options_.block;
     file_->read(to_size(begin * options_.token_bytes), stored);
-    for (std::int64_t i = 0; i < options_.block; ++i) *data++ = token(&stored[to_size(i * options_.token_bytes)], begin + i);
+    for (std::int64_t i = 0; i < options_.block; ++i)
+      *data++ = token(&stored[to_size(i * options_.token_bytes)], begin + i);
     target = std::copy_n(data - options_.block + 1, options_.block - 1, target);
     *target++ = token(&stored[to_size(options_.block * options_.token_bytes)], begin + options_.block);
   }

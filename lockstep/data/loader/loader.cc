@@ -92,7 +92,8 @@ struct EpochBatches {
   }
 
   // One by one, to find out which samples are bad.
-  Batch assemble_good_ones(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+  Batch assemble_good_ones(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times,
+                           LoadingStatistics& took) {
     std::vector<Batch> good;
     for (std::size_t i = 0; i < indices.size(); ++i) {
       try {

@@ -10,9 +10,9 @@
 #include <thread>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/loader/prefetch.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/data/loader/loading_hint.h"
+#include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 

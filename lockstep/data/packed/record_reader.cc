@@ -89,8 +89,8 @@ RecordReader::Place RecordReader::place_of(std::int64_t index) const {
   const auto begin = std::prev(std::ranges::upper_bound(begins_, index));
   const Shard& shard = shards_[to_size(begin - begins_.begin())];
   const std::int64_t index_in_shard = index - *begin;
-  const auto entry = shard.file.read_at<packed::Entry>(shard.trailer.index_offset +
-                                                       to_size(index_in_shard) * sizeof(packed::Entry));
+  const auto entry =
+      shard.file.read_at<packed::Entry>(shard.trailer.index_offset + to_size(index_in_shard) * sizeof(packed::Entry));
   if (entry.offset > shard.trailer.index_offset || entry.bytes > shard.trailer.index_offset - entry.offset ||
       entry.bytes < sizeof(packed::RecordHeader))
     throw damaged_pack(shard.file.path(), concat("record ", index_in_shard, " lies outside of the shard"));
