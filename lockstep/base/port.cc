@@ -57,9 +57,11 @@ std::string listener_of_port(int port) {
   if (!listener) listener = find_listener("/proc/net/tcp6", port);
   if (!listener) return "";
   std::error_code ignored;
-  for (const auto& process : fs::directory_iterator("/proc", ignored))
-    if (holds(process, listener->socket))
-      return concat("pid ", process.path().filename().string(), " (", command_of(process), ")");
+  for (const auto& process : fs::directory_iterator("/proc", ignored)) {
+    int pid = 0;
+    if (parse_int(process.path().filename().string(), pid) && holds(process, listener->socket))
+      return concat("pid ", pid, " (", command_of(process), ")");
+  }
   return concat("a process of user ", listener->user);
 }
 

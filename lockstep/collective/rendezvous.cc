@@ -241,9 +241,15 @@ std::string attempt() {
   return concat("lockstep/", restarts != nullptr ? restarts : "0");
 }
 
-std::string text_in(c10d::Store& store, const std::string& key) {
-  const auto bytes = store.get(key);  // blocks until it is set, at most for the store's timeout
+// Blocks until it is set, at most for the store's timeout.
+std::string text_in(c10d::Store& store, const std::string& key) try {
+  const auto bytes = store.get(key);
   return {bytes.begin(), bytes.end()};
+} catch (const std::exception& error) {
+  throw RendezvousError(
+      {.what = concat("no ", key, " in the store at MASTER_PORT: ", split(error.what(), '\n').front()),
+       .likely = "the store of another program, or rank 0 died",
+       .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
 // Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the

@@ -134,6 +134,7 @@ class Reader {
       throw_malformed(tasks, concat("the number of ranks of node ", job_.node_rank, ", as in \"2(x3),1\""));
     set(job_.local_size, "local_size", *local_size, tasks.source);
     set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID"});
+    job_.job_name = "Slurm " + job_.job_id;
     read_master(several_machines());
   }
 

@@ -7,8 +7,8 @@
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
 // What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
-// names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is set already, else cores / ranks), the cores of their share,
-// /dev/null as stdin.
+// names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is
+// set already, else cores / ranks), the cores of their share, /dev/null as stdin.
 #pragma once
 
 #include <chrono>
