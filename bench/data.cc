@@ -168,6 +168,7 @@ double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t
   const RecordReader records(folder);
   const auto order = window_order(records.shard_sizes(), kWindow)->draw(seed, 0);
   std::uint64_t bytes = 0;
+  std::vector<std::uint8_t> scratch;
   const auto part = [&](std::int64_t begin) {
     const std::int64_t end = std::min(begin + kAhead, records.size());
     std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
@@ -176,7 +177,7 @@ double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t
   };
   for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {
     records.will_read(part(begin + kAhead));
-    for (const std::int64_t index : part(begin)) bytes += records.read(index).payload.size();
+    for (const std::int64_t index : part(begin)) bytes += records.read(index, scratch).payload.size();
   }
   return static_cast<double>(bytes) / watch.seconds();
 }

@@ -10,9 +10,12 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 
 namespace lockstep {
 
@@ -33,6 +36,24 @@ struct BatchTimes {
   double assemble = 0;  // transforms, and writing the batch
 };
 
+// What a worker reads at the moment, for the loader's error about one that hangs.
+class Reading {
+ public:
+  // origin: says which file and sample.
+  void note(std::function<std::string()> origin) {
+    const std::lock_guard lock(mutex_);
+    origin_ = std::move(origin);
+  }
+  std::string origin() const {
+    const std::lock_guard lock(mutex_);
+    return origin_ ? origin_() : "";
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::function<std::string()> origin_;
+};
+
 // What the loader asks a dataset for.
 struct BatchRequest {
   std::span<const std::int64_t> indices;  // each in [0, size())
@@ -40,6 +61,7 @@ struct BatchRequest {
   std::int64_t epoch = 0;
   BatchMemory* memory = nullptr;  // where the batch's tensors are allocated; null: by torch
   BatchTimes* times = nullptr;    // seconds are added here; null: not measured
+  Reading* reading = nullptr;     // a dataset on disk notes each sample here before it reads it; null: it need not
 };
 
 // For a dataset of your own override name, size and make_batch; the loader's workers, order, skipping and resuming then

@@ -3,7 +3,7 @@
 // records. Images in folders are in lockstep/images.h.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
-// Owns:    a dataset owns its samples: in the dtype they are stored in, or as a mapping of the file
+// Owns:    a dataset owns its samples: in the dtype they are stored in, or as an open file
 // Threads: datasets are const after construction; the functions may be called from any thread
 // Ranks:   no communication; every rank opens the same files. One process writes a folder of packed records
 #pragma once
@@ -23,7 +23,7 @@
 
 namespace lockstep {
 
-class MappedFile;
+class DataFile;
 
 // ---- By name
 
@@ -133,10 +133,12 @@ struct CsvOptions {
 // target that is no class; UsageError for a column that does not exist.
 std::shared_ptr<const TensorDataset> csv_dataset(const std::filesystem::path& path, const CsvOptions& options = {});
 
+inline constexpr std::uint64_t kMostUnpacked = std::uint64_t{16} << 30;
+
 // An IDX file of the MNIST family (LeCun, Cortes and Burges, "The MNIST database"), plain or gzipped: a uint8 tensor of
 // the file's shape. Memory grows with what is read, not with what the header promises. Throws DataError naming the file
-// and the offset: missing, not IDX, another type, truncated, too long, damaged compression.
-torch::Tensor read_idx(const std::filesystem::path& path);
+// and the offset: missing, not IDX, another type, truncated, too long, damaged compression, more than most_bytes.
+torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes = kMostUnpacked);
 
 // A NumPy array (NEP 1), contiguous, of the file's shape and dtype. Nothing of the file is executed: Python objects and
 // structures are refused. Throws DataError naming the file: missing, not .npy, a dtype that torch does not have,
@@ -144,8 +146,9 @@ torch::Tensor read_idx(const std::filesystem::path& path);
 torch::Tensor read_npy(const std::filesystem::path& path);
 
 // Every array of a .npz archive under its name. Memory grows with what is read. Throws DataError: not a zip archive, a
-// damaged entry, an entry that read_npy would refuse.
-std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path);
+// damaged entry, an entry that read_npy would refuse, more than most_bytes in all.
+std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path,
+                                              std::uint64_t most_bytes = kMostUnpacked);
 
 // ---- Text
 
@@ -157,7 +160,7 @@ struct TokenOptions {
   double leave = 0;             // and at its end
 };
 
-// Text as tokens, for models that predict the next one. Maps the file: it may be larger than memory.
+// Text as tokens, for models that predict the next one. Each batch is read from the file: it may be larger than memory.
 class TokenDataset : public Dataset {
  public:
   // Throws DataError: unreadable, no whole number of tokens, fewer than block + 1; UsageError: options that make no
@@ -173,9 +176,9 @@ class TokenDataset : public Dataset {
   Batch assemble(const BatchRequest& request) const override;
 
  private:
-  std::int64_t token(std::int64_t place) const;
+  std::int64_t token(const std::uint8_t* bytes, std::int64_t place) const;
 
-  std::shared_ptr<const MappedFile> file_;
+  std::shared_ptr<const DataFile> file_;
   TokenOptions options_;
   std::int64_t first_ = 0;  // this dataset's first token
   std::int64_t samples_ = 0;

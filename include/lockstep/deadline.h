@@ -17,7 +17,12 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static Deadline after(std::chrono::milliseconds duration) { return Deadline(Clock::now() + duration); }
+  // The most milliseconds that poll() can count; a longer wait ends there too.
+  static constexpr std::chrono::milliseconds kLongest = std::chrono::days(24);
+
+  static Deadline after(std::chrono::milliseconds duration) {
+    return Deadline(Clock::now() + std::min(duration, kLongest));
+  }
 
   bool passed() const { return Clock::now() >= when_; }
 

@@ -90,7 +90,8 @@ class MemoryImages : public ImageSource {
 };
 
 // A folder of images by class: FOLDER/CLASS/NAME.jpg, .jpeg or .png. Classes are numbered in the order of their names,
-// as in torchvision's ImageFolder. An image is read each time it is asked for.
+// as in torchvision's ImageFolder. Links are followed, also out of the folder; one that leads back to a folder above it
+// is left out. An image is read each time it is asked for.
 class ImageFolder : public ImageSource {
  public:
   // `classes`: the names in their order, where they must agree with another folder's; empty: the folders there are.
@@ -112,6 +113,7 @@ class ImageFolder : public ImageSource {
     std::int64_t label;
   };
   void add_class(const std::string& name, std::int64_t label);
+  void add_images(const std::filesystem::path& folder, std::int64_t label, std::vector<std::filesystem::path>& above);
 
   std::filesystem::path folder_;
   std::vector<std::string> classes_;

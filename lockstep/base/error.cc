@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/error.h"
 
+#include <sys/resource.h>
+
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -23,8 +25,15 @@ Error::Error(std::string kind, ErrorText text) : kind_(std::move(kind)), text_(s
 }
 
 SystemError system_error(const std::string& doing, const std::string& subject) {
-  const std::string reason = std::strerror(errno);
-  return SystemError({.what = "can't " + doing + " " + subject + ": " + reason, .here = subject});
+  const int code = errno;
+  ErrorText text{.what = "can't " + doing + " " + subject + ": " + std::strerror(code), .here = subject};
+  rlimit limit{};
+  if (code == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    text.likely = "the limit of " + std::to_string(limit.rlim_cur) + " open files (ulimit -n); among N ranks on one " +
+                  "machine each needs 2 N, rank 0 and the launcher 3 N";
+    text.next = "raise it, up to " + std::to_string(limit.rlim_max) + " without privileges: ulimit -n";
+  }
+  return SystemError(text);
 }
 
 }  // namespace lockstep

@@ -28,5 +28,11 @@ TEST(SystemError, says_what_failed_and_why) {
                "lockstep: SystemError: can't open /x: No such file or directory\n  here:   /x");
 }
 
+TEST(SystemError, names_the_limit_on_open_files) {
+  errno = EMFILE;
+  const std::string message = system_error("make", "a pipe").what();
+  EXPECT_NE(message.find("open files (ulimit -n)"), std::string::npos) << message;
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -62,7 +62,8 @@ void write_file(const std::filesystem::path& path, const std::string& content) {
 }
 
 std::string read_file(const std::filesystem::path& path) {
-  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!fd) throw system_error("read", path);
   std::string content;
   std::array<char, 64 * 1024> buffer;

@@ -97,6 +97,22 @@ TEST(Safetensors, refuses_offsets_outside_of_the_file) {
   refuse(R"([1,2])");
 }
 
+TEST(Safetensors, refuses_tensors_that_overlap_or_leave_a_gap_and_reads_them_in_any_order) {
+  const auto read = [](const std::string& first, const std::string& second) {
+    const std::string header = R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)" + first +
+                               R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + second + "}}";
+    std::string bytes{static_cast<char>(header.size()), 0, 0, 0, 0, 0, 0, 0};
+    return from_safetensors(bytes + header + "01234567", "hostile");
+  };
+  EXPECT_EQ(read("[4,8]", "[0,4]").tensors.at("a")[0].item<int>(), '4');
+  const auto refusal = [&](const std::string& first, const std::string& second) {
+    return testing::message_of<CheckpointError>([&] { read(first, second); });
+  };
+  EXPECT_TRUE(testing::contains(refusal("[0,4]", "[0,4]"), "overlap or leave a gap at byte 0"));
+  EXPECT_TRUE(testing::contains(refusal("[0,4]", "[2,6]"), "overlap or leave a gap at byte 2"));
+  EXPECT_TRUE(testing::contains(refusal("[1,5]", "[0,4]"), "overlap or leave a gap at byte 1"));
+}
+
 TEST(CheckpointFolder, keeps_the_newest) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path(), /*keep=*/2);

@@ -3,6 +3,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -119,8 +120,24 @@ torch::Tensor read_tensor(const Json& entry, const std::string& name, std::strin
   return tensor;
 }
 
+// As the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
+void check_layout(const Json& header, std::size_t data_bytes, const std::string& origin) {
+  std::vector<std::array<std::uint64_t, 2>> parts;
+  for (const auto& [name, entry] : header.items())
+    if (name != kMetadata) parts.push_back(entry.at("data_offsets").get<std::array<std::uint64_t, 2>>());
+  std::ranges::sort(parts);
+  std::uint64_t end = 0;
+  for (const auto& [begin, next] : parts) {
+    if (begin != end || next < begin)
+      throw damaged(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
+    end = next;
+  }
+  if (end != data_bytes) throw damaged(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
+}
+
 TensorFile read_entries(const Json& header, std::string_view data, const std::string& origin) {
   TensorFile file;
+  check_layout(header, data.size(), origin);
   for (const auto& [name, entry] : header.items())
     if (name == kMetadata)
       file.metadata = entry.get<std::map<std::string, std::string>>();

@@ -11,11 +11,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <map>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -25,6 +29,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
@@ -37,6 +43,7 @@ namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kRetryEvery{2};
+constexpr milliseconds kResolveEvery{200};
 constexpr const char* kLoopback = "127.0.0.1";
 
 struct Endpoint {
@@ -47,17 +54,55 @@ struct Endpoint {
 
 using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
-AddressList resolve(const Endpoint& endpoint, int socket_type = SOCK_STREAM) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = socket_type;
-  addrinfo* found = nullptr;
-  const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  if (failed != 0)
-    throw RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", ::gai_strerror(failed)),
-                           .likely = "a name that this machine does not know",
-                           .next = "set MASTER_ADDR to rank 0's address or to a name in /etc/hosts or DNS"});
-  return {found, &::freeaddrinfo};
+struct Lookup {
+  int failed;  // getaddrinfo's code
+  AddressList addresses;
+};
+
+// getaddrinfo has no deadline (a name server that does not answer), so it gets a thread, which is left behind if it hangs.
+std::future<Lookup> look_up(const Endpoint& endpoint, int socket_type) {
+  std::packaged_task<Lookup()> task([endpoint, socket_type] {
+    addrinfo hints{};
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = socket_type;
+    addrinfo* found = nullptr;
+    const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
+    return Lookup{failed, {found, [](addrinfo* list) {
+                             if (list != nullptr) ::freeaddrinfo(list);
+                           }}};
+  });
+  auto result = task.get_future();
+  std::thread(std::move(task)).detach();
+  return result;
+}
+
+RendezvousError cannot_resolve(const Endpoint& endpoint, const std::string& why) {
+  return RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", why),
+                          .likely = "a name that this machine does not know, or a name server that does not answer",
+                          .next = "set MASTER_ADDR to rank 0's address or to a name in /etc/hosts or DNS"});
+}
+
+// A name may be new: where machines start with the job, DNS learns it a little later.
+AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int socket_type = SOCK_STREAM) {
+  for (bool told = false;; told = true) {
+    auto lookup = look_up(endpoint, socket_type);
+    if (lookup.wait_for(deadline.left()) != std::future_status::ready)
+      throw cannot_resolve(endpoint, "no answer before the deadline");
+    auto [failed, addresses] = lookup.get();
+    if (failed == 0) return std::move(addresses);
+    const bool may_come = failed == EAI_AGAIN || failed == EAI_NONAME || failed == EAI_NODATA;
+    if (!may_come || deadline.passed()) throw cannot_resolve(endpoint, ::gai_strerror(failed));
+    if (!told) log_warning(concat("MASTER_ADDR=", endpoint.host, ": ", ::gai_strerror(failed), "; trying again"));
+    std::this_thread::sleep_for(std::min(kResolveEvery, deadline.left()));
+  }
+}
+
+// "10.0.0.2": what c10d's client resolves without asking a name server.
+std::string numeric(const sockaddr* address, socklen_t length) {
+  std::array<char, NI_MAXHOST> text{};
+  if (::getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) != 0)
+    throw system_error("write down", "a network address");
+  return text.data();
 }
 
 RendezvousError cannot_listen(const Endpoint& endpoint) {
@@ -65,6 +110,7 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
   return RendezvousError(
       {.what = concat("rank 0 can't listen on ", endpoint.text(), ": ", std::strerror(errno)),
        .here = concat("MASTER_ADDR=", endpoint.host, " MASTER_PORT=", endpoint.port),
+       .peer = in_use ? listener_of_port(endpoint.port) : "",
        .likely = in_use ? "another job, or an old one that is still running, uses this port"
                         : "MASTER_ADDR is not an address of the machine that runs rank 0",
        .next = in_use ? "choose another MASTER_PORT, or leave it out on one machine: a free one is found"
@@ -86,20 +132,22 @@ UniqueFd listen_at(const addrinfo& address) {
 
 // A name may have several addresses, of which some are of no use here (::1 where there is no IPv6): the first that
 // works. c10d's own server would listen on every interface; this one listens where MASTER_ADDR says.
-UniqueFd listen_on(const Endpoint& endpoint) {
-  const AddressList addresses = resolve(endpoint);
+UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline) {
+  const AddressList addresses = resolve(endpoint, deadline);
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
     if (UniqueFd fd = listen_at(*address)) return fd;
   throw cannot_listen(endpoint);
 }
 
-int port_of(const UniqueFd& fd) {
+// With the host as a number.
+Endpoint endpoint_of(const UniqueFd& fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
-    throw system_error("read the port of", "the rendezvous socket");
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+    throw system_error("read the address of", "the rendezvous socket");
+  return {numeric(reinterpret_cast<sockaddr*>(&address), length),
+          ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port)};
 }
 
 bool is_connected(const pollfd& socket) {
@@ -108,29 +156,33 @@ bool is_connected(const pollfd& socket) {
   return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
-// Tries all addresses at once, because one of them may not answer before the deadline.
-bool answers(const Endpoint& endpoint, const Deadline& deadline) {
-  const AddressList addresses = resolve(endpoint);
+// The address that answers, of a name that may have several; nothing where none does. Tries all at once, because one of
+// them may not answer before the deadline.
+std::optional<std::string> answering(const AddressList& addresses, const Deadline& deadline) {
   std::vector<UniqueFd> sockets;
   std::vector<pollfd> waiting;
+  std::map<int, std::string> names;  // by descriptor
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!fd) continue;
-    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return true;
+    names[fd.get()] = numeric(address->ai_addr, address->ai_addrlen);
+    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return names[fd.get()];
     if (errno != EINPROGRESS) continue;
     waiting.push_back({.fd = fd.get(), .events = POLLOUT, .revents = 0});
     sockets.push_back(std::move(fd));
   }
   while (!waiting.empty() && ::poll(waiting.data(), waiting.size(), static_cast<int>(deadline.left().count())) > 0) {
-    if (std::ranges::any_of(waiting, is_connected)) return true;
+    if (const auto found = std::ranges::find_if(waiting, is_connected); found != waiting.end()) return names[found->fd];
     std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
   }
-  return false;
+  return std::nullopt;
 }
 
 // c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
-void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  while (!answers(endpoint, deadline)) {
+Endpoint wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
+  const AddressList addresses = resolve(endpoint, deadline);
+  for (;;) {
+    if (const auto address = answering(addresses, deadline)) return {*address, endpoint.port};
     if (deadline.passed())
       throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
                              .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
@@ -139,10 +191,10 @@ void wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const 
   }
 }
 
-// The store at `endpoint`, served here where there is a listener.
+// The store at `endpoint`, whose host is a number; served here where there is a listener.
 c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, milliseconds timeout, UniqueFd listener = {}) try {
   c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(listener ? port_of(listener) : endpoint.port);
+  options.port = static_cast<std::uint16_t>(endpoint.port);
   options.isServer = static_cast<bool>(listener);
   options.waitWorkers = false;
   options.timeout = timeout;
@@ -155,8 +207,11 @@ c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, millisecond
 }
 
 c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
-  wait_for_answer(endpoint, job, Deadline::after(timeout));
-  return make_store(endpoint, timeout);
+  return make_store(wait_for_answer(endpoint, job, Deadline::after(timeout)), timeout);
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds timeout) {
+  return make_store(endpoint_of(listener), timeout, std::move(listener));
 }
 
 bool is_loopback(const addrinfo& address) {
@@ -166,8 +221,8 @@ bool is_loopback(const addrinfo& address) {
 }
 
 // Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
-void require_reachable(const Endpoint& endpoint, const JobEnvironment& job) {
-  if (job.local_size == job.world_size || !is_loopback(*resolve(endpoint))) return;
+void require_reachable(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
+  if (job.local_size == job.world_size || !is_loopback(*resolve(endpoint, deadline))) return;
   throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
                                         " is a loopback address here, but the ranks are on ", "several machines"),
                          .here = concat("rank ", job.rank, " of ", job.world_size),
@@ -186,12 +241,48 @@ std::string attempt() {
   return concat("lockstep/", restarts != nullptr ? restarts : "0");
 }
 
+// Blocks until it is set, at most for the store's timeout.
+std::string text_in(c10d::Store& store, const std::string& key) try {
+  const auto bytes = store.get(key);
+  return {bytes.begin(), bytes.end()};
+} catch (const std::exception& error) {
+  throw RendezvousError(
+      {.what = concat("no ", key, " in the store at MASTER_PORT: ", split(error.what(), '\n').front()),
+       .likely = "the store of another program, or rank 0 died",
+       .next = "look at rank 0's output, or choose another MASTER_PORT"});
+}
+
+// Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the
+// job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed.
+void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvironment& job) {
+  const std::string mine = concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
+  const auto refuse = [&](const std::string& what, const std::string& who) {
+    throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", endpoint.text()),
+                           .here = concat("rank ", job.rank, " of ", mine),
+                           .peer = who,
+                           .likely = "two jobs with one MASTER_PORT",
+                           .next = "wait for the other job, or choose another MASTER_PORT"});
+  };
+  if (job.rank == 0) store.set("job", mine);
+  if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
+  const std::string seat = concat("rank/", job.rank, "/");
+  const std::int64_t number = store.add(seat, 1);
+  std::array<char, HOST_NAME_MAX + 1> host{};
+  ::gethostname(host.data(), host.size() - 1);
+  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host.data()));
+  if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
+}
+
 c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
   const Endpoint endpoint{job.master_addr, job.master_port};
-  require_reachable(endpoint, job);
-  const bool serve = job.rank == 0 && !agent_serves_store();
-  auto store = serve ? make_store(endpoint, timeout, listen_on(endpoint)) : join_store(endpoint, job, timeout);
-  return c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
+  const Deadline deadline = Deadline::after(timeout);
+  require_reachable(endpoint, job, deadline);
+  const bool agent = agent_serves_store();
+  auto store = job.rank == 0 && !agent ? serve_store(listen_on(endpoint, deadline), timeout)
+                                       : join_store(endpoint, job, timeout);
+  auto own = c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
+  if (!agent) require_own_job(*own, endpoint, job);
+  return own;
 }
 
 // Note [Rendezvous through a file]
@@ -263,10 +354,9 @@ void wait_for_everyone(c10d::Store& store, const JobEnvironment& job, const Dead
 }
 
 c10::intrusive_ptr<c10d::Store> serve_through_file(const JobEnvironment& job, milliseconds timeout) {
-  const Endpoint endpoint{kLoopback, 0};
-  UniqueFd listener = listen_on(endpoint);
-  const int port = port_of(listener);
-  auto store = make_store(endpoint, timeout, std::move(listener));
+  UniqueFd listener = listen_on({kLoopback, 0}, Deadline::after(timeout));
+  const int port = endpoint_of(listener).port;
+  auto store = serve_store(std::move(listener), timeout);
   const fs::path file = rendezvous_file(job);
   const std::shared_ptr<void> removed_at_exit(nullptr, [&file](void*) { ::unlink(file.c_str()); });
   write_file(file, concat(port, " ", ::getpid(), " ", start_time_of(::getpid()), "\n"));
@@ -285,14 +375,8 @@ c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, mil
 std::optional<std::string> own_address_towards(const addrinfo& address) {
   const UniqueFd fd(::socket(address.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
-  sockaddr_storage mine{};
-  socklen_t length = sizeof mine;
-  char text[NI_MAXHOST] = {};
-  if (!fd || ::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0 ||
-      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&mine), &length) != 0 ||
-      ::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0)
-    return std::nullopt;
-  return text;
+  if (!fd || ::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0) return std::nullopt;
+  return endpoint_of(fd).host;
 }
 
 }  // namespace
@@ -302,10 +386,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, millise
   return job.rank == 0 ? serve_through_file(job, timeout) : join_through_file(job, timeout);
 }
 
-std::string address_towards(const JobEnvironment& job) {
+std::string address_towards(const JobEnvironment& job, milliseconds timeout) {
   if (job.master_addr.empty()) return kLoopback;
   const Endpoint endpoint{job.master_addr, job.master_port};
-  const AddressList addresses = resolve(endpoint, SOCK_DGRAM);
+  const AddressList addresses = resolve(endpoint, Deadline::after(timeout), SOCK_DGRAM);
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
     if (const auto mine = own_address_towards(*address)) return *mine;
   throw system_error("find a route to", endpoint.text());

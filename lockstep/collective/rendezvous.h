@@ -19,10 +19,12 @@ namespace lockstep {
 // With MASTER_ADDR: a TCPStore there, bound to that address only; where torchrun's agent already serves one, that one.
 // Without: all ranks are on this machine; rank 0 serves on a free loopback port and writes the port to a file named after
 // the job that only this user can read.
-// Blocks until rank 0 answers. Throws RendezvousError: port in use, rank 0 did not answer before the timeout.
+// A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
+// names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
 
 // The address of this machine's interface that routes to MASTER_ADDR: the other machines can reach it there.
-std::string address_towards(const JobEnvironment& job);
+// Throws RendezvousError: its name does not resolve before the timeout.
+std::string address_towards(const JobEnvironment& job, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

@@ -52,7 +52,7 @@ void connect(WorldState& state) {
   const TransportOptions options{.rank = state.rank(),
                                  .size = state.size(),
                                  .describe = state.caller.here,
-                                 .address = address_towards(state.job),
+                                 .address = address_towards(state.job, state.timeout),
                                  .timeout = state.timeout};
   state.nodes = number_by_first_appearance(exchange_texts(*store, "machine", machine_id(state.job), options));
   const Topology topology{state.nodes};
@@ -106,7 +106,7 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks)
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->job = job;
-  state->timeout = options.timeout;
+  state->timeout = std::min(options.timeout, Deadline::kLongest);
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);

@@ -93,6 +93,7 @@ class Reader {
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
     read(job_.local_servers, "local_servers", {"LOCKSTEP_LOCAL_SERVERS"});
+    job_.job_name = lookup_("LOCKSTEP_JOB").value_or(lookup_("TORCHELASTIC_RUN_ID").value_or(""));
     set_job_id_of_address();
   }
 
@@ -133,6 +134,7 @@ class Reader {
       throw_malformed(tasks, concat("the number of ranks of node ", job_.node_rank, ", as in \"2(x3),1\""));
     set(job_.local_size, "local_size", *local_size, tasks.source);
     set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID"});
+    job_.job_name = "Slurm " + job_.job_id;
     read_master(several_machines());
   }
 

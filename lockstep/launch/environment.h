@@ -31,7 +31,8 @@ struct JobEnvironment {
   int node_rank = 0;        // the same for the ranks of a machine; Open MPI counts from 1 if mpirun's own has no ranks
   std::string master_addr;  // empty: the ranks are on one machine and meet through job_id
   int master_port = 0;
-  std::string job_id;  // the same for all ranks of a job, unlike that of any other job of this user on this machine
+  std::string job_id;    // the same for all ranks of a job, unlike that of any other job of this user on this machine
+  std::string job_name;  // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
   std::vector<Setting> settings;
 };
 

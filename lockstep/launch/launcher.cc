@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
@@ -98,8 +99,10 @@ class Job {
     for (int local = 0; local < options_.ranks; ++local) {
       const int rank = options_.node_rank * options_.ranks + local;
       const std::string prefix = concat("[rank ", rank, "] ");
-      ranks_.push_back(
-          {.rank = rank, .output = {prefix, first_only ? sinks_.err : sinks_.out}, .error = {prefix, sinks_.err}});
+      const bool other = first_only && rank != 0;
+      ranks_.push_back({.rank = rank,
+                        .output = {first_only && !other ? "" : prefix, other ? sinks_.err : sinks_.out},
+                        .error = {prefix, sinks_.err}});
     }
   }
 
@@ -141,6 +144,9 @@ class Job {
         {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
+    const bool only_here = options_.nodes == 1;
+    result.emplace_back("LOCKSTEP_JOB",
+                        only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
     const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
@@ -158,9 +164,9 @@ class Job {
                        [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
 
-  // Nothing where the rank keeps this process's own stdout and stderr.
+  // Nothing where the rank keeps this process's own stderr.
   UniqueFd open_output(int rank, RankStream& stream, const std::string& suffix) const {
-    if (options_.output == RankOutput::kFirst && rank == 0) return {};
+    if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
     if (options_.output != RankOutput::kSplit) return stream.open();
     const std::string path = log_path(options_, rank, suffix);
     UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
@@ -171,6 +177,8 @@ class Job {
   // Descriptors that a forked child must close.
   std::vector<int> descriptors() const {
     std::vector<int> fds = {signals_.fd(), port_.get()};
+    for (const Sink* sink : {&sinks_.out, &sinks_.err})
+      if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
       fds.insert(fds.end(), {rank.output.fd(), rank.error.fd()});
       if (rank.process) fds.push_back(rank.process->pidfd());
@@ -198,8 +206,8 @@ class Job {
     if (kill_at_ && kill_at_->passed()) kill_all();
   }
 
-  // Reads only when everything read before is written: a slow reader makes the ranks wait, and memory does not grow.
-  static bool can_read(const RankStream& stream) { return stream.fd() >= 0 && stream.sink().empty(); }
+  // A reader that has stopped does not stop the ranks, until the disk is full too.
+  static bool can_read(const RankStream& stream) { return stream.fd() >= 0 && !stream.sink().full(); }
 
   void on_signal() {
     const int signal = signals_.next();

@@ -7,8 +7,8 @@
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
 // What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
-// names), OMP_NUM_THREADS (threads_per_rank, else what is set already, else cores / ranks), the cores of their share,
-// /dev/null as stdin.
+// names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is
+// set already, else cores / ranks), the cores of their share, /dev/null as stdin.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,8 @@ namespace lockstep {
 // What happens to the ranks' stdout and stderr.
 enum class RankOutput {
   kPrefix,  // every line is passed on with "[rank 2] " before it
-  kFirst,   // rank 0 writes to this process's stdout and stderr directly; the others as kPrefix, all to stderr
+  kFirst,   // rank 0's stdout is passed on as it is, and it writes to this process's stderr directly; the others as
+            // kPrefix, all to stderr
   kSplit,   // into LOG_DIR/rank2.out and LOG_DIR/rank2.err
 };
 
@@ -58,8 +59,9 @@ struct LaunchResult {
 // its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
 // others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.
 // SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what
-// they started are killed too. At the end the ranks' last output is written to stdout and stderr; like any program that
-// writes to a pipe this blocks if the reader has stopped, but signals have their usual effect by then.
+// they started are killed too. If the reader of stdout or stderr stops, the ranks go on: what they write is kept, in memory
+// and then in a nameless temporary file. At the end it is written; like any program that writes to a pipe this blocks
+// until the reader goes on, but signals have their usual effect by then.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);

@@ -3,10 +3,14 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 
 #include <array>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
@@ -19,6 +23,14 @@ constexpr std::size_t kAtomicBytes = 4096;     // PIPE_BUF: a writable pipe take
 void keep_last(std::deque<std::string>& lines, std::string_view line) {
   lines.emplace_back(line);
   if (lines.size() > kLastLines) lines.pop_front();
+}
+
+UniqueFd nameless_file() {
+  std::error_code ignored;
+  std::string pattern = (std::filesystem::temp_directory_path(ignored) / "lockstep-output-XXXXXX").string();
+  UniqueFd fd(::mkostemp(pattern.data(), O_CLOEXEC));
+  if (fd) ::unlink(pattern.c_str());
+  return fd;
 }
 
 }  // namespace
@@ -45,25 +57,67 @@ void LineSplitter::finish(const OnLine& on_line) {
   rest_.clear();
 }
 
+// A file description of its own, so that O_NONBLOCK does not reach other programs at the same terminal.
+Sink::Sink(int fd) : fd_(fd) {
+  if (::isatty(fd) != 0)
+    terminal_.reset(::open(concat("/proc/self/fd/", fd).c_str(), O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
+}
+
+void Sink::add(std::string_view text) {
+  const bool fits = pending_.empty() || pending_.size() + text.size() <= kMostPending;
+  if (full() || (!(fits && read_ == filed_) && !add_to_file(text)))
+    tail_ += text;
+  else if (fits && read_ == filed_)
+    pending_ += text;
+}
+
+// False: no room on the disk, or not within RLIMIT_FSIZE, beyond which a signal would end this process.
+bool Sink::add_to_file(std::string_view text) {
+  rlimit limit{};
+  if (!file_) file_ = nameless_file();
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && filed_ + text.size() > limit.rlim_cur) return false;
+  for (std::size_t done = 0; done < text.size();) {
+    const ssize_t some =
+        ::pwrite(file_.get(), text.data() + done, text.size() - done, static_cast<off_t>(filed_ + done));
+    if (some <= 0) return false;  // the next text overwrites what was written of this one
+    done += to_size(some);
+  }
+  filed_ += text.size();
+  return true;
+}
+
+// pending_ was written: what comes after it.
+void Sink::refill() {
+  pending_.clear();
+  written_ = 0;
+  if (read_ == filed_) return pending_.swap(tail_);
+  pending_.resize(std::min(kMostPending, filed_ - read_));
+  const ssize_t some = ::pread(file_.get(), pending_.data(), pending_.size(), static_cast<off_t>(read_));
+  if (some <= 0) throw system_error("read back", "the ranks' output");
+  pending_.resize(to_size(some));
+  read_ += to_size(some);
+  if (read_ < filed_) return;
+  read_ = filed_ = 0;
+  file_.reset();  // the disk gets its room back
+}
+
 void Sink::add_line(std::string_view prefix, std::string_view line) {
-  pending_.append(prefix).append(line).push_back('\n');
+  add(std::string(prefix).append(line).append("\n"));
 }
 
 void Sink::write_some() {
   const auto left = std::string_view(pending_).substr(written_);
   const std::size_t newline = left.rfind('\n', kAtomicBytes - 1);
   const ssize_t written =
-      ::write(fd_, left.data(), newline < kAtomicBytes ? newline + 1 : std::min(left.size(), kAtomicBytes));
+      ::write(fd(), left.data(), newline < kAtomicBytes ? newline + 1 : std::min(left.size(), kAtomicBytes));
   if (written < 0 && errno != EINTR && errno != EAGAIN)
     throw system_error("pass on the ranks' output to", fd_ == STDOUT_FILENO ? "stdout" : "stderr");
   if (written > 0) written_ += to_size(written);
-  if (!empty()) return;
-  pending_.clear();
-  written_ = 0;
+  if (written_ == pending_.size()) refill();
 }
 
 void Sink::flush() {
-  pollfd writable{.fd = fd_, .events = POLLOUT, .revents = 0};
+  pollfd writable{.fd = fd(), .events = POLLOUT, .revents = 0};
   while (!empty()) {
     if (::poll(&writable, 1, -1) > 0) write_some();
   }
@@ -84,6 +138,7 @@ long RankStream::read_once() {
   const ssize_t bytes = ::read(pipe_.get(), buffer.data(), buffer.size());
   if (bytes < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
   if (bytes == 0) return -1;
+  if (prefix_.empty()) sink_->add({buffer.data(), to_size(bytes)});
   lines_.feed({buffer.data(), to_size(bytes)}, [this](std::string_view line) { pass_on(line); });
   return bytes;
 }
@@ -110,7 +165,7 @@ void RankStream::close() {
 }
 
 void RankStream::pass_on(std::string_view line) {
-  sink_->add_line(prefix_, line);
+  if (!prefix_.empty()) sink_->add_line(prefix_, line);
   keep_last(last_lines_, line);
 }
 

@@ -16,6 +16,7 @@ namespace lockstep {
 
 constexpr std::size_t kLongestLine = 16 * 1024;  // a longer one is passed on in pieces
 constexpr std::size_t kLastLines = 20;           // kept of every stream
+constexpr std::size_t kMostPending = 1 << 20;    // bytes that a Sink keeps in memory
 
 // Cuts a stream of bytes into lines, without their newline.
 class LineSplitter {
@@ -30,23 +31,35 @@ class LineSplitter {
 };
 
 // Writes to a descriptor that it does not own. write_some() never blocks, so that the launcher handles signals even if
-// the reader of its output has stopped. Lines of up to 4096 bytes stay whole when programs share the descriptor.
+// the reader of its output has stopped (Ctrl-S, a pager). What that reader does not take is kept: kMostPending bytes in
+// memory, the rest in a nameless file in the folder for temporary files. Lines of up to 4096 bytes stay whole when
+// programs share the descriptor.
 class Sink {
  public:
-  explicit Sink(int fd) : fd_(fd) {}
-  int fd() const { return fd_; }
-  bool empty() const { return written_ == pending_.size(); }
+  explicit Sink(int fd);
+  int fd() const { return terminal_ ? terminal_.get() : fd_; }
+  bool empty() const { return pending_.empty(); }
+  bool full() const { return !tail_.empty(); }  // that file has no room either: add nothing more
+  void add(std::string_view text);
   void add_line(std::string_view prefix, std::string_view line);
   void write_some();  // call when poll says that fd() can be written to; throws SystemError
   void flush();       // blocks until the reader has taken everything: without a deadline, as in any program
 
  private:
+  bool add_to_file(std::string_view text);
+  void refill();
+
   int fd_;
-  std::string pending_;
+  UniqueFd terminal_;    // fd_, where that is one: poll says that it takes something, and a write of more would block
+  std::string pending_;  // empty only if the rest is
   std::size_t written_ = 0;  // of pending_
+  UniqueFd file_;            // what comes after pending_: bytes [read_, filed_)
+  std::size_t read_ = 0;
+  std::size_t filed_ = 0;
+  std::string tail_;  // what comes after the file
 };
 
-// The reading end of one stream of one rank.
+// The reading end of one stream of one rank. Without a prefix its bytes are passed on as they come, not line by line.
 class RankStream {
  public:
   RankStream(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(&sink) {}

@@ -3,8 +3,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <termios.h>
 
 #include <array>
+#include <cstdlib>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -87,6 +91,87 @@ TEST(Sink, writes_everything_with_its_prefix) {
   EXPECT_TRUE(sink.empty());
   const std::string prefixed = "[rank 1] " + line + "\n";
   EXPECT_EQ(read_file(folder.file("out")), prefixed + prefixed + prefixed);
+}
+
+std::string numbered_lines(int count) {
+  std::string text;
+  for (int i = 0; i < count; ++i) text += concat("line ", i, " ", std::string(1000, 'x'), "\n");
+  return text;
+}
+
+bool takes_more(const Sink& sink) {
+  pollfd writable{.fd = sink.fd(), .events = POLLOUT, .revents = 0};
+  return ::poll(&writable, 1, 0) > 0;
+}
+
+// Reads from `fd` as much as was added while nobody read.
+std::string read_all(Sink& sink, int fd, std::size_t bytes) {
+  std::string read;
+  std::array<char, 65536> buffer;
+  while (read.size() < bytes) {
+    while (!sink.empty() && takes_more(sink)) sink.write_some();
+    const ssize_t some = ::read(fd, buffer.data(), buffer.size());
+    if (some <= 0) break;
+    read.append(buffer.data(), static_cast<std::size_t>(some));
+  }
+  return read;
+}
+
+struct StoppedReader : ::testing::Test {
+  StoppedReader() {
+    std::array<int, 2> ends{};
+    if (::pipe(ends.data()) != 0) std::abort();
+    reader.reset(ends[0]);
+    writer.reset(ends[1]);
+  }
+  UniqueFd reader;
+  UniqueFd writer;
+};
+
+TEST_F(StoppedReader, gets_everything_in_order_when_it_goes_on) {
+  Sink sink(writer.get());
+  const std::string text = numbered_lines(10000);  // ten times what memory keeps
+  for (const std::string& line : split(text, '\n')) {
+    if (!line.empty()) sink.add_line("", line);
+    if (takes_more(sink)) sink.write_some();
+  }
+  EXPECT_FALSE(sink.full());
+  EXPECT_EQ(read_all(sink, reader.get(), text.size()), text);
+  EXPECT_TRUE(sink.empty());
+}
+
+TEST_F(StoppedReader, makes_the_ranks_wait_where_the_file_has_no_room_and_loses_nothing) {
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{.rlim_cur = 3 * kMostPending, .rlim_max = before.rlim_max};
+  Sink sink(writer.get());
+  ::setrlimit(RLIMIT_FSIZE, &small);
+  const std::string text = numbered_lines(10000);
+  std::size_t added = 0;
+  for (; added < text.size() && !sink.full(); added += 1000) sink.add(std::string_view(text).substr(added, 1000));
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_TRUE(sink.full());
+  EXPECT_LT(added, text.size());
+  EXPECT_EQ(read_all(sink, reader.get(), added), text.substr(0, added));
+  EXPECT_FALSE(sink.full());
+}
+
+// Poll says that a terminal takes something when it has room for a byte.
+TEST(Sink, does_not_wait_for_a_terminal_that_takes_a_part) {
+  const UniqueFd master(::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
+  ASSERT_TRUE(master && ::grantpt(master.get()) == 0 && ::unlockpt(master.get()) == 0);
+  const UniqueFd terminal(::open(::ptsname(master.get()), O_RDWR | O_NOCTTY | O_CLOEXEC));
+  ASSERT_TRUE(terminal);
+  termios raw{};
+  ::tcgetattr(terminal.get(), &raw);
+  ::cfmakeraw(&raw);
+  ::tcsetattr(terminal.get(), TCSANOW, &raw);
+  Sink sink(terminal.get());
+  const std::string text = numbered_lines(3000);
+  sink.add(text);
+  while (takes_more(sink)) sink.write_some();
+  EXPECT_FALSE(sink.empty());
+  EXPECT_EQ(read_all(sink, master.get(), text.size()), text);
 }
 
 TEST(LastLinesOfFile, are_at_most_twenty) {

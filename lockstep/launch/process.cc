@@ -13,6 +13,7 @@
 
 #include "lockstep/base/guarded.h"
 #include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 namespace {
@@ -35,9 +36,11 @@ void set_up(const ProcessOptions& options, pid_t parent) {
   die_with(parent);
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!nothing) throw system_error("open", "/dev/null");
+  const bool to_terminal = ::isatty(STDOUT_FILENO) != 0;
   redirect(nothing.get(), STDIN_FILENO);
   redirect(options.output_fd, STDOUT_FILENO);
   redirect(options.error_fd, STDERR_FILENO);
+  if (to_terminal && options.body) std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is shown when it is printed
   for (const auto& [name, value] : options.variables) ::setenv(name.c_str(), value.c_str(), 1);
   if (!options.cores.empty()) pin_this_thread(options.cores);
   ::sigprocmask(SIG_SETMASK, &options.signal_mask, nullptr);
@@ -78,16 +81,26 @@ void write_report(int report, const std::string& text) {
   exit_after(options.body);
 }
 
-// Until the child execs, reports an error or dies, each of which closes its end: a few system calls, so no deadline.
-std::string read_to_end(int fd) {
+bool is_readable(int fd, Deadline deadline) {
+  pollfd polled{.fd = fd, .events = POLLIN, .revents = 0};
+  int ready = 0;
+  do {
+    ready = ::poll(&polled, 1, static_cast<int>(deadline.left().count()));
+  } while (ready < 0 && errno == EINTR);
+  return ready > 0;
+}
+
+// Until the child execs, reports an error or dies, each of which closes its end. Nothing: none of it by the deadline.
+std::optional<std::string> read_to_end(int fd, Deadline deadline) {
   std::string text;
   std::array<char, 512> buffer;
-  for (;;) {
+  while (is_readable(fd, deadline)) {
     const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes <= 0) return text;
     text.append(buffer.data(), to_size(bytes));
   }
+  return {};
 }
 
 // Of a child that was killed or has reported its error: only the kernel is waited for, so no deadline.
@@ -100,6 +113,18 @@ UniqueFd open_pidfd(pid_t pid) {
   UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // close-on-exec by itself
   if (!fd) throw system_error("watch", concat("process ", pid));
   return fd;
+}
+
+// The program's file may lie where no answer comes from; then the child ignores even SIGKILL, and is not waited for.
+[[noreturn]] void give_up(pid_t pid, const ProcessOptions& options) {
+  const UniqueFd pidfd = open_pidfd(pid);
+  ::kill(pid, SIGKILL);
+  if (is_readable(pidfd.get(), Deadline::after(std::chrono::seconds(1)))) wait_for(pid);
+  const double seconds = std::chrono::duration<double>(options.start_timeout).count();
+  throw SystemError({.what = concat("a child process did not begin its program within ", human_seconds(seconds)),
+                     .here = concat("pid ", pid, " ", join(options.command, " ")),
+                     .likely = "a disk or network file system that does not answer",
+                     .next = "start the program by hand on this machine"});
 }
 
 // ---- The guardian
@@ -156,10 +181,11 @@ Process::Process(const ProcessOptions& options) {
     be_child(options, parent, std::move(write_end));
   }
   write_end.reset();
-  const std::string trouble = read_to_end(read_end.get());
-  if (!trouble.empty()) {
+  const auto trouble = read_to_end(read_end.get(), Deadline::after(options.start_timeout));
+  if (!trouble) give_up(pid_, options);
+  if (!trouble->empty()) {
     wait_for(pid_);
-    throw SystemError({.what = trouble,
+    throw SystemError({.what = *trouble,
                        .here = join(options.command, " "),
                        .likely = "a name that is misspelt or not in PATH, or a file that may not be executed",
                        .next = "check the name, and that the file is executable on this machine"});

@@ -10,6 +10,7 @@
 #include <signal.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <span>
@@ -30,6 +31,7 @@ struct ProcessOptions {
   sigset_t signal_mask{};                                      // what it starts with
   std::atomic<pid_t>* group = nullptr;  // where the child writes its process group before it starts
   std::vector<int> close_in_child;      // exec closes these by itself, a body would keep them
+  std::chrono::milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
 };
 
 struct ExitStatus {
@@ -42,7 +44,8 @@ struct ExitStatus {
 class Process {
  public:
   // Returns once the program or body is about to run. stdin is /dev/null. Throws SystemError: no such program, a core
-  // that may not be used, no processes left; then nothing is left behind.
+  // that may not be used, no processes left, not begun within start_timeout; then nothing is left behind, but for a
+  // process inside a disk call that can't be killed.
   explicit Process(const ProcessOptions& options);
   ~Process();
   Process(Process&& other) noexcept : pid_(std::exchange(other.pid_, -1)), pidfd_(std::move(other.pidfd_)) {}

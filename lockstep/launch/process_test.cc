@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <pthread.h>
 
 #include "lockstep/error.h"
 #include "tests/launch/child.h"
@@ -58,6 +59,24 @@ TEST(Process, names_a_program_that_does_not_exist) {
   } catch (const SystemError& error) {
     EXPECT_NE(std::string(error.what()).find("no-such-program"), std::string::npos) << error.what();
   }
+}
+
+// Set, a forked child hangs before it has begun anything, as one whose program's file can't be read.
+bool child_hangs = false;
+
+TEST(Process, gives_up_on_a_child_that_does_not_begin) {
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
+    while (child_hangs) ::pause();
+  });
+  ASSERT_EQ(registered, 0);
+  ProcessOptions options;
+  options.command = {"a-program"};
+  options.start_timeout = std::chrono::milliseconds(100);
+  child_hangs = true;
+  const auto message = testing::message_of<SystemError>([&] { Process{options}; });
+  child_hangs = false;
+  EXPECT_TRUE(testing::contains(message, "a-program"));
+  EXPECT_TRUE(testing::contains(message, "did not begin its program within 100.0 ms"));
 }
 
 TEST(Process, names_cores_that_do_not_exist) {

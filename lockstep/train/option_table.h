@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/names.h"
+#include "lockstep/deadline.h"
 #include "lockstep/train/options.h"
 
 namespace lockstep {
@@ -105,7 +106,8 @@ inline Option seconds(const std::string& name, std::chrono::milliseconds& field,
   const Limits limits{.at_least = std::numeric_limits<double>::min(), .next = "give seconds, such as 300"};
   const auto get = [&field] { return Seconds(field).count(); };
   const auto set = [&field](double value) {
-    field = std::chrono::duration_cast<std::chrono::milliseconds>(Seconds(value));
+    field =
+        std::chrono::duration_cast<std::chrono::milliseconds>(std::min(Seconds(value), Seconds(Deadline::kLongest)));
   };
   return typed<double>({.name = name, .help = help, .on_resume = on_resume, .value = get, .limits = limits}, set,
                        concat(get()));

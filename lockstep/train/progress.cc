@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/progress.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -22,6 +23,12 @@ std::string bar(std::int64_t done, std::int64_t steps) {
 }
 
 std::string value_or_dash(double value, int digits) { return std::isnan(value) ? "-" : fixed(value, digits); }
+
+// False: its reader has stopped (Ctrl-S). Progress is not worth waiting for.
+bool takes_output(int fd) {
+  pollfd writable{.fd = fd, .events = POLLOUT, .revents = 0};
+  return ::poll(&writable, 1, 0) > 0;
+}
 
 }  // namespace
 
@@ -56,7 +63,7 @@ std::string Progress::status(const Position& now, double loss) const {
 void Progress::step(const Position& position, double loss) {
   const double now = epoch_watch_.seconds();
   const double every = style_ == Style::kBar ? kBarEvery : kPlainEvery;
-  if (style_ == Style::kNone || now - last_shown_ < every) return;
+  if (style_ == Style::kNone || now - last_shown_ < every || !takes_output(STDERR_FILENO)) return;
   last_shown_ = now;
   if (style_ == Style::kBar)
     std::cerr << '\r' << bar(position.step_in_epoch, length_.steps_per_epoch) << ' ' << status(position, loss)
@@ -66,7 +73,7 @@ void Progress::step(const Position& position, double loss) {
 }
 
 void Progress::clear_bar() const {
-  if (style_ == Style::kBar) std::cerr << "\r\033[K" << std::flush;
+  if (style_ == Style::kBar && takes_output(STDERR_FILENO)) std::cerr << "\r\033[K" << std::flush;
 }
 
 void Progress::end_epoch(const Json& epoch) {

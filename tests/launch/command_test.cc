@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <array>
 
 #include "lockstep/base/text.h"
@@ -136,6 +137,24 @@ TEST(LockstepRun, handles_signals_while_the_reader_of_its_output_is_stopped) {
     return !is_running(launcher.pid());
   }));
   EXPECT_EQ(launcher.wait(), 128 + SIGTERM);
+}
+
+TEST(LockstepRun, goes_on_while_the_reader_of_its_output_is_stopped) {
+  constexpr int kLines = 200000;
+  const TempFolder folder;
+  Pipe pipe;
+  const std::string rank = concat("\"", RANK_PROBE, " lines ", kLines, " && touch ", folder.file("done"), "\"");
+  Child launcher({"sh", "-c",
+                  concat("exec ", LOCKSTEP_COMMAND, " run sh -c ", rank, " >&", pipe.writer.get(), " ",
+                         pipe.writer.get(), ">&-")});
+  ASSERT_TRUE(wait_until([&folder] { return folder.has("done"); })) << "the rank waits for the reader";
+  pipe.writer.reset();
+  std::size_t lines = 0;
+  std::array<char, 65536> buffer;
+  for (ssize_t some = 0; (some = ::read(pipe.reader.get(), buffer.data(), buffer.size())) > 0;)
+    lines += static_cast<std::size_t>(std::count(buffer.data(), buffer.data() + some, '\n'));
+  EXPECT_EQ(lines, kLines);
+  EXPECT_EQ(launcher.wait(), 0);
 }
 
 TEST(LockstepRun, two_at_the_same_time_have_different_ports) {

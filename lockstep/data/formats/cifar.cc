@@ -4,7 +4,7 @@
 #include <iterator>
 
 #include "lockstep/base/text.h"
-#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -22,26 +22,26 @@ struct Variant {
 constexpr Variant kTen{"cifar-10", 1, 10};
 constexpr Variant kHundred{"cifar-100", 2, 100};
 
-// A view of the file: (records, bytes of a record).
-torch::Tensor records_in(const MappedFile& file, std::int64_t record_bytes) {
-  const auto bytes = std::ssize(file.bytes());
+// (records, bytes of a record)
+torch::Tensor records_in(const DataFile& file, std::int64_t record_bytes) {
+  const auto bytes = static_cast<std::int64_t>(file.size());
   if (bytes == 0 || bytes % record_bytes != 0)
     throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
                                     " bytes, no whole number of records of ", record_bytes),
                      .here = file.path().string(),
                      .likely = "an interrupted download, or the Python version of the dataset",
                      .next = "fetch the binary version"});
-  return torch::from_blob(const_cast<std::uint8_t*>(file.bytes().data()), {bytes / record_bytes, record_bytes},
-                          torch::kUInt8);
+  torch::Tensor records = torch::empty({bytes / record_bytes, record_bytes}, torch::kUInt8);
+  file.read(0, {records.data_ptr<std::uint8_t>(), file.size()});
+  return records;
 }
 
 std::shared_ptr<const ImageSource> read_files(const Variant& variant, const std::filesystem::path& folder,
                                               const std::vector<std::string>& names) {
-  std::vector<MappedFile> files;
   std::vector<torch::Tensor> pixels;
   std::vector<torch::Tensor> labels;
   for (const std::string& name : names) {
-    const torch::Tensor records = records_in(files.emplace_back(folder / name), variant.label_bytes + kPixels);
+    const torch::Tensor records = records_in(DataFile(folder / name), variant.label_bytes + kPixels);
     pixels.push_back(records.slice(1, variant.label_bytes));
     labels.push_back(records.select(1, variant.label_bytes - 1));
   }

@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <optional>
 
 #include "lockstep/base/text.h"
-#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 
@@ -89,15 +90,21 @@ void on_field(void* text, std::size_t bytes, void* table) {
 void on_line(int, void* table) { static_cast<Table*>(table)->end_of_line(); }
 
 Table read_csv(const std::filesystem::path& path, char delimiter) {
-  const MappedFile file(path);
+  const DataFile file(path);
   Table table(path);
   csv_parser parser;
   csv_init(&parser, CSV_STRICT | CSV_STRICT_FINI);
+  const std::unique_ptr<csv_parser, decltype(&csv_free)> freed(&parser, &csv_free);
   csv_set_delim(&parser, static_cast<unsigned char>(delimiter));
-  const std::size_t parsed = csv_parse(&parser, file.bytes().data(), file.bytes().size(), on_field, on_line, &table);
-  const bool whole = parsed == file.bytes().size() && csv_fini(&parser, on_field, on_line, &table) == 0;
+  std::vector<std::uint8_t> chunk(std::size_t{1} << 20);
+  bool whole = true;
+  for (std::uint64_t at = 0; whole && at < file.size(); at += chunk.size()) {
+    chunk.resize(std::min(chunk.size(), file.size() - at));
+    file.read(at, chunk);
+    whole = csv_parse(&parser, chunk.data(), chunk.size(), on_field, on_line, &table) == chunk.size();
+  }
+  whole = whole && csv_fini(&parser, on_field, on_line, &table) == 0;
   if (!whole) table.refuse(csv_strerror(csv_error(&parser)), "");
-  csv_free(&parser);
   return table;
 }
 

@@ -21,8 +21,10 @@ namespace {
 class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
-  explicit IdxReader(const std::filesystem::path& path)
-      : path_(path), file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
+  IdxReader(const std::filesystem::path& path, std::uint64_t most_bytes)
+      : path_(path),
+        most_(most_bytes),
+        file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
     if (!file_)
       throw DataError({.what = concat("can't open ", path.string(), ": ", std::strerror(errno)),
                        .here = path.string(),
@@ -61,6 +63,7 @@ class IdxReader {
   std::vector<std::uint8_t> read_values(std::size_t count) {
     constexpr std::size_t kChunk = std::size_t{1} << 20;
     std::vector<std::uint8_t> values;
+    if (count > most_) throw unpacked_too_much(path_.string());
     while (values.size() < count) {
       const std::size_t old_size = values.size();
       values.resize(std::min(count, old_size + kChunk));
@@ -100,6 +103,7 @@ class IdxReader {
   }
 
   std::filesystem::path path_;
+  std::uint64_t most_;
   std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
   std::size_t offset_ = 0;    // of the uncompressed content
   bool ended_early_ = false;  // the last read reached the end inside compressed data, or inside the checksum after it
@@ -107,7 +111,16 @@ class IdxReader {
 
 }  // namespace
 
-torch::Tensor read_idx(const std::filesystem::path& path) { return IdxReader(path).read_tensor(); }
+DataError unpacked_too_much(const std::string& origin) {
+  return DataError({.what = concat(origin, " unpacks to more than the limit"),
+                    .here = origin,
+                    .likely = "a damaged file, or one that was made to fill the memory",
+                    .next = "if you trust it, raise the limit: most_bytes of the reader, most= in --data"});
+}
+
+torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes) {
+  return IdxReader(path, most_bytes).read_tensor();
+}
 
 std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
                                                     Split split) {

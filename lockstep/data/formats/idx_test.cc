@@ -71,6 +71,14 @@ TEST(Idx, names_the_error_in_a_header) {
   EXPECT_TRUE(contains(message_for(4, 127), "values promised, 6 found"));  // 6 GB promised: none is allocated
 }
 
+TEST(Idx, unpacks_no_more_than_its_limit) {
+  const TempFolder folder;
+  write_gz(folder / "bomb.gz", std::string("\0\0\x08\x01\0\x10\0\0", 8) + std::string(1 << 20, '\0'));
+  EXPECT_EQ(read_idx(folder / "bomb.gz", 1 << 20).numel(), 1 << 20);
+  const std::string message = message_of<DataError>([&] { read_idx(folder / "bomb.gz", (1 << 20) - 1); });
+  EXPECT_TRUE(contains(message, "unpacks to more than the limit"));
+}
+
 TEST(Idx, names_a_missing_file) {
   EXPECT_TRUE(contains(message_of<DataError>([] { read_idx("/no/such/file"); }), "can't open /no/such/file"));
 }

@@ -11,7 +11,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -66,27 +66,48 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
   return shape;
 }
 
-// The header's text; `bytes` becomes what follows it.
-std::string_view split_header(std::span<const std::uint8_t>& bytes, const std::string& origin) {
-  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+struct Header {
+  torch::ScalarType dtype;
+  bool fortran;
+  std::vector<std::int64_t> shape;
+  std::size_t bytes;  // of the header: what follows are the values
+};
+
+// `start` holds at least the header of a file of `all` bytes.
+Header parse_header(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin) {
+  const std::string_view text(reinterpret_cast<const char*>(start.data()), start.size());
   if (text.size() < 12 || text.substr(0, 6) != kMagic) throw bad(origin, "no magic number");
-  const std::uint8_t version = bytes[6];
+  const std::uint8_t version = start[6];
   if (version < 1 || version > 3) throw bad(origin, concat("version ", int{version}));
   const std::size_t begin = version == 1 ? 10 : 12;
-  std::size_t length = bytes[8] | std::size_t{bytes[9]} << 8;
-  if (version > 1) length |= std::size_t{bytes[10]} << 16 | std::size_t{bytes[11]} << 24;
+  std::size_t length = start[8] | std::size_t{start[9]} << 8;
+  if (version > 1) length |= std::size_t{start[10]} << 16 | std::size_t{start[11]} << 24;
   if (length > text.size() - begin) throw bad(origin, "cut in its header");
-  bytes = bytes.subspan(begin + length);
-  return text.substr(begin, length);
+  const std::string_view header = text.substr(begin, length);
+  Header parsed{.dtype = dtype_of(value_of(header, "descr", origin), origin),
+                .fortran = value_of(header, "fortran_order", origin).starts_with("True"),
+                .shape = shape_of(value_of(header, "shape", origin), origin),
+                .bytes = begin + length};
+  const auto expected = product(parsed.shape, static_cast<std::int64_t>(c10::elementSize(parsed.dtype)));
+  if (!expected) throw bad(origin, "its shape promises more bytes than 64 bits can count");
+  if (all - parsed.bytes != to_size(*expected))
+    throw bad(origin, concat(*expected, " bytes promised, ", all - parsed.bytes, " found"));
+  return parsed;
 }
 
-// A contiguous tensor of `values`. A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes.
-torch::Tensor to_tensor(std::span<const std::uint8_t> values, const std::vector<std::int64_t>& shape,
-                        torch::ScalarType dtype) {
-  const torch::ScalarType stored = dtype == torch::kBool ? torch::kUInt8 : dtype;
-  torch::Tensor tensor = torch::empty(shape, stored);
-  std::copy(values.begin(), values.end(), static_cast<std::uint8_t*>(tensor.data_ptr()));
-  return dtype == torch::kBool ? tensor.ne(0) : tensor;
+// A contiguous tensor of the values that `read` writes. A bool that is neither 0 nor 1 is undefined behaviour: they are
+// read as bytes. Where the first dimension varies fastest, the values are those of the transposed array in C order.
+template <class Read>
+torch::Tensor to_tensor(Header header, const Read& read) {
+  if (header.fortran) std::ranges::reverse(header.shape);
+  const bool boolean = header.dtype == torch::kBool;
+  torch::Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);
+  read(std::span(static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes()));
+  if (boolean) tensor = tensor.ne(0);
+  if (!header.fortran) return tensor;
+  std::vector<std::int64_t> order(header.shape.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return tensor.permute(order).contiguous();
 }
 
 DataError bad_zip(const std::string& origin, const std::string& why) {
@@ -96,7 +117,9 @@ DataError bad_zip(const std::string& origin, const std::string& why) {
                     .next = "save it again with numpy.savez"});
 }
 
-std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin) {
+// At most `most` bytes, which become what is left of them.
+std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin,
+                                     std::uint64_t& most) {
   constexpr std::size_t kReadBytes = std::size_t{1} << 20;
   const std::unique_ptr<zip_file_t, decltype(&zip_fclose)> file(zip_fopen_index(archive, index, 0), &zip_fclose);
   if (!file) throw bad_zip(origin, zip_strerror(archive));
@@ -107,35 +130,32 @@ std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const s
     const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kReadBytes);
     if (got < 0) throw bad_zip(origin, zip_file_strerror(file.get()));
     bytes.resize(old_size + to_size(got));
-    if (got == 0) return bytes;
+    if (bytes.size() > most) throw unpacked_too_much(origin);
+    if (got == 0) break;
   }
+  most -= bytes.size();
+  return bytes;
 }
 
 }  // namespace
 
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin) {
-  const std::string_view header = split_header(bytes, origin);
-  const torch::ScalarType dtype = dtype_of(value_of(header, "descr", origin), origin);
-  const bool fortran = value_of(header, "fortran_order", origin).starts_with("True");
-  std::vector<std::int64_t> shape = shape_of(value_of(header, "shape", origin), origin);
-  const auto expected = product(shape, static_cast<std::int64_t>(c10::elementSize(dtype)));
-  if (!expected) throw bad(origin, "its shape promises more bytes than 64 bits can count");
-  if (bytes.size() != to_size(*expected))
-    throw bad(origin, concat(*expected, " bytes promised, ", bytes.size(), " found"));
-  if (!fortran) return to_tensor(bytes, shape, dtype);
-  // The first dimension varies fastest: the values are those of the transposed array in C order.
-  std::ranges::reverse(shape);
-  std::vector<std::int64_t> order(shape.size());
-  std::iota(order.rbegin(), order.rend(), 0);
-  return to_tensor(bytes, shape, dtype).permute(order).contiguous();
+  const Header header = parse_header(bytes, bytes.size(), origin);
+  return to_tensor(header,
+                   [&](std::span<std::uint8_t> into) { std::ranges::copy(bytes.subspan(header.bytes), into.begin()); });
 }
 
 torch::Tensor read_npy(const std::filesystem::path& path) {
-  const MappedFile file(path);
-  return parse_npy(file.bytes(), path.string());
+  constexpr std::size_t kLongestHeader = std::size_t{1} << 20;
+  const DataFile file(path);
+  std::vector<std::uint8_t> start(std::min<std::size_t>(file.size(), kLongestHeader));
+  file.read(0, start);
+  const Header header = parse_header(start, file.size(), path.string());
+  return to_tensor(header, [&](std::span<std::uint8_t> into) { file.read(header.bytes, into); });
 }
 
-std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path) {
+std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path, std::uint64_t most_bytes) {
+  static_cast<void>(DataFile(path));  // refuses a named pipe, which libzip would wait for
   int code = 0;
   const std::unique_ptr<zip_t, decltype(&zip_discard)> archive(zip_open(path.c_str(), ZIP_RDONLY, &code), &zip_discard);
   if (!archive) {
@@ -151,7 +171,7 @@ std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path)
     const std::string entry = name != nullptr ? name : "";
     if (!entry.ends_with(".npy")) continue;
     const std::string origin = concat(path.string(), ", entry ", entry);
-    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(read_entry(archive.get(), i, origin), origin);
+    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(read_entry(archive.get(), i, origin, most_bytes), origin);
   }
   if (arrays.empty()) throw bad_zip(path.string(), "it holds no arrays");
   return arrays;

@@ -172,7 +172,7 @@ Datasets npy(Request& request) {
 }
 
 Datasets npz(Request& request) {
-  const auto found = read_npz(request.path());
+  const auto found = read_npz(request.path(), to_size(request.whole("most", kMostUnpacked)));
   const auto array = [&](const std::string& name) {
     if (const auto entry = found.find(name); entry != found.end()) return entry->second;
     throw request.refuse(concat("it has no array ", name, ", only ", join(std::views::keys(found), ", ")));

@@ -15,6 +15,7 @@
 #include <string_view>
 
 #include "lockstep/datasets.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -39,6 +40,9 @@ inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, 
 
 // The content of a .npy file. Throws DataError naming `origin`.
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin);
+
+// A compressed file that grows beyond the limit of its reader.
+DataError unpacked_too_much(const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The readers of whole files: CIFAR, NumPy, CSV, tokens, and the names by which --data opens them.
+#include <sys/stat.h>
+
 #include <numeric>
 
 #include "lockstep/base/to_size.h"
@@ -100,6 +102,39 @@ TEST(Npz, reads_every_array_and_refuses_a_cut_archive) {
   }
 }
 
+TEST(Npz, unpacks_no_more_than_its_limit_of_all_entries_together) {
+  const TempFolder folder;
+  const std::string entry = npy_text("|u1", "(1048576,)", std::string(1 << 20, '\0'));
+  write_zip(folder / "bomb.npz", {{"x.npy", entry}, {"y.npy", entry}});
+  ASSERT_LT(std::filesystem::file_size(folder / "bomb.npz"), 10000U);
+  EXPECT_EQ(read_npz(folder / "bomb.npz", 2 * entry.size()).size(), 2U);
+  const auto refusal = [&](const auto& call) { return message_of<DataError>(call); };
+  EXPECT_TRUE(contains(refusal([&] { read_npz(folder / "bomb.npz", 2 * entry.size() - 1); }), "entry y.npy"));
+  EXPECT_TRUE(contains(refusal([&] { open_dataset({.data = "npz:" + folder.file("bomb.npz") + "?most=1000"}); }),
+                       "unpacks to more than the limit"));
+}
+
+TEST(Readers, refuse_a_named_pipe) {
+  const TempFolder folder;
+  const std::filesystem::path pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THROW(read_npy(pipe), DataError);
+  EXPECT_THROW(read_npz(pipe), DataError);
+  EXPECT_THROW(read_idx(pipe), DataError);
+  EXPECT_THROW(csv_dataset(pipe), DataError);
+  EXPECT_THROW(TokenDataset{pipe}, DataError);
+  EXPECT_EQ(read_file(pipe), "");
+}
+
+TEST(Csv, reads_a_file_of_several_chunks) {
+  const TempFolder folder;
+  std::string text;
+  for (int i = 0; i < 300000; ++i) text += std::to_string(i) + ",1\n";
+  write_file(folder / "t.csv", text);
+  const auto table = csv_dataset(folder / "t.csv");
+  EXPECT_TRUE(torch::equal(table->data().flatten(), torch::arange(300000, torch::kFloat32)));
+}
+
 TEST(Csv, reads_numbers_with_and_without_names) {
   const TempFolder folder;
   write_file(folder / "t.csv", "height,\"kind\",width\r\n1.5,2,-3e2\r\n0,1,7\r\n");
@@ -142,6 +177,18 @@ TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
   write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
   const TokenDataset words(folder / "t.bin", {.block = 2, .token_bytes = 2});
   EXPECT_TRUE(torch::equal(words.make_batch(first(1)).target, torch::tensor({{3, 65535}}, torch::kInt64)));
+}
+
+TEST(TokenDataset, refuses_a_file_that_becomes_shorter_while_it_is_in_use) {
+  const TempFolder folder;
+  write_file(folder / "t.txt", std::string(10000, 'x'));
+  const TokenDataset data(folder / "t.txt", {.block = 99});
+  data.make_batch(first(100));
+  std::filesystem::resize_file(folder / "t.txt", 5000);
+  EXPECT_EQ(data.make_batch(first(50)).size(), 50);
+  const std::string message = message_of<DataError>([&] { data.make_batch(first(51)); });
+  EXPECT_TRUE(contains(message, "it became shorter while it was in use"));
+  EXPECT_TRUE(contains(message, "t.txt, offset 5000"));
 }
 
 TEST(TokenDataset, refuses_files_that_do_not_hold_such_tokens) {

@@ -6,7 +6,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/error.h"
 
@@ -23,11 +23,11 @@ void check_tokens(const TokenOptions& o) {
 }  // namespace
 
 TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions& options)
-    : file_(std::make_shared<MappedFile>(path)), options_(options) {
+    : file_(std::make_shared<DataFile>(path)), options_(options) {
   check_tokens(options);
   if (options_.vocabulary == 0)
     options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
-  const auto bytes = static_cast<std::int64_t>(file_->bytes().size());
+  const auto bytes = static_cast<std::int64_t>(file_->size());
   if (bytes % options.token_bytes != 0)
     throw DataError({.what = concat(bytes, " bytes, no whole number of tokens of ", options.token_bytes, " bytes"),
                      .here = path.string(),
@@ -45,10 +45,11 @@ TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions
 
 std::string TokenDataset::name() const { return file_->path().filename().string(); }
 
-std::int64_t TokenDataset::token(std::int64_t place) const {
+// The token that is stored at `bytes`, at `place` in the file.
+std::int64_t TokenDataset::token(const std::uint8_t* bytes, std::int64_t place) const {
   std::uint32_t value = 0;
   // Little-endian, like every machine that libtorch runs on.
-  std::memcpy(&value, file_->bytes().data() + place * options_.token_bytes, to_size(options_.token_bytes));
+  std::memcpy(&value, bytes, to_size(options_.token_bytes));
   if (value >= options_.vocabulary)
     throw DataError({.what = concat("token ", value, " is not below the vocabulary's ", options_.vocabulary),
                      .here = concat(file_->path().string(), ", token ", place),
@@ -63,11 +64,14 @@ Batch TokenDataset::assemble(const BatchRequest& request) const {
               allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64)};
   auto* data = batch.data.data_ptr<std::int64_t>();
   auto* target = batch.target.data_ptr<std::int64_t>();
+  std::vector<std::uint8_t> stored(to_size((options_.block + 1) * options_.token_bytes));
   for (const std::int64_t index : request.indices) {
     const std::int64_t begin = first_ + index * options_.block;
-    for (std::int64_t i = 0; i < options_.block; ++i) *data++ = token(begin + i);
+    file_->read(to_size(begin * options_.token_bytes), stored);
+    for (std::int64_t i = 0; i < options_.block; ++i)
+      *data++ = token(&stored[to_size(i * options_.token_bytes)], begin + i);
     target = std::copy_n(data - options_.block + 1, options_.block - 1, target);
-    *target++ = token(begin + options_.block);
+    *target++ = token(&stored[to_size(options_.block * options_.token_bytes)], begin + options_.block);
   }
   return batch;
 }

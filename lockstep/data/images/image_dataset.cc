@@ -125,6 +125,8 @@ Batch ImageDataset::assemble(const BatchRequest& request) const {
   auto* label = soft ? nullptr : batch.target.data_ptr<std::int64_t>();
   for (const std::int64_t index : request.indices) {
     SampleRandom random(epoch_seed, index);
+    if (request.reading != nullptr && !source_->in_memory())
+      request.reading->note([source = source_.get(), index] { return source->origin(index); });
     if (soft)
       worker.write_mixed(index, random, data, mixed);
     else

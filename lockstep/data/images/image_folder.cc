@@ -32,7 +32,7 @@ std::vector<std::string> folders_in(const fs::path& folder) {
   std::error_code error;
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder, error))
-    if (entry.is_directory()) names.push_back(entry.path().filename().string());
+    if (std::error_code ignored; entry.is_directory(ignored)) names.push_back(entry.path().filename().string());
   if (error || names.empty())
     throw DataError(
         {.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
@@ -71,15 +71,33 @@ ImageFolder::ImageFolder(fs::path folder, std::vector<std::string> classes)
 
 void ImageFolder::add_class(const std::string& name, std::int64_t label) {
   const std::size_t before = files_.size();
-  std::error_code error;
-  for (const auto& entry : fs::recursive_directory_iterator(folder_ / name, error))
-    if (is_image(entry.path())) files_.push_back({entry.path().lexically_relative(folder_).string(), label});
-  if (error || files_.size() == before)
-    throw DataError({.what = concat("class ", name, " has no images", error ? concat(": ", error.message()) : ""),
+  std::string trouble;
+  try {
+    std::vector<fs::path> above;
+    add_images(folder_ / name, label, above);
+  } catch (const fs::filesystem_error& error) {
+    trouble = concat(": ", error.path1().string(), ": ", error.code().message());
+  }
+  if (!trouble.empty() || files_.size() == before)
+    throw DataError({.what = concat("class ", name, " has no images", trouble),
                      .here = (folder_ / name).string(),
                      .likely = "a folder that is missing or was not unpacked, or images that are neither JPEG nor PNG",
                      .next = "look at the folder"});
   std::ranges::sort(std::span(files_).subspan(before), {}, &File::path);
+}
+
+// above: the folders on the way here, without links: a link to one of them leads round in circles.
+void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::vector<fs::path>& above) {
+  const fs::path real = fs::canonical(folder);
+  if (std::ranges::find(above, real) != above.end()) return;
+  above.push_back(real);
+  std::error_code ignored;  // a link to nothing, or to itself, is no folder
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.is_directory(ignored))
+      add_images(entry.path(), label, above);
+    else if (is_image(entry.path()))
+      files_.push_back({entry.path().lexically_relative(folder_).string(), label});
+  above.pop_back();
 }
 
 StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {

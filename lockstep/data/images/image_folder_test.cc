@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <sys/stat.h>
+
+#include <algorithm>
 #include <numeric>
 #include <random>
 
@@ -130,6 +133,53 @@ TEST(ImageFolder, refuses_missing_and_empty_classes) {
                          ImageFolder(folder / "train", {"a", "z"});
                        }),
                        "class z has no images"));
+}
+
+TEST(ImageFolder, follows_links_but_not_in_circles) {
+  namespace fs = std::filesystem;
+  const TempFolder folder;
+  write_image_folder(folder / "elsewhere", 3);
+  fs::create_directories(folder / "train/a/deep");
+  fs::create_directory_symlink(folder / "elsewhere/b", folder / "train/b");               // a class
+  fs::create_directory_symlink(folder / "elsewhere/a", folder / "train/a/deep/more");     // a folder
+  fs::create_symlink(folder / "elsewhere/b/0.jpg", folder / "train/a/one.jpg");           // an image
+  fs::create_directory_symlink(folder / "train/a", folder / "train/a/deep/circle");       // back to its own folder
+  fs::create_directory_symlink(folder / "train", folder / "elsewhere/a/another_circle");  // a longer way back
+  fs::create_symlink(folder / "train/a/itself.jpg", folder / "train/a/itself.jpg");
+  const ImageFolder images(folder / "train");
+  EXPECT_EQ(images.class_names(), (std::vector<std::string>{"a", "b"}));
+  std::vector<std::string> origins;
+  for (std::int64_t i = 0; i < images.size(); ++i)
+    origins.push_back(fs::path(images.origin(i)).lexically_relative(folder / "train"));
+  const auto count = [&](const std::string& origin) { return std::ranges::count(origins, origin); };
+  EXPECT_EQ(count("a/one.jpg"), 1);
+  EXPECT_EQ(count("a/deep/more/0.jpg"), 1);
+  EXPECT_EQ(count("b/0.jpg"), 1);
+  EXPECT_LT(origins.size(), 20U);
+  std::vector<std::uint8_t> scratch;
+  EXPECT_THROW(images.read(std::ranges::find(origins, "a/itself.jpg") - origins.begin(), scratch), DataError);
+}
+
+TEST(ImageFolder, notes_what_is_being_read) {
+  const TempFolder folder;
+  write_image_folder(folder.path(), 2);
+  const ImageDataset data(std::make_shared<ImageFolder>(folder.path()), {.height = 16, .width = 16});
+  const std::vector<std::int64_t> third = {2};
+  Reading reading;
+  EXPECT_EQ(reading.origin(), "");
+  data.assemble({.indices = third, .reading = &reading});
+  EXPECT_EQ(reading.origin(), folder.file("b/0.jpg"));
+}
+
+TEST(ImageFolder, refuses_a_named_pipe_among_the_images) {
+  const TempFolder folder;
+  write_image_folder(folder.path(), 2);
+  ASSERT_EQ(::mkfifo(folder.file("a/00.jpg").c_str(), 0600), 0);
+  const ImageDataset data(std::make_shared<ImageFolder>(folder.path()), {.height = 16, .width = 16});
+  const std::vector<std::int64_t> second = {1};
+  const std::string message = message_of<DataError>([&] { data.make_batch(second); });
+  EXPECT_TRUE(contains(message, "not a file of an image's size"));
+  EXPECT_TRUE(contains(message, "a/00.jpg"));
 }
 
 TEST(ImageFolder, skips_bad_images_or_names_file_and_sample) {

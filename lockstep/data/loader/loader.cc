@@ -57,6 +57,7 @@ struct EpochBatches {
   const DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
   const std::int64_t epoch;
+  std::vector<Reading> reading;  // of step s at s modulo its size: no more than `prefetch` steps are on their way
   std::atomic<std::int64_t> skipped = 0;
 
   Batch load(std::int64_t step, LoadingStatistics& took) {
@@ -64,7 +65,7 @@ struct EpochBatches {
     const std::vector<std::int64_t> indices = part(step);
     read_ahead(step);
     BatchTimes times;
-    Batch batch = assemble(indices, times, took);
+    Batch batch = assemble(step, indices, times, took);
     took.read += times.read;
     took.assemble += watch.seconds() - times.read;
     return batch;
@@ -81,27 +82,28 @@ struct EpochBatches {
     if (next < sampler.steps()) dataset->will_read(part(next));
   }
 
-  Batch assemble(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+  Batch assemble(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
     try {
-      return dataset->assemble(request(indices, times));
+      return dataset->assemble(request(step, indices, times));
     } catch (const DataError&) {
       if (options.skip_bad == 0) throw;
     }
-    return assemble_good_ones(indices, times, took);
+    return assemble_good_ones(step, indices, times, took);
   }
 
   // One by one, to find out which samples are bad.
-  Batch assemble_good_ones(std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+  Batch assemble_good_ones(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times,
+                           LoadingStatistics& took) {
     std::vector<Batch> good;
     for (std::size_t i = 0; i < indices.size(); ++i) {
       try {
-        good.push_back(dataset->assemble(request(indices.subspan(i, 1), times)));
+        good.push_back(dataset->assemble(request(step, indices.subspan(i, 1), times)));
       } catch (const DataError& error) {
         skip(error);
         ++took.skipped;
       }
     }
-    return good.empty() ? dataset->assemble(request({}, times)) : joined(good);
+    return good.empty() ? dataset->assemble(request(step, {}, times)) : joined(good);
   }
 
   void skip(const DataError& error) {
@@ -115,9 +117,16 @@ struct EpochBatches {
     if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
   }
 
-  BatchRequest request(std::span<const std::int64_t> indices, BatchTimes& times) {
-    return {.indices = indices, .seed = options.seed, .epoch = epoch, .memory = memory.get(), .times = &times};
+  BatchRequest request(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times) {
+    return {.indices = indices,
+            .seed = options.seed,
+            .epoch = epoch,
+            .memory = memory.get(),
+            .times = &times,
+            .reading = &reading_of(step)};
   }
+
+  Reading& reading_of(std::int64_t step) { return reading[to_size(step) % reading.size()]; }
 };
 
 struct Loader::State {
@@ -136,8 +145,13 @@ struct Loader::State {
     sampler.set_epoch(from.epoch, from.samples);
     epoch = from.epoch;
     step = 0;
-    const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch);
-    workers.emplace(PrefetchOptions{.loader = options, .steps = sampler.steps(), .cores = cores, .device = device},
+    const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch,
+                                                        std::vector<Reading>(to_size(options.prefetch)));
+    workers.emplace(PrefetchOptions{.loader = options,
+                                    .steps = sampler.steps(),
+                                    .cores = cores,
+                                    .device = device,
+                                    .reading = [batches](std::int64_t at) { return batches->reading_of(at).origin(); }},
                     [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 

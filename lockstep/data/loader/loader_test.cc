@@ -12,6 +12,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/data/loader/loading_hint.h"
+#include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 
@@ -241,6 +242,21 @@ TEST(Loader, throws_when_no_batch_comes_within_the_timeout) {
   std::unique_lock lock(dataset->stuck);
   const std::string message = message_of<DataError>([&] { loader.epoch(0).begin(); });
   EXPECT_TRUE(contains(message, "no batch after"));
+}
+
+TEST(Prefetcher, names_the_file_that_a_late_worker_reads) {
+  const auto stuck = std::make_shared<std::mutex>();
+  std::unique_lock lock(*stuck);
+  const PrefetchOptions options{.loader = {.workers = 1, .timeout = std::chrono::milliseconds(50)},
+                                .steps = 1,
+                                .reading = [](std::int64_t step) { return "file " + std::to_string(step); }};
+  Prefetcher prefetcher(options, [stuck](std::int64_t, LoadingStatistics&) {
+    const std::lock_guard wait(*stuck);
+    return Batch();
+  });
+  LoadingStatistics statistics;
+  EXPECT_TRUE(contains(message_of<DataError>([&] { prefetcher.next(statistics); }), "1 workers, reading file 0"));
+  lock.unlock();
 }
 
 TEST(Loader, leaves_a_worker_behind_that_the_storage_does_not_answer) {

@@ -101,7 +101,7 @@ class Prefetcher::Shared {
     Place place;
     {
       std::unique_lock lock(mutex_);
-      if (!ready_.wait_for(lock, options_.loader.timeout, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      if (!ready_.wait_for(lock, timeout_, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
       statistics += std::exchange(took_, {});
       statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
       place = std::exchange(place_of(taken_), {});
@@ -127,8 +127,7 @@ class Prefetcher::Shared {
     std::unique_lock lock(mutex_);
     stopped_ = true;
     room_.notify_all();
-    const auto timeout = options_.loader.timeout;
-    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout) : timeout, [&] { return running_ == 0; });
+    return ended_.wait_for(lock, late_ ? std::min(kOnceMore, timeout_) : timeout_, [&] { return running_ == 0; });
   }
 
  private:
@@ -163,13 +162,16 @@ class Prefetcher::Shared {
 
   [[noreturn]] void no_batch_came(const Stopwatch& watch) {
     late_ = true;
+    const std::string reading = options_.reading ? options_.reading(taken_) : "";
     throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers"),
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers",
+                                    reading.empty() ? "" : ", reading " + reading),
                      .likely = "a disk or network file system that does not answer",
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
 
   const PrefetchOptions options_;
+  const std::chrono::milliseconds timeout_ = std::min(options_.loader.timeout, Deadline::kLongest);
   const Load load_;
   std::mutex mutex_;
   std::condition_variable ready_;  // a batch was put

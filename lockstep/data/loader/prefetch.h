@@ -24,6 +24,8 @@ struct PrefetchOptions {
   std::int64_t steps = 0;
   CoreSet cores{};  // where the workers run; empty: where the calling thread does
   torch::Device device = torch::kCPU;
+  std::function<std::string(std::int64_t step)>
+      reading{};  // what the batch of a step reads at the moment, for messages
 };
 
 class Prefetcher {

@@ -45,8 +45,11 @@ class PackedTensors : public OfRecords<Dataset> {
     Batch batch{allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64),
                 torch::empty({sizes[0]}, torch::kInt64)};
     auto* target = batch.target.data_ptr<std::int64_t>();
+    std::vector<std::uint8_t> scratch;
     for (std::int64_t i = 0; i < sizes[0]; ++i) {
-      const Record record = checked(request.indices[to_size(i)]);
+      if (request.reading != nullptr)
+        request.reading->note([this, index = request.indices[to_size(i)]] { return records_->origin(index); });
+      const Record record = checked(request.indices[to_size(i)], scratch);
       batch.data[i].copy_(
           torch::from_blob(const_cast<std::uint8_t*>(record.payload.data()), record.shape, record.dtype));
       target[i] = record.target;
@@ -55,8 +58,8 @@ class PackedTensors : public OfRecords<Dataset> {
   }
 
  private:
-  Record checked(std::int64_t index) const {
-    Record record = records_->read(index);
+  Record checked(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
+    Record record = records_->read(index, scratch);
     if (record.encoded || record.dtype != first_.dtype || record.shape != first_.shape)
       throw DataError({.what = concat("record ", index, " of ", name(), " has another shape or dtype than the first"),
                        .here = records_->origin(index),
@@ -73,8 +76,8 @@ class PackedImages : public OfRecords<ImageSource> {
   ImageShape common_shape() const override { return shape_of(first_); }
   std::string origin(std::int64_t index) const override { return records_->origin(index); }
 
-  StoredImage read(std::int64_t index, std::vector<std::uint8_t>&) const override {
-    const Record record = records_->read(index);
+  StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const override {
+    const Record record = records_->read(index, scratch);
     if (!record.is_image() || record.target < 0 || record.target >= classes())
       throw DataError({.what = concat("not an image with a label below ", classes()),
                        .likely = "different kinds of data in one folder"});
@@ -91,16 +94,22 @@ class PackedImages : public OfRecords<ImageSource> {
 }  // namespace
 
 Record first_good_record(const RecordReader& records) {
+  std::vector<std::uint8_t> scratch;
+  const auto without_payload = [&](std::int64_t index) {
+    Record record = records.read(index, scratch);
+    record.payload = {};
+    return record;
+  };
   for (std::int64_t i = 0; i + 1 < records.size(); ++i) {
     try {
-      return records.read(i);
+      return without_payload(i);
     } catch (const DataError&) {  // reported, or skipped, when a batch needs it
     }
   }
   if (records.size() == 0)
     throw DataError(
         {.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
-  return records.read(records.size() - 1);
+  return without_payload(records.size() - 1);
 }
 
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,

@@ -51,9 +51,10 @@ TEST(Packed, keeps_encoded_images_as_files_or_shrinks_them) {
   EXPECT_TRUE(torch::equal(packed->make_batch(all_of(*packed)).data, original.make_batch(all_of(original)).data));
   pack(original, folder / "q", {.keep_order = true, .shorter_edge = 30});
   const RecordReader shrunk(folder / "q");
+  std::vector<std::uint8_t> scratch;
   EXPECT_EQ(shrunk.info().class_names, (std::vector<std::string>{"a", "b"}));
   for (std::int64_t i = 0; i < shrunk.size(); ++i) {
-    const ImageShape shape = encoded_shape(shrunk.read(i).payload, "");
+    const ImageShape shape = encoded_shape(shrunk.read(i, scratch).payload, "");
     EXPECT_EQ(std::min(shape.height, shape.width), 30);
   }
   const auto difference =
@@ -65,9 +66,19 @@ TEST(Packed, keeps_the_dtype_of_tables) {
   const TempFolder folder;
   const TensorDataset original("table", torch::arange(30, torch::kInt16).reshape({10, 3}), torch::arange(10));
   pack(original, folder / "p", {.keep_order = true});
-  EXPECT_EQ(RecordReader(folder / "p").read(4).dtype, torch::kInt16);
+  EXPECT_EQ(first_good_record(RecordReader(folder / "p")).dtype, torch::kInt16);
   const auto packed = open_packed(folder / "p", {});
   EXPECT_TRUE(torch::equal(packed->make_batch(all_of(*packed)).data, torch::arange(30).reshape({10, 3})));
+}
+
+TEST(Packed, refuses_a_shard_that_becomes_shorter_while_it_is_in_use) {
+  const TempFolder folder;
+  const TensorDataset original("table", torch::arange(3000).reshape({1000, 3}), torch::arange(1000));
+  pack(original, folder / "p", {.keep_order = true});
+  const auto packed = open_packed(folder / "p", {});
+  std::filesystem::resize_file(folder / "p/00000.lsr", 0);
+  const std::string message = testing::message_of<DataError>([&] { packed->make_batch(all_of(*packed)); });
+  EXPECT_TRUE(testing::contains(message, "00000.lsr: it became shorter while it was in use"));
 }
 
 TEST(Packed, visits_every_record_once_for_any_ranks_shuffled_within_windows) {

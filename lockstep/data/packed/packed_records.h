@@ -5,7 +5,7 @@
 //   FOLDER/packed.json   name, classes, shards; written last: a folder without it is not finished
 //   FOLDER/00000.lsr     "LSTEPREC", version | record | record | ... | index | offset of the index, its checksum, "LSTEPEND"
 //
-// Flow:    a dataset -> RecordWriter -> files -> RecordReader (mmap) -> lockstep/datasets.h
+// Flow:    a dataset -> RecordWriter -> files -> RecordReader -> lockstep/datasets.h
 // Threads: RecordReader is const after construction; RecordWriter belongs to one thread
 // Ranks:   no communication; one process writes a folder
 #pragma once
@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
-#include "lockstep/data/formats/mapped_file.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/datasets.h"
 
 namespace lockstep {
@@ -85,7 +85,7 @@ struct Record {
   bool encoded = false;                     // the payload is a JPEG or PNG file, and has no shape
   torch::ScalarType dtype = torch::kUInt8;  // of an array
   std::vector<std::int64_t> shape{};        // of an array
-  std::span<const std::uint8_t> payload{};
+  std::span<const std::uint8_t> payload{};  // valid until the memory that it was read into changes
 
   bool is_image() const { return encoded || (dtype == torch::kUInt8 && shape.size() == 3); }
 };
@@ -133,14 +133,14 @@ class RecordReader {
   std::uint64_t bytes() const;  // of all shards
   std::vector<std::int64_t> shard_sizes() const;
 
-  // A view into the shard. Throws DataError naming shard and record: its bytes do not match its checksum.
-  Record read(std::int64_t index) const;
+  // Reads it into `scratch`. Throws DataError naming shard and record: its bytes do not match its checksum.
+  Record read(std::int64_t index, std::vector<std::uint8_t>& scratch) const;
   void will_read(std::span<const std::int64_t> indices) const;  // starts reading them from the disk
   std::string origin(std::int64_t index) const;
 
  private:
   struct Shard {
-    MappedFile file;
+    DataFile file;
     packed::Trailer trailer;
   };
   struct Place {
@@ -157,7 +157,7 @@ class RecordReader {
   std::vector<std::int64_t> begins_{0};  // number of each shard's first record; then the number of all records
 };
 
-// What the records are like. Throws DataError: no records, or none that can be read.
+// What the records are like: the first one, without its payload. Throws DataError: no records, or none that can be read.
 Record first_good_record(const RecordReader& records);
 
 // As the public open_packed does, of records that were opened before.

@@ -32,8 +32,7 @@ Json read_info(const std::filesystem::path& folder) {
                      .here = path.string(),
                      .likely = "a wrong path, or lockstep data pack was interrupted",
                      .next = "name the folder that lockstep data pack wrote"});
-  const MappedFile file(path);
-  const Json json = Json::parse(file.bytes().begin(), file.bytes().end());
+  const Json json = Json::parse(DataFile(path).read_all());
   if (json.at("format") != packed::kFormatName || json.at("version") != packed::ShardHeader{}.version)
     throw damaged_pack(path, "another format or version");
   return json;
@@ -55,19 +54,20 @@ RecordReader::RecordReader(std::filesystem::path folder) : folder_(std::move(fol
 void RecordReader::open_shard(const std::string& name, std::uint64_t records, std::uint64_t bytes) {
   const std::filesystem::path path = folder_ / name;
   if (std::filesystem::path(name).filename() != name) throw damaged_pack(path, "its shard is outside of its folder");
-  MappedFile file(path);
-  const std::uint8_t* content = file.bytes().data();
+  DataFile file(path);
   constexpr std::uint64_t kLeast = sizeof(packed::ShardHeader) + sizeof(packed::Trailer);
-  if (file.bytes().size() != bytes || bytes < kLeast)
-    throw damaged_pack(path, concat(bytes, " bytes expected, ", file.bytes().size(), " found"));
+  if (file.size() != bytes || bytes < kLeast)
+    throw damaged_pack(path, concat(bytes, " bytes expected, ", file.size(), " found"));
   const std::uint64_t index_end = bytes - sizeof(packed::Trailer);
-  const auto trailer = packed::read_at<packed::Trailer>(content + index_end);
-  if (packed::read_at<packed::ShardHeader>(content) != packed::ShardHeader{} || trailer.mark != packed::Trailer::kMark)
+  const auto trailer = file.read_at<packed::Trailer>(index_end);
+  if (file.read_at<packed::ShardHeader>(0) != packed::ShardHeader{} || trailer.mark != packed::Trailer::kMark)
     throw damaged_pack(path, "no header or trailer");
   if (trailer.records != records || records > (bytes - kLeast) / sizeof(packed::Entry) ||
       trailer.index_offset != index_end - records * sizeof(packed::Entry))
     throw damaged_pack(path, "its index is not where it should be");
-  if (XXH3_64bits(content + trailer.index_offset, records * sizeof(packed::Entry)) != trailer.checksum)
+  std::vector<std::uint8_t> index(records * sizeof(packed::Entry));
+  file.read(trailer.index_offset, index);
+  if (XXH3_64bits(index.data(), index.size()) != trailer.checksum)
     throw damaged_pack(path, "the checksum of its index does not match");
   shards_.push_back({std::move(file), trailer});
   begins_.push_back(begins_.back() + static_cast<std::int64_t>(records));
@@ -75,7 +75,7 @@ void RecordReader::open_shard(const std::string& name, std::uint64_t records, st
 
 std::uint64_t RecordReader::bytes() const {
   std::uint64_t bytes = 0;
-  for (const Shard& shard : shards_) bytes += shard.file.bytes().size();
+  for (const Shard& shard : shards_) bytes += shard.file.size();
   return bytes;
 }
 
@@ -89,8 +89,8 @@ RecordReader::Place RecordReader::place_of(std::int64_t index) const {
   const auto begin = std::prev(std::ranges::upper_bound(begins_, index));
   const Shard& shard = shards_[to_size(begin - begins_.begin())];
   const std::int64_t index_in_shard = index - *begin;
-  const std::uint8_t* entries = shard.file.bytes().data() + shard.trailer.index_offset;
-  const auto entry = packed::read_at<packed::Entry>(entries + to_size(index_in_shard) * sizeof(packed::Entry));
+  const auto entry =
+      shard.file.read_at<packed::Entry>(shard.trailer.index_offset + to_size(index_in_shard) * sizeof(packed::Entry));
   if (entry.offset > shard.trailer.index_offset || entry.bytes > shard.trailer.index_offset - entry.offset ||
       entry.bytes < sizeof(packed::RecordHeader))
     throw damaged_pack(shard.file.path(), concat("record ", index_in_shard, " lies outside of the shard"));
@@ -99,12 +99,14 @@ RecordReader::Place RecordReader::place_of(std::int64_t index) const {
 
 // The checksum comes first: what follows reads bytes that are as the writer left them, and still checks them, because a
 // writer may be wrong too.
-Record RecordReader::read(std::int64_t index) const {
+Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
   const auto& [shard, index_in_shard, entry] = place_of(index);
   const auto refuse = [&, at = index_in_shard](const char* why) {
     return damaged_pack(shard.file.path(), concat("record ", at, ": ", why));
   };
-  const std::uint8_t* bytes = shard.file.bytes().data() + entry.offset;
+  scratch.resize(entry.bytes);
+  shard.file.read(entry.offset, scratch);
+  const std::uint8_t* bytes = scratch.data();
   if (XXH3_64bits(bytes, entry.bytes) != entry.checksum) throw refuse("its checksum does not match its content");
   const auto header = packed::read_at<packed::RecordHeader>(bytes);
   const std::uint64_t begin = sizeof header + sizeof(std::int64_t) * header.dimensions;

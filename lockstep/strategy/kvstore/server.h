@@ -126,7 +126,7 @@ class StoreServer {
   void lose(int client, const std::exception& error);
   PeerLost loss(const std::string& what) const;
   PeerLost too_late(const std::string& what) const;
-  std::chrono::milliseconds timeout() const { return setting_.options.timeout; }
+  std::chrono::milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
 
   // With the lock held. The first error is kept; every client hears of it.
   template <class Failure>

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "lockstep/error.h"
 
@@ -170,6 +171,11 @@ bool send_message(int socket, const Message& message, Deadline deadline, const s
   }
   while (::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
+    // Of a user without privileges only so many descriptors (RLIMIT_NOFILE) may be on their way at a time.
+    if (errno == ETOOMANYREFS && !deadline.passed()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      continue;
+    }
     if (errno != EAGAIN || !wait_for(POLLOUT, socket, deadline)) return false;
   }
   return true;

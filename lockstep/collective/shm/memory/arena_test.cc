@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fstream>
 #include <optional>
+#include <sstream>
 
 #include "tests/shm/support.h"
 
@@ -59,6 +60,21 @@ TEST(arena, refuses_more_than_its_addresses) {
   const Memory half = arena->allocate(std::size_t{2} << 20);
   EXPECT_THROW(arena->allocate(std::size_t{3} << 20), SystemError);
   EXPECT_NO_THROW(arena->allocate(std::size_t{2} << 20));
+}
+
+// A core dump of each rank would else hold all ranks' gradients.
+TEST(arena, is_left_out_of_core_dumps) {
+  const auto arena = make_arena();
+  const Memory memory = arena->allocate(4096);
+  std::ostringstream address;
+  address << std::hex << reinterpret_cast<std::uintptr_t>(memory.data());
+  std::ifstream maps("/proc/self/smaps");
+  std::string flags;
+  for (std::string line; std::getline(maps, line);)
+    if (line.starts_with(address.str() + "-"))
+      while (std::getline(maps, flags) && !flags.starts_with("VmFlags:")) {
+      }
+  EXPECT_NE(flags.find(" dd"), std::string::npos) << flags;
 }
 
 TEST(arena, memory_outlives_the_group) {

@@ -8,6 +8,7 @@
 
 #include <cerrno>
 
+#include "lockstep/base/memory_room.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/error.h"
@@ -37,6 +38,7 @@ void check_file_limit(std::size_t bytes) {
 void grow_segment(int fd, std::size_t from, std::size_t to) {
   if (to <= from) return;
   check_file_limit(to);
+  require_memory_room(to - from, memory_room());
   int result = 0;
   do {
     result = ::fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(to - from));
@@ -93,6 +95,7 @@ void Window::map_until(std::uint64_t end) {
   void* address = ::mmap(base_ + from, size - from, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
                          fd_.get(), static_cast<off_t>(from));
   if (address == MAP_FAILED) throw system_error("map", name_);
+  ::madvise(address, size - from, MADV_DONTDUMP);  // or every rank's core dump would hold all ranks' memory
   mapped_.store(size, std::memory_order_release);
 }
 

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/port.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Listener {
+  std::string user;
+  std::string socket;  // as a descriptor's link names it
+};
+
+// A line of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
+std::optional<Listener> find_listener(const char* table, int port) {
+  std::ifstream in(table);
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream fields(line);
+    std::string number, local, remote, state, queues, timer, retransmits, user, timeout, inode;
+    fields >> number >> local >> remote >> state >> queues >> timer >> retransmits >> user >> timeout >> inode;
+    const std::size_t colon = local.find(':');
+    if (state == "0A" && colon != std::string::npos && std::stoi(local.substr(colon + 1), nullptr, 16) == port)
+      return Listener{user, concat("socket:[", inode, "]")};
+  }
+  return std::nullopt;
+}
+
+bool holds(const fs::path& process, const std::string& socket) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(process / "fd", ignored))
+    if (fs::read_symlink(entry, ignored) == socket) return true;
+  return false;
+}
+
+std::string command_of(const fs::path& process) try {
+  std::string command = read_file(process / "cmdline");
+  std::ranges::replace(command, '\0', ' ');
+  return command.substr(0, command.find_last_not_of(' ') + 1);
+} catch (const SystemError&) {
+  return "";  // it has ended
+}
+
+}  // namespace
+
+std::string listener_of_port(int port) {
+  auto listener = find_listener("/proc/net/tcp", port);
+  if (!listener) listener = find_listener("/proc/net/tcp6", port);
+  if (!listener) return "";
+  std::error_code ignored;
+  for (const auto& process : fs::directory_iterator("/proc", ignored)) {
+    int pid = 0;
+    if (parse_int(process.path().filename().string(), pid) && holds(process, listener->socket))
+      return concat("pid ", pid, " (", command_of(process), ")");
+  }
+  return concat("a process of user ", listener->user);
+}
+
+}  // namespace lockstep
