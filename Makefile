@@ -7,7 +7,9 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 # Set-up, build and test take turns, also under make -j.
 .NOTPARALLEL:
 
-.PHONY: help demo test soak cuda bench bench-hosts format clean
+wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
+
+.PHONY: help demo wheel deb packaged test soak cuda bench bench-hosts format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -17,13 +19,30 @@ demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all co
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep train $(demo_options)
 
-test: setup-test test-tsan test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
+wheel: setup-wheel packaged  ## packs the release build as a wheel in dist/ (pip install dist/*.whl)
+	rm -rf build/wheel dist/*.whl build/release/.skbuild-info.json  # with it, new tools would configure and compile anew
+	$(wheel_path) python3 -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/release \
+	  --wheel-dir build/wheel .
+	$(wheel_path) auditwheel --quiet repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
+	  --exclude libgomp.so.1 build/wheel/*.whl
+	ls dist/*.whl
+
+deb: setup-wheel packaged  ## packs command, library and headers as a Debian package in dist/
+	rm -rf dist/*.deb
+	cd build/release && cpack
+	ls dist/*.deb
+
+packaged:
+	cmake --preset release
+	cmake --build --preset release --target packaged -j $(JOBS)
+
+test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
-	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) test-release
+	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release
 
 cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; runs the tests if there is a GPU
 	cmake --preset cuda

@@ -6,6 +6,7 @@
 #include <iostream>
 
 #include "cli/commands.h"
+#include "cli/installation.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
@@ -49,15 +50,32 @@ void print(const std::vector<Setting>& settings) {
               << std::setw(static_cast<int>(value)) << setting.value << "  " << setting.source << '\n';
 }
 
+void print_env_help() {
+  std::cout << "usage: lockstep env                  every resolved setting and where it came from\n"
+               "       lockstep env --cmake-prefix   what CMAKE_PREFIX_PATH needs for find_package(lockstep)\n";
+}
+
+void print_cmake_prefix() {
+  if (!std::filesystem::exists(cmake_package()))
+    throw UsageError({.what = "this lockstep has no CMake package",
+                      .here = concat("no ", cmake_package().string()),
+                      .likely = "it was started from its build folder",
+                      .next = "cmake --install build/release --prefix DIR, then DIR/bin/lockstep env --cmake-prefix"});
+  std::cout << installation_prefix().string() << '\n';
+}
+
 }  // namespace
 
 int env_command(int argc, char** argv) {
-  if (argc == 2 && (std::string(argv[1]) == "--help" || std::string(argv[1]) == "-h")) {
-    std::cout << "usage: lockstep env      (prints every resolved setting and where it came from)\n";
-    return 0;
-  }
-  if (argc > 1) throw UsageError({.what = concat("lockstep env takes no arguments: ", argv[1])});
-  print(all_settings());
+  const std::string_view option = argc > 1 ? argv[1] : "";
+  if (argc > 2 || (argc == 2 && option != "--cmake-prefix" && option != "--help" && option != "-h"))
+    throw UsageError({.what = concat("lockstep env takes --cmake-prefix or nothing: ", argv[argc - 1])});
+  if (option == "--cmake-prefix")
+    print_cmake_prefix();
+  else if (argc == 2)
+    print_env_help();
+  else
+    print(all_settings());
   return 0;
 }
 

@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <array>
-#include <filesystem>
 #include <iomanip>
 #include <numeric>
 
 #include "cli/commands.h"
+#include "cli/installation.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 
@@ -33,8 +33,7 @@ constexpr std::array kSubcommands = {
 };
 
 fs::path program_of(std::string_view subcommand) {
-  const fs::path bin = fs::read_symlink("/proc/self/exe").parent_path();
-  return bin.parent_path() / "libexec" / "lockstep" / concat("lockstep-", subcommand);
+  return installation_prefix() / "libexec" / "lockstep" / concat("lockstep-", subcommand);
 }
 
 bool exists(const Subcommand& subcommand) {
@@ -75,6 +74,7 @@ std::string suggestion(std::string_view name) {
 
 int run_program(char** argv) {
   const fs::path program = program_of(argv[0]);
+  if (fs::exists(program)) check_torch();
   ::execv(program.c_str(), argv);
   throw UsageError({.what = concat("there is no subcommand '", argv[0], "'"),
                     .here = concat("no ", program.string()),

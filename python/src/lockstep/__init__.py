@@ -15,6 +15,14 @@ import os
 
 import torch.distributed
 
+if not torch.__version__.startswith("2.11."):
+    raise ImportError(
+        f"this lockstep needs torch 2.11 and found {torch.__version__}\n"
+        f"  here:   {torch.__file__}\n"
+        "  likely: torch was updated after lockstep was installed\n"
+        "  next:   pip install 'torch==2.11.*', or a lockstep for this torch"
+    )
+
 from lockstep._C import Error, MismatchError, PeerLost, RendezvousError, create_backend
 
 __all__ = ["Error", "MismatchError", "PeerLost", "RendezvousError"]

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/installation.h"
+
+#include <array>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTorch = LOCKSTEP_TORCH_VERSION;
+
+// The value of __version__ in torch's version.py, such as 2.11.0+cu130.
+std::string version_of(const fs::path& torch) {
+  const std::string text = read_file(torch / "version.py");
+  const std::size_t line = text.find("__version__ = '");
+  if (line == std::string::npos) return "of an unknown version";
+  const std::size_t begin = text.find('\'', line) + 1;
+  return text.substr(begin, text.find('\'', begin) - begin);
+}
+
+[[noreturn]] void throw_wrong_torch(const std::string& what, const std::string& here) {
+  throw SystemError({.what = what,
+                     .here = here,
+                     .likely = "torch was removed or updated after lockstep was installed, or never installed",
+                     .next = concat("pip install torch==", kTorch, ".*, or make ", here,
+                                    " a link to the folder torch/ of ", kTorch)});
+}
+
+}  // namespace
+
+fs::path installation_prefix() { return fs::read_symlink("/proc/self/exe").parent_path().parent_path(); }
+
+fs::path cmake_package() { return installation_prefix() / LOCKSTEP_LIBDIR / "cmake/lockstep/lockstepConfig.cmake"; }
+
+void check_torch() {
+  if (!fs::exists(cmake_package())) return;  // a build folder, which knows its torch
+  const std::array folders{installation_prefix() / LOCKSTEP_LIBDIR / "lockstep/torch",
+                           installation_prefix().parent_path() / "torch"};
+  for (const fs::path& torch : folders) {
+    if (!fs::exists(torch / "lib/libtorch_cpu.so")) continue;
+    const std::string version = version_of(torch);
+    if (version.starts_with(concat(kTorch, "."))) return;
+    throw_wrong_torch(concat("this lockstep needs torch ", kTorch, " and found ", version), torch.string());
+  }
+  throw_wrong_torch(concat("this lockstep needs torch ", kTorch, " and found none"), folders.front().string());
+}
+
+}  // namespace lockstep

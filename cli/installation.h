@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// cli/installation.h: where this program is installed, and whether the libtorch it needs is there
+// (cmake/InstallLockstep.cmake says where that may be).
+#pragma once
+
+#include <filesystem>
+
+namespace lockstep {
+
+// PREFIX of PREFIX/bin/lockstep, or the build folder.
+std::filesystem::path installation_prefix();
+
+// The file that find_package(lockstep) reads; a build folder has none.
+std::filesystem::path cmake_package();
+
+// Throws SystemError where an installed lockstep finds no libtorch, or one of another version. Without this the loader
+// would end the program with a message about symbols.
+void check_torch();
+
+}  // namespace lockstep

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes PyPI's torch importable without the 3.4 GB of CUDA libraries that it is linked with.
+
+Its libraries are loaded with all they need, but on a machine without a GPU nothing of CUDA is ever called. So each
+CUDA library that is missing is made here, with the functions that torch names and a trap in each.
+"""
+
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+UNVERSIONED = re.compile(r"(nccl|nvshmem|curand|cusparseLt|cuFile)")
+
+
+def lines(*command):
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+def add_missing_libraries(site_packages):
+    """Writes the libraries beside those that are there; torch's own run path finds them."""
+    torch = sorted((site_packages / "torch/lib").glob("lib*.so"))
+    folder = site_packages / "nvidia/cu13/lib"
+    needed = {name for line in lines("readelf", "-d", *torch) for name in re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nvshmem).*)\]", line)}
+    missing = {name for name in needed if not (folder / name).exists()}
+    functions = defaultdict(set)  # by library and version
+    for line in lines("nm", "-D", "--undefined-only", *torch):
+        name, _, version = line.split()[-1].partition("@") if line else ("", "", "")
+        if version == "NVSHMEM":
+            functions["libnvshmem_host.so.3", version].add(name)
+        elif version in missing:
+            functions[version, version].add(name)
+        elif not version and UNVERSIONED.match(name):
+            functions["libnccl.so.2", "NONE"].add(name)
+    for library in missing:
+        write_library(folder / library, {version: names for (owner, version), names in functions.items() if owner == library})
+
+
+def write_library(path, functions):
+    source = "".join(f"void {name}(void) {{ __builtin_trap(); }}\n" for names in functions.values() for name in sorted(names))
+    versions = "".join(f"{version} {{ {' '.join(name + ';' for name in names)} }};\n"
+                       for version, names in functions.items() if version != "NONE")
+    script = Path(f"{path}.map")
+    script.write_text(versions)
+    options = [f"-Wl,--version-script={script}"] if versions else []
+    subprocess.run(["g++", "-shared", "-fPIC", "-x", "c", "-", "-o", path, f"-Wl,-soname,{path.name}", *options],
+                   input=source, text=True, check=True)
+    script.unlink()

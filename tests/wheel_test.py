@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Installs the wheel of the folder $1 into a fresh virtual environment in an empty folder, and uses it as README.md says.
+
+Everything runs there, with no build folder about. Torch is a copy of .deps/libtorch, so nothing is fetched. Without a
+compiler: the command, the Python module and its tests. With one: a C++ program.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torch_without_cuda import add_missing_libraries
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPS = ROOT / ".deps"
+
+# Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
+MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")
+
+LOADED = """
+def loaded():
+    with open("/proc/self/maps") as maps:
+        return {words[5] for words in map(str.split, maps) if len(words) == 6 and ".so" in words[5]}
+import torch.distributed
+before = loaded()
+import lockstep
+print("\\n".join(loaded() - before))
+"""
+
+
+class Venv:
+    """A virtual environment with torch and the wheel, and an environment without what a developer has set."""
+
+    def __init__(self, folder, wheel):
+        self.folder = folder
+        (folder / "dist").mkdir()
+        shutil.copy(wheel, folder / "dist")
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        self.bin = folder / "venv/bin"
+        self.packages = next((folder / "venv/lib").glob("python*/site-packages"))
+        for wheels in ("libtorch", "torch-imports"):
+            shutil.copytree(DEPS / wheels, self.packages, copy_function=link_or_copy, dirs_exist_ok=True)
+        add_missing_libraries(self.packages)
+        self.without_compiler = {"PATH": str(self.bin), "HOME": str(folder), "TMPDIR": str(folder)}
+        self.with_compiler = {**self.without_compiler, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        # As README.md says, but pip fetches nothing: torch is there, and what torch wants on GPUs is left out.
+        tools = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        offline = {**self.without_compiler, "PATH": tools, "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        self.run("bash", "-e", "-x", "-c", readme_says(), environment=offline)
+
+    def run(self, program, *arguments, environment=None, **options):
+        """What the program prints, which is shown too. An exit code other than 0 fails the test."""
+        print("$", program, *arguments, flush=True)
+        environment = environment or self.without_compiler
+        found = shutil.which(program, path=environment["PATH"])
+        result = subprocess.run([found, *arguments], cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=600,
+                                **options)
+        print(result.stdout, end="", flush=True)
+        if result.returncode:
+            raise SystemExit(f"exit code {result.returncode}")
+        return result.stdout
+
+
+def readme_says():
+    """What README.md says to type, from the fresh environment to the import."""
+    return re.search(r"```\n(python3 -m venv .*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+
+
+def link_or_copy(source, target):
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def expect_from(folder, libraries):
+    """Of these libraries, all but the machine's come from the folder, and lockstep's is among them."""
+    outside = [path for path in libraries if not Path(path).is_relative_to(folder) and not MACHINES.search(path)]
+    if outside:
+        raise SystemExit("not from the virtual environment:\n  " + "\n  ".join(sorted(outside)))
+    if not any(path.endswith("/liblockstep.so.0") for path in libraries):
+        raise SystemExit("liblockstep is not among the libraries that were loaded")
+
+
+def libraries_of_the_command(venv):
+    """The loader writes what it initialises, one file per process; also what is opened later with dlopen."""
+    log = venv.folder / "loader"
+    environment = {**venv.without_compiler, "LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(log)}
+    venv.run("lockstep", "train", "--ranks", "2", "--max-steps", "3", environment=environment)
+    text = "".join(path.read_text() for path in venv.folder.glob("loader.*"))
+    # Python itself, which starts the command, takes its libraries where it likes.
+    programs = [part for part in re.split(r"(?=transferring control: )", text) if "liblockstep" in part]
+    return set(re.findall(r"calling init: (/\S+)", "".join(programs)))
+
+
+def check_metadata(venv, wheel):
+    code = "import importlib.metadata as m; print(m.requires('lockstep'))"
+    if venv.run("python", "-c", code).strip() != "['torch==2.11.*']":
+        raise SystemExit("the wheel asks for another torch")
+    glibc = ".".join(re.search(r"manylinux_(\d+)_(\d+)_x86_64", wheel.name).groups())
+    if f"glibc {glibc} or newer" not in (ROOT / "README.md").read_text():
+        raise SystemExit(f"README.md does not say that the wheel needs glibc {glibc}")
+
+
+def check_other_torch(venv):
+    """After an update of torch, command and module say which one they need."""
+    version = venv.packages / "torch/version.py"
+    text = version.read_text()
+    version.unlink()  # it is a link
+    version.write_text(text.replace("2.11.0", "2.12.0"))
+    for command in (["lockstep", "train"], ["python", "-c", "import lockstep"]):
+        result = subprocess.run([venv.bin / command[0], *command[1:]], env=venv.without_compiler, stderr=subprocess.PIPE, text=True)
+        print(result.stderr)
+        if result.returncode == 0 or "needs torch 2.11 and found 2.12.0" not in result.stderr:
+            raise SystemExit(f"{command} accepts another torch")
+    version.write_text(text)
+
+
+def build_own_program(venv):
+    prefix = venv.run("lockstep", "env", "--cmake-prefix").strip()
+    shutil.copytree(ROOT / "examples", venv.folder / "examples")
+    cmake = ["-S", "examples", "-B", "own", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    venv.run("cmake", *cmake, environment=venv.with_compiler)
+    venv.run("cmake", "--build", "own", "--target", "own_loop", environment=venv.with_compiler)
+    output = venv.run("lockstep", "run", "--nproc-per-node", "2", "--", "own/own_loop")
+    if "epoch 1 loss 0." not in output:
+        raise SystemExit("the program of one's own did not train")
+
+
+def main():
+    (wheel,) = Path(sys.argv[1]).resolve().glob("lockstep-*.whl")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        venv = Venv(folder, wheel)
+        check_metadata(venv, wheel)
+        expect_from(folder, venv.run("python", "-c", LOADED).split())
+        expect_from(folder, libraries_of_the_command(venv))
+        shutil.copytree(ROOT / "python/tests", folder / "tests")
+        venv.run("python", "-m", "unittest", "discover", "-s", "tests", environment=venv.with_compiler)
+        build_own_program(venv)
+        check_other_torch(venv)
+    print("the wheel works")
+
+
+if __name__ == "__main__":
+    main()
