@@ -49,6 +49,7 @@ lockstep_torch_test(step_fuzz_defects step_fuzz.defects SHARDS 2 TIMEOUT 1200
   SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc ${sources_with_defects})
 target_compile_definitions(step_fuzz_defects PRIVATE LOCKSTEP_DEFECTS)
 set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
+target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
 # Several processes: programs that are started as a user starts them.
 foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop)

@@ -36,10 +36,8 @@ std::optional<std::size_t> GradientWatch::changed() const {
 }
 
 bool GradientWatch::zeroed() const {
-  const auto every = [&](const auto& is) {
-    return std::all_of(parameters_.begin(), parameters_.end(), [&](const auto& p) { return is(p.tensor.grad()); });
-  };
-  return every([](const torch::Tensor& gradient) { return !gradient.defined(); }) || (changed() && every(is_zero));
+  return changed() &&
+         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.tensor.grad()); });
 }
 
 }  // namespace lockstep

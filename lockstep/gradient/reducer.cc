@@ -188,7 +188,8 @@ class Reducer::Impl {
     const BatchTotals totals = totals_.wait();
     for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
-    if (world_.size() == 1 && totals.samples > 0) scale_own(batches_.weight() / static_cast<double>(totals.samples));
+    if (world_.size() == 1 && batches_.samples > 0)
+      scale_own(batches_.unit * static_cast<double>(batches_.backwards - batches_.leading) / batches_.samples);
     if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
     learn_scale(totals);
     if (!order_is_known_ && !buckets_.empty()) follow_order_of_rank_0();

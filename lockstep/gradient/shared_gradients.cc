@@ -93,7 +93,9 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
 // After a zero_grad() without a step() before it, what was counted until then no longer counts.
 void SharedGradients::forget_dropped_gradients() {
   if (options_.shards > 0 || sources_.front().batches.samples == 0) return;  // without samples there was no gradient
-  if (watch_.zeroed() && !defect("dropped gradients count")) sources_.front() = {};
+  const bool any =
+      std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
+  if ((!any || watch_.zeroed()) && !defect("dropped gradients count")) sources_.front() = {};
 }
 
 // The source that the next backward() adds to: the next unused shard, or the only source.

@@ -62,7 +62,7 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
+    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
@@ -127,7 +127,7 @@ class WorldOfTrainer {
       total += samples;
     }
     if (syncs) exchange(ranks);
-    if (judgement_.verdict == Verdict::kLegal && syncs && total == 0) outside("no rank has samples");
+    if (judgement_.verdict == Verdict::kLegal && total == 0) outside("no rank has samples");
   }
 
   void exchange(Ranks ranks) {
@@ -142,8 +142,11 @@ class WorldOfTrainer {
     if (in_shared_memory(plan_)) return;
     require_equal_counts();
     require_equal_settings();
-    if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; }))
+    if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; })) {
+      if (stepped_since_exchange_) return outside("a parameter written on some ranks only, beside a step()");
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
+    }
+    stepped_since_exchange_ = false;
     for_each(members_, [&](Rank& rank) {
       rank.backwards = rank.samples = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
@@ -164,7 +167,7 @@ class WorldOfTrainer {
     if (plan_.shards > 0 && !exchanged_) return outside("a step() without shards");
     step_with_gradients();
     if (judgement_.verdict != Verdict::kLegal) return;
-    stepped_ = true;
+    stepped_ = stepped_since_exchange_ = true;
     exchanged_ = false;
     stale_ = !nothing && plan_.shards == 0;
     plain_ = false;
@@ -213,6 +216,8 @@ class WorldOfTrainer {
 
   void zero_grad(const Operation& operation, Ranks ranks) {
     if (plan_.shards > 0 && exchanged_) return outside("zero_grad() before step() with virtual shards");
+    if (any([](const Rank& rank) { return rank.backwards > 0 && rank.samples == 0; }) && !in_shared_memory(plan_))
+      return outside("zero_grad() after an empty no_sync()");
     const bool any_gradient = any([](const Rank& rank) { return rank.defined; });
     if (ranks != active() && any_gradient) return outside("zero_grad() on some ranks only");
     for_each(ranks, [&](Rank& rank) {
@@ -356,7 +361,8 @@ class WorldOfTrainer {
   std::array<Rank, kMaxRanks> ranks_{};
   bool begun_ = false;
   unsigned start_frozen_ = 0;
-  bool stepped_ = false;    // ever
+  bool stepped_ = false;  // ever
+  bool stepped_since_exchange_ = false;
   bool exchanged_ = false;  // since the last step
   bool plain_ = false;      // the last backward() was loss.backward()
   bool stale_ = false;      // no zero_grad() since the last step

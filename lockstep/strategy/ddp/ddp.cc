@@ -97,6 +97,7 @@ Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Opti
 struct Values {
   std::int64_t writes = 0;
   std::uint64_t samples = 0;
+  bool operator==(const Values&) const = default;
 };
 
 Values values_of(const std::vector<NamedTensor>& parameters) {
@@ -283,10 +284,8 @@ class DistributedDataParallel::Impl {
       settings = own->settings();
     else if (optimizer_ != nullptr)
       settings = settings_of(*optimizer_);
-    const Values now = values_of(parameters_);
-    const bool seen_in_samples = now.writes == values_.writes && now.samples != values_.samples;
     settings["parameters written since the last exchange, by step() or otherwise,"] =
-        static_cast<double>(now.writes - values_.writes) + (seen_in_samples ? 1 : 0);
+        values_of(parameters_) == values_ ? 0 : 1;
     return settings;
   }
 

@@ -437,19 +437,6 @@ TEST(StepOfTorch, with_another_learning_rate_on_one_rank_is_refused) {
   expect_refused(refused, "lr of parameter group 0");
 }
 
-TEST(SeparateStep, after_one_rank_wrote_a_parameter_is_refused) {
-  const auto refused = errors(2, [](World& world) {
-    Trainer trainer(world, Sharing::kSeparate);
-    trainer.train(1);
-    if (world.rank() == 1) {
-      const torch::NoGradGuard no_grad;
-      trainer.net->parameters()[0].mul_(0.5);
-    }
-    trainer.train(1);
-  });
-  expect_refused(refused, "parameters written since the last exchange");
-}
-
 TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
   EXPECT_EQ(errors(2,
                    [](World& world) {
