@@ -16,7 +16,8 @@ const Causes kCallsDiffer{"left out a backward(), step()",
                           "the ranks differ",
                           "parameters written since the last exchange",
                           " wants ",
-                          "step() number"};
+                          "step() number",
+                          "did not answer within"};  // with what every rank is doing, where they wait in two groups
 
 // What one rank has done to one trainer.
 struct Rank {
