@@ -211,7 +211,8 @@ c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEn
 }
 
 c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds timeout) {
-  return make_store(endpoint_of(listener), timeout, std::move(listener));
+  const Endpoint endpoint = endpoint_of(listener);  // before the listener moves
+  return make_store(endpoint, timeout, std::move(listener));
 }
 
 bool is_loopback(const addrinfo& address) {
