@@ -25,7 +25,8 @@ struct Arguments {
 };
 
 std::string first_sample(const RecordReader& records) {
-  const Record first = first_good_record(records);
+  std::vector<std::uint8_t> scratch;
+  const Record first = first_good_record(records, scratch);
   if (!first.encoded) return concat(c10::toString(first.dtype), " (", join(first.shape, ", "), ")");
   const ImageShape shape = encoded_shape(first.payload, records.folder().string());
   return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",

@@ -93,23 +93,24 @@ class PackedImages : public OfRecords<ImageSource> {
 
 }  // namespace
 
-Record first_good_record(const RecordReader& records) {
-  std::vector<std::uint8_t> scratch;
-  const auto without_payload = [&](std::int64_t index) {
-    Record record = records.read(index, scratch);
-    record.payload = {};
-    return record;
-  };
+Record first_good_record(const RecordReader& records, std::vector<std::uint8_t>& scratch) {
   for (std::int64_t i = 0; i + 1 < records.size(); ++i) {
     try {
-      return without_payload(i);
+      return records.read(i, scratch);
     } catch (const DataError&) {  // reported, or skipped, when a batch needs it
     }
   }
   if (records.size() == 0)
     throw DataError(
         {.what = concat(records.folder().string(), " holds no records"), .likely = "an empty dataset was packed"});
-  return without_payload(records.size() - 1);
+  return records.read(records.size() - 1, scratch);
+}
+
+Record first_good_record(const RecordReader& records) {
+  std::vector<std::uint8_t> scratch;
+  Record record = first_good_record(records, scratch);
+  record.payload = {};
+  return record;
 }
 
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,

@@ -158,7 +158,8 @@ class RecordReader {
 };
 
 // What the records are like: the first one, without its payload. Throws DataError: no records, or none that can be read.
-Record first_good_record(const RecordReader& records);
+Record first_good_record(const RecordReader& records, std::vector<std::uint8_t>& scratch);
+Record first_good_record(const RecordReader& records);  // without its payload
 
 // As the public open_packed does, of records that were opened before.
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
