@@ -199,8 +199,7 @@ class FlatUpdate::Impl {
     memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
     for (std::size_t i = 0; i < chunks_.size(); ++i)
-      if (is_updated_[chunks_[i].parameter] && !(defect("a norm of one slice") && (i < first_ || i >= last_)))
-        sum += norms_[i].gradient;
+      if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
   }
 

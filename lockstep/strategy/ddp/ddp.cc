@@ -293,7 +293,7 @@ class DistributedDataParallel::Impl {
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
-    if (!defect("an unfrozen parameter is accepted")) require_none_unfrozen();
+    require_none_unfrozen();
     check_.exchanged(parameters_);
     note_values();
     last_batch_ = totals;
