@@ -23,7 +23,7 @@ wheel: setup-wheel packaged  ## packs the release build as a wheel in dist/ (pip
 	rm -rf build/wheel dist/*.whl build/release/.skbuild-info.json  # with it, new tools would configure and compile anew
 	$(wheel_path) python3 -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/release \
 	  --wheel-dir build/wheel .
-	$(wheel_path) auditwheel --quiet repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
+	$(wheel_path) auditwheel repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
 	  --exclude libgomp.so.1 build/wheel/*.whl
 	ls dist/*.whl
 
