@@ -187,6 +187,7 @@ class ClientHandshake {
       : rank_(rank), size_(size), deadline_(deadline), socket_(connect_to_server(address)) {}
 
   MachineParts exchange() {
+    if (rank_ < 1 || rank_ >= size_) refused();  // as rank 0 would, which is the server's
     MachineParts parts = own_parts(rank_, size_);
     send(Message::Kind::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
     parts.pidfds[rank_].reset();
