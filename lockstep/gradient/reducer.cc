@@ -267,6 +267,7 @@ class Reducer::Impl {
   // Calls on_ready(slot) once autograd has accumulated the gradient; several times in a backward() that contains another
   // one. What it throws comes out of backward().
   void add_hook(Slot& slot) {
+    if (!slot.parameter.tensor.requires_grad()) return;  // frozen meanwhile: packed after backward()
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [this, &slot](const auto& outputs, const auto& /*inputs*/) {

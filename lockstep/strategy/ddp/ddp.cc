@@ -193,7 +193,7 @@ class DistributedDataParallel::Impl {
   // All ranks see in the same step that no rank has samples.
   void join(torch::optim::Optimizer& optimizer) {
     while (true) {
-      backward({}, 0);
+      for (int shard = 0; shard < std::max(options_.virtual_shards / world_.size(), 1); ++shard) backward({}, 0);
       if (last_batch_.samples == 0) return;
       optimizer.step();
       optimizer.zero_grad();

@@ -193,6 +193,18 @@ TEST_P(Step, leaves_a_parameter_alone_that_every_rank_freezes) {
             IntVector<std::string>(2));
 }
 
+TEST_P(Step, goes_on_where_every_rank_freezes_a_parameter_before_the_first) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     Trainer trainer(world, GetParam());
+                     trainer.net->parameters()[1].requires_grad_(false);
+                     const auto before = trainer.values();
+                     trainer.train(2);
+                     EXPECT_TRUE(torch::equal(before[1], trainer.values()[1]));
+                   }),
+            IntVector<std::string>(2));
+}
+
 TEST_P(Step, of_a_parameter_that_was_unfrozen_is_refused_by_name) {
   const auto refused = errors(2, [](World& world) {
     torch::nn::Linear net(3, 2);
