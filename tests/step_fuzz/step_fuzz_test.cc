@@ -13,7 +13,6 @@
 #include <cstdlib>
 #include <iostream>
 #include <map>
-#include <random>
 #include <set>
 
 #include "tests/step_fuzz/generator.h"
@@ -70,7 +69,7 @@ std::string report(const Program& program) {
 }
 
 TEST(StepFuzz, every_program_is_right_or_refused_by_name) {
-  const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 200);
+  const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 100);
   const std::uint64_t seed = first_seed();
   std::cout << programs << " programs from LOCKSTEP_FUZZ_SEED=" << seed << std::endl;
   const int most_failures = testing::rounds("LOCKSTEP_FUZZ_FAILURES", 3);
