@@ -53,7 +53,7 @@ void hold_during_fork() {
   static_cast<void>(registered);
 }
 
-// The object's place is left empty, and what was in it is never destroyed.
+// Moves the object to memory that is never freed, so that the child does not destroy it.
 template <class T>
 void leave_to_parent(T& object) {
   static_cast<void>(new T(std::move(object)));

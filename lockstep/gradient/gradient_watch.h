@@ -26,7 +26,7 @@ class GradientWatch {
   // The first parameter, by its index, whose .grad is another tensor or has been written since.
   std::optional<std::size_t> changed() const;
 
-  // zero_grad() was called since: some .grad were dropped or written, and what is left is zero.
+  // Whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
   bool zeroed() const;
 
  private:

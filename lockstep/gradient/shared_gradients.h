@@ -64,8 +64,8 @@ class SharedGradients : public GradientSource {
   // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
-  // After a backward() that no finish() follows: what was published is no longer all, and a zero_grad() from now on drops
-  // what was accumulated.
+  // After a backward() in no_sync(): gradients must be published again before the next step, and a zero_grad() from now on
+  // drops what was accumulated.
   void accumulated() {
     is_published_ = false;
     watch_.remember(parameters_);

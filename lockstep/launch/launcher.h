@@ -59,8 +59,8 @@ struct LaunchResult {
 // its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
 // others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.
 // SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what
-// they started are killed too. If the reader of stdout or stderr stops, the ranks go on: what they write is kept, in memory
-// and then in a nameless temporary file. At the end it is written; like any program that writes to a pipe this blocks
+// they started are killed too. The ranks go on when nobody reads stdout or stderr for a while: their output is kept in
+// memory, then in a nameless temporary file. At the end it is written; like any program that writes to a pipe this blocks
 // until the reader goes on, but signals have their usual effect by then.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
