@@ -63,11 +63,12 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
+    uneven_ = stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
     if ((ranks & ~active()) != 0) return outside("an operation of a rank in join()");
+    if (operation.parameter == 5 && !plan_.words) return outside("an embedding that there is not");
     switch (operation.action) {
       case Action::kBackward:
       case Action::kNoSyncBackward:
@@ -86,6 +87,8 @@ class WorldOfTrainer {
       case Action::kUnfreeze: return for_each(ranks, [&](Rank& rank) { rank.frozen &= ~(1U << operation.parameter); });
       case Action::kKeepAverage: return keep_average();
       case Action::kLoadParameters: return load(ranks);
+      case Action::kSave: return save(ranks);
+      case Action::kResume: return saved_ ? load(ranks) : outside("a checkpoint that was never saved");
       case Action::kWriteParameter: return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
       case Action::kWriteData: return write_data(ranks);
       case Action::kJoin: return join(ranks);
@@ -108,6 +111,8 @@ class WorldOfTrainer {
     if (!in_shared_memory(plan_) && !syncs && mean_) return outside("no_sync() on top of a mean");
     if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
+    if (plan_.norm != Norm::kNone) normalise(operation, ranks);
+    if (judgement_.verdict != Verdict::kLegal) return;
     if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
       return illegal("a backward() that some ranks leave out", kCallsDiffer);
     plain_ = plain;
@@ -131,6 +136,24 @@ class WorldOfTrainer {
     if (judgement_.verdict == Verdict::kLegal && total == 0) outside("no rank has samples");
   }
 
+  // forward() of batch normalisation.
+  void normalise(const Operation& operation, Ranks ranks) {
+    std::set<int> samples;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank)) samples.insert(samples_of_shard(operation, rank, 0));
+    if (plan_.norm == Norm::kOfRank) {
+      if (samples.contains(1)) outside("a single sample has no variance");
+      return;
+    }
+    if (ranks != members_ || samples.contains(0))
+      return illegal("synchronised batch normalisation without a batch on some ranks", kCallsDiffer);
+    uneven_ = uneven_ || samples.size() > 1;
+    const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
+    if (uneven_ && (several || operation.action == Action::kPlainBackward))
+      return outside("synchronised batch normalisation of uneven batches, not once per step");
+    if (members_ == (members_ & -members_) && samples.contains(1)) outside("a single sample has no variance");
+  }
+
   void exchange(Ranks ranks) {
     if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
     if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
@@ -147,7 +170,7 @@ class WorldOfTrainer {
       if (stepped_since_exchange_) return outside("a parameter written on some ranks only, beside a step()");
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
     }
-    stepped_since_exchange_ = false;
+    stepped_since_exchange_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       rank.backwards = rank.samples = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
@@ -169,7 +192,7 @@ class WorldOfTrainer {
     step_with_gradients();
     if (judgement_.verdict != Verdict::kLegal) return;
     stepped_ = stepped_since_exchange_ = true;
-    exchanged_ = false;
+    exchanged_ = uneven_ = false;
     stale_ = !nothing && plan_.shards == 0;
     plain_ = false;
     for_each(members_, [&](Rank& rank) {
@@ -226,7 +249,7 @@ class WorldOfTrainer {
       rank.backwards = rank.samples = 0;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
     });
-    stale_ = overflow_ = mean_ = false;
+    stale_ = overflow_ = mean_ = uneven_ = false;
   }
 
   void join(Ranks ranks) {
@@ -249,6 +272,13 @@ class WorldOfTrainer {
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
   }
 
+  void save(Ranks ranks) {
+    if (ranks != members_ || joined()) return outside("a checkpoint of some ranks");
+    if (any([](const Rank& rank) { return rank.written > 0; }))
+      return outside("a checkpoint of what was written by hand");
+    saved_ = true;
+  }
+
   void rebuild(Ranks ranks) {
     if (ranks != active() || joined()) return outside("a DistributedDataParallel made on some ranks only");
     if (any([](const Rank& rank) { return rank.defined || rank.written > 0 || rank.backwards > 0; }))
@@ -266,6 +296,7 @@ class WorldOfTrainer {
         return outside("a backward() that does not fail");
     illegal("a program that goes on after a failed backward()",
             {"thrown by the program in backward()", "after one that failed"});
+    if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
   }
 
   void clipping(Ranks ranks, const auto& set) {
@@ -275,6 +306,7 @@ class WorldOfTrainer {
 
   void clip_by_hand(const Operation& operation, Ranks ranks) {
     if (plan_.scaled) return outside("clipping scaled gradients by hand");
+    if (plan_.words && operation.action == Action::kClipValueByHand) return outside("clamping a sparse gradient");
     const bool pending = any([](const Rank& rank) { return rank.backwards > 0; });
     if (pending && !(in_shared_memory(plan_) && exchanged_)) return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
@@ -363,6 +395,8 @@ class WorldOfTrainer {
   bool begun_ = false;
   unsigned start_frozen_ = 0;
   bool stepped_ = false;  // ever
+  bool saved_ = false;
+  bool uneven_ = false;  // batches of other sizes on some ranks, since the last exchange
   bool stepped_since_exchange_ = false;
   bool exchanged_ = false;  // since the last step
   bool plain_ = false;      // the last backward() was loss.backward()
