@@ -40,6 +40,7 @@ test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests,
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
+soak: export LOCKSTEP_FUZZ_PAIRS = 1
 soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
 	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/step_fuzz/strategy_fuzz_test.cc: random runs of the strategies, with devices as threads, ranks and stores: each gives
-// what a replay on one device with plain libtorch gives. The variables are those of step_fuzz_test.cc.
+// what a replay on one device with plain libtorch gives, or is refused by name. The variables are those of
+// step_fuzz_test.cc.
 #include <gtest/gtest.h>
 
 #include "tests/step_fuzz/coverage.h"
@@ -19,7 +20,8 @@ TEST(StrategyFuzz, every_run_gives_what_one_device_gives) {
   int failures = 0;
   for (int i = 0; i < programs && failures < most_failures; ++i) {
     const StrategyProgram program = random_strategy_program(seed + static_cast<std::uint64_t>(i));
-    coverage.count(features_of(program), "legal");
+    const std::string refusal = refusal_of(program);
+    coverage.count(features_of(program), refusal.empty() ? "legal" : "illegal: " + refusal);
     if (fault_of(program).empty()) continue;
     ++failures;
     const StrategyProgram small = shortest(program);

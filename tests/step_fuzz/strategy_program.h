@@ -26,6 +26,9 @@ StrategyProgram random_strategy_program(std::uint64_t seed);
 std::string text_of(const StrategyProgram& program);
 std::vector<std::string> features_of(const StrategyProgram& program);
 
+// What the error has to name if the options do not go together; empty: they do.
+std::string refusal_of(const StrategyProgram& program);
+
 // What is wrong with its run; empty: nothing.
 std::string fault_of(const StrategyProgram& program);
 
