@@ -11,7 +11,6 @@
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -44,6 +43,14 @@ void require_same_settings(const StepSettings& own, int rank, std::span<const do
   }
 }
 
+MismatchError calls_differ(ErrorText text) {
+  text.likely =
+      "a rank that left out a backward(), step() or parameters_written() which others made: after a NaN check "
+      "of its own, an exception that it caught, or in no_sync()";
+  text.next = "let all ranks decide alike: all_reduce the condition first";
+  return MismatchError(text);
+}
+
 // Read by other ranks while they write an error, even if this rank has gone on meanwhile: hence atomic.
 struct StepAgreement::Slot {
   std::atomic<std::uint64_t> step;
@@ -61,12 +68,7 @@ void StepAgreement::wait(const Signature& announced) const {
   try {
     memory_->barrier(announced);
   } catch (const MismatchError& error) {
-    ErrorText text = error.text();
-    text.likely =
-        "a rank that left out a backward(), step() or parameters_written() which others made: after a NaN check "
-        "of its own, an exception that it caught, or in no_sync()";
-    text.next = "let all ranks decide alike: all_reduce the condition first";
-    throw MismatchError(text);
+    throw calls_differ(error.text());
   }
 }
 

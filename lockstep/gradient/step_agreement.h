@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -35,6 +36,9 @@ std::uint64_t hash_of(const StepSettings& settings);  // of names and values
 // Throws MismatchError naming the first setting of which rank `other` has another value. what: such as "step() number 3".
 void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
                            const std::string& what, const std::string& here);
+
+// The error of ranks that make different calls: says what is likely, and what to do next.
+MismatchError calls_differ(ErrorText text);
 
 class StepAgreement {
  public:

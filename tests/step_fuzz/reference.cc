@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 
 #include "tests/step_fuzz/network.h"
 
@@ -122,7 +123,18 @@ class Reference {
     drop_pending();
   }
 
+  // Where .grad is a rank's own, what was counted counts until zero_grad().
   void step() {
+    if (!in_shared_memory(plan_) || plan_.shards > 0 || backwards_ == 0) return step_with_mean();
+    const Tensors own = current_gradients(), before = before_;
+    const auto counts = std::tuple(backwards_, samples_, loss_);
+    step_with_mean();
+    for (std::size_t i = 0; i < own.size(); ++i) network_.weights[i].mutable_grad() = own[i];
+    before_ = before;
+    std::tie(backwards_, samples_, loss_) = counts;
+  }
+
+  void step_with_mean() {
     exchange();
     if (overflow_) return;
     const Tensors gradients = current_gradients();

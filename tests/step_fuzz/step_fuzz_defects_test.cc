@@ -26,7 +26,8 @@ INSTANTIATE_TEST_SUITE_P(All, Defect,
                                            "the number of backward() is wrong in join()", "dropped gradients count",
                                            "unused parameters get a gradient", "samples are not weighted",
                                            "the loss scale is dropped", "an overflow is not seen",
-                                           "buffers stay each rank's own"),
+                                           "buffers stay each rank's own", "a version is not marked",
+                                           "a norm of one slice", "an unfrozen parameter is accepted"),
                          [](const auto& each) { return "number_" + std::to_string(each.index + 1); });
 
 TEST_P(Defect, is_found_within_500_programs) {

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
@@ -35,6 +36,13 @@ std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimize
   for (const auto& group : optimizer.param_groups())
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   return parameters;
+}
+
+std::vector<NamedTensor> held_by(const torch::optim::Optimizer& optimizer, std::vector<NamedTensor> tensors) {
+  std::unordered_set<const void*> held;
+  for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
+  std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
+  return tensors;
 }
 
 void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
@@ -235,7 +243,10 @@ class DistributedDataParallel::Impl {
         options_.algorithm == Algorithm::kDirect)
       return exchange_in_shared_memory(
           memory_, trainable(parameters_),
-          {.block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
+          {.block = block_,
+           .shards = options_.virtual_shards / world_.size(),
+           .updated = held_by(*optimizer_, trainable(parameters_)),
+           .on_finished = on_finished});
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
@@ -270,7 +281,7 @@ class DistributedDataParallel::Impl {
 
   void require_none_unfrozen() const {
     for (const auto& [name, parameter] : frozen_)
-      if (parameter.requires_grad())
+      if (parameter.requires_grad() && !defect("an unfrozen parameter is accepted"))
         throw UsageError({.what = concat("parameter ", name, " requires a gradient, and did not when ",
                                          "DistributedDataParallel was made"),
                           .here = world_.describe(),
