@@ -57,6 +57,13 @@ struct AccumulatedBatches {
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
 
+inline UsageError after_other_backward(std::string here) {
+  return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
+                     .here = std::move(here),
+                     .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
+                     .next = "use one of the two kinds in a step"});
+}
+
 inline UsageError after_failed_backward(std::string here = {}) {
   return UsageError({.what = "backward() was called after one that failed half-way",
                      .here = std::move(here),

@@ -3,9 +3,11 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -19,6 +21,15 @@ std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& p
   gradients.reserve(parameters.size());
   for (const torch::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   return gradients;
+}
+
+void require_no_gradient(const std::vector<torch::Tensor>& parameters) {
+  const auto has_one = [](const torch::Tensor& p) { return p.grad().defined() && p.grad().any().item<bool>(); };
+  if (std::ranges::any_of(parameters, has_one))
+    throw UsageError({.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
+                      .likely = "no_sync() around the last backward() before step()",
+                      .next = "leave no_sync() before the last backward() of a step; or give DistributedDataParallel "
+                              "the option share_parameters = false"});
 }
 
 }  // namespace
@@ -36,6 +47,7 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                const StepSettings& settings) {
   if (block_) block_->require_in_place();
+  if (!is_exchanged_) require_no_gradient(parameters);
   StepSettings all = settings;
   all.push_back({"gradients written by hand since backward()", watch_.changed() ? 1.0 : 0.0});
   agreement_.step(all);

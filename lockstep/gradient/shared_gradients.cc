@@ -143,8 +143,8 @@ void SharedGradients::count_what_step_finds() {
   AccumulatedBatches& batches = sources_.front().batches;
   if (batches.samples > 0 && !batches.is_plain) return require_unchanged_grads();
   if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
-  const bool any = std::any_of(parameters_.begin(), parameters_.end(),
-                               [](const auto& p) { return p.tensor.grad().defined(); });
+  const bool any =
+      std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
   batches = {};
   if (any) batches.add_unknown();
 }
@@ -250,8 +250,8 @@ void SharedGradients::protect_gradients() {
 void SharedGradients::require_unchanged_grads() const {
   if (const auto changed = watch_.changed())
     throw UsageError(
-        {.what = concat("the gradient of ", options_.updated[*changed].name,
-                        " was changed between backward() and step()"),
+        {.what =
+             concat("the gradient of ", options_.updated[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
          .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
@@ -306,8 +306,9 @@ double SharedGradients::backwards_per_step() const {
   for (std::size_t i = 0; i < table_->rows(); ++i)
     if (table_->row(i).samples > 0 && table_->row(i).backwards < least(most))
       throw MismatchError(
-          {.what = concat("rank ", table_->rank_of(i), " called backward() ", table_->row(i).backwards,
-                          " times since the last zero_grad(), rank ", table_->rank_of(most), " ", least(most), " times"),
+          {.what =
+               concat("rank ", table_->rank_of(i), " called backward() ", table_->row(i).backwards,
+                      " times since the last zero_grad(), rank ", table_->rank_of(most), " ", least(most), " times"),
            .likely = "no_sync() or zero_grad() on some ranks only",
            .next = "call backward() equally often on all ranks; with 0 samples where a rank has no batch"});
   return least(most);

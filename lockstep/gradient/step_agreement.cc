@@ -33,8 +33,8 @@ void require_same_settings(const StepSettings& own, int rank, std::span<const do
   for (std::size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
     const auto& [name, value, group] = own[i];
     if (value == theirs[i] || std::isnan(value) || std::isnan(theirs[i])) continue;
-    throw MismatchError({.what = concat(what, ": ", name, group < 0 ? "" : concat(" of parameter group ", group), " is ",
-                                        value, " on rank ", rank, ", ", theirs[i], " on rank ", other),
+    throw MismatchError({.what = concat(what, ": ", name, group < 0 ? "" : concat(" of parameter group ", group),
+                                        " is ", value, " on rank ", rank, ", ", theirs[i], " on rank ", other),
                          .here = here,
                          .likely = "a step(), backward() or setting that depends on the rank, such as a schedule or a "
                                    "warm restart",

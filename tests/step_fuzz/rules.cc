@@ -134,7 +134,11 @@ class WorldOfTrainer {
 
   // backward() of one kind after the other. loss.backward() is not seen at once.
   void mixed(const Operation& operation, Ranks ranks) {
-    if (!in_shared_memory(plan_)) return outside("backward() of both kinds in one step");
+    if (!in_shared_memory(plan_)) {
+      if (ranks != active() || !any([](const Rank& rank) { return rank.samples > 0; }))
+        return outside("backward() of both kinds on some ranks only");
+      return illegal("loss.backward() after no_sync()", {"loss.backward() was called after ddp.backward()"});
+    }
     if (ranks != active() || any([](const Rank& rank) { return !rank.joined && rank.samples == 0; }))
       return outside("backward() of both kinds on some ranks only");
     if (mixed_) return illegal_mixture();
@@ -214,8 +218,11 @@ class WorldOfTrainer {
       if (partial_ && judgement_.verdict == Verdict::kLegal) return outside("zero_grad() on some ranks only");
       if (start_unfrozen()) illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
     } else {
-      if (any([](const Rank& rank) { return rank.backwards > 0; }))
+      if (any([](const Rank& rank) { return rank.backwards > 0; })) {
+        if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.samples > 0; }))
+          return illegal("step() before the gradients of no_sync() were exchanged", {"that were not exchanged"});
         return outside("step() before the gradients of no_sync() were exchanged");
+      }
       if (!equal([](const Rank& rank) { return rank.touched; }) && touched) {
         if (!shares_parameters(plan_)) return outside("a mean that some ranks change");
         return illegal("a mean that some ranks change", {"gradients written by hand"});

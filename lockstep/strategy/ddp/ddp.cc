@@ -241,12 +241,11 @@ class DistributedDataParallel::Impl {
     const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
     if (memory_ && memory_->size() == world_.size() && !options_.mean_in_grad && !options_.hook &&
         options_.algorithm == Algorithm::kDirect)
-      return exchange_in_shared_memory(
-          memory_, trainable(parameters_),
-          {.block = block_,
-           .shards = options_.virtual_shards / world_.size(),
-           .updated = held_by(*optimizer_, trainable(parameters_)),
-           .on_finished = on_finished});
+      return exchange_in_shared_memory(memory_, trainable(parameters_),
+                                       {.block = block_,
+                                        .shards = options_.virtual_shards / world_.size(),
+                                        .updated = held_by(*optimizer_, trainable(parameters_)),
+                                        .on_finished = on_finished});
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
@@ -324,7 +323,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  Values values_;  // through buckets: of parameters_ after the last exchange
+  Values values_;                         // through buckets: of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;

@@ -175,5 +175,63 @@ TEST(StepOfTorch, with_another_learning_rate_on_one_rank_is_refused) {
   expect_refused(refused, "lr of parameter group 0");
 }
 
+// ---- Gradients in shared memory: step() exchanges what backward() has not
+
+TEST(SharedStep, of_a_rank_that_left_out_its_backward_is_refused) {
+  const auto refused = errors(3, [](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    trainer.train(1);
+    if (world.rank() != 1) trainer.backward();
+    trainer.step();
+    trainer.train(2);
+  });
+  expect_refused(refused, "rank 0 is in backward(), rank 1 in step() without a backward()");
+}
+
+TEST(SharedStep, of_a_rank_that_left_out_its_plain_backward_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    if (world.rank() == 0) trainer.plain_backward();
+    trainer.step();
+  });
+  expect_refused(refused, "rank 0 is in step() after loss.backward() or no_sync(), rank 1 in step() without");
+}
+
+TEST(SharedStep, left_out_after_a_plain_backward_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    trainer.plain_backward();
+    if (world.rank() == 0) trainer.step();
+    trainer.sgd.zero_grad();
+    trainer.train(2);
+  });
+  expect_refused(refused, "rank 1 is in backward(), rank 0 in step()");
+}
+
+TEST(SharedStep, after_backward_of_both_kinds_is_refused) {
+  for (const bool plain_first : {true, false}) {
+    const auto refused = errors(2, [&](World& world) {
+      Trainer trainer(world, Sharing::kShared);
+      if (plain_first) trainer.plain_backward();
+      trainer.backward();
+      if (!plain_first) trainer.plain_backward();
+      trainer.step();
+    });
+    expect_refused(refused, plain_first ? "would add to a gradient of 0.weight that it has not counted"
+                                        : "the gradient of 0.weight was changed between backward() and step()");
+  }
+}
+
+TEST(SharedStep, before_the_last_virtual_shard_is_refused) {
+  const auto refused = errors(1, [](World& world) {
+    torch::nn::Linear net(3, 2);
+    SGD sgd(net->parameters(), {.lr = 0.1});
+    DistributedDataParallel ddp(world, *net, sgd, {.virtual_shards = 2});
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+    sgd.step();
+  });
+  expect_refused(refused, "step() before all of the 2 backward()");
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -124,5 +124,18 @@ TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
             IntVector<std::string>(2));
 }
 
+TEST(SharedStep, refuses_clipping_of_what_no_sync_has_added) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    {
+      const auto no_sync = trainer.ddp.no_sync();
+      trainer.backward();
+    }
+    torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+    trainer.train(1);
+  });
+  expect_refused(refused, "was changed between backward() and step()");
+}
+
 }  // namespace
 }  // namespace lockstep
