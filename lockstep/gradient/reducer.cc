@@ -240,7 +240,8 @@ class Reducer::Impl {
   // Only now: how many rows there are is not known before.
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
-    const double factor = batches_.samples > 0 ? batches_.weight() / static_cast<double>(totals.samples) : 0;
+    const double weight = defect("rows of an embedding are not weighted") ? 1 : batches_.weight();
+    const double factor = batches_.samples > 0 ? weight / static_cast<double>(totals.samples) : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;

@@ -64,17 +64,20 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = overflow_ = false;
+    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = overflow_ =
+        uneven_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
     if ((ranks & ~active()) != 0) return outside("an operation of a rank in join()");
+    if (operation.parameter == 5 && !plan_.words) return outside("an embedding that there is not");
     switch (operation.action) {
       case Action::kBackward:
       case Action::kNoSyncBackward:
       case Action::kPlainBackward: return backward(operation, ranks);
       case Action::kFailingForward: return;
       case Action::kFailingBackward: return failing_backward(operation, ranks);
+      case Action::kOldGraph: return backward_of_old_graph(operation, ranks);
       case Action::kStep: return step(ranks);
       case Action::kZeroGrad:
       case Action::kZeroGradToZeros: return zero_grad(operation, ranks);
@@ -87,6 +90,8 @@ class WorldOfTrainer {
       case Action::kUnfreeze: return for_each(ranks, [&](Rank& rank) { rank.frozen &= ~(1U << operation.parameter); });
       case Action::kKeepAverage: return keep_average();
       case Action::kLoadParameters: return load(ranks);
+      case Action::kSave: return save(ranks);
+      case Action::kResume: return saved_ ? load(ranks) : outside("a checkpoint that was never saved");
       case Action::kWriteParameter: return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
       case Action::kWriteData: return write_data(ranks);
       case Action::kJoin: return join(ranks);
@@ -109,6 +114,8 @@ class WorldOfTrainer {
     if (!in_shared_memory(plan_) && !syncs && mean_) return outside("no_sync() on top of a mean");
     if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
+    if (plan_.norm != Norm::kNone) normalise(operation, ranks);
+    if (judgement_.verdict != Verdict::kLegal) return;
     if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
       return illegal("a backward() that some ranks leave out", kCallsDiffer);
     plain_ = plain;
@@ -154,6 +161,24 @@ class WorldOfTrainer {
   }
   void illegal_clipping() { illegal(".grad changed by hand", {"was changed between backward() and step()"}); }
 
+  // forward() of batch normalisation.
+  void normalise(const Operation& operation, Ranks ranks) {
+    std::set<int> samples;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank)) samples.insert(samples_of_shard(operation, rank, 0));
+    if (plan_.norm == Norm::kOfRank) {
+      if (samples.contains(1)) outside("a single sample has no variance");
+      return;
+    }
+    if (ranks != members_ || samples.contains(0))
+      return illegal("synchronised batch normalisation without a batch on some ranks", kCallsDiffer);
+    uneven_ = uneven_ || samples.size() > 1;
+    const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
+    if (uneven_ && (several || operation.action == Action::kPlainBackward))
+      return outside("synchronised batch normalisation of uneven batches, not once per step");
+    if (members_ == (members_ & -members_) && samples.contains(1)) outside("a single sample has no variance");
+  }
+
   void exchange(Ranks ranks) {
     if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
     if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
@@ -170,7 +195,7 @@ class WorldOfTrainer {
       if (stepped_since_exchange_) return outside("a parameter written on some ranks only, beside a step()");
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
     }
-    stepped_since_exchange_ = false;
+    stepped_since_exchange_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       rank.backwards = rank.samples = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
@@ -194,7 +219,7 @@ class WorldOfTrainer {
     stepped_ = stepped_since_exchange_ = true;
     exchanged_ = false;
     stale_ = !nothing && plan_.shards == 0;
-    if (!in_shared_memory(plan_)) plain_ = false;
+    if (!in_shared_memory(plan_)) plain_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       adjust_scale(rank);
       if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = 0;
@@ -267,7 +292,7 @@ class WorldOfTrainer {
       rank.clipped = false;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
     });
-    stale_ = overflow_ = mean_ = mixed_ = plain_ = false;
+    stale_ = overflow_ = mean_ = mixed_ = plain_ = uneven_ = false;
   }
 
   void join(Ranks ranks) {
@@ -290,6 +315,13 @@ class WorldOfTrainer {
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
   }
 
+  void save(Ranks ranks) {
+    if (ranks != members_ || joined()) return outside("a checkpoint of some ranks");
+    if (any([](const Rank& rank) { return rank.written > 0; }))
+      return outside("a checkpoint of what was written by hand");
+    saved_ = true;
+  }
+
   void rebuild(Ranks ranks) {
     if (ranks != active() || joined()) return outside("a DistributedDataParallel made on some ranks only");
     if (any([](const Rank& rank) { return rank.defined || rank.written > 0 || rank.backwards > 0; }))
@@ -302,11 +334,29 @@ class WorldOfTrainer {
 
   void failing_backward(const Operation& operation, Ranks ranks) {
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(ranks, rank) && ((operation.unused[static_cast<std::size_t>(rank)] & 2) != 0 ||
-                               (ranks_[static_cast<std::size_t>(rank)].frozen & 3) != 0))
-        return outside("a backward() that does not fail");
+      if (has(ranks, rank) && !needs_first_layer(operation, rank)) return outside("a backward() that does not fail");
     illegal("a program that goes on after a failed backward()",
             {"thrown by the program in backward()", "after one that failed"});
+    if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
+  }
+
+  void backward_of_old_graph(Operation operation, Ranks ranks) {
+    if (plan_.layout == Layout::kTorch || plan_.shards > 0 || ranks != active() || joined())
+      return outside("an old graph in special cases");
+    operation.samples.fill(2);
+    operation.overflow = 0;
+    operation.action = Action::kBackward;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (!needs_first_layer(operation, rank)) return outside("a graph that needs no parameter");
+    backward(operation, ranks);
+    if (judgement_.verdict == Verdict::kLegal) step(ranks);
+    if (judgement_.verdict != Verdict::kLegal) return;
+    illegal("a graph that was made before a step()", {"modified by an inplace operation"});
+  }
+
+  bool needs_first_layer(const Operation& operation, int rank) const {
+    return (operation.unused[static_cast<std::size_t>(rank)] & 2) == 0 &&
+           (ranks_[static_cast<std::size_t>(rank)].frozen & 3) == 0;
   }
 
   void clipping(Ranks ranks, const auto& set) {
@@ -316,8 +366,10 @@ class WorldOfTrainer {
 
   void clip_by_hand(const Operation& operation, Ranks ranks) {
     if (plan_.scaled) return outside("clipping scaled gradients by hand");
+    if (plan_.words && operation.action == Action::kClipValueByHand) return outside("clamping a sparse gradient");
     const bool pending = any([](const Rank& rank) { return rank.backwards > 0; });
-    if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_))) return outside("clipping before the exchange");
+    if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_)))
+      return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
     if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
     for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
@@ -405,6 +457,8 @@ class WorldOfTrainer {
   bool begun_ = false;
   unsigned start_frozen_ = 0;
   bool stepped_ = false;  // ever
+  bool saved_ = false;
+  bool uneven_ = false;  // batches of other sizes on some ranks, since the last exchange
   bool stepped_since_exchange_ = false;
   bool exchanged_ = false;  // since the last step
   bool plain_ = false;      // the last backward() was loss.backward()
