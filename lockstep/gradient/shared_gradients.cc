@@ -97,8 +97,7 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
-  forget_dropped_gradients();
-  require_only_counted_gradients(samples);
+  if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
   Source& source = current_source();
   const torch::Tensor start = source.batches.add(samples, loss);
   if (samples > 0) {
@@ -112,12 +111,14 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
   for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
 }
 
-// After a zero_grad() what was counted until then no longer counts.
-void SharedGradients::forget_dropped_gradients() {
-  if (options_.shards > 0 || sources_.front().batches.samples == 0) return;  // without samples there was no gradient
+// After a zero_grad() what was counted until then no longer counts. Returns whether it has found one.
+bool SharedGradients::forget_dropped_gradients() {
+  if (options_.shards > 0 || sources_.front().batches.samples == 0) return false;  // there was no gradient
   const bool any = std::any_of(options_.updated.begin(), options_.updated.end(),
                                [](const auto& p) { return p.tensor.grad().defined(); });
-  if ((!any || watch_.zeroed()) && !defect("dropped gradients count")) sources_.front() = {};
+  if ((any && !watch_.zeroed()) || defect("dropped gradients count")) return false;
+  sources_.front() = {};
+  return true;
 }
 
 // A backward() is about to add to .grad, where there must be no more than what was counted.

@@ -93,7 +93,7 @@ class SharedGradients : public GradientSource {
 
   BatchTotals exchange(bool in_step);
   Source& current_source();
-  void forget_dropped_gradients();
+  bool forget_dropped_gradients();
   void require_only_counted_gradients(std::int64_t samples) const;
   void count_what_step_finds();
   void take_grads(Source& source) const;
