@@ -110,7 +110,8 @@ class DistributedDataParallel {
   void join(torch::optim::Optimizer& optimizer);
 
   // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN).
-  // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once.
+  // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once; what
+  // backward() has added counts until zero_grad(), and the two kinds of backward() can't add to one .grad.
 
   // Of the last exchange, over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;

@@ -26,6 +26,7 @@ struct AccumulatedBatches {
   double unit = 0;              // m_1; 0: no samples yet
   std::int64_t backwards = 0;   // T
   std::int64_t leading = 0;     // of these, those before the first with samples
+  bool is_plain = false;        // counted by add_unknown()
 
   // Counts a backward() that is about to run. Returns the gradient to start it with: loss.backward(result).
   torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {
@@ -43,6 +44,7 @@ struct AccumulatedBatches {
   // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
   void add_unknown() {
     ++backwards;
+    is_plain = true;
     unit = 1;
     samples += 1;
     weighted_loss = torch::full({}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
@@ -54,6 +56,13 @@ struct AccumulatedBatches {
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
+
+inline UsageError after_other_backward(std::string here) {
+  return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
+                     .here = std::move(here),
+                     .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
+                     .next = "use one of the two kinds in a step"});
+}
 
 inline UsageError after_failed_backward(std::string here = {}) {
   return UsageError({.what = "backward() was called after one that failed half-way",

@@ -134,6 +134,7 @@ class Reducer::Impl {
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
   // finish().
   void start_by_itself() {
+    if (batches_.samples > 0) throw after_other_backward(world_.describe());
     batches_.add_unknown();
     start_exchange();
     torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });

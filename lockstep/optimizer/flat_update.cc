@@ -198,7 +198,8 @@ class FlatUpdate::Impl {
     });
     memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
-    for (std::size_t i = 0; i < chunks_.size(); ++i)
+    const bool slice = defect("a norm of one slice");
+    for (std::size_t i = slice ? first_ : 0; i < (slice ? last_ : chunks_.size()); ++i)
       if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
   }

@@ -2,6 +2,7 @@
 #include "tests/step_fuzz/generator.h"
 
 #include <algorithm>
+#include <bit>
 #include <random>
 
 #include "tests/step_fuzz/rules.h"
@@ -158,7 +159,14 @@ class Generator {
               Action::kRebuild, Action::kFailingForward, Action::kStep, Action::kZeroGrad});
     Operation& operation = add(action, trainer);
     if (action == Action::kFailingForward) operation.ranks = some_ranks();
+    if (action == Action::kUnfreeze) choose_frozen(operation);
     set_value(operation);
+  }
+
+  // Unfreezes what was frozen at first, if anything was.
+  void choose_frozen(Operation& operation) {
+    if (const unsigned frozen = plan_of(operation.trainer).frozen; frozen != 0)
+      operation.parameter = std::countr_zero(frozen);
   }
 
   void set_value(Operation& operation) {
@@ -206,12 +214,17 @@ class Generator {
       operations.erase(operations.begin() + at);
       return;
     }
+    if (kind < 0.7) {
+      operations.insert(operations.begin() + at, make(Action::kOldGraph, chosen.trainer));
+      return;
+    }
     Operation extra = make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
                                  Action::kSetValueClipping, Action::kFreeze, Action::kUnfreeze, Action::kWriteParameter,
                                  Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand, Action::kStep,
                                  Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
                            chosen.trainer);
     set_value(extra);
+    if (extra.action == Action::kUnfreeze) choose_frozen(extra);
     if (extra.action == Action::kFailingBackward) extra.value = between(0, 1);
     if (chance(0.7)) extra.ranks = some_ranks();
     operations.insert(operations.begin() + at, extra);

@@ -55,6 +55,7 @@ enum class Action : std::uint8_t {
   kPlainBackward,    // loss.backward()
   kFailingForward,   // throws before there is a loss; the program goes on
   kFailingBackward,  // throws halfway through; the program catches it and goes on
+  kOldGraph,         // forward; a whole step; then ddp.backward() of the loss from before it
   kStep,
   kZeroGrad,         // to none
   kZeroGradToZeros,  // set_to_none = false

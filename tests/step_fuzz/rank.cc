@@ -80,6 +80,7 @@ class Trainer {
       case Action::kPlainBackward: return scaled(loss_of(operation, 0), operation).backward();
       case Action::kFailingForward: return failing_forward();
       case Action::kFailingBackward: return failing_backward(operation);
+      case Action::kOldGraph: return backward_of_old_graph(operation);
       case Action::kStep: return step();
       case Action::kZeroGrad: return optimizer_->zero_grad();
       case Action::kZeroGradToZeros: return optimizer_->zero_grad(false);
@@ -228,6 +229,15 @@ class Trainer {
     } catch (const std::exception& error) {
       if (std::string(error.what()).find("thrown by the program") == std::string::npos) throw;
     }
+  }
+
+  void backward_of_old_graph(Operation operation) {
+    operation.samples.fill(2);
+    const torch::Tensor old = loss_of(operation, 0);
+    ddp_->backward(loss_of(operation, 0), 2);
+    step();
+    optimizer_->zero_grad();
+    ddp_->backward(old, 2);
   }
 
   void step() {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <tuple>
 
 #include "tests/step_fuzz/network.h"
 #include "tests/step_fuzz/reference_hook.h"
@@ -205,7 +206,16 @@ class Reference {
 
   // ---- step()
 
+  // Where .grad is a rank's own, what was counted counts until zero_grad().
   void step() {
+    if (!in_shared_memory(plan_) || plan_.shards > 0 || backwards_ == 0) return step_with_mean();
+    const auto counted = std::tuple(backwards_, loss_, before_, pending_);
+    step_with_mean();
+    take_gradients();
+    std::tie(backwards_, loss_, before_, pending_) = counted;
+  }
+
+  void step_with_mean() {
     exchange();
     if (overflow_) return;
     const Tensors gradients = current_gradients();

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
@@ -35,6 +36,13 @@ std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimize
   for (const auto& group : optimizer.param_groups())
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   return parameters;
+}
+
+std::vector<NamedTensor> held_by(const torch::optim::Optimizer& optimizer, std::vector<NamedTensor> tensors) {
+  std::unordered_set<const void*> held;
+  for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
+  std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
+  return tensors;
 }
 
 void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
@@ -73,16 +81,16 @@ double lr_of(const torch::optim::OptimizerParamGroup& group) try {
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
   StepSettings settings;
-  double number = 0;
-  double& frozen = settings["a checksum of which parameters are frozen"];
+  double number = 0, frozen = 0;
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
-    settings[concat("lr of parameter group ", i)] = lr_of(group);
+    settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
     for (const torch::Tensor& parameter : group.params()) {
       number += 1;
       frozen += parameter.requires_grad() ? 0 : number * number;
     }
   }
+  settings.push_back({"a checksum of which parameters are frozen", frozen});
   return settings;
 }
 
@@ -104,6 +112,7 @@ Values values_of(const std::vector<NamedTensor>& parameters) {
   constexpr std::int64_t kElements = 16;
   Values values;
   std::string bytes;
+  bytes.reserve(parameters.size() * kElements * sizeof(double));
   for (const auto& [name, parameter] : parameters) {
     values.writes += parameter._version();
     if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
@@ -232,9 +241,11 @@ class DistributedDataParallel::Impl {
     const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
     if (memory_ && memory_->size() == world_.size() && !options_.mean_in_grad && !options_.hook &&
         options_.algorithm == Algorithm::kDirect)
-      return exchange_in_shared_memory(
-          memory_, trainable(parameters_),
-          {.block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
+      return exchange_in_shared_memory(memory_, trainable(parameters_),
+                                       {.block = block_,
+                                        .shards = options_.virtual_shards / world_.size(),
+                                        .updated = held_by(*optimizer_, trainable(parameters_)),
+                                        .on_finished = on_finished});
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
@@ -269,7 +280,7 @@ class DistributedDataParallel::Impl {
 
   void require_none_unfrozen() const {
     for (const auto& [name, parameter] : frozen_)
-      if (parameter.requires_grad())
+      if (parameter.requires_grad() && !defect("an unfrozen parameter is accepted"))
         throw UsageError({.what = concat("parameter ", name, " requires a gradient, and did not when ",
                                          "DistributedDataParallel was made"),
                           .here = world_.describe(),
@@ -284,12 +295,15 @@ class DistributedDataParallel::Impl {
       settings = own->settings();
     else if (optimizer_ != nullptr)
       settings = settings_of(*optimizer_);
-    settings["parameters written since the last exchange, by step() or otherwise,"] =
-        values_of(parameters_) == values_ ? 0 : 1;
+    settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
+                        values_of(parameters_) == values_ ? 0.0 : 1.0});
     return settings;
   }
 
-  void note_values() { values_ = values_of(parameters_); }
+  // Only there: in shared memory a rank that writes alone is found in other ways.
+  void note_values() {
+    if (exchange_->mean_in_grad()) values_ = values_of(parameters_);
+  }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
@@ -309,7 +323,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  Values values_;                         // of parameters_ after the last exchange
+  Values values_;                         // through buckets: of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
