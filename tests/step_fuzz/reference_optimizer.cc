@@ -103,15 +103,18 @@ std::unique_ptr<ReferenceOptimizer> make_reference_optimizer(const TrainerPlan& 
 }
 
 std::shared_ptr<torch::optim::Optimizer> make_torch_optimizer(const TrainerPlan& plan, const Tensors& parameters) {
-  using namespace torch::optim;
+  namespace of = torch::optim;
   if (plan.rule == Rule::kAdam)
-    return std::make_shared<Adam>(parameters, AdamOptions(plan.lr).eps(kAdamEps).weight_decay(plan.weight_decay));
+    return std::make_shared<of::Adam>(parameters,
+                                      of::AdamOptions(plan.lr).eps(kAdamEps).weight_decay(plan.weight_decay));
   if (plan.rule == Rule::kAdamW)
-    return std::make_shared<AdamW>(parameters, AdamWOptions(plan.lr).eps(kAdamEps).weight_decay(plan.weight_decay));
+    return std::make_shared<of::AdamW>(parameters,
+                                       of::AdamWOptions(plan.lr).eps(kAdamEps).weight_decay(plan.weight_decay));
   const double momentum = plan.rule == Rule::kSGD ? 0 : 0.9;
-  return std::make_shared<SGD>(
-      parameters,
-      SGDOptions(plan.lr).momentum(momentum).nesterov(plan.rule == Rule::kNesterov).weight_decay(plan.weight_decay));
+  return std::make_shared<of::SGD>(parameters, of::SGDOptions(plan.lr)
+                                                   .momentum(momentum)
+                                                   .nesterov(plan.rule == Rule::kNesterov)
+                                                   .weight_decay(plan.weight_decay));
 }
 
 std::string state_of(const torch::optim::Optimizer& optimizer) {
