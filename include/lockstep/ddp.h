@@ -99,6 +99,16 @@ class DistributedDataParallel {
   // throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
+  // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
+  // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last
+  // one. begin_backward() returns the factor by which hooks must multiply each gradient; 0: replace it by zeros. The loss
+  // stays unknown (last_batch().mean_loss is NaN). With 0 samples end_backward() may follow at once.
+  // cancel_backward() instead, if it failed: the other ranks get PeerLost with `reason`. They block and throw as
+  // backward() does.
+  double begin_backward(std::int64_t samples);
+  void end_backward();
+  void cancel_backward(const std::string& reason);
+
   // While the guard exists, backward() adds to this rank's .grad and exchanges nothing: for several backward() per
   // step. The next backward() without a guard exchanges their sum: the sum of the mean gradients of them all.
   class NoSync;

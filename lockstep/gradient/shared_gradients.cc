@@ -93,12 +93,16 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 }
 SharedGradients::~SharedGradients() = default;
 
-void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+SharedGradients::Source& SharedGradients::begin_source(std::int64_t samples) {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
   if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
-  Source& source = current_source();
+  return current_source();
+}
+
+void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+  Source& source = begin_source(samples);
   const torch::Tensor start = source.batches.add(samples, loss);
   if (samples > 0) {
     failed_ = true;  // unless backward() returns
@@ -109,6 +113,18 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
   if (options_.shards == 0) return;
   take_grads(source);
   for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
+}
+
+double SharedGradients::begin(std::int64_t samples) {
+  const double factor = begin_source(samples).batches.add(samples);
+  failed_ = true;  // unless end() is called
+  scope_.emplace(gradient_memory_);
+  return factor;
+}
+
+void SharedGradients::end() {
+  scope_.reset();
+  failed_ = false;
 }
 
 // After a zero_grad() what was counted until then no longer counts. Returns whether it has found one.
@@ -170,6 +186,7 @@ void SharedGradients::take_grads(Source& source) const {
 }
 
 BatchTotals SharedGradients::exchange(bool in_step) {
+  if (options_.block) options_.block->require_not_moved();  // copies have the size of the parameters as they were
   if (in_step) count_what_step_finds();
   if (options_.shards == 0) take_grads(sources_.front());
   table_->begin_exchange();
@@ -255,8 +272,8 @@ void SharedGradients::require_unchanged_grads() const {
              concat("the gradient of ", options_.updated[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
-         .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
-                 "mean_in_grad = true"});
+         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
+                 "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
 }
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,

@@ -27,6 +27,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -67,6 +68,13 @@ class SharedGradients : public GradientSource {
   // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
 
+  // The same around a backward() that runs elsewhere. begin() on the thread that runs it, before the first gradient of a
+  // parameter; returns the factor by which its gradients must be multiplied, 0 without samples. end() after the last
+  // one; cancel() instead, if it failed.
+  double begin(std::int64_t samples);
+  void end();
+  void cancel() { scope_.reset(); }
+
   // After a backward() in no_sync(): gradients must be published again before the next step, and a zero_grad() from now on
   // drops what was accumulated.
   void accumulated() {
@@ -91,6 +99,7 @@ class SharedGradients : public GradientSource {
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
 
+  Source& begin_source(std::int64_t samples);
   BatchTotals exchange(bool in_step);
   Source& current_source();
   bool forget_dropped_gradients();
@@ -111,6 +120,7 @@ class SharedGradients : public GradientSource {
   SharedGradientsOptions options_;
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   GradientMemory gradient_memory_;
+  std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
   std::vector<Source> sources_;
   std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]

@@ -169,15 +169,32 @@ class DistributedDataParallel::Impl {
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     exchange_seconds_ = 0;
     exchange_->backward(loss, samples, /*exchanges=*/!no_sync_);
-    if (no_sync_ || !shard_buffers_.finish_shard()) return;
-    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
-    const Stopwatch waiting;
-    exchange_->finish();
-    exchange_seconds_ = waiting.seconds();
-    statistics_.waiting_seconds += exchange_seconds_;
+    if (!no_sync_) finish_backward(samples);
   } catch (const std::exception& error) {
-    if (memory_) memory_->fail(concat("backward() failed: ", error.what()));  // the other ranks need not wait for us
+    fail(error.what());
     throw;
+  }
+
+  double begin_backward(std::int64_t samples) try {
+    exchange_seconds_ = 0;
+    begun_ = {samples, !no_sync_};
+    return exchange_->begin(samples, begun_.exchanges);
+  } catch (const std::exception& error) {
+    cancel_backward(error.what());
+    throw;
+  }
+
+  void end_backward() try {
+    exchange_->end(begun_.exchanges);
+    if (begun_.exchanges) finish_backward(begun_.samples);
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+
+  void cancel_backward(const std::string& reason) {
+    exchange_->cancel();
+    fail(reason);
   }
 
   void write_parameters(const std::function<void()>& write) {
@@ -221,6 +238,20 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  void finish_backward(std::int64_t samples) {
+    if (!shard_buffers_.finish_shard()) return;
+    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
+    const Stopwatch waiting;
+    exchange_->finish();
+    exchange_seconds_ = waiting.seconds();
+    statistics_.waiting_seconds += exchange_seconds_;
+  }
+
+  // The other ranks need not wait for this one.
+  void fail(const std::string& reason) {
+    if (memory_) memory_->fail(concat("backward() failed: ", reason));
+  }
+
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
     const ParameterWrite write;  // they may be in the block of a DistributedDataParallel that was here before
@@ -327,6 +358,10 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
+  struct {
+    std::int64_t samples = 0;
+    bool exchanges = true;
+  } begun_;  // by begin_backward()
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
@@ -346,6 +381,9 @@ DistributedDataParallel::~DistributedDataParallel() = default;
 void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
   impl_->backward(loss, samples);
 }
+double DistributedDataParallel::begin_backward(std::int64_t samples) { return impl_->begin_backward(samples); }
+void DistributedDataParallel::end_backward() { impl_->end_backward(); }
+void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <pybind11/chrono.h>
+
+#include "bindings.h"
+#include "lockstep/collective/c10d/backend.h"
+
+namespace lockstep::python {
+namespace {
+
+namespace py = pybind11;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// With torch's own return type: Python sees it as a torch.distributed Backend.
+c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank, int size,
+                                                 std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<ShmBackend>(store, rank, size, timeout);
+}
+
+}  // namespace
+
+void bind_backend(py::module_& module) {
+  module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::call_guard<py::gil_scoped_release>(), "Blocks until all ranks are connected.");
+}
+
+}  // namespace lockstep::python
