@@ -7,5 +7,6 @@
 namespace lockstep::python {
 
 void bind_backend(pybind11::module_& module);  // torch.distributed's backend
+void bind_data(pybind11::module_& module);     // datasets, loader and sampler
 
 }  // namespace lockstep::python

@@ -15,4 +15,5 @@ PYBIND11_MODULE(_C, module) {
   py::register_exception<lockstep::RendezvousError>(module, "RendezvousError", error);
 
   lockstep::python::bind_backend(module);
+  lockstep::python::bind_data(module);
 }
