@@ -23,9 +23,10 @@ if not torch.__version__.startswith("2.11."):
         "  next:   pip install 'torch==2.11.*', or a lockstep for this torch"
     )
 
-from lockstep._C import Error, MismatchError, PeerLost, RendezvousError, create_backend
+from lockstep._C import DataError, Error, MismatchError, PeerLost, RendezvousError, UsageError, create_backend
+from lockstep.data import DataLoader, Sampler
 
-__all__ = ["Error", "MismatchError", "PeerLost", "RendezvousError"]
+__all__ = ["DataError", "DataLoader", "Error", "MismatchError", "PeerLost", "RendezvousError", "Sampler", "UsageError"]
 
 os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 torch.distributed.Backend.register_backend("lockstep", create_backend, devices=["cpu"])
