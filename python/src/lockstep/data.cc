@@ -91,7 +91,6 @@ void look_for_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-
 // A Loader for Python's threads: two that use it at the same time get an error.
 class SharedLoader {
  public:
@@ -235,12 +234,8 @@ void bind_loader(py::module_& data) {
       .def("statistics", &SharedLoader::statistics);
   py::class_<DistributedSampler>(data, "Sampler")
       .def(py::init([](std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle) {
-        return DistributedSampler({.samples = samples,
-                                   .batch_size = ranks,
-                                   .rank = rank,
-                                   .ranks = ranks,
-                                   .seed = seed,
-                                   .shuffle = shuffle});
+        return DistributedSampler(
+            {.samples = samples, .batch_size = ranks, .rank = rank, .ranks = ranks, .seed = seed, .shuffle = shuffle});
       }))
       .def("set_epoch", &DistributedSampler::set_epoch)
       .def("parts", &parts);

@@ -115,6 +115,11 @@ class Dataset(torch.utils.data.Dataset):
         return f"{type(self).__name__}({self.name}, {len(self)} samples)"
 
 
+def _require_ours(dataset, next):
+    if not isinstance(dataset, Dataset):
+        _refuse(f"a dataset of lockstep.data is needed, not a {type(dataset).__name__}", likely="one written in Python", next=next)
+
+
 def _text(transform):
     if isinstance(transform, str):
         return transform
@@ -197,7 +202,7 @@ class PackedDataset(Dataset):
 
 
 class TensorDataset(Dataset):
-    """Rows of tensors or NumPy arrays on the CPU: data (N, ...), target (N, ...). Shares their memory: don't change it.
+    """Rows of tensors or NumPy arrays: data (N, ...), target (N, ...). Shares memory on the CPU: don't change it.
 
     A batch has floating-point numbers and bytes as float32, other whole numbers as int64; bytes in targets become int64 too.
     Bytes with 3 or 4 dimensions, (N, H, W) or (N, C, H, W), with whole numbers as targets are images: they are scaled to [0, 1]
@@ -205,7 +210,7 @@ class TensorDataset(Dataset):
     """
 
     def __init__(self, data: Any, target: Any, transform: str = "", classes: int | None = None, name: str = "tensors"):
-        data, target = torch.as_tensor(data), torch.as_tensor(target)
+        data, target = (torch.as_tensor(values, device="cpu").detach() for values in (data, target))
         if data.dtype == torch.uint8 and data.dim() >= 3 and not target.is_floating_point():
             classes = classes or int(target.max()) + 1 if target.numel() else 1
             super().__init__(_native.images(name, data, target, classes, _text(transform)))
@@ -289,6 +294,7 @@ def pack(
     With shorter_edge, larger JPEG and PNG images are resized to it and stored as JPEG of that quality. Blocks until all is written.
     Call it in one process. Raises UsageError if folder holds packed data already.
     """
+    _require_ours(dataset, "give lockstep.data.TensorDataset or another of lockstep.data")
     _native.pack(dataset._native, folder, shard_bytes, keep_order, shorter_edge, quality)
 
 
@@ -377,12 +383,7 @@ class DataLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ):
-        if not isinstance(dataset, Dataset):
-            _refuse(
-                f"lockstep.DataLoader reads a lockstep.data.Dataset, not a {type(dataset).__name__}",
-                likely="a dataset written in Python",
-                next="torch.utils.data.DataLoader(dataset, batch_size=..., sampler=lockstep.Sampler(dataset))",
-            )
+        _require_ours(dataset, "torch.utils.data.DataLoader(dataset, batch_size=..., sampler=lockstep.Sampler(dataset))")
         if batch_size is not None and global_batch_size is not None:
             _refuse("both batch_size and global_batch_size are given", next="give one: of a rank, or of all ranks together")
         if weights is not None and len(weights) != len(dataset):
