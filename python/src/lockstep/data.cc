@@ -194,7 +194,7 @@ std::pair<int, int> rank_of_job() {
   throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
 }
 
-void bind_errors(py::module_& module) {
+void add_missing_errors(py::module_& module) {
   const py::object error = module.attr("Error");
   if (!py::hasattr(module, "DataError")) py::register_exception<DataError>(module, "DataError", error);
   if (!py::hasattr(module, "UsageError")) py::register_exception<UsageError>(module, "UsageError", error);
@@ -244,7 +244,7 @@ void bind_loader(py::module_& data) {
 }  // namespace
 
 void bind_data(py::module_& module) {
-  bind_errors(module);
+  add_missing_errors(module);
   py::module_ data = module.def_submodule("data");
   bind_datasets(data);
   bind_loader(data);
