@@ -327,6 +327,10 @@ class Ranks(unittest.TestCase):
         with mock.patch.dict(os.environ, {"RANK": "1"}), self.assertRaisesRegex(lockstep.Error, "WORLD_SIZE"):
             len(data.DataLoader(numbers(6)))
 
+    def test_a_spawned_process_without_a_process_group_is_warned(self):
+        with mock.patch("multiprocessing.parent_process", lambda: self):
+            self.assertWarnsRegex(UserWarning, "loads all samples", len, data.DataLoader(numbers(6)))
+
     def test_ranks_that_change_after_the_first_use_are_an_error(self):
         loader = data.DataLoader(numbers(6))
         self.assertEqual(len(loader), 6)

@@ -33,6 +33,7 @@ validation data gets no transform but the one you give it.
 Errors: lockstep.DataError (a file that is missing or damaged; names file and sample), lockstep.UsageError (arguments).
 """
 
+import multiprocessing
 import os
 import pathlib
 import warnings
@@ -311,7 +312,14 @@ def _rank_and_size(rank, world_size):
         return rank, world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return _native.rank_of_job()
+    rank, world_size = _native.rank_of_job()
+    if world_size == 1 and multiprocessing.parent_process() is not None:
+        warnings.warn(
+            "lockstep: this process loads all samples: no launcher has started it, and torch.distributed is not initialised. "
+            "Call torch.distributed.init_process_group() in spawned processes, or give rank= and world_size=",
+            stacklevel=5,
+        )
+    return rank, world_size
 
 
 class _Ranks:
