@@ -9,11 +9,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "lockstep/cores.h"
 #include "lockstep/dataset.h"
 #include "lockstep/sampler.h"
 #include "lockstep/world.h"
@@ -30,6 +32,16 @@ struct LoaderOptions {
   bool empty = false;         // batches without samples: for a rank that trains on nothing itself
   std::shared_ptr<const SampleOrder> order{};                   // replaces shuffle, such as weighted_order
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
+  // Called by the thread that waits for a batch, about ten times a second. What it throws ends the wait and the epoch.
+  std::function<void()> while_waiting{};
+};
+
+// Which rank loads, and where: what a Loader needs to know of a World.
+struct LoaderPlace {
+  int rank = 0;
+  int ranks = 1;
+  torch::Device device = torch::kCPU;  // of the batches
+  CoreSet cores{};                     // where the workers run; empty: where the calling thread does
 };
 
 // Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.
@@ -60,6 +72,7 @@ class Loader {
  public:
   // Throws UsageError: a batch smaller than the ranks, no samples, a negative number.
   Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
+  Loader(const LoaderPlace& place, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
 
   // Stops the workers and waits for the batches that they are loading, at most LoaderOptions::timeout: a worker that
   // the disk does not answer by then is left behind, with a warning.
@@ -87,6 +100,9 @@ class Loader {
   // of ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.
   Epoch resume(const LoaderPosition& position);
   LoaderPosition position() const;  // counts the batch that the range-for is at as handed out
+
+  // Ends the epoch and its workers, as the destructor does, and frees the batches that were ready. position() stays.
+  void stop();
 
   const LoadingStatistics& statistics() const;  // since construction
 

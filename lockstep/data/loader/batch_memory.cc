@@ -36,6 +36,7 @@ torch::Tensor BatchMemory::take(std::int64_t bytes) {
 }
 
 void BatchMemory::put_back(torch::Tensor block) {
+  if (!process_.is_here()) return;
   const std::lock_guard lock(mutex_);
   if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the least recently used one
   free_.push_back(std::move(block));

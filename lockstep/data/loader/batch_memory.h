@@ -14,6 +14,8 @@
 #include <mutex>
 #include <vector>
 
+#include "lockstep/base/own_process.h"
+
 namespace lockstep {
 
 class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made by std::make_shared
@@ -32,6 +34,7 @@ class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made 
 
   const std::size_t spare_blocks_;
   const bool pinned_;
+  const OwnProcess process_;  // in a forked child, the mutex may be locked for ever
   std::mutex mutex_;
   std::vector<torch::Tensor> free_;
 };

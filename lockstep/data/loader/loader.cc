@@ -17,11 +17,11 @@
 namespace lockstep {
 namespace {
 
-SamplerOptions sampler_options(const World& world, const Dataset& dataset, const LoaderOptions& options) {
+SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset, const LoaderOptions& options) {
   return {.samples = dataset.size(),
           .batch_size = options.batch_size,
-          .rank = world.rank(),
-          .ranks = world.size(),
+          .rank = place.rank,
+          .ranks = place.ranks,
           .seed = options.seed,
           .shuffle = options.shuffle,
           .order = options.order || !options.shuffle ? options.order : dataset.shuffled_order()};
@@ -130,12 +130,12 @@ struct EpochBatches {
 };
 
 struct Loader::State {
-  State(const World& world, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
+  State(const LoaderPlace& place, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
       : options(loader_options),
-        device(world.device()),
-        cores(world.cores()),
+        device(place.device),
+        cores(place.cores),
         dataset(std::move(data)),
-        sampler(sampler_options(world, *dataset, options)),
+        sampler(sampler_options(place, *dataset, options)),
         memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)), device)) {
     check_loader(options);
   }
@@ -156,7 +156,7 @@ struct Loader::State {
   }
 
   std::optional<Batch> next() {
-    if (step == sampler.steps()) {
+    if (!workers || step == sampler.steps()) {
       workers.reset();
       return std::nullopt;
     }
@@ -180,10 +180,14 @@ struct Loader::State {
 };
 
 Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
-    : state_(std::make_unique<State>(world, std::move(dataset), options)) {}
+    : Loader(LoaderPlace{world.rank(), world.size(), world.device(), world.cores()}, std::move(dataset), options) {}
+Loader::Loader(const LoaderPlace& place, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
+    : state_(std::make_unique<State>(place, std::move(dataset), options)) {}
 Loader::~Loader() = default;
 Loader::Loader(Loader&&) noexcept = default;
 Loader& Loader::operator=(Loader&&) noexcept = default;
+
+void Loader::stop() { state_->workers.reset(); }
 
 const Dataset& Loader::dataset() const { return *state_->dataset; }
 std::int64_t Loader::steps_per_epoch() const { return state_->sampler.steps_per_epoch(); }

@@ -244,6 +244,26 @@ TEST(Loader, throws_when_no_batch_comes_within_the_timeout) {
   EXPECT_TRUE(contains(message, "no batch after"));
 }
 
+TEST(Loader, ends_a_wait_with_what_while_waiting_throws) {
+  const auto dataset = std::make_shared<Stuck>();
+  Loader loader(World::single(), dataset,
+                {.batch_size = 2, .while_waiting = [] { throw UsageError({.what = "Ctrl-C"}); }});
+  std::unique_lock lock(dataset->stuck);
+  EXPECT_THROW(loader.epoch(0).begin(), UsageError);
+  EXPECT_EQ(loader.position().samples, 0);
+}
+
+TEST(Loader, stops_and_keeps_its_position) {
+  Loader loader(LoaderPlace{.rank = 1, .ranks = 2}, std::make_shared<Numbers>(40),
+                {.batch_size = 4, .shuffle = false, .workers = 2});
+  auto batches = loader.epoch(3).begin();
+  EXPECT_EQ(samples_of(*batches), (Order{2, 3}));
+  loader.stop();
+  EXPECT_TRUE(++batches == std::default_sentinel);
+  EXPECT_EQ(loader.position().epoch, 3);
+  EXPECT_EQ(loader.position().samples, 4);
+}
+
 TEST(Prefetcher, names_the_file_that_a_late_worker_reads) {
   const auto stuck = std::make_shared<std::mutex>();
   std::unique_lock lock(*stuck);

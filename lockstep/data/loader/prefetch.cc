@@ -101,7 +101,7 @@ class Prefetcher::Shared {
     Place place;
     {
       std::unique_lock lock(mutex_);
-      if (!ready_.wait_for(lock, timeout_, [&] { return place_of(taken_).ready; })) no_batch_came(watch);
+      wait_for_batch(lock, watch);
       statistics += std::exchange(took_, {});
       statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
       place = std::exchange(place_of(taken_), {});
@@ -137,6 +137,20 @@ class Prefetcher::Shared {
     std::exception_ptr error;
   };
 
+  // Blocks until the next batch is ready.
+  void wait_for_batch(std::unique_lock<std::mutex>& lock, const Stopwatch& watch) {
+    const auto& look = options_.loader.while_waiting;
+    const auto turn = look ? std::min(kBetweenLooks, timeout_) : timeout_;
+    while (!ready_.wait_for(lock, turn, [&] { return place_of(taken_).ready; })) {
+      if (!look || watch.seconds() >= std::chrono::duration<double>(timeout_).count()) no_batch_came(watch);
+      late_ = true;  // if it throws
+      lock.unlock();
+      look();
+      lock.lock();
+      late_ = false;
+    }
+  }
+
   Place& place_of(std::int64_t step) { return places_[to_size(step) % places_.size()]; }
 
   // The next step, once its place is free; nothing when all steps are claimed or the epoch is stopped. Without a
@@ -170,6 +184,7 @@ class Prefetcher::Shared {
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
 
+  static constexpr std::chrono::milliseconds kBetweenLooks{100};
   const PrefetchOptions options_;
   const std::chrono::milliseconds timeout_ = std::min(options_.loader.timeout, Deadline::kLongest);
   const Load load_;

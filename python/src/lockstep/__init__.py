@@ -47,6 +47,7 @@ from lockstep._C import (
     create_backend,
 )
 from lockstep.batch_norm import SyncBatchNorm
+from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
 from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm
 
@@ -55,6 +56,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "DataError",
+    "DataLoader",
     "DeviceError",
     "DistributedDataParallel",
     "EnvironmentError",
@@ -67,6 +69,7 @@ __all__ = [
     "PeerLost",
     "RendezvousError",
     "SGD",
+    "Sampler",
     "SyncBatchNorm",
     "SystemError",
     "UsageError",

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, module) {
   pybind11::module_::import("torch.distributed");  // knows Store and Backend
   lockstep::python::bind_errors(module);
   lockstep::python::bind_backend(module);
+  lockstep::python::bind_data(module);
   lockstep::python::bind_world(module);
   lockstep::python::bind_optimizers(module);
   lockstep::python::bind_replica(module);

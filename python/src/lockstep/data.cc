@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep/_C.data: what data.py is made of. It has the documentation; here nothing is checked that C++ checks itself.
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <mutex>
+#include <optional>
+
+#include "bindings.h"
+#include "lockstep/data/formats/readers.h"
+#include "lockstep/datasets.h"
+#include "lockstep/error.h"
+#include "lockstep/images.h"
+#include "lockstep/launch/environment.h"
+#include "lockstep/loader.h"
+#include "lockstep/sampler.h"
+
+namespace lockstep::python {
+namespace {
+
+namespace py = pybind11;
+namespace fs = std::filesystem;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+using Tensors = std::pair<torch::Tensor, torch::Tensor>;  // data, target
+
+struct SharedDataset {
+  std::shared_ptr<const Dataset> dataset;
+};
+
+template <class D>
+SharedDataset images_of(const fs::path& folder, bool train, const std::string& transform) {
+  return {std::make_shared<D>(folder, train ? Split::kTrain : Split::kValidation,
+                              parse_transforms(transform, D::normalised()))};
+}
+
+SharedDataset with_transform(std::shared_ptr<const ImageSource> source, const std::string& transform) {
+  return {std::make_shared<ImageDataset>(std::move(source), parse_transforms(transform, {}))};
+}
+
+SharedDataset mnist(const fs::path& folder, bool train, const std::string& transform) {
+  return with_transform(read_mnist_files("mnist", folder, train ? Split::kTrain : Split::kValidation), transform);
+}
+
+std::pair<SharedDataset, std::vector<std::string>> image_folder(const fs::path& folder, const std::string& transform,
+                                                                const std::vector<std::string>& classes) {
+  const auto source = std::make_shared<ImageFolder>(folder, classes);
+  return {with_transform(source, transform), source->class_names()};
+}
+
+SharedDataset memory_images(const std::string& name, const torch::Tensor& images, const torch::Tensor& labels,
+                            std::int64_t classes, const std::string& transform) {
+  return with_transform(std::make_shared<MemoryImages>(name, images, labels, classes, name), transform);
+}
+
+SharedDataset rows(const std::string& name, const torch::Tensor& data, const torch::Tensor& target) {
+  return {std::make_shared<TensorDataset>(name, data, target)};
+}
+
+SharedDataset csv(const fs::path& path, const std::string& target, bool classes, char delimiter) {
+  return {csv_dataset(path, {.target = target, .classes = classes, .delimiter = delimiter})};
+}
+
+SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
+                     double leave) {
+  return {std::make_shared<TokenDataset>(
+      path,
+      TokenOptions{.block = block, .token_bytes = bits / 8, .vocabulary = vocabulary, .skip = skip, .leave = leave})};
+}
+
+std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::string& data, const std::string& folder,
+                                                                    const std::string& transform) {
+  Datasets both = open_dataset({.data = data, .folder = folder, .augment = transform});
+  if (!both.validation) return {{std::move(both.train)}, std::nullopt};
+  return {{std::move(both.train)}, SharedDataset{std::move(both.validation)}};
+}
+
+void pack_into(const SharedDataset& from, const fs::path& folder, std::uint64_t shard_bytes, bool keep_order,
+               std::int64_t shorter_edge, int quality) {
+  pack(*from.dataset, folder,
+       {.shard_bytes = shard_bytes, .keep_order = keep_order, .shorter_edge = shorter_edge, .quality = quality});
+}
+
+Tensors batch_of(const SharedDataset& from, const std::vector<std::int64_t>& indices) {
+  Batch batch = from.dataset->make_batch(indices);
+  return {std::move(batch.data), std::move(batch.target)};
+}
+
+// Ctrl-C ends a wait for a batch.
+void look_for_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// A Loader for Python's threads: two that use it at the same time get an error.
+class SharedLoader {
+ public:
+  SharedLoader(const SharedDataset& from, const LoaderPlace& place, const LoaderOptions& options)
+      : loader_(std::in_place, place, from.dataset, options) {}
+  ~SharedLoader() {
+    const py::gil_scoped_release others_run;  // it waits for the workers
+    at_.reset();
+    loader_.reset();
+  }
+  SharedLoader(const SharedLoader&) = delete;
+  SharedLoader& operator=(const SharedLoader&) = delete;
+
+  void start(std::int64_t epoch, std::int64_t samples) {
+    const auto lock = this_thread_only();
+    at_.reset();
+    loader_->stop();
+    from_ = {epoch, samples};
+  }
+
+  Tensors next() {
+    const auto lock = this_thread_only();
+    if (at_)
+      ++*at_;
+    else
+      at_.emplace(loader_->resume(from_).begin());
+    Batch batch = std::move(**at_);
+    return {std::move(batch.data), std::move(batch.target)};
+  }
+
+  // Does nothing while another thread waits for a batch.
+  void stop() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return;
+    at_.reset();
+    loader_->stop();
+  }
+
+  py::dict statistics() const {
+    const LoadingStatistics& found = loader_->statistics();
+    py::dict result;
+    result["batches"] = found.batches;
+    result["samples"] = found.samples;
+    result["skipped"] = found.skipped;
+    result["wait"] = found.wait;
+    result["read"] = found.read;
+    result["assemble"] = found.assemble;
+    result["copy"] = found.copy;
+    result["room"] = found.room;
+    result["mean_queued"] = found.mean_queued();
+    return result;
+  }
+
+ private:
+  std::unique_lock<std::mutex> this_thread_only() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock)
+      throw UsageError({.what = "another thread waits for a batch of this DataLoader",
+                        .likely = "two threads iterate over it",
+                        .next = "give each thread a DataLoader of its own"});
+    return lock;
+  }
+
+  std::optional<Loader> loader_;
+  LoaderPosition from_;
+  std::optional<Loader::Iterator> at_;  // none before the first batch
+  std::mutex mutex_;
+};
+
+std::unique_ptr<SharedLoader> make_shared_loader(const SharedDataset& from, int rank, int ranks,
+                                                 std::int64_t batch_size, std::uint64_t seed, bool shuffle,
+                                                 const std::vector<double>& weights, int workers, int prefetch,
+                                                 std::int64_t skip_bad, double timeout, const torch::Device& device) {
+  LoaderOptions options{.batch_size = batch_size,
+                        .seed = seed,
+                        .shuffle = shuffle,
+                        .workers = workers,
+                        .prefetch = prefetch,
+                        .skip_bad = skip_bad,
+                        .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(1000 * timeout)),
+                        .while_waiting = look_for_signals};
+  if (!weights.empty()) options.order = weighted_order(weights, from.dataset->size());
+  return std::make_unique<SharedLoader>(from, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, options);
+}
+
+// Blocks of one sample per rank, this rank's samples of blocks [begin, end).
+std::vector<std::int64_t> parts(const DistributedSampler& sampler, std::int64_t begin, std::int64_t end) {
+  std::vector<std::int64_t> mine;
+  for (std::int64_t step = begin; step < std::min(end, sampler.steps()); ++step)
+    for (const std::int64_t sample : sampler.part(step)) mine.push_back(sample);
+  return mine;
+}
+
+std::pair<int, int> rank_of_job() {
+  const JobEnvironment job = read_job_environment();
+  return {job.rank, job.world_size};
+}
+
+[[noreturn]] void refuse(const std::string& what, const std::string& here, const std::string& likely,
+                         const std::string& next) {
+  throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
+}
+
+void add_missing_errors(py::module_& module) {
+  const py::object error = module.attr("Error");
+  if (!py::hasattr(module, "DataError")) py::register_exception<DataError>(module, "DataError", error);
+  if (!py::hasattr(module, "UsageError")) py::register_exception<UsageError>(module, "UsageError", error);
+}
+
+void bind_datasets(py::module_& data) {
+  py::class_<SharedDataset>(data, "Dataset")
+      .def("__len__", [](const SharedDataset& from) { return from.dataset->size(); })
+      .def("name", [](const SharedDataset& from) { return from.dataset->name(); })
+      .def("batch", &batch_of, WithoutGil())
+      .def("part", [](const SharedDataset& from, std::int64_t begin, std::int64_t end) {
+        return SharedDataset{std::make_shared<SubsetDataset>(from.dataset, begin, end)};
+      });
+  data.def("fashion_mnist", &images_of<FashionMNIST>, WithoutGil());
+  data.def("mnist", &mnist, WithoutGil());
+  data.def("cifar10", &images_of<CIFAR10>, WithoutGil());
+  data.def("cifar100", &images_of<CIFAR100>, WithoutGil());
+  data.def("image_folder", &image_folder, WithoutGil());
+  data.def("images", &memory_images, WithoutGil());
+  data.def("rows", &rows, WithoutGil());
+  data.def("csv", &csv, WithoutGil());
+  data.def("tokens", &tokens, WithoutGil());
+  data.def("open", &open_by_name, WithoutGil());
+  data.def("pack", &pack_into, WithoutGil());
+  data.def("read_npy", &read_npy, WithoutGil());
+  data.def("read_npz", &read_npz, WithoutGil());
+}
+
+void bind_loader(py::module_& data) {
+  py::class_<SharedLoader>(data, "Loader")
+      .def(py::init(&make_shared_loader), py::arg("dataset"), py::kw_only(), py::arg("rank"), py::arg("ranks"),
+           py::arg("batch_size"), py::arg("seed"), py::arg("shuffle"), py::arg("weights"), py::arg("workers"),
+           py::arg("prefetch"), py::arg("skip_bad"), py::arg("timeout"), py::arg("device"), WithoutGil())
+      .def("start", &SharedLoader::start, WithoutGil())
+      .def("next", &SharedLoader::next, WithoutGil())
+      .def("stop", &SharedLoader::stop, WithoutGil())
+      .def("statistics", &SharedLoader::statistics);
+  py::class_<DistributedSampler>(data, "Sampler")
+      .def(py::init([](std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle) {
+        return DistributedSampler(
+            {.samples = samples, .batch_size = ranks, .rank = rank, .ranks = ranks, .seed = seed, .shuffle = shuffle});
+      }))
+      .def("set_epoch", &DistributedSampler::set_epoch)
+      .def("parts", &parts);
+}
+
+}  // namespace
+
+void bind_data(py::module_& module) {
+  add_missing_errors(module);
+  py::module_ data = module.def_submodule("data");
+  bind_datasets(data);
+  bind_loader(data);
+  data.def("rank_of_job", &rank_of_job);
+  data.def("refuse", &refuse);
+}
+
+}  // namespace lockstep::python
