@@ -23,6 +23,8 @@ std::vector<int> number_by_first_appearance(const std::vector<std::string>& name
 
 bool is_loopback(const std::string& address) { return address == "::1" || address.starts_with("127."); }
 
+}  // namespace
+
 // On the machine of the store its host's name may be one of the loopback interface (Debian's /etc/hosts has 127.0.1.1 for
 // a machine's own name). The others can't reach that: there the route to one of them tells the address.
 std::string reachable_address(c10d::Store& store, const TransportOptions& options) {
@@ -31,8 +33,6 @@ std::string reachable_address(c10d::Store& store, const TransportOptions& option
   const auto other = std::ranges::find_if_not(all, is_loopback);
   return is_loopback(mine) && other != all.end() ? address_towards(*other, options.timeout) : mine;
 }
-
-}  // namespace
 
 CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& machine,
                                 TransportOptions options) {

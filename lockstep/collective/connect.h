@@ -23,11 +23,14 @@ struct CpuConnection {
   std::vector<int> machine_of;  // of each rank: its machine, numbered 0, 1, ... by first appearance
 };
 
-// Ranks with the same `machine` share memory. Where there are several, the route to the store's host gives the address at
-// which the others reach this one; GLOO_SOCKET_IFNAME goes first. Blocks until all ranks are connected. Throws
-// RendezvousError naming the ranks that did not come; SystemError.
+// Ranks with the same `machine` share memory. Blocks until all ranks are connected. Throws RendezvousError naming the
+// ranks that did not come; SystemError.
 CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& machine,
                                 TransportOptions options);
+
+// The address at which ranks on other machines reach this one, by the route to the store's host. All ranks call. Throws
+// RendezvousError, SystemError.
+std::string reachable_address(c10d::Store& store, const TransportOptions& options);
 
 // The same on two ranks if they can share memory: one running kernel, and one machine to the launcher, which numbers it
 // `node`. So containers, and hosts that are simulated on one machine, are machines where each has a launcher of its own.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lockstep backend of torch.distributed: ranks of one machine exchange tensors through shared memory.
+"""The lockstep backend of torch.distributed: ranks of one machine exchange tensors through shared memory, machines by
+Gloo, over which each byte of a sum goes once.
 
     import lockstep
     torch.distributed.init_process_group("lockstep")
