@@ -55,7 +55,8 @@ inline void run_threads(int size, const std::function<void(int rank, const Store
 
 inline void run_group(const Machines& machines, const std::function<void(const GroupPtr& group)>& body) {
   const int size = static_cast<int>(machines.size());
-  run_threads(size, [&](int rank, const StorePtr& store) { body(make_group(store, rank, size, machines[to_size(rank)])); });
+  run_threads(size,
+              [&](int rank, const StorePtr& store) { body(make_group(store, rank, size, machines[to_size(rank)])); });
 }
 
 inline void run_group(int size, const std::function<void(const GroupPtr& group)>& body) {

@@ -45,8 +45,6 @@ CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, co
   return {std::make_unique<Hierarchy>(std::move(inside), topology, store, options), machine_of};
 }
 
-std::string machine_id(const std::string& node) {
-  return concat(read_file("/proc/sys/kernel/random/boot_id"), node);
-}
+std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
 
 }  // namespace lockstep

@@ -16,9 +16,7 @@ namespace {
 constexpr std::chrono::seconds kLongestWait{20};
 
 // That of the default route; a machine without one has the loopback interface only.
-std::string outer_address() try {
-  return address_towards("198.51.100.1", kLongestWait);
-} catch (const Error&) {
+std::string outer_address() try { return address_towards("198.51.100.1", kLongestWait); } catch (const Error&) {
   return "127.0.0.1";
 }
 
@@ -31,8 +29,8 @@ TEST(ReachableAddress, is_not_that_of_the_loopback_interface_where_another_rank_
   for (std::size_t rank = 0; rank < hosts.size(); ++rank)
     threads.emplace_back([&, rank] {
       c10d::TCPStore store(hosts[rank], {.port = server.getPort(), .timeout = kLongestWait});
-      addresses[rank] =
-          reachable_address(store, {.rank = static_cast<int>(rank), .size = 2, .describe = "a rank", .timeout = kLongestWait});
+      addresses[rank] = reachable_address(
+          store, {.rank = static_cast<int>(rank), .size = 2, .describe = "a rank", .timeout = kLongestWait});
     });
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(addresses[0], hosts[1]);

@@ -33,10 +33,8 @@ std::string describe(const JobEnvironment& job) {
 
 void connect(WorldState& state) {
   const auto store = connect_store(state.job, state.timeout);
-  const TransportOptions options{.rank = state.rank(),
-                                 .size = state.size(),
-                                 .describe = state.caller.here,
-                                 .timeout = state.timeout};
+  const TransportOptions options{
+      .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, machine_id(std::to_string(state.job.node_rank)), options);
   state.nodes = std::move(machine_of);
   state.cpu_transport = std::move(transport);

@@ -56,12 +56,13 @@ void C10dBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    const std::vector<int>& ranks,
-                                                    const c10::intrusive_ptr<Options>& options) {
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<Options>& options) {
   const auto place = std::find(ranks.begin(), ranks.end(), rank_);
   if (place == ranks.end()) return nullptr;
-  return c10::make_intrusive<C10dBackend>(store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()),
-                                         options ? options->timeout : timeout_, machine_);
+  return c10::make_intrusive<C10dBackend>(store, static_cast<int>(place - ranks.begin()),
+                                          static_cast<int>(ranks.size()), options ? options->timeout : timeout_,
+                                          machine_);
 }
 
 void C10dBackend::shutdown() {
@@ -142,7 +143,7 @@ WorkPtr C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
 }
 
 WorkPtr C10dBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                   const c10d::ReduceScatterOptions& options) {
+                                    const c10d::ReduceScatterOptions& options) {
   const Tensors& whole = only_one(inputs, "lists of input tensors");
   const Tensor& part = only_one(outputs, "output tensors");
   return start(OpType::REDUCE_SCATTER, {reduce_scatter_call(part, whole, options.reduceOp)}, outputs, options);
@@ -154,7 +155,7 @@ WorkPtr C10dBackend::_reduce_scatter_base(Tensor& output, Tensor& input, const c
 }
 
 WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                    const c10d::ReduceScatterOptions& options) {
+                                                     const c10d::ReduceScatterOptions& options) {
   check_pairs(outputs, inputs);
   std::vector<TensorCall> calls;
   for (std::size_t i = 0; i < outputs.size(); ++i)
@@ -206,7 +207,7 @@ WorkPtr C10dBackend::_allgather_base(Tensor& output, Tensor& input, const c10d::
 
 // outputs[r][i] is rank r's inputs[i].
 WorkPtr C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                        const c10d::AllgatherOptions& options) {
+                                         const c10d::AllgatherOptions& options) {
   for (const Tensors& of_rank : outputs) check_pairs(of_rank, inputs);
   std::vector<TensorCall> calls;
   Tensors results;
@@ -220,7 +221,7 @@ WorkPtr C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
 }
 
 WorkPtr C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                    const c10d::AllgatherOptions& options) {
+                                                     const c10d::AllgatherOptions& options) {
   check_pairs(outputs, inputs);
   std::vector<TensorCall> calls;
   for (std::size_t i = 0; i < outputs.size(); ++i) calls.push_back(all_gather_call({outputs[i]}, inputs[i]));
@@ -246,7 +247,7 @@ WorkPtr C10dBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, con
 }
 
 WorkPtr C10dBackend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
-                                  std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+                                   std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
   const Call call{.operation = Operation::kAllToAll,
                   .counts = counts_of_rows(input, input_splits, size_, "the input"),
                   .receive_counts = counts_of_rows(output, output_splits, size_, "the output")};

@@ -60,7 +60,8 @@ class C10dBackend final : public c10d::Backend {
   // The running kernel, and where a launcher numbers its machines (torchrun, lockstep run: GROUP_RANK) that number.
   static std::string this_machine();
 
-  ~C10dBackend() override;  // as shutdown(); while an exception is on its way, the peers learn that this rank has failed
+  // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
+  ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;

@@ -62,7 +62,8 @@ class Callbacks : public ::testing::TestWithParam<Machines> {
     });
   }
 };
-INSTANTIATE_TEST_SUITE_P(Layouts, Callbacks, ::testing::Values(one_machine(2), one_machine(3), Machines{0, 1}, Machines{0, 0, 1}));
+INSTANTIATE_TEST_SUITE_P(Layouts, Callbacks,
+                         ::testing::Values(one_machine(2), one_machine(3), Machines{0, 1}, Machines{0, 0, 1}));
 
 TEST_P(Callbacks, make_a_blocking_all_reduce) {
   run(1, size(), [](const GroupPtr& group, const at::Tensor& sum) {

@@ -98,8 +98,7 @@ void set_counts(Call& call, Member member, const Tensors& inputs, const Tensors&
   const Tensor& part = gathers || outputs.empty() ? inputs.front() : outputs.front();
   call.count = to_size(part.numel());
   const bool has_root = call.operation == Operation::kGather || call.operation == Operation::kScatter;
-  const bool has_whole =
-      has_root ? call.root == member.rank : gathers || call.operation == Operation::kReduceScatter;
+  const bool has_whole = has_root ? call.root == member.rank : gathers || call.operation == Operation::kReduceScatter;
   if (!has_whole) return;
   std::vector<std::size_t> counts = counts_of_parts(gathers ? outputs : inputs, member.size);
   check_part(part, counts[to_size(member.rank)]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every collective of the c10d backend, on one machine and on several.
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/nn/modules/linear.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <memory>
 
@@ -15,9 +15,9 @@ using namespace testing::backend;
 
 class Backends : public ::testing::TestWithParam<Machines> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, Backends,
-                         ::testing::Values(one_machine(1), one_machine(2), one_machine(3), one_machine(4), one_machine(7),
-                                           Machines{0, 1}, Machines{0, 1, 1}, Machines{0, 1, 2}, Machines{0, 1, 0, 1},
-                                           Machines{0, 1, 1, 0, 2, 2, 0}),
+                         ::testing::Values(one_machine(1), one_machine(2), one_machine(3), one_machine(4),
+                                           one_machine(7), Machines{0, 1}, Machines{0, 1, 1}, Machines{0, 1, 2},
+                                           Machines{0, 1, 0, 1}, Machines{0, 1, 1, 0, 2, 2, 0}),
                          [](const auto& test) { return "ranks_on_" + join(test.param, ""); });
 
 TEST_P(Backends, all_reduce_gives_the_exact_sum_of_every_dtype) {

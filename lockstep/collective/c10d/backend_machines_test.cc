@@ -10,9 +10,9 @@ namespace lockstep {
 namespace {
 
 using namespace testing::backend;
+using std::chrono::milliseconds;
 using testing::contains;
 using testing::message_of;
-using std::chrono::milliseconds;
 
 // Holds ranks back until another one opens it.
 class Gate {

@@ -16,8 +16,8 @@ using std::chrono::milliseconds;
 Tensors a_byte() { return {torch::zeros({1}, torch::kUInt8)}; }
 
 PeerLost missing_ranks(const std::vector<int>& ranks, milliseconds timeout) {
-  return PeerLost({.what = concat("Rank 0 timed out in monitoredBarrier after ", timeout.count(), " ms: ",
-                                  ranks.size() == 1 ? "Rank " : "Ranks ", join(ranks, ", "),
+  return PeerLost({.what = concat("Rank 0 timed out in monitoredBarrier after ", timeout.count(),
+                                  " ms: ", ranks.size() == 1 ? "Rank " : "Ranks ", join(ranks, ", "),
                                   " failed to pass monitoredBarrier"),
                    .here = "rank 0 of the group",
                    .likely = "a rank that is stuck, slower than that, or makes other calls",
@@ -27,7 +27,8 @@ PeerLost missing_ranks(const std::vector<int>& ranks, milliseconds timeout) {
 }  // namespace
 
 // All receives are there from the start, so after the deadline every rank that has come is still counted.
-void hear_of_all_ranks(int size, milliseconds timeout, bool all, const StartMessage& send, const StartMessage& receive) {
+void hear_of_all_ranks(int size, milliseconds timeout, bool all, const StartMessage& send,
+                       const StartMessage& receive) {
   const Deadline deadline = Deadline::after(timeout);
   std::map<int, c10::intrusive_ptr<c10d::Work>> reports;
   Tensors byte = a_byte();
@@ -53,11 +54,12 @@ void report_to_rank_0(int rank, const StartMessage& send, const StartMessage& re
   send(byte, 0)->wait();
   receive(answer, 0)->wait();
 } catch (const PeerLost& error) {
-  throw PeerLost({.what = concat("Rank ", rank, " successfully reached monitoredBarrier, but received errors while waiting",
-                                 " for send/recv from rank 0: ", error.text().what),
-                  .here = concat("rank ", rank, " of the group"),
-                  .likely = error.text().likely,
-                  .next = "look at the output of rank 0: it names the ranks that did not come"});
+  throw PeerLost(
+      {.what = concat("Rank ", rank, " successfully reached monitoredBarrier, but received errors while waiting",
+                      " for send/recv from rank 0: ", error.text().what),
+       .here = concat("rank ", rank, " of the group"),
+       .likely = error.text().likely,
+       .next = "look at the output of rank 0: it names the ranks that did not come"});
 }
 
 }  // namespace lockstep::backend

@@ -65,8 +65,8 @@ class SparseSum {
     const auto text = [&](int of) {
       const auto* const header = headers.const_data_ptr<std::int64_t>() + of * headers.size(1);
       const at::IntArrayRef sizes(header + 3, to_size(headers.size(1) - 3));
-      return c10::str("rank ", of, " has a sparse tensor of ", c10::toString(static_cast<at::ScalarType>(header[1])), " ",
-                      sizes, " with ", header[2], " sparse dimensions");
+      return c10::str("rank ", of, " has a sparse tensor of ", c10::toString(static_cast<at::ScalarType>(header[1])),
+                      " ", sizes, " with ", header[2], " sparse dimensions");
     };
     throw MismatchError({.what = concat("all_reduce: ", text(0), ", ", text(rank)),
                          .likely = "ranks that do not make the same calls in the same order",
@@ -86,8 +86,9 @@ std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
                       .next = "use SUM, or call to_dense() on the tensor first"});
   if (!tensor.is_cpu())
-    throw DeviceError({.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
-                       .next = "move it to the CPU"});
+    throw DeviceError(
+        {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
+         .next = "move it to the CPU"});
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : options.timeout;
   return [member, tensor, timeout](CpuTransport& transport) {
     const at::AutoDispatchBelowAutograd no_autograd;

@@ -142,8 +142,9 @@ FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
 void Hierarchy::make_call(const Call& call) {
   const bool own_timeout = call.timeout.count() > 0;
   if (own_timeout) set_timeout_of_collectives(call.timeout);
-  const std::shared_ptr<void> usual_again(
-      nullptr, [&](void*) { if (own_timeout) set_timeout_of_collectives(options.timeout); });
+  const std::shared_ptr<void> usual_again(nullptr, [&](void*) {
+    if (own_timeout) set_timeout_of_collectives(options.timeout);
+  });
   try {
     dispatch(*this, call);
   } catch (const UsageError&) {

@@ -385,10 +385,11 @@ std::vector<std::unique_ptr<MachineLink>> link_machines(const std::vector<std::c
   std::vector<std::thread> threads;
   for (std::size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
-      links[node] = std::make_unique<MachineLink>(store, TransportOptions{.rank = static_cast<int>(node),
-                                                                          .size = static_cast<int>(links.size()),
-                                                                          .describe = concat("machine ", node),
-                                                                          .timeout = timeouts[node]},
+      links[node] = std::make_unique<MachineLink>(store,
+                                                  TransportOptions{.rank = static_cast<int>(node),
+                                                                   .size = static_cast<int>(links.size()),
+                                                                   .describe = concat("machine ", node),
+                                                                   .timeout = timeouts[node]},
                                                   names);
     });
   for (auto& thread : threads) thread.join();
