@@ -140,10 +140,10 @@ class C10dMessages::UnderWay : public Future {
   C10dCall call_;
   std::function<C10dWork(c10d::Work&)> next_;
   std::mutex mutex_;
-  bool aborted_ = false;  // guarded by mutex_, like the next two; second_ is written by the thread that waits
+  bool aborted_ = false;  // guarded by mutex_, like second_ and result_; second_ is written by the thread that waits
   C10dWork second_;
-  Result result_;
   C10dWork first_;
+  Result result_;  // last: its thread uses the others
 };
 
 FuturePtr C10dMessages::start(C10dMessage message) {
