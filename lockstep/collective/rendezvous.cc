@@ -44,7 +44,9 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kRetryEvery{2};
 constexpr milliseconds kResolveEvery{200};
+constexpr milliseconds kOwnNameKnownIn{5000};
 constexpr const char* kLoopback = "127.0.0.1";
+constexpr int kAnyPort = 1;  // where only the route counts
 
 struct Endpoint {
   std::string host;
@@ -95,6 +97,12 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
     if (!told) log_warning(concat("MASTER_ADDR=", endpoint.host, ": ", ::gai_strerror(failed), "; trying again"));
     std::this_thread::sleep_for(std::min(kResolveEvery, deadline.left()));
   }
+}
+
+std::string host_name() {
+  std::array<char, HOST_NAME_MAX + 1> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  return name.data();
 }
 
 // "10.0.0.2": what c10d's client resolves without asking a name server.
@@ -268,9 +276,7 @@ void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvi
   if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
   const std::string seat = concat("rank/", job.rank, "/");
   const std::int64_t number = store.add(seat, 1);
-  std::array<char, HOST_NAME_MAX + 1> host{};
-  ::gethostname(host.data(), host.size() - 1);
-  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host.data()));
+  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
   if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
 }
 
@@ -372,12 +378,19 @@ c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, mil
   return store;
 }
 
-// None where there is no route.
-std::optional<std::string> own_address_towards(const addrinfo& address) {
-  const UniqueFd fd(::socket(address.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
-  if (!fd || ::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0) return std::nullopt;
-  return endpoint_of(fd).host;
+// None where there is no route to any of them.
+std::optional<std::string> own_address_towards(const AddressList& addresses) {
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
+    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd).host;
+  }
+  return std::nullopt;
+}
+
+c10d::Store* beneath_prefixes(c10d::Store* store) {
+  while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) store = prefixed->getUnderlyingStore().get();
+  return store;
 }
 
 }  // namespace
@@ -387,13 +400,19 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, millise
   return job.rank == 0 ? serve_through_file(job, timeout) : join_through_file(job, timeout);
 }
 
-std::string address_towards(const JobEnvironment& job, milliseconds timeout) {
-  if (job.master_addr.empty()) return kLoopback;
-  const Endpoint endpoint{job.master_addr, job.master_port};
+std::string address_towards(const std::string& host, milliseconds timeout) {
+  const Endpoint endpoint{host, kAnyPort};
   const AddressList addresses = resolve(endpoint, Deadline::after(timeout), SOCK_DGRAM);
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
-    if (const auto mine = own_address_towards(*address)) return *mine;
-  throw system_error("find a route to", endpoint.text());
+  if (const auto mine = own_address_towards(addresses)) return *mine;
+  throw system_error("find a route to", host);
+}
+
+std::string address_towards_store(c10d::Store& store, milliseconds timeout) {
+  if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(beneath_prefixes(&store)))
+    return address_towards(tcp->getHost(), timeout);
+  auto lookup = look_up({host_name(), kAnyPort}, SOCK_DGRAM);
+  if (lookup.wait_for(std::min(timeout, kOwnNameKnownIn)) != std::future_status::ready) return kLoopback;
+  return own_address_towards(lookup.get().addresses).value_or(kLoopback);
 }
 
 }  // namespace lockstep

@@ -23,8 +23,12 @@ namespace lockstep {
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
 
-// The address of this machine's interface that routes to MASTER_ADDR: the other machines can reach it there.
-// Throws RendezvousError: its name does not resolve before the timeout.
-std::string address_towards(const JobEnvironment& job, std::chrono::milliseconds timeout);
+// The address of this machine's interface that routes to `host`: what is there can reach this machine at it.
+// Throws RendezvousError: the name does not resolve before the timeout; SystemError: no route.
+std::string address_towards(const std::string& host, std::chrono::milliseconds timeout);
+
+// The same towards the host of a TCPStore. Of another store: the address that this machine's own name has, else that of
+// the loopback interface.
+std::string address_towards_store(c10d::Store& store, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shared_memory_transport.h: the shared-memory core as a transport for host tensors.
 //
-// Flow:    World, c10d backend -> here -> collective/shm/
+// Flow:    connect.h -> here; World, c10d backend -> here -> collective/shm/
 // Owns:    this rank's side of the shared memory
 // Ranks:   every rank of the machine makes its transport at the same time
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace lockstep {
 
-class SharedMemoryTransport final : public Transport {
+class SharedMemoryTransport final : public CpuTransport {
  public:
   explicit SharedMemoryTransport(shm::Group group) : group_(std::move(group)) {}
 
@@ -35,11 +35,8 @@ class SharedMemoryTransport final : public Transport {
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
   std::optional<shm::Group> machine_group() override;
   void fail(const std::string& reason) override { group_.poison(reason); }
-
-  // What makes the collectives. run() out of one of them makes another one at once, inside it.
-  CallQueue& queue() { return queue_; }
-
-  void set_timeout(std::chrono::milliseconds timeout);  // after the calls that were started before
+  CallQueue& queue() override { return queue_; }
+  void set_timeout(std::chrono::milliseconds timeout) override;
 
  private:
   struct Message {

@@ -62,6 +62,18 @@ class Transport {
   virtual void fail(const std::string& /*reason*/) {}
 };
 
+class CallQueue;
+
+// The two that carry CPU tensors between ranks.
+class CpuTransport : public Transport {
+ public:
+  // What makes the collectives. run() out of one of them makes another one at once, inside it.
+  virtual CallQueue& queue() = 0;
+
+  // Of every wait from now on, after the calls that were started before.
+  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+};
+
 // The transport of a world of one rank: the result is what that rank gives.
 std::unique_ptr<Transport> make_self();
 

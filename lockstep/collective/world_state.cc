@@ -6,18 +6,15 @@
 #include <algorithm>
 #include <array>
 #include <climits>
-#include <map>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
-#include "lockstep/collective/machines/hierarchy.h"
+#include "lockstep/collective/connect.h"
 #include "lockstep/collective/rendezvous.h"
-#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -34,33 +31,12 @@ std::string describe(const JobEnvironment& job) {
   return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
 }
 
-// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher.
-std::string machine_id(const JobEnvironment& job) {
-  return concat(read_file("/proc/sys/kernel/random/boot_id"), job.node_rank);
-}
-
-std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
-  std::map<std::string, int> known;
-  std::vector<int> numbers;
-  for (const std::string& name : names)
-    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
-  return numbers;
-}
-
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
-  const TransportOptions options{.rank = state.rank(),
-                                 .size = state.size(),
-                                 .describe = state.caller.here,
-                                 .address = address_towards(state.job, state.timeout),
-                                 .timeout = state.timeout};
-  state.nodes = number_by_first_appearance(exchange_texts(*store, "machine", machine_id(state.job), options));
-  const Topology topology{state.nodes};
-  const auto here = topology.ranks_on(state.nodes[state.rank()]);
-  auto inside = connect_shared_memory(*store, here, options);
-  if (topology.machines() == 1)
-    state.cpu_transport = std::make_unique<SharedMemoryTransport>(std::move(inside));
-  else
-    state.cpu_transport = std::make_unique<Hierarchy>(std::move(inside), topology, store, options);
+  const TransportOptions options{
+      .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
+  auto [transport, machine_of] = connect_cpu_ranks(store, machine_id(std::to_string(state.job.node_rank)), options);
+  state.nodes = std::move(machine_of);
+  state.cpu_transport = std::move(transport);
   if (state.caller.device.is_cuda()) state.cuda_transport = make_nccl(store, options);
 }
 

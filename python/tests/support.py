@@ -12,8 +12,10 @@ import torch.multiprocessing as mp
 import lockstep  # noqa: F401  registers the backend
 
 
-def _run_rank(rank, function, size, backend, store, failures, arguments):
+def _run_rank(rank, function, size, backend, store, failures, machines, arguments):
     torch.set_num_threads(1)
+    if machines is not None:
+        os.environ["GROUP_RANK"] = str(machines[rank])
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
         function(*arguments)
@@ -23,14 +25,14 @@ def _run_rank(rank, function, size, backend, store, failures, arguments):
         os._exit(1)  # as a crash: nothing of this rank is tidied up
 
 
-def run_ranks(size, function, *arguments, backend="lockstep"):
-    """Raises AssertionError with the output of every rank that failed."""
+def run_ranks(size, function, *arguments, backend="lockstep", machines=None):
+    """Raises AssertionError with the output of every rank that failed. machines: the machine that each rank counts as."""
     context = mp.get_context("spawn")
     failures = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = [
-            context.Process(target=_run_rank, args=(rank, function, size, backend, store, failures, arguments))
+            context.Process(target=_run_rank, args=(rank, function, size, backend, store, failures, machines, arguments))
             for rank in range(size)
         ]
         for rank in ranks:

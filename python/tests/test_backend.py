@@ -152,8 +152,21 @@ def functional_collectives():
     expect(functional.broadcast(data_of(rank), 0, group) + 0, data_of(0))
 
 
+def sparse_sums():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    indices = torch.tensor([[rank, 0, rank], [0, 1, 0]])
+    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 3.0]), (size, 2))
+    dist.all_reduce(tensor)
+    expected = torch.zeros(size, 2)
+    expected[:, 0] = 4
+    expected[0, 1] = 2 * size
+    assert tensor.is_sparse and tensor.is_coalesced()
+    expect(tensor.to_dense(), expected)
+
+
 def everything():
     reductions()
+    sparse_sums()
     movements()
     objects()
     if dist.get_world_size() > 1:

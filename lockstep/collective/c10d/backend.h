@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/c10d/backend.h: shared memory as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
-// collectives run over it unmodified.
+// collective/c10d/backend.h: World's transports as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
+// collectives run over them unmodified: shared memory on one machine, the hierarchy over several.
 //
-// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/shared_memory_transport.h
-// Owns:    this rank's side of the shared memory; a thread for collectives, once one was started without blocking
+// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/connect.h's transport
+// Owns:    this rank's connections; a thread for collectives, once one was started without blocking
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
 //
-// Tensors: dense, on the CPU. A tensor, or list of tensors, that is one contiguous piece of memory is exchanged where
-// it lies; anything else through a contiguous copy. Every dtype can be moved; lockstep/collective_types.h says what can
-// be reduced, besides complex numbers where their parts may be reduced one by one. AVG and PREMUL_SUM are there too.
+// Tensors: on the CPU; dense, but all_reduce sums sparse ones (COO), too. A tensor, or list of tensors, that is one
+// contiguous piece of memory is exchanged where it lies; anything else through a contiguous copy. Every dtype can be
+// moved; lockstep/collective_types.h says what can be reduced, besides complex numbers where their parts may be reduced
+// one by one. AVG and PREMUL_SUM are there too.
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
 // done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
-// shm/group.h). A wait that ends at its own timeout leaves the call going on; the `timeout` in a collective's options
-// ends the call itself, as that of the backend does where there is none. The backend holds the tensors of every call
-// until it is done, whoever waits.
+// shm/group.h; over several machines both end the group). A wait that ends at its own timeout leaves the call going on;
+// the `timeout` in a collective's options ends the call itself, as that of the backend does where there is none. The
+// backend holds the tensors of every call until it is done, whoever waits.
 //
 // Callbacks of a collective's future run on the thread that carried it out, or on that which attaches them if it is
 // done by then. They may make collectives of this backend and wait for them: those are made there at once, before
@@ -30,6 +31,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,20 +40,29 @@
 
 namespace lockstep {
 
-class SharedMemoryTransport;
+class CpuTransport;
 struct TensorCall;
 
-class ShmBackend final : public c10d::Backend {
+namespace backend {
+struct Member;
+}
+
+class C10dBackend final : public c10d::Backend {
  public:
   using Tensor = at::Tensor;
   using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Blocks until all `size` ranks are connected; the store carries an address and is not used afterwards. A store, or a
-  // prefix of one, serves one backend. Throws RendezvousError: ranks on different machines, ranks that did not come;
-  // SystemError.
-  ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
-  ~ShmBackend() override;  // as shutdown(); while an exception is on its way, the peers learn that this rank has failed
+  // Blocks until all `size` ranks are connected; the store carries addresses and is not used afterwards. A store, or a
+  // prefix of one, serves one backend. Ranks with the same `machine` share memory. Throws RendezvousError: ranks that did
+  // not come, machines that can't reach each other; SystemError.
+  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+              std::string machine = this_machine());
+  // The running kernel, and where a launcher numbers its machines (torchrun, lockstep run: GROUP_RANK) that number.
+  static std::string this_machine();
+
+  // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
+  ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
@@ -77,7 +88,10 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;  // names who is missing
+
+  // As Gloo's: rank 0 waits for the others, at most for the timeout, and throws PeerLost naming the first rank that did
+  // not come, or all of them; then the group has failed and the other ranks get PeerLost.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override;
@@ -106,6 +120,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
+  backend::Member member() const;
   TensorCall all_reduce_call(const Tensor& tensor, const c10d::ReduceOp& op) const;
   TensorCall all_gather_call(const Tensors& whole, const Tensor& part) const;
   TensorCall reduce_scatter_call(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
@@ -113,12 +128,15 @@ class ShmBackend final : public c10d::Backend {
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
   WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
-  WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
-  SharedMemoryTransport& transport() const;  // throws UsageError after shutdown()
+  using Body = std::function<void(CpuTransport& transport)>;
+  WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
+  WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
+  CpuTransport& transport() const;  // throws UsageError after shutdown()
 
   std::chrono::milliseconds timeout_;
+  std::string machine_;
   std::atomic<std::uint64_t> issued_{0};
-  OwnedHere<SharedMemoryTransport> transport_;  // none after shutdown()
+  OwnedHere<CpuTransport> transport_;  // none after shutdown()
 };
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ void check_tensor(const Tensor& tensor, at::ScalarType dtype) {
                        .next = "move it to the CPU, or use init_process_group(\"cpu:lockstep,cuda:nccl\")"});
   if (tensor.layout() != at::kStrided)
     throw UsageError({.what = concat("a tensor of layout ", c10::str(tensor.layout()), " can't be exchanged"),
-                      .next = "call to_dense() on it first"});
+                      .next = "call to_dense() on it first; all_reduce sums tensors of layout Sparse (COO)"});
   if (tensor.scalar_type() != dtype)
     throw UsageError({.what = concat("one call with tensors of ", c10::toString(tensor.scalar_type()), " and of ",
                                      c10::toString(dtype)),
@@ -92,24 +92,23 @@ void check_part(const Tensor& part, std::size_t count) {
        .next = "give tensors that fit: the whole is the parts of all ranks"});
 }
 
-void set_counts(Call& call, const c10d::Backend& backend, const Tensors& inputs, const Tensors& outputs) {
+void set_counts(Call& call, Member member, const Tensors& inputs, const Tensors& outputs) {
   if (call.operation == Operation::kAllToAll) return;
   const bool gathers = call.operation == Operation::kAllGather || call.operation == Operation::kGather;
   const Tensor& part = gathers || outputs.empty() ? inputs.front() : outputs.front();
   call.count = to_size(part.numel());
   const bool has_root = call.operation == Operation::kGather || call.operation == Operation::kScatter;
-  const bool has_whole =
-      has_root ? call.root == backend.getRank() : gathers || call.operation == Operation::kReduceScatter;
+  const bool has_whole = has_root ? call.root == member.rank : gathers || call.operation == Operation::kReduceScatter;
   if (!has_whole) return;
-  std::vector<std::size_t> counts = counts_of_parts(gathers ? outputs : inputs, backend.getSize());
-  check_part(part, counts[to_size(backend.getRank())]);
-  if (std::ranges::count(counts, counts.front()) == backend.getSize()) return;
+  std::vector<std::size_t> counts = counts_of_parts(gathers ? outputs : inputs, member.size);
+  check_part(part, counts[to_size(member.rank)]);
+  if (std::ranges::count(counts, counts.front()) == member.size) return;
   if (has_root) std::ranges::for_each(counts, [&](std::size_t count) { check_part(part, count); });
   call.counts = std::move(counts);
 }
 
-TensorCall call_on(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs, Unit unit) {
-  set_counts(call, backend, inputs, outputs);
+TensorCall call_on(Member member, Call call, const Tensors& inputs, const Tensors& outputs, Unit unit) {
+  set_counts(call, member, inputs, outputs);
   call.dtype = unit.dtype;
   call.count *= unit.each;
   for (std::size_t& count : call.counts) count *= unit.each;
@@ -119,15 +118,21 @@ TensorCall call_on(const c10d::Backend& backend, Call call, const Tensors& input
 
 }  // namespace
 
-TensorCall call_to_move(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs) {
-  return call_on(backend, std::move(call), inputs, outputs, unit_to_move(checked(inputs, outputs)));
+TensorCall call_to_move(Member member, Call call, const Tensors& inputs, const Tensors& outputs) {
+  return call_on(member, std::move(call), inputs, outputs, unit_to_move(checked(inputs, outputs)));
 }
 
-TensorCall call_to_reduce(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs,
+TensorCall call_to_reduce(Member member, Call call, const Tensors& inputs, const Tensors& outputs,
                           const c10d::ReduceOp& op) {
   const Unit unit = unit_to_reduce(checked(inputs, outputs), op);
   call.op = to_reduce_op(op);
-  return call_on(backend, std::move(call), scaled(inputs, op), outputs, unit);
+  return call_on(member, std::move(call), scaled(inputs, op), outputs, unit);
+}
+
+void run_to_its_end(Transport& transport, const TensorCall& call) {
+  call.begin();
+  transport.run(call);
+  call.finish();
 }
 
 std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size) {

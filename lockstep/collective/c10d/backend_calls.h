@@ -7,7 +7,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <string_view>
@@ -15,18 +14,28 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/tensor_call.h"
+#include "lockstep/collective/transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep::backend {
 
+// A rank of a group, and the group's size.
+struct Member {
+  int rank;
+  int size;
+};
+
 // `call` has operation, root, peer and tag, and the counts of an all_to_all in elements; the other counts come from the
 // tensors. A whole of several parts is a tensor per rank, or one tensor for all. Dtypes that the core does not know move
 // as bytes. Throw UsageError, DeviceError.
-TensorCall call_to_move(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs);
+TensorCall call_to_move(Member member, Call call, const Tensors& inputs, const Tensors& outputs);
 
 // Complex numbers are reduced as pairs. For PREMUL_SUM the inputs are multiplied here.
-TensorCall call_to_reduce(const c10d::Backend& backend, Call call, const Tensors& inputs, const Tensors& outputs,
+TensorCall call_to_reduce(Member member, Call call, const Tensors& inputs, const Tensors& outputs,
                           const c10d::ReduceOp& op);
+
+// Blocks: fills an input that is a copy, makes the call, copies the output back.
+void run_to_its_end(Transport& transport, const TensorCall& call);
 
 // The counts of an all_to_all.
 std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size);

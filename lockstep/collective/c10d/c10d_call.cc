@@ -70,7 +70,7 @@ class C10dMessages::UnderWay : public Future {
  public:
   explicit UnderWay(C10dMessage message)
       : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
-    if (message.in_background) wait_by(std::launch::async);
+    if (message.in_background) result_by(std::launch::async);
   }
 
   // A future of std::async waits for its thread.
@@ -78,12 +78,15 @@ class C10dMessages::UnderWay : public Future {
     if (result_.valid() && !settled()) abort();
   }
 
-  bool settled() const { return result_.valid() && result_.wait_for(milliseconds(0)) == std::future_status::ready; }
+  bool settled() {
+    const std::lock_guard lock(mutex_);
+    return result_.valid() && is_ready(result_);
+  }
 
   void wait() override {
-    if (!result_.valid()) wait_by(std::launch::deferred);
+    const Result result = result_by(std::launch::deferred);
     try {
-      result_.get();
+      result.get();
     } catch (const Error&) {  // of next_ and finish
       throw;
     } catch (const std::exception& error) {
@@ -91,15 +94,11 @@ class C10dMessages::UnderWay : public Future {
     }
   }
   void wait(Deadline deadline) override {
-    if (!result_.valid()) wait_by(std::launch::async);
-    if (result_.wait_for(deadline.left()) != std::future_status::ready)
+    if (result_by(std::launch::async).wait_for(deadline.left()) != std::future_status::ready)
       throw not_finished_by_deadline(call_.here, call_.operation);
     wait();
   }
-  bool done() override {
-    if (!result_.valid()) wait_by(std::launch::async);
-    return settled();
-  }
+  bool done() override { return is_ready(result_by(std::launch::async)); }
   int source() const override { return first_->sourceRank(); }
 
   void abort() {
@@ -110,8 +109,15 @@ class C10dMessages::UnderWay : public Future {
   }
 
  private:
-  void wait_by(std::launch how) {
-    result_ = std::async(how, [this] { carry_out(); }).share();
+  using Result = std::shared_future<void>;
+
+  static bool is_ready(const Result& result) { return result.wait_for(milliseconds(0)) == std::future_status::ready; }
+
+  // By the first that wants it: on the thread that waits, or on one beside.
+  Result result_by(std::launch how) {
+    const std::lock_guard lock(mutex_);
+    if (!result_.valid()) result_ = std::async(how, [this] { carry_out(); }).share();
+    return result_;
   }
 
   void carry_out() {
@@ -134,10 +140,10 @@ class C10dMessages::UnderWay : public Future {
   C10dCall call_;
   std::function<C10dWork(c10d::Work&)> next_;
   std::mutex mutex_;
-  bool aborted_ = false;  // guarded by mutex_, like the next; second_ is written by the thread that waits
+  bool aborted_ = false;  // guarded by mutex_, like second_ and result_; second_ is written by the thread that waits
   C10dWork second_;
   C10dWork first_;
-  std::shared_future<void> result_;
+  Result result_;  // last: its thread uses the others
 };
 
 FuturePtr C10dMessages::start(C10dMessage message) {

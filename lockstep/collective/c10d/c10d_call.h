@@ -4,7 +4,7 @@
 // Flow:    gloo_messages.cc, nccl_transport.cc -> here -> Transport's callers
 // Owns:    the c10d::Work; a thread for each message that goes on in the background, is polled, or is waited for with a
 //          deadline
-// Threads: one at a time
+// Threads: a call: one at a time. Messages: any
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

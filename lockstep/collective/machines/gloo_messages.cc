@@ -77,6 +77,8 @@ GlooMessages::GlooMessages(const MachineLink& link, std::string here, bool heade
 
 GlooMessages::~GlooMessages() = default;
 
+void GlooMessages::set_timeout(std::chrono::milliseconds timeout) { gloo_->setTimeout(timeout); }
+
 int GlooMessages::tag_of(const Call& call) const {
   if (call.tag <= kLargestTag) return static_cast<int>(call.tag);
   throw UsageError({.what = concat("a message with tag ", call.tag, " between machines"),

@@ -8,9 +8,11 @@
 //
 // Flow:    hierarchy.cc -> here -> the network
 // Owns:    its share of the connection; messages that nobody waits for
-// Threads: one at a time; close() from any
+// Threads: any
 // Ranks:   the two of a message
 #pragma once
+
+#include <atomic>
 
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/link.h"
@@ -30,6 +32,8 @@ class GlooMessages {
   FuturePtr send(const TensorCall& call);
   FuturePtr receive(const TensorCall& call, bool in_background);
 
+  void set_timeout(std::chrono::milliseconds timeout);  // of messages that are waited for from now on
+
   // Ends all waits for messages here: PeerLost. The connection itself is its owner's to close.
   void close() { messages_.close(); }
 
@@ -43,7 +47,7 @@ class GlooMessages {
   int rank_;
   std::string here_;
   bool headers_;
-  std::uint32_t second_transfers_ = 0;  // sent so far
+  std::atomic<std::uint32_t> second_transfers_ = 0;  // sent so far
   C10dMessages messages_;
 };
 

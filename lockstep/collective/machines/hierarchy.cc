@@ -31,6 +31,22 @@ void dispatch(Hierarchy& hierarchy, const Call& call) {
   }
 }
 
+// What an error calls the peers of a link: all ranks, or the machines with their ranks.
+std::vector<std::string> names_of_ranks(const Topology& topology) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < topology.ranks(); ++rank) names.push_back(concat("rank ", rank, " of ", topology.ranks()));
+  return names;
+}
+
+std::vector<std::string> names_of_machines(const Topology& topology) {
+  std::vector<std::string> names;
+  for (int machine = 0; machine < topology.machines(); ++machine) {
+    const std::vector<int> ranks = topology.ranks_on(machine);
+    names.push_back(concat("machine ", machine, " (", ranks.size() == 1 ? "rank " : "ranks ", join(ranks, ", "), ")"));
+  }
+  return names;
+}
+
 }  // namespace
 
 Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
@@ -63,13 +79,13 @@ Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::i
       smallest_machine(topology.smallest_machine()),
       ranks_here(topology.ranks_on(machine)),
       inside(std::move(group)),
-      all(with_prefix(store, "flat"), options, "rank"),
+      all(with_prefix(store, "flat"), options, names_of_ranks(topology)),
       messages(all, options.describe, options.message_headers),
       store_(std::move(store)),
       queue_(options.describe) {
   between = connect_counterparts();
   if (inside.size() > 1) watchdog_.emplace(inside, [this](const std::exception_ptr& error) { close(error); });
-  if (between) between->watch([this](const std::exception_ptr& error) { give_up(error); });
+  if (between) between->watch([this](const std::exception_ptr& error) { give_up(cause_of(error)); });
 }
 
 // The ranks of this rank's local number on each machine; none for a number that some machine has not.
@@ -78,7 +94,8 @@ std::unique_ptr<MachineLink> Hierarchy::connect_counterparts() const {
   TransportOptions mine = options;
   mine.rank = machine;
   mine.size = machines;
-  return std::make_unique<MachineLink>(with_prefix(store_, concat("slice/", inside.rank())), mine);
+  return std::make_unique<MachineLink>(with_prefix(store_, concat("slice/", inside.rank())), mine,
+                                       names_of_machines(topology));
 }
 
 Hierarchy::~Hierarchy() {
@@ -123,17 +140,37 @@ FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
 // Whatever a call throws ends the hierarchy, before the caller's arrays may go: until the links forget their transfers
 // Gloo could still write there.
 void Hierarchy::make_call(const Call& call) {
+  const bool own_timeout = call.timeout.count() > 0;
+  if (own_timeout) set_timeout_of_collectives(call.timeout);
+  const std::shared_ptr<void> usual_again(nullptr, [&](void*) {
+    if (own_timeout) set_timeout_of_collectives(options.timeout);
+  });
   try {
     dispatch(*this, call);
   } catch (const UsageError&) {
     throw;
   } catch (...) {
-    give_up(std::current_exception());
+    const std::exception_ptr error = cause_of(std::current_exception());
+    give_up(error);
     if (between) between->forget();
     all.forget();
-    throw;
+    std::rethrow_exception(error);
   }
   scratch.reset();
+}
+
+void Hierarchy::set_timeout_of_collectives(std::chrono::milliseconds timeout) {
+  inside.set_timeout(timeout);
+  all.set_timeout(timeout);
+  if (between) between->set_timeout(timeout);
+}
+
+void Hierarchy::set_timeout(std::chrono::milliseconds timeout) {
+  queue_.run([&] {
+    options.timeout = timeout;
+    set_timeout_of_collectives(timeout);
+    messages.set_timeout(timeout);
+  });
 }
 
 torch::Tensor Hierarchy::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& of_tensor) {
@@ -177,6 +214,21 @@ std::unique_ptr<Transport> Hierarchy::transport_of(const RankLists& lists, std::
 void Hierarchy::fail(const std::string& reason) {
   inside.poison(reason);
   close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = options.describe})));
+}
+
+// When a rank of this machine dies, another machine may notice first and close its links. The rank is then to blame, and
+// not that machine.
+std::exception_ptr Hierarchy::cause_of(const std::exception_ptr& error) const try {
+  std::rethrow_exception(error);
+} catch (const PeerLost&) {
+  try {
+    inside.throw_if_lost();
+  } catch (const PeerLost&) {
+    return std::current_exception();
+  }
+  return error;
+} catch (...) {
+  return error;
 }
 
 // A call ended with `error`: ends all waits of this rank and tells the others. The hierarchy is of no more use then.

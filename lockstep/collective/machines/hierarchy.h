@@ -11,10 +11,10 @@
 // different calls (those that see it get MismatchError). What notices a loss: waits in shared memory, transfers, the
 // watchdog of `between` (link.h) and, where a machine has several ranks, the Watchdog below.
 //
-// Flow:    World -> here -> collectives.h, gloo_messages.h -> the links
+// Flow:    World, c10d backend -> here -> collectives.h, gloo_messages.h -> the links
 // Owns:    the shared memory's group, the connections; memory and transfers of the collective under way; a thread that
 //          makes started collectives in the order of their start
-// Threads: one at a time; fail() from any
+// Threads: one at a time, but messages may be started from any; fail() from any
 // Ranks:   all of all machines; machines may have different numbers of ranks
 #pragma once
 
@@ -52,7 +52,7 @@ class Watchdog {
   std::jthread thread_;
 };
 
-class Hierarchy : public Transport {
+class Hierarchy : public CpuTransport {
  public:
   // `group`: the ranks of this machine, in the order of their ranks. Blocks until this rank is connected to all others.
   // Throws RendezvousError.
@@ -73,8 +73,10 @@ class Hierarchy : public Transport {
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
   std::optional<shm::Group> machine_group() override;
   void fail(const std::string& reason) override;
+  CallQueue& queue() override { return queue_; }
+  void set_timeout(std::chrono::milliseconds timeout) override;  // of messages, too
 
-  const TransportOptions options;
+  TransportOptions options;
   const Topology topology;
   const int rank;
   const int machine;           // this rank's
@@ -94,6 +96,8 @@ class Hierarchy : public Transport {
   std::unique_ptr<MachineLink> connect_counterparts() const;
   FuturePtr start_message(const TensorCall& call, bool in_background);
   void make_call(const Call& call);
+  void set_timeout_of_collectives(std::chrono::milliseconds timeout);
+  std::exception_ptr cause_of(const std::exception_ptr& error) const;
   void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);
   std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> members,

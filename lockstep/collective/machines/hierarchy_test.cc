@@ -380,13 +380,17 @@ TEST(Hierarchy, names_a_lost_rank_by_its_number_in_the_job) {
 std::vector<std::unique_ptr<MachineLink>> link_machines(const std::vector<std::chrono::seconds>& timeouts) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::unique_ptr<MachineLink>> links(timeouts.size());
+  std::vector<std::string> names;
+  for (std::size_t node = 0; node < links.size(); ++node) names.push_back(concat("machine ", node));
   std::vector<std::thread> threads;
   for (std::size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
-      links[node] = std::make_unique<MachineLink>(store, TransportOptions{.rank = static_cast<int>(node),
-                                                                          .size = static_cast<int>(links.size()),
-                                                                          .describe = concat("machine ", node),
-                                                                          .timeout = timeouts[node]});
+      links[node] = std::make_unique<MachineLink>(store,
+                                                  TransportOptions{.rank = static_cast<int>(node),
+                                                                   .size = static_cast<int>(links.size()),
+                                                                   .describe = concat("machine ", node),
+                                                                   .timeout = timeouts[node]},
+                                                  names);
     });
   for (auto& thread : threads) thread.join();
   return links;
@@ -402,7 +406,7 @@ TEST(MachineLink, names_the_machine_that_did_not_answer_in_time) {
   MachineLink::Transfers transfers;
   links[0]->receive(2, &nothing, 1, transfers);
   const std::string message = testing::message_of<PeerLost>([&] { links[0]->wait(transfers); });
-  EXPECT_TRUE(contains(message, "lost machine 2 of 3: "));
+  EXPECT_TRUE(contains(message, "lost machine 2: "));
   links.clear();
   EXPECT_EQ(losses, 0) << "of machine 1";
 }

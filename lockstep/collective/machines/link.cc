@@ -26,14 +26,11 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
 }
 
-std::string wants(int machine, const Signature& signature) {
-  return concat("machine ", machine, " wants ", to_string(signature));
-}
-
 }  // namespace
 
-MachineLink::MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun)
-    : options_(std::move(options)), noun_(std::move(noun)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
+MachineLink::MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
+                         std::vector<std::string> names)
+    : options_(std::move(options)), names_(std::move(names)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }
 
@@ -85,6 +82,11 @@ void MachineLink::close(std::exception_ptr reason) {
   gloo_->close();
 }
 
+void MachineLink::set_timeout(std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(mutex_);
+  options_.timeout = timeout;
+}
+
 // ---- Signatures
 
 void MachineLink::begin_check(const Signature& mine) {
@@ -103,10 +105,12 @@ void MachineLink::check_peer(int peer) {
   const Signature& mine = signatures_[rank()];
   const Signature& theirs = signatures_[peer];
   if (theirs == mine) return;
-  throw MismatchError({.what = concat(wants(rank(), mine), ", ", wants(peer, theirs)),
+  throw MismatchError({.what = concat(wants(rank()), ", ", wants(peer)),
                        .likely = "ranks that do not make the same calls in the same order",
                        .next = "compare the programs and their inputs on both machines"});
 }
+
+std::string MachineLink::wants(int peer) const { return concat(names_[peer], " wants ", to_string(signatures_[peer])); }
 
 void MachineLink::finish_check() {
   for (int peer = 0; peer < size(); ++peer)
@@ -155,11 +159,12 @@ void MachineLink::wait_for(std::uint64_t number) {
   const auto found = under_way_.find(number);
   if (found == under_way_.end()) std::rethrow_exception(closed_);  // forgotten, after an error
   const Transfer transfer = found->second;
-  wait_ends_ = Deadline::after(options_.timeout);
+  const auto timeout = options_.timeout;
+  wait_ends_ = Deadline::after(timeout);
   lock.unlock();
   std::exception_ptr loss;
   try {
-    if (!transfer.work->wait()) throw std::runtime_error("the connection was closed");
+    if (!transfer.work->wait(timeout)) throw std::runtime_error("the connection was closed");
   } catch (const std::exception& error) {
     loss = std::make_exception_ptr(lost(transfer.peer, error));
   }
@@ -178,7 +183,7 @@ void MachineLink::forget() {
 }
 
 PeerLost MachineLink::lost(int peer, const std::exception& trouble) const {
-  return PeerLost({.what = concat("lost ", noun_, " ", peer, " of ", size(), ": ", split(trouble.what(), '\n').front()),
+  return PeerLost({.what = concat("lost ", names_[peer], ": ", split(trouble.what(), '\n').front()),
                    .here = options_.describe,
                    .likely = "a rank there died, failed or stopped; the launcher there names it",
                    .next = "run again with --resume to go on from the last checkpoint"});

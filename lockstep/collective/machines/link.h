@@ -45,9 +45,9 @@ class MachineLink {
   // Numbers of sends and receives that were started. The link holds them until they were waited for, or forgotten.
   using Transfers = std::vector<std::uint64_t>;
 
-  // `options`: rank is this rank's number among the peers, size their number. `noun`: what error messages call a peer.
+  // `options`: rank is this rank's number among the peers, size their number. `names`: what errors call the peers.
   // Blocks until all are connected. Throws RendezvousError.
-  MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::string noun = "machine");
+  MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::vector<std::string> names);
   ~MachineLink();
   MachineLink(const MachineLink&) = delete;
   MachineLink& operator=(const MachineLink&) = delete;
@@ -59,6 +59,8 @@ class MachineLink {
 
   // This machine leaves in good order: the others do not take that for a loss, and this one reports none any more.
   void leave();
+
+  void set_timeout(std::chrono::milliseconds timeout);  // of every wait() from now on
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
@@ -102,17 +104,18 @@ class MachineLink {
   void watch_next(const OnLoss& on_loss);
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
+  std::string wants(int peer) const;
   PeerLost lost(int peer, const std::exception& trouble) const;
 
   TransportOptions options_;
-  std::string noun_;
+  IntVector<std::string> names_;
   std::vector<int> peers_;
   c10::intrusive_ptr<GlooConnection> gloo_;
   int tag_;                          // of the call under way
   IntVector<Signature> signatures_;  // of each peer, and this rank's
   IntVector<Transfers> checks_;      // the receive of each peer's signature; this rank's: all sends
   std::atomic<bool> left_ = false;
-  std::mutex mutex_;  // guards the next five
+  std::mutex mutex_;  // guards the next five, and options_.timeout
   bool timed_out_ = false;
   std::optional<Deadline> wait_ends_;  // of the wait under way
   std::exception_ptr closed_;

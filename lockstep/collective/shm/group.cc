@@ -214,4 +214,11 @@ void Group::poison(const std::string& reason) {
                          state.machine().describe(rank));
 }
 
+void Group::throw_if_lost() const {
+  if (is_parents()) return;
+  const GroupState& state = parts_->state;
+  state.machine().poison_if_any_died();
+  state.machine().throw_if_poisoned(concat("rank ", job_rank(rank())));
+}
+
 }  // namespace lockstep::shm

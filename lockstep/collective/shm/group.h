@@ -113,6 +113,8 @@ class Group {
   // What every rank of the machine sees as the reason for its PeerLost. No group of the machine can be used afterwards.
   void poison(const std::string& reason);
 
+  void throw_if_lost() const;  // throws PeerLost where a rank of the machine has died or the machine is poisoned
+
  private:
   struct Parts;
   explicit Group(std::unique_ptr<Parts> parts);

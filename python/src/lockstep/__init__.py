@@ -8,7 +8,7 @@ Two lines of a training loop change:
 
 help(lockstep.DistributedDataParallel) says what that does. lockstep is also a backend of torch.distributed, over which
 PyTorch's own DistributedDataParallel, FSDP and functional collectives run unmodified: the ranks of one machine exchange
-CPU tensors through shared memory. With GPUs beside: init_process_group("cpu:lockstep,cuda:nccl").
+CPU tensors through shared memory, machines through Gloo. With GPUs beside: init_process_group("cpu:lockstep,cuda:nccl").
 
     import lockstep
     torch.distributed.init_process_group("lockstep")

@@ -16,7 +16,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // With torch's own return type: Python sees it as a torch.distributed Backend.
 c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank, int size,
                                                  std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<ShmBackend>(store, rank, size, timeout);
+  return c10::make_intrusive<C10dBackend>(store, rank, size, timeout);
 }
 
 }  // namespace

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps, for rank r with n_r entries after its own are coalesced:
+//
+//   1  all_gather  n_r and what must be alike: dtype, sparse dimensions, sizes
+//   2  all_gather  the entries' indices, n_r rows of one int64 per sparse dimension
+//   3  all_gather  their values, n_r rows
+//   4  every rank adds up all entries, in the order of the ranks: all have the same bits
+#include "lockstep/collective/c10d/sparse_all_reduce.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
+
+namespace lockstep::backend {
+namespace {
+
+using torch::Tensor;
+
+class SparseSum {
+ public:
+  SparseSum(Member member, CpuTransport& transport, std::chrono::milliseconds timeout)
+      : member_(member), transport_(transport), timeout_(timeout) {}
+
+  Tensor of(const Tensor& tensor) {
+    const Tensor mine = tensor.coalesce();
+    const std::vector<std::int64_t> entries = entries_of_all(mine);
+    const Tensor indices = all_entries(mine.indices().t().contiguous(), entries);
+    const Tensor values = all_entries(mine.values().contiguous(), entries);
+    return at::_sparse_coo_tensor_unsafe(indices.t(), values, mine.sizes(), mine.options()).coalesce();
+  }
+
+ private:
+  // The number of each rank's entries. Ranks with different numbers of dimensions get the MismatchError of the all_gather.
+  std::vector<std::int64_t> entries_of_all(const Tensor& mine) {
+    std::vector<std::int64_t> header{mine._nnz(), static_cast<std::int64_t>(mine.scalar_type()), mine.sparse_dim()};
+    header.insert(header.end(), mine.sizes().begin(), mine.sizes().end());
+    const auto length = static_cast<std::int64_t>(header.size());
+    const Tensor all = torch::empty({member_.size, length}, torch::kInt64);
+    gather({torch::tensor(header)}, {all}, {.operation = Operation::kAllGather});
+    const Tensor alike = all.narrow(1, 1, length - 1);
+    for (int rank = 1; rank < member_.size; ++rank)
+      if (!alike[rank].equal(alike[0])) throw_mismatch(rank, all);
+    const Tensor entries = all.select(1, 0).contiguous();
+    return {entries.const_data_ptr<std::int64_t>(), entries.const_data_ptr<std::int64_t>() + entries.numel()};
+  }
+
+  // Rows of all ranks, in rank order; `mine` has this rank's.
+  Tensor all_entries(const Tensor& mine, const std::vector<std::int64_t>& entries) {
+    std::vector<std::int64_t> sizes = mine.sizes().vec();
+    sizes.front() = std::accumulate(entries.begin(), entries.end(), std::int64_t{0});
+    const Tensor all = torch::empty(sizes, mine.options());
+    gather({mine}, all.split_with_sizes(entries), {.operation = Operation::kAllGather});
+    return all;
+  }
+
+  void gather(const Tensors& mine, const Tensors& all, Call call) {
+    call.timeout = timeout_;
+    run_to_its_end(transport_, call_to_move(member_, std::move(call), mine, all));
+  }
+
+  [[noreturn]] static void throw_mismatch(int rank, const Tensor& headers) {
+    const auto text = [&](int of) {
+      const auto* const header = headers.const_data_ptr<std::int64_t>() + of * headers.size(1);
+      const at::IntArrayRef sizes(header + 3, to_size(headers.size(1) - 3));
+      return c10::str("rank ", of, " has a sparse tensor of ", c10::toString(static_cast<at::ScalarType>(header[1])),
+                      " ", sizes, " with ", header[2], " sparse dimensions");
+    };
+    throw MismatchError({.what = concat("all_reduce: ", text(0), ", ", text(rank)),
+                         .likely = "ranks that do not make the same calls in the same order",
+                         .next = "give tensors of one dtype and shape on all ranks"});
+  }
+
+  Member member_;
+  CpuTransport& transport_;
+  std::chrono::milliseconds timeout_;
+};
+
+}  // namespace
+
+std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor& tensor,
+                                                     const c10d::AllreduceOptions& options) {
+  if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
+    throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
+                      .next = "use SUM, or call to_dense() on the tensor first"});
+  if (!tensor.is_cpu())
+    throw DeviceError(
+        {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
+         .next = "move it to the CPU"});
+  const auto timeout = options.timeout == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : options.timeout;
+  return [member, tensor, timeout](CpuTransport& transport) {
+    const at::AutoDispatchBelowAutograd no_autograd;
+    Tensor(tensor).copy_(SparseSum(member, transport, timeout).of(tensor));
+  };
+}
+
+}  // namespace lockstep::backend
