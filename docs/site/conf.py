@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sphinx makes the site from the repository's own pages: `make docs`, or sphinx-build -c docs/site . build/docs/html.
+
+The pages of the API are written into docs/api/, which git ignores: C++ from the public headers, by Doxygen and Breathe;
+Python from lockstep.__all__, by autodoc. Torch and the compiled part of the package need not be there for that.
+"""
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from sphinx.ext.autodoc.mock import _MockModule, _MockObject, mock
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADERS = ROOT / "include/lockstep"
+
+project = "lockstep"
+author = "the lockstep authors"
+version = release = re.search(r"project\(lockstep VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
+extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc"]
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "docs/api/**.rst"]
+exclude_patterns = ["build", "dist", ".*", "python"]
+smartquotes = False  # --augment stays as it is
+highlight_language = "none"
+toc_object_entries_show_parents = "hide"
+
+myst_heading_anchors = 3
+breathe_projects = {"lockstep": str(ROOT / "build/docs/doxygen/xml")}
+breathe_default_project = "lockstep"
+breathe_show_include = False
+autodoc_member_order = "bysource"
+
+html_theme = "furo"
+html_title = f"lockstep {version}"
+html_extra_path = ["index.html"]
+html_copy_source = False
+
+# What a page lists below itself. A page that no list has is a warning, so it can't be forgotten.
+CONTENTS = {
+    "README": [
+        ("Using lockstep", "docs/tutorial docs/install docs/data docs/strategies/README docs/process"),
+        ("Reference", "docs/api/cpp docs/api/python docs/collectives docs/correctness docs/step-rules docs/benchmarks"),
+        ("Inside", "HACKING docs/design/README CONTRIBUTING CHANGELOG"),
+    ],
+    "docs/strategies/README": [("", "*")],
+    "docs/design/README": [("", "*")],
+}
+# What is shown of a header and of each class in it, in this order.
+SECTIONS = ("detaileddescription public-type public-static-func public-func user-defined public-static-attrib public-attrib "
+            "protected-func protected-attrib innerclass typedef enum func var")
+# Links to folders lead to these pages.
+FOLDERS = {"](examples)": "](docs/tutorial.md)", "](include/lockstep)": "](docs/api/cpp.md)"}
+
+HEADER_PAGE = """\
+{name}.h
+{line}
+
+In ``namespace lockstep``.
+
+.. cpp:namespace:: lockstep
+
+.. doxygenfile:: {name}.h
+   :sections: {sections}
+"""
+
+
+def add_contents(app, docname, source):
+    for link, page in FOLDERS.items():
+        source[0] = source[0].replace(link, page)
+    for caption, pages in CONTENTS.get(docname, ()):
+        source[0] += toctree(caption, pages.split(), ":hidden:")
+
+
+def toctree(caption, pages, *options):
+    lines = [f":caption: {caption}"] * bool(caption) + [":glob:", *options, *pages]
+    return "\n\n```{toctree}\n" + "\n".join(lines) + "\n```\n"
+
+
+def write_page(name, text):
+    path = ROOT / "docs/api" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:  # else Sphinx need not read it again
+        path.write_text(text)
+
+
+def write_cpp_pages():
+    """A page for each public header, in the groups and the order of lockstep.h."""
+    text, listed = "# C++\n\n`#include <lockstep/lockstep.h>` includes all of these headers, in this order.\n", []
+    for line in (HEADERS / "lockstep.h").read_text().splitlines():
+        if line.startswith("// ") and line.endswith(":"):
+            text += f"\n## {line[3:-1]}\n\n"
+        elif include := re.match(r'#include "lockstep/(\w+)\.h" +// (.*)', line):
+            text += f"- [{include[1]}.h](cpp/{include[1]}.rst): {include[2]}\n"
+            listed.append(include[1])
+    others = sorted({path.stem for path in HEADERS.glob("*.h")} - {"lockstep", *listed})
+    text += "\n## What these include\n\n" + "".join(f"- [{name}.h](cpp/{name}.rst)\n" for name in others)
+    write_page("cpp.md", text + toctree("", [f"cpp/{name}" for name in listed + others], ":hidden:"))
+    for name in listed + others:
+        write_page(f"cpp/{name}.rst", HEADER_PAGE.format(name=name, line="=" * 40, sections=SECTIONS))
+
+
+def write_python_page():
+    write_page("python.rst", "Python\n======\n\n.. automodule:: lockstep\n   :members:\n")
+
+
+def import_lockstep():
+    """Imports the package without torch, for autodoc. Its compiled part is _C.pyi; what that does not have is a mock."""
+    _MockObject.__or__ = _MockObject.__ror__ = lambda self, other: self  # for torch.Tensor | None
+    sys.path.insert(0, str(ROOT / "python/src"))
+    with mock(["torch"]):
+        import torch
+
+        torch.__version__ = "2.11.0"
+        compiled = sys.modules["lockstep._C"] = _MockModule("lockstep._C")
+        exec((ROOT / "python/src/lockstep/_C.pyi").read_text(), compiled.__dict__)
+        importlib.import_module("lockstep")
+
+
+def setup(app):
+    (ROOT / "build/docs/doxygen").mkdir(parents=True, exist_ok=True)
+    subprocess.run(["doxygen", "docs/site/Doxyfile"], cwd=ROOT, check=True)
+    write_cpp_pages()
+    write_python_page()
+    import_lockstep()
+    app.connect("source-read", add_contents)
