@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sphinx makes the site from the repository's own pages: `make docs`, or sphinx-build -c docs/site . build/docs/html.
+"""Sphinx makes the site from the repository's own pages: `make docs`.
 
 The pages of the API are written into docs/api/, which git ignores: C++ from the public headers, by Doxygen and Breathe;
 Python from lockstep.__all__, by autodoc. Torch and the compiled part of the package need not be there for that.
@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "include/lockstep"
 
 project = "lockstep"
-author = "the lockstep authors"
 version = release = re.search(r"project\(lockstep VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
 extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc"]
 root_doc = "README"
@@ -34,8 +33,10 @@ autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = f"lockstep {version}"
+html_favicon = "icon.svg"
 html_extra_path = ["index.html"]
 html_copy_source = False
+html_show_copyright = False
 
 # What a page lists below itself. A page that no list has is a warning, so it can't be forgotten.
 CONTENTS = {
