@@ -5,12 +5,16 @@ The pages of the API are written into docs/api/, which git ignores: C++ from the
 Python from lockstep.__all__, by autodoc. Torch and the compiled part of the package need not be there for that.
 """
 import importlib
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 from sphinx.ext.autodoc.mock import _MockModule, _MockObject, mock
+
+sys.path.insert(0, str(Path(__file__).parent))
+from doxygen_filter import restructured  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "include/lockstep"
@@ -30,6 +34,7 @@ breathe_projects = {"lockstep": str(ROOT / "build/docs/doxygen/xml")}
 breathe_default_project = "lockstep"
 breathe_show_include = False
 autodoc_member_order = "bysource"
+autodoc_default_options = {"inherited-members": "BaseException"}
 
 html_theme = "furo"
 html_title = f"lockstep {version}"
@@ -102,27 +107,43 @@ def write_cpp_pages():
         write_page(f"cpp/{name}.rst", HEADER_PAGE.format(name=name, line="=" * 40, sections=SECTIONS))
 
 
-def write_python_page():
-    write_page("python.rst", "Python\n======\n\n.. automodule:: lockstep\n   :members:\n")
-
-
 def import_lockstep():
-    """Imports the package without torch, for autodoc. Its compiled part is _C.pyi; what that does not have is a mock."""
-    _MockObject.__or__ = _MockObject.__ror__ = lambda self, other: self  # for torch.Tensor | None
+    """Imports the package for autodoc, without torch and its compiled part: they are mocks, but for the exceptions."""
+    _MockObject.__or__ = _MockObject.__ror__ = lambda self, other: self  # torch.Tensor | None
+    compiled = sys.modules["lockstep._C"] = _MockModule("lockstep._C")
+    compiled.Error = type("Error", (RuntimeError,), {"__doc__": "What lockstep raises. The text says what happened, where, the likely cause, and what to do next."})
+    for kind, about in re.findall(r"LOCKSTEP_ERROR\((\w+)\);\s+// (.*)", (HEADERS / "error.h").read_text()):
+        setattr(compiled, kind, type(kind, (compiled.Error,), {"__doc__": about}))
     sys.path.insert(0, str(ROOT / "python/src"))
-    with mock(["torch"]):
+    with mock(["torch", "lightning"]):
         import torch
 
         torch.__version__ = "2.11.0"
-        compiled = sys.modules["lockstep._C"] = _MockModule("lockstep._C")
-        exec((ROOT / "python/src/lockstep/_C.pyi").read_text(), compiled.__dict__)
-        importlib.import_module("lockstep")
+        names = sorted(path.stem for path in (ROOT / "python/src/lockstep").glob("[a-z]*.py"))
+        package, modules = importlib.import_module("lockstep"), [importlib.import_module(f"lockstep.{name}") for name in names]
+    for cls in [value for module in modules for value in vars(module).values() if "__init__" in getattr(value, "__dict__", ())]:
+        itself, *arguments = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(arguments)  # else that of the mock it is derived from
+    return package, modules
+
+
+def write_python_page(package, modules):
+    """What lockstep.__all__ has, then what its modules have besides."""
+    text = "Python\n======\n\n.. automodule:: lockstep\n   :members:\n"
+    for module in modules:
+        if besides := set(getattr(module, "__all__", ())).difference(package.__all__):
+            text += f"\n{module.__name__}\n{'-' * 40}\n\n.. automodule:: {module.__name__}\n   :members: {', '.join(sorted(besides))}\n"
+    write_page("python.rst", text)
+
+
+def plain_docstring(app, what, name, obj, options, lines):
+    lines[:] = restructured(lines)
 
 
 def setup(app):
     (ROOT / "build/docs/doxygen").mkdir(parents=True, exist_ok=True)
     subprocess.run(["doxygen", "docs/site/Doxyfile"], cwd=ROOT, check=True)
     write_cpp_pages()
-    write_python_page()
-    import_lockstep()
+    write_python_page(*import_lockstep())
+    app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("source-read", add_contents)

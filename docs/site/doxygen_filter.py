@@ -32,29 +32,41 @@ def markup(part):
 
 
 def restructured(lines):
-    """A comment as reStructuredText: indented lines are shown as they are, and Flow, Owns, Threads and Ranks become a list."""
+    """A comment or docstring as reStructuredText. An indented block is shown as it is, but for what follows Flow, Owns, Threads or
+    Ranks, "Args:" or "- ".
+    """
     out, kind = [], "text"
-    for line in (line.removeprefix(" ") for line in lines):
-        field = FIELD.match(line)
-        if not line.strip():
-            kind, line = "text", ""
-        elif field:
+    for line in lines:
+        text = line.strip()
+        if field := FIELD.match(line):
             out += [""] * (kind != "field")
             kind, line = "field", f":{field[1]}: {escaped(line[field.end():])}"
-        elif kind == "field" and line.startswith("  "):
-            line = "   " + escaped(line.strip())
-        elif line.startswith("  "):
+        elif not text:
+            kind = kind if kind == "arguments" else "text"
+        elif line == "Args:":
+            kind, line = "arguments", "Arguments:"
+        elif line.startswith("- "):
+            out += [""] * (kind != "list")
+            kind, line = "list", escaped(line)
+        elif not line.startswith("  "):
+            out += [""] * (kind != "text")
+            kind, line = "text", escaped(line)
+        elif kind == "arguments":
+            names, colon, about = text.partition(": ")
+            begins = colon and not line.startswith(" " * 5)
+            out += [""] * (out[-1] == "Arguments:")
+            line = f"- ``{names}``: {escaped(about)}" if begins else "  " + escaped(text)
+        elif kind in ("field", "list"):
+            line = "   " * (kind == "field") + "  " * (kind == "list") + escaped(text)
+        else:
             out += ["", "::", ""] * (kind != "literal")
             kind = "literal"
-        else:
-            out += [""] * (kind != "text" or line.startswith("- "))
-            kind, line = "text", escaped(line)
         out.append(line)
     return out
 
 
 def documentation(lines, command=""):
-    return ["/**" + command, "@verbatim embed:rst", *restructured(lines), "@endverbatim", "*/"]
+    return ["/**" + command, "@verbatim embed:rst", *restructured([line.removeprefix(" ") for line in lines]), "@endverbatim", "*/"]
 
 
 class Filter:
@@ -144,4 +156,5 @@ class Filter:
             self.out.append("/**@}*/")
 
 
-print("\n".join(Filter(open(sys.argv[1]).read().splitlines()).run()))
+if __name__ == "__main__":
+    print("\n".join(Filter(Path(sys.argv[1]).read_text().splitlines()).run()))
