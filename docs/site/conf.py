@@ -14,7 +14,7 @@ from pathlib import Path
 from sphinx.ext.autodoc.mock import _MockModule, _MockObject, mock
 
 sys.path.insert(0, str(Path(__file__).parent))
-from doxygen_filter import restructured  # noqa: E402
+from plain_text import restructured  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "include/lockstep"
@@ -43,7 +43,7 @@ html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_copyright = False
 
-# What a page lists below itself. A page that no list has is a warning, so it can't be forgotten.
+# What a page lists below itself. Pages in docs/ that are not listed come after those of "Using lockstep".
 CONTENTS = {
     "README": [
         ("Using lockstep", "docs/tutorial docs/install docs/data docs/strategies/README docs/process"),
@@ -53,6 +53,9 @@ CONTENTS = {
     "docs/strategies/README": [("", "*")],
     "docs/design/README": [("", "*")],
 }
+LISTED = {page for groups in CONTENTS.values() for _, pages in groups for page in pages.split()}
+CAPTION, FIRST = CONTENTS["README"][0]
+CONTENTS["README"][0] = CAPTION, " ".join([FIRST, *sorted({f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")} - LISTED)])
 # What is shown of a header and of each class in it, in this order.
 SECTIONS = ("detaileddescription public-type public-static-func public-func user-defined public-static-attrib public-attrib "
             "protected-func protected-attrib innerclass typedef enum func var")
@@ -131,8 +134,9 @@ def write_python_page(package, modules):
     """What lockstep.__all__ has, then what its modules have besides."""
     text = "Python\n======\n\n.. automodule:: lockstep\n   :members:\n"
     for module in modules:
-        if besides := set(getattr(module, "__all__", ())).difference(package.__all__):
-            text += f"\n{module.__name__}\n{'-' * 40}\n\n.. automodule:: {module.__name__}\n   :members: {', '.join(sorted(besides))}\n"
+        if set(getattr(module, "__all__", ())) - set(package.__all__):
+            text += f"\n{module.__name__}\n{'-' * 40}\n\n.. automodule:: {module.__name__}\n   :members:\n"
+            text += f"   :exclude-members: {', '.join(package.__all__)}\n"
     write_page("python.rst", text)
 
 
