@@ -16,13 +16,15 @@ bool is_zero(const torch::Tensor& gradient) {
 
 }  // namespace
 
-void GradientWatch::remember(std::vector<NamedTensor> parameters) {
-  parameters_ = std::move(parameters);
+void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
+  parameters_.clear();
   identities_.clear();
   std::vector<torch::Tensor> gradients;
-  for (const auto& [name, parameter] : parameters_) {
-    gradients.push_back(parameter.grad());
+  gradients.reserve(parameters.size());
+  for (const auto& [name, parameter] : parameters) {
+    parameters_.push_back(parameter);
     identities_.push_back(identity_of(parameter.grad()));
+    gradients.push_back(parameter.grad());
   }
   data_.watch(gradients);
 }
@@ -31,13 +33,13 @@ void GradientWatch::forget() { remember({}); }
 
 std::optional<std::size_t> GradientWatch::changed() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (identity_of(parameters_[i].tensor.grad()) != identities_[i]) return i;
+    if (identity_of(parameters_[i].grad()) != identities_[i]) return i;
   return data_.changed();
 }
 
 bool GradientWatch::zeroed() const {
   return changed() &&
-         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.tensor.grad()); });
+         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.grad()); });
 }
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ namespace lockstep {
 class GradientWatch {
  public:
   // From now on: every .grad as it is.
-  void remember(std::vector<NamedTensor> parameters);
+  void remember(const std::vector<NamedTensor>& parameters);
   void forget();
 
   // The first parameter, by its index, whose .grad is another tensor or has been written since.
@@ -30,7 +30,7 @@ class GradientWatch {
   bool zeroed() const;
 
  private:
-  std::vector<NamedTensor> parameters_;
+  std::vector<torch::Tensor> parameters_;
   std::vector<std::pair<const void*, std::int64_t>> identities_;  // of each .grad: the tensor and its version
   DataWatch data_;
 };

@@ -5,7 +5,6 @@
 
 #include <utility>
 
-
 namespace lockstep {
 namespace {
 
@@ -15,6 +14,7 @@ const void* pointer_to(const torch::Tensor& gradient) {
 
 std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> gradients;
+  gradients.reserve(parameters.size());
   for (const torch::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   return gradients;
 }
@@ -35,13 +35,14 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
                                                const StepSettings& settings) {
   if (block_) block_->require_in_place();
   StepSettings all = settings;
-  all["gradients written by hand since backward()"] = watch_.changed() ? 1 : 0;
+  all.push_back({"gradients written by hand since backward()", watch_.changed() ? 1.0 : 0.0});
   agreement_.step(all);
   if (block_) block_->begin_write();
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();
   WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
+  gradients.pointers.reserve(parameters.size() * current_.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
     for (auto& list : current_) {

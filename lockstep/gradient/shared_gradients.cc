@@ -112,6 +112,7 @@ SharedGradients::Source& SharedGradients::current_source() {
 
 void SharedGradients::take_grads(Source& source) const {
   source.gradients.clear();
+  source.gradients.reserve(parameters_.size());
   for (const auto& [name, parameter] : parameters_)
     source.gradients.push_back(source.batches.samples > 0 ? parameter.grad() : torch::Tensor());
 }
@@ -191,6 +192,7 @@ WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>
   if (!is_published_) finish();
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};
+  gradients.pointers.reserve(parameters.size() * table_->rows());
   agreement_.step(settings);  // barrier 2
   if (options_.block) options_.block->begin_write();
   for (const torch::Tensor& parameter : parameters) {

@@ -73,16 +73,16 @@ double lr_of(const torch::optim::OptimizerParamGroup& group) try {
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
   StepSettings settings;
-  double number = 0;
-  double& frozen = settings["a checksum of which parameters are frozen"];
+  double number = 0, frozen = 0;
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
-    settings[concat("lr of parameter group ", i)] = lr_of(group);
+    settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
     for (const torch::Tensor& parameter : group.params()) {
       number += 1;
       frozen += parameter.requires_grad() ? 0 : number * number;
     }
   }
+  settings.push_back({"a checksum of which parameters are frozen", frozen});
   return settings;
 }
 
@@ -104,6 +104,7 @@ Values values_of(const std::vector<NamedTensor>& parameters) {
   constexpr std::int64_t kElements = 16;
   Values values;
   std::string bytes;
+  bytes.reserve(parameters.size() * kElements * sizeof(double));
   for (const auto& [name, parameter] : parameters) {
     values.writes += parameter._version();
     if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
@@ -284,12 +285,15 @@ class DistributedDataParallel::Impl {
       settings = own->settings();
     else if (optimizer_ != nullptr)
       settings = settings_of(*optimizer_);
-    settings["parameters written since the last exchange, by step() or otherwise,"] =
-        values_of(parameters_) == values_ ? 0 : 1;
+    settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
+                        values_of(parameters_) == values_ ? 0.0 : 1.0});
     return settings;
   }
 
-  void note_values() { values_ = values_of(parameters_); }
+  // Only there: in shared memory a rank that writes alone is found in other ways.
+  void note_values() {
+    if (exchange_->mean_in_grad()) values_ = values_of(parameters_);
+  }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
@@ -309,7 +313,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  Values values_;                         // of parameters_ after the last exchange
+  Values values_;  // through buckets: of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
