@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged test soak cuda bench bench-hosts format clean
+.PHONY: help demo wheel deb packaged docs test soak cuda bench bench-hosts format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -35,6 +35,11 @@ deb: setup-wheel packaged  ## packs command, library and headers as a Debian pac
 packaged:
 	cmake --preset release
 	cmake --build --preset release --target packaged -j $(JOBS)
+
+docs: export PYTHONPATH = $(CURDIR)/.deps/docs-tools
+docs: setup-docs  ## makes the documentation as a site in build/docs/html/
+	rm -rf build/docs docs/api
+	python3 -m sphinx --quiet --fail-on-warning --jobs auto -d build/docs/doctrees -c docs/site . build/docs/html
 
 test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
 
@@ -80,4 +85,4 @@ format:  ## formats the sources with clang-format
 	git ls-files '*.h' '*.cc' | xargs clang-format -i
 
 clean:  ## removes every build
-	rm -rf build
+	rm -rf build docs/api

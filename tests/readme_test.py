@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Types what README.md says under "The command", with the command $1, in a clean folder.
+"""Types what README.md says under "The command", with the command $1, in a clean folder. follow() does so for a tutorial.
 
 Placeholders get a value, training is cut to a few steps, and each benchmark's name is looked up in the help. A line that is
 not handled here fails the test, so a new one in the README can't go untested.
@@ -48,6 +48,32 @@ def typed(words, folder):
     if words[1] in ("verify", "data", "env"):
         return [words]
     raise SystemExit(f"README.md: nobody has told this test how to type {shlex.join(words)}")
+
+
+def follow(page, folder, type_in, done):
+    """Does in the folder what a tutorial says.
+
+    A block after "write `NAME`:" is the file NAME. One without a language is commands; the block `done` has been typed already.
+    One of ```text is how their output ends, and decimal numbers in it are rounded or differ by less than 5 %. Any other block
+    fails the test, so nothing on the page goes untested.
+    """
+    output = ""
+    blocks = re.compile(r"(?:write `([^`\n]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    for name, language, text in blocks.findall(page.read_text()):
+        if name:
+            (folder / name).write_text(text)
+        elif language == "text":
+            expect_output(text.split(), output.split()[-len(text.split()):])
+        elif language:
+            raise SystemExit(f"{page}: nobody has told this test what to do with a block of {language}")
+        elif text != done:
+            output = type_in(text)
+
+
+def expect_output(expected, words):
+    for want, got in zip(expected, words, strict=True):
+        if got != want and not (re.fullmatch(r"\d+\.\d+", want) and abs(float(got) / float(want) - 1) < 0.05):
+            raise SystemExit(f"{' '.join(expected)} was promised, not {' '.join(words)}")
 
 
 def main():

@@ -3,7 +3,7 @@
 """Installs the wheel of the folder $1 into a fresh virtual environment in an empty folder, and uses it as README.md says.
 
 Everything runs there, with no build folder about. Torch is a copy of .deps/libtorch, so nothing is fetched. Without a
-compiler: the command, the Python module and its tests. With one: a C++ program.
+compiler: the command, the Python module and its tests. With one: what docs/tutorial.md says.
 """
 
 import os
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from readme_test import follow
 from torch_without_cuda import add_missing_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,15 +122,10 @@ def check_other_torch(venv):
     version.write_text(text)
 
 
-def build_own_program(venv):
-    prefix = venv.run("lockstep", "env", "--cmake-prefix").strip()
-    shutil.copytree(ROOT / "examples", venv.folder / "examples")
-    cmake = ["-S", "examples", "-B", "own", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"]
-    venv.run("cmake", *cmake, environment=venv.with_compiler)
-    venv.run("cmake", "--build", "own", "--target", "own_loop", environment=venv.with_compiler)
-    output = venv.run("lockstep", "run", "--nproc-per-node", "2", "--", "own/own_loop")
-    if "epoch 1 loss 0." not in output:
-        raise SystemExit("the program of one's own did not train")
+def follow_tutorial(venv):
+    (venv.folder / "tutorial").mkdir()
+    follow(ROOT / "docs/tutorial.md", venv.folder / "tutorial", done=readme_says(),
+           type_in=lambda text: venv.run("bash", "-e", "-x", "-c", f"cd tutorial\n{text}", environment=venv.with_compiler))
 
 
 def main():
@@ -142,7 +138,7 @@ def main():
         expect_from(folder, libraries_of_the_command(venv))
         shutil.copytree(ROOT / "python/tests", folder / "tests")
         venv.run("python", "-m", "unittest", "discover", "-s", "tests", environment=venv.with_compiler)
-        build_own_program(venv)
+        follow_tutorial(venv)
         check_other_torch(venv)
     print("the wheel works")
 

