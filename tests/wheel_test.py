@@ -22,6 +22,8 @@ DEPS = ROOT / ".deps"
 # Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
 MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")
 
+LOCKSTEP_RUN = ("lockstep", "run", "--nproc-per-node", "2", "--")
+
 LOADED = """
 def loaded():
     with open("/proc/self/maps") as maps:
@@ -43,8 +45,9 @@ class Venv:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         self.bin = folder / "venv/bin"
         self.packages = next((folder / "venv/lib").glob("python*/site-packages"))
-        for wheels in ("libtorch", "torch-imports"):
-            shutil.copytree(DEPS / wheels, self.packages, copy_function=link_or_copy, dirs_exist_ok=True)
+        for wheels in ("libtorch", "torch-imports", "frameworks"):
+            stamp = shutil.ignore_patterns(".complete")  # a second one would be written over the first, which is a link
+            shutil.copytree(DEPS / wheels, self.packages, ignore=stamp, copy_function=link_or_copy, dirs_exist_ok=True)
         add_missing_libraries(self.packages)
         self.without_compiler = {"PATH": str(self.bin), "HOME": str(folder), "TMPDIR": str(folder)}
         self.with_compiler = {**self.without_compiler, "PATH": f"{self.bin}:{os.environ['PATH']}"}
@@ -121,13 +124,20 @@ def check_other_torch(venv):
     version.write_text(text)
 
 
+def train_in_python(venv):
+    """As docs/python-frameworks.md says."""
+    for start, framework in ((LOCKSTEP_RUN, "pytorch"), ((), "lightning"), (LOCKSTEP_RUN, "accelerate")):
+        output = venv.run(*start, "python", f"examples/{framework}_training.py")
+        if not re.search(r"^accuracy (0.9|1)", output, re.MULTILINE):
+            raise SystemExit(f"with {framework} nothing was learned")
+
+
 def build_own_program(venv):
     prefix = venv.run("lockstep", "env", "--cmake-prefix").strip()
-    shutil.copytree(ROOT / "examples", venv.folder / "examples")
     cmake = ["-S", "examples", "-B", "own", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}"]
     venv.run("cmake", *cmake, environment=venv.with_compiler)
     venv.run("cmake", "--build", "own", "--target", "own_loop", environment=venv.with_compiler)
-    output = venv.run("lockstep", "run", "--nproc-per-node", "2", "--", "own/own_loop")
+    output = venv.run(*LOCKSTEP_RUN, "own/own_loop")
     if "epoch 1 loss 0." not in output:
         raise SystemExit("the program of one's own did not train")
 
@@ -142,6 +152,8 @@ def main():
         expect_from(folder, libraries_of_the_command(venv))
         shutil.copytree(ROOT / "python/tests", folder / "tests")
         venv.run("python", "-m", "unittest", "discover", "-s", "tests", environment=venv.with_compiler)
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        train_in_python(venv)
         build_own_program(venv)
         check_other_torch(venv)
     print("the wheel works")
