@@ -34,17 +34,36 @@ def mlp():
 
 
 def alexnet():
-    from torchvision import models
-    return models.alexnet()
+    def conv(inputs, outputs, *arguments):
+        return nn.Conv2d(inputs, outputs, *arguments), nn.ReLU(inplace=True)
+
+    return nn.Sequential(
+        *conv(3, 64, 11, 4, 2), nn.MaxPool2d(3, 2), *conv(64, 192, 5, 1, 2), nn.MaxPool2d(3, 2), *conv(192, 384, 3, 1, 1),
+        *conv(384, 256, 3, 1, 1), *conv(256, 256, 3, 1, 1), nn.MaxPool2d(3, 2), nn.AdaptiveAvgPool2d(6), nn.Flatten(),
+        nn.Dropout(), nn.Linear(9216, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 4096),
+        nn.ReLU(inplace=True), nn.Linear(4096, 1000))
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.shortcut(x), inplace=True)
 
 
 def resnet18():
     """ResNet-18 as it is for images of 32 x 32: a first convolution of 3 x 3, no pooling after it."""
-    from torchvision import models
-    net = models.resnet18(num_classes=10)
-    net.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-    net.maxpool = nn.Identity()
-    return net
+    layers, inputs = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)], 64
+    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 class Block(nn.Module):

@@ -59,6 +59,9 @@ struct DistributedDataParallelOptions {
   // dense gradient.
   std::set<std::string> sparse_parameters{};
 
+  // true: a plain loss.backward() is an error: it does not say how many samples it was for.
+  bool require_samples = false;
+
   // Another way to sum a bucket (lockstep/communication_hook.h). The sum then differs from the exact one, so the
   // gradients go through buckets on every rank, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
@@ -98,6 +101,15 @@ class DistributedDataParallel {
   // ranks have arrived. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. Throws PeerLost, and what backward()
   // throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples);
+
+  // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
+  // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last
+  // one. The loss stays unknown (last_batch().mean_loss is NaN). With 0 samples gradients count as zero, and
+  // end_backward() may follow at once. cancel_backward() instead, if it failed: the other ranks get PeerLost with
+  // `reason`. They block and throw as backward() does.
+  void begin_backward(std::int64_t samples);
+  void end_backward();
+  void cancel_backward(const std::string& reason);
 
   // While the guard exists, backward() adds to this rank's .grad and exchanges nothing: for several backward() per
   // step. The next backward() without a guard exchanges their sum: the sum of the mean gradients of them all.

@@ -18,10 +18,16 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "lockstep/world.h"
 
 namespace lockstep {
+
+// What SyncBatchNorm computes in training: (x - mean) / sqrt(variance + eps) for (B, C, ...), with mean and variance (C)
+// over the samples of all ranks; returns {that, mean, unbiased variance}. `world` must outlive the graph. Throws
+// PeerLost.
+std::vector<torch::Tensor> normalise_over_ranks(World& world, const torch::Tensor& input, double eps);
 
 struct SyncBatchNormOptions {
   std::int64_t features = 0;  // C

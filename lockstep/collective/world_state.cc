@@ -47,8 +47,7 @@ std::vector<int> number_by_first_appearance(const std::vector<std::string>& name
   return numbers;
 }
 
-void connect(WorldState& state) {
-  const auto store = connect_store(state.job, state.timeout);
+void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
   const TransportOptions options{.rank = state.rank(),
                                  .size = state.size(),
                                  .describe = state.caller.here,
@@ -63,6 +62,15 @@ void connect(WorldState& state) {
   else
     state.cpu_transport = std::make_unique<Hierarchy>(std::move(inside), topology, store, options);
   if (state.caller.device.is_cuda()) state.cuda_transport = make_nccl(store, options);
+}
+
+// Ranks that were numbered by the program itself need no launcher's variables, or have some of them.
+JobEnvironment job_environment_or_none() {
+  try {
+    return read_job_environment();
+  } catch (const EnvironmentError&) {
+    return {};
+  }
 }
 
 }  // namespace
@@ -118,7 +126,20 @@ World World::from_env(const WorldOptions& options) {
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, options);
   set_log_rank(job.rank, job.world_size);
-  if (job.world_size > 1) connect(*state);
+  if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
+  return World(std::move(state));
+}
+
+World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                             const WorldOptions& options) {
+  JobEnvironment job = job_environment_or_none();
+  job.rank = rank;
+  job.world_size = size;
+  auto state = make_world_state(job, options);
+  if (size == 1) return World(std::move(state));
+  connect(*state, store);
+  state->job = job_of_rank(state->job, rank, state->nodes);
+  state->cores = cores_of(state->job, usable_cores());
   return World(std::move(state));
 }
 

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/transport.h"
@@ -41,6 +43,11 @@ class WorldState {
 
   // The job of a rank, out of the machine of each rank.
   static void place(JobEnvironment& job, int rank, const IntVector<int>& nodes);
+
+  // A world of `size` ranks that meet at `store`, all of which call it; the store is not used for anything else. The
+  // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
+  static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                          const WorldOptions& options = {});
 
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 

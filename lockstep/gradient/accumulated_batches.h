@@ -40,12 +40,23 @@ struct AccumulatedBatches {
     return count == unit ? torch::Tensor() : torch::full_like(loss, count / unit);
   }
 
+  // The same where the loss is not known: returns the factor m_t / unit of its gradients, 0 without samples.
+  double add(std::int64_t more) {
+    const torch::Tensor start = add(more, unknown_loss());
+    if (more == 0) return 0;
+    return start.defined() ? start.item<double>() : 1;
+  }
+
   // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
   void add_unknown() {
     ++backwards;
     unit = 1;
     samples += 1;
-    weighted_loss = torch::full({}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
+    weighted_loss = unknown_loss();
+  }
+
+  static torch::Tensor unknown_loss() {
+    return torch::full({}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
   }
 
   // The factor of this rank's .grad in the sum over ranks, before division by all ranks' samples. Over T backward() the
@@ -54,6 +65,15 @@ struct AccumulatedBatches {
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
+
+inline UsageError unknown_samples(std::string here = {}) {
+  return UsageError({.what = "a backward() whose number of samples is not known",
+                     .here = std::move(here),
+                     .likely = "a loss that does not depend on the output of the DistributedDataParallel: a call of the "
+                               "module inside of it, or an output in which no tensors are found",
+                     .next = "call the DistributedDataParallel and let it return tensors, lists or dicts of them; or "
+                             "give all ranks equal weight"});
+}
 
 inline UsageError after_failed_backward(std::string here = {}) {
   return UsageError({.what = "backward() was called after one that failed half-way",

@@ -78,8 +78,18 @@ class Reducer::Impl {
     forget_dropped_gradients();
     const torch::Tensor start = batches_.add(samples, loss);
     start_exchange();
-    if (some_are_unused_) pack_unused(loss);
+    if (some_are_unused_) pack_unused(reached_by(loss));
     return start;
+  }
+
+  double begin(std::int64_t samples) {
+    const std::lock_guard lock(mutex_);
+    if (is_active_) throw after_failed_backward(world_.describe());
+    forget_dropped_gradients();
+    const double factor = batches_.add(samples);
+    start_exchange();
+    if (some_are_unused_ && samples > 0) pack_unused(reached_by_this_backward());
+    return factor;
   }
 
   BatchTotals finish() {
@@ -96,6 +106,19 @@ class Reducer::Impl {
     const auto stop = c10::make_scope_exit([this] { is_accumulating_ = false; });
     if (samples > 0) loss.backward(start);
     is_active_ = false;
+    accumulated_.remember(all_);
+  }
+
+  double begin_accumulating(std::int64_t samples) {
+    if (is_active_) throw after_failed_backward(world_.describe());
+    forget_dropped_gradients();
+    const double factor = batches_.add(samples);
+    is_accumulating_ = is_active_ = true;
+    return factor;
+  }
+
+  void end_accumulating() {
+    is_accumulating_ = is_active_ = false;
     accumulated_.remember(all_);
   }
 
@@ -123,8 +146,7 @@ class Reducer::Impl {
   }
 
   // Parameters that this backward() will not reach would hold their buckets back until its end.
-  void pack_unused(const torch::Tensor& loss) {
-    const auto reached = reached_by(loss);
+  void pack_unused(const std::function<bool(const torch::Tensor&)>& reached) {
     for_each_slot([&](Slot& slot) {
       if (!reached(slot.parameter.tensor)) slot.pack(batches_.samples > 0, weight());
     });
@@ -134,6 +156,7 @@ class Reducer::Impl {
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
   // finish().
   void start_by_itself() {
+    if (options_.require_samples) throw unknown_samples(world_.describe());
     batches_.add_unknown();
     start_exchange();
     torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
@@ -340,8 +363,11 @@ Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const 
     : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
 torch::Tensor Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
+double Reducer::begin(std::int64_t samples) { return impl_->begin(samples); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
 void Reducer::accumulate(std::int64_t samples, const torch::Tensor& loss) { impl_->accumulate(samples, loss); }
+double Reducer::begin_accumulating(std::int64_t samples) { return impl_->begin_accumulating(samples); }
+void Reducer::end_accumulating() { impl_->end_accumulating(); }
 const ReducerStatistics& Reducer::statistics() const { return impl_->statistics(); }
 
 }  // namespace lockstep

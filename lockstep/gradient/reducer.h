@@ -60,6 +60,8 @@ struct ReducerOptions {
 
   // What every rank must have alike at the beginning of each exchange.
   std::function<StepSettings()> settings{};
+
+  bool require_samples = false;  // a plain loss.backward(), whose number of samples is not known, is a UsageError
 };
 
 struct ReducerStatistics {      // since the start, on this rank
@@ -85,12 +87,20 @@ class Reducer {
   // the ranks no longer agree on what was exchanged.
   torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss);
 
+  // The same inside of a backward() that runs elsewhere, before the first gradient of a parameter. Returns the factor by
+  // which its gradients must be multiplied; 0 without samples.
+  double begin(std::int64_t samples);
+
   // After that backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all. Throws PeerLost.
   BatchTotals finish();
 
   // Instead of both: runs loss.backward(), whose gradients add to .grad until a later backward() exchanges the sum.
   // Sends nothing. Throws what backward() throws, and as begin().
   void accumulate(std::int64_t samples, const torch::Tensor& loss);
+
+  // The same around a backward() that runs elsewhere; as begin(samples).
+  double begin_accumulating(std::int64_t samples);
+  void end_accumulating();
 
   const ReducerStatistics& statistics() const;
 

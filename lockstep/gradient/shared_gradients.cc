@@ -72,12 +72,16 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 }
 SharedGradients::~SharedGradients() = default;
 
-void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+SharedGradients::Source& SharedGradients::begin_source() {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
   forget_dropped_gradients();
-  Source& source = current_source();
+  return current_source();
+}
+
+void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
+  Source& source = begin_source();
   const torch::Tensor start = source.batches.add(samples, loss);
   if (samples > 0) {
     failed_ = true;  // unless backward() returns
@@ -88,6 +92,18 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
   if (options_.shards == 0) return;
   take_grads(source);
   for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
+}
+
+double SharedGradients::begin(std::int64_t samples) {
+  const double factor = begin_source().batches.add(samples);
+  failed_ = true;  // unless end() is called
+  scope_.emplace(gradient_memory_);
+  return factor;
+}
+
+void SharedGradients::end() {
+  scope_.reset();
+  failed_ = false;
 }
 
 // After a zero_grad() without a step() before it, what was counted until then no longer counts.
@@ -117,8 +133,12 @@ void SharedGradients::take_grads(Source& source) const {
 }
 
 BatchTotals SharedGradients::finish() {
+  if (options_.block) options_.block->require_not_moved();  // copies have the size of the parameters as they were
   Source& first = sources_.front();
-  if (first.batches.backwards == 0) first.batches.add_unknown();  // after a plain loss.backward()
+  if (first.batches.backwards == 0) {  // after a plain loss.backward()
+    if (options_.require_samples) throw unknown_samples();
+    first.batches.add_unknown();
+  }
   if (options_.shards == 0) take_grads(first);
   table_->begin_exchange();
   for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
@@ -181,8 +201,8 @@ void SharedGradients::require_unchanged_grads() const {
         {.what = concat("the gradient of ", parameters_[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
-         .next = "clip with optimizer.set_clipping(); or give DistributedDataParallel the option "
-                 "mean_in_grad = true"});
+         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
+                 "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
 }
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,

@@ -28,6 +28,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -49,6 +50,8 @@ struct SharedGradientsOptions {
   // docs/design/fused-step.md. 0: the gradients of all backward() of a step add up.
   int shards = 0;
 
+  bool require_samples = false;  // a plain loss.backward(), whose number of samples is not known, is a UsageError
+
   // Called at the end of each finish(), also of the one that begin_update() makes after a plain loss.backward().
   std::function<void(const BatchTotals&)> on_finished{};
 };
@@ -63,6 +66,13 @@ class SharedGradients : public GradientSource {
   // Runs loss.backward(), which leaves the gradients where the other ranks can read them. loss: the mean over `samples`
   // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
   void backward(const torch::Tensor& loss, std::int64_t samples);
+
+  // The same around a backward() that runs elsewhere. begin() on the thread that runs it, before the first gradient of a
+  // parameter; returns the factor by which its gradients must be multiplied, 0 without samples. end() after the last
+  // one; cancel() instead, if it failed.
+  double begin(std::int64_t samples);
+  void end();
+  void cancel() { scope_.reset(); }
 
   // After a backward() in no_sync(): gradients must be published again before the next step, and a zero_grad() from now on
   // drops what was accumulated.
@@ -88,6 +98,7 @@ class SharedGradients : public GradientSource {
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
 
+  Source& begin_source();
   Source& current_source();
   void forget_dropped_gradients();
   void take_grads(Source& source) const;
@@ -103,6 +114,7 @@ class SharedGradients : public GradientSource {
   SharedGradientsOptions options_;
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   GradientMemory gradient_memory_;
+  std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
   std::vector<Source> sources_;
   std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]

@@ -2,6 +2,7 @@
 #include "lockstep/gradient/unused_parameters.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
@@ -33,6 +34,12 @@ std::unordered_set<const Node*> nodes_behind(const torch::Tensor& loss) {
 std::function<bool(const torch::Tensor&)> reached_by(const torch::Tensor& loss) {
   return [nodes = nodes_behind(loss)](const torch::Tensor& parameter) {
     return nodes.contains(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
+  };
+}
+
+std::function<bool(const torch::Tensor&)> reached_by_this_backward() {
+  return [nodes = torch::autograd::get_current_graph_task_nodes_in_graph()](const torch::Tensor& parameter) {
+    return nodes->contains(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
   };
 }
 

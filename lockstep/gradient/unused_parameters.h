@@ -15,4 +15,7 @@ namespace lockstep {
 // leaf that requires a gradient); valid as long as `loss` exists. loss undefined: it reaches none.
 std::function<bool(const torch::Tensor& parameter)> reached_by(const torch::Tensor& loss);
 
+// The same for the backward() that runs on this thread; valid until it ends.
+std::function<bool(const torch::Tensor& parameter)> reached_by_this_backward();
+
 }  // namespace lockstep

@@ -38,7 +38,7 @@ UsageError written(const std::string& name) {
   return UsageError({.what = concat("parameter ", name,
                                     " was written between two steps, while all ranks of this machine "
                                     "share it"),
-                     .likely = "an update by hand, Module::load or a second optimizer",
+                     .likely = "an update by hand, Module::load, load_state_dict() of the module itself, or a second optimizer",
                      .next = "if every rank wrote the same values, call parameters_written(); else give "
                              "DistributedDataParallel the option share_parameters = false"});
 }
@@ -74,10 +74,15 @@ void ParameterBlock::protect(const std::shared_ptr<std::byte>& memory) {
   guard_.emplace(PageGuard::Kind::kParameters, parts);
 }
 
+void ParameterBlock::require_not_moved() const {
+  for (const auto& [parameter, place, version] : entries_)
+    if (parameter.tensor.numel() > 0 && parameter.tensor.const_data_ptr() != place) throw moved(parameter.name);
+}
+
 void ParameterBlock::require_in_place() const {
+  require_not_moved();
   for (const auto& [parameter, place, version] : entries_) {
     if (parameter.tensor.numel() == 0) continue;
-    if (parameter.tensor.const_data_ptr() != place) throw moved(parameter.name);
     if (version_of(parameter.tensor) != version) throw written(parameter.name);
   }
   if (const auto changed = watch_.changed()) throw written(entries_[*changed].parameter.name);

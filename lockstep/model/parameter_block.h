@@ -37,6 +37,7 @@ class ParameterBlock {
 
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
+  void require_not_moved() const;  // the first half of it
 
   // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
   void begin_write() { write_.emplace(); }

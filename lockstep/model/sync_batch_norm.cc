@@ -79,6 +79,10 @@ class Normalise : public torch::autograd::Function<Normalise> {
 
 }  // namespace
 
+std::vector<torch::Tensor> normalise_over_ranks(World& world, const torch::Tensor& input, double eps) {
+  return Normalise::apply(input, &world, eps);
+}
+
 // In a group of its own its collectives keep their order, even while gradients are exchanged during backward.
 SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options)
     : weight(register_parameter("weight", torch::ones({options.features}))),
@@ -95,7 +99,7 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
          .next = "give (batch, channels, ...)"});
   if (!is_training())
     return torch::batch_norm(input, weight, bias, running_mean, running_var, false, 0, options_.eps, false);
-  const variable_list found = Normalise::apply(input, &world_, options_.eps);
+  const variable_list found = normalise_over_ranks(world_, input, options_.eps);
   {
     const torch::NoGradGuard no_grad;
     running_mean.lerp_(found[1].to(running_mean.scalar_type()), options_.momentum);

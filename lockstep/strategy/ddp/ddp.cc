@@ -4,11 +4,13 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/gradient_factor.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
@@ -138,6 +140,7 @@ class DistributedDataParallel::Impl {
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
+    factor_.emplace(parameters_);
     note_values();
     if (sharing == nullptr) return;
     sharing->attach(exchange_->source());
@@ -160,15 +163,34 @@ class DistributedDataParallel::Impl {
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     exchange_seconds_ = 0;
     exchange_->backward(loss, samples, /*exchanges=*/!no_sync_);
-    if (no_sync_ || !shard_buffers_.finish_shard()) return;
-    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
-    const Stopwatch waiting;
-    exchange_->finish();
-    exchange_seconds_ = waiting.seconds();
-    statistics_.waiting_seconds += exchange_seconds_;
+    if (!no_sync_) finish_backward(samples);
   } catch (const std::exception& error) {
-    if (memory_) memory_->fail(concat("backward() failed: ", error.what()));  // the other ranks need not wait for us
+    fail(error.what());
     throw;
+  }
+
+  void begin_backward(std::int64_t samples) try {
+    exchange_seconds_ = 0;
+    begun_ = {samples, !no_sync_};
+    factor_->set(exchange_->begin(samples, begun_.exchanges));
+  } catch (const std::exception& error) {
+    cancel_backward(error.what());
+    throw;
+  }
+
+  void end_backward() try {
+    factor_->set(1);
+    exchange_->end(begun_.exchanges);
+    if (begun_.exchanges) finish_backward(begun_.samples);
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+
+  void cancel_backward(const std::string& reason) {
+    factor_->set(1);
+    exchange_->cancel();
+    fail(reason);
   }
 
   void write_parameters(const std::function<void()>& write) {
@@ -212,6 +234,20 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  void finish_backward(std::int64_t samples) {
+    if (!shard_buffers_.finish_shard()) return;
+    if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
+    const Stopwatch waiting;
+    exchange_->finish();
+    exchange_seconds_ = waiting.seconds();
+    statistics_.waiting_seconds += exchange_seconds_;
+  }
+
+  // The other ranks need not wait for this one.
+  void fail(const std::string& reason) {
+    if (memory_) memory_->fail(concat("backward() failed: ", reason));
+  }
+
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
     const ParameterWrite write;  // they may be in the block of a DistributedDataParallel that was here before
@@ -234,14 +270,15 @@ class DistributedDataParallel::Impl {
         options_.algorithm == Algorithm::kDirect)
       return exchange_in_shared_memory(
           memory_, trainable(parameters_),
-          {.block = block_, .shards = options_.virtual_shards / world_.size(), .on_finished = on_finished});
+          {.block = block_, .shards = options_.virtual_shards / world_.size(), .require_samples = options_.require_samples, .on_finished = on_finished});
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
                                  .static_graph = options_.static_graph,
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                  .sparse = options_.sparse_parameters,
-                                 .settings = [this] { return settings(); }};
+                                 .settings = [this] { return settings(); },
+                                 .require_samples = options_.require_samples};
     if (!memory_)
       return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
                                       nullptr);
@@ -313,6 +350,11 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
+  std::optional<GradientFactor> factor_;
+  struct {
+    std::int64_t samples = 0;
+    bool exchanges = true;
+  } begun_;  // by begin_backward()
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;
@@ -332,6 +374,9 @@ DistributedDataParallel::~DistributedDataParallel() = default;
 void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
   impl_->backward(loss, samples);
 }
+void DistributedDataParallel::begin_backward(std::int64_t samples) { impl_->begin_backward(samples); }
+void DistributedDataParallel::end_backward() { impl_->end_backward(); }
+void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }

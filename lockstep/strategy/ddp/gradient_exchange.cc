@@ -25,6 +25,15 @@ class ExchangeInSharedMemory : public GradientExchange {
     if (!exchanges) gradients_->accumulated();
   }
 
+  double begin(std::int64_t samples, bool /*exchanges*/) override { return gradients_->begin(samples); }
+
+  void end(bool exchanges) override {
+    gradients_->end();
+    if (!exchanges) gradients_->accumulated();
+  }
+
+  void cancel() override { gradients_->cancel(); }
+
   void finish() override {
     const Stopwatch watch;
     gradients_->finish();
@@ -58,6 +67,16 @@ class ExchangeThroughBuckets : public GradientExchange {
     const torch::Tensor start = reducer_->begin(samples, loss);
     if (samples > 0) loss.backward(start);
   }
+
+  double begin(std::int64_t samples, bool exchanges) override {
+    return exchanges ? reducer_->begin(samples) : reducer_->begin_accumulating(samples);
+  }
+
+  void end(bool exchanges) override {
+    if (!exchanges) reducer_->end_accumulating();
+  }
+
+  void cancel() override {}
 
   void finish() override { reducer_->finish(); }
   std::shared_ptr<GradientSource> source() override { return source_; }

@@ -37,6 +37,13 @@ class GradientExchange {
   // loss: the mean over `samples` samples of this rank; undefined with 0 samples. Throws what backward() throws.
   virtual void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) = 0;
 
+  // The same around a backward() that runs elsewhere. begin() on the thread that runs it, before the first gradient of a
+  // parameter; returns the factor by which its gradients must be multiplied, 0 without samples. Then end(); cancel(), if
+  // it failed.
+  virtual double begin(std::int64_t samples, bool exchanges) = 0;
+  virtual void end(bool exchanges) = 0;
+  virtual void cancel() = 0;
+
   // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost.
   virtual void finish() = 0;
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lockstep backend of torch.distributed: ranks of one machine exchange tensors through shared memory.
+"""lockstep trains one model on many devices and machines.
+
+Two lines of a training loop change:
+
+    optimizer = lockstep.AdamW(model.parameters(), lr=1e-3)      # or SGD, Adam, LAMB, LARS
+    model = lockstep.DistributedDataParallel(model, optimizer)
+
+help(lockstep.DistributedDataParallel) says what that does. lockstep is also a backend of torch.distributed, over which
+PyTorch's own DistributedDataParallel, FSDP and functional collectives run unmodified: the ranks of one machine exchange
+CPU tensors through shared memory. With GPUs beside: init_process_group("cpu:lockstep,cuda:nccl").
 
     import lockstep
     torch.distributed.init_process_group("lockstep")
 
-It serves CPU tensors. With GPUs beside: init_process_group("cpu:lockstep,cuda:nccl").
-
-DistributedDataParallel takes its gradient buckets from the backend, in memory that the ranks share: their all-reduce
-copies nothing. torch does so where the environment says DDP_DISABLE_COMM_MEM=0, which is set here unless the
+PyTorch's DistributedDataParallel takes its gradient buckets from the backend, in memory that the ranks share: their
+all-reduce copies nothing. torch does so where the environment says DDP_DISABLE_COMM_MEM=0, which is set here unless the
 environment says something else.
+
+Errors are lockstep.Error: str() is the whole message, and its parts are the attributes what, here, peer, likely, next.
 """
 
 import os
@@ -23,9 +32,45 @@ if not torch.__version__.startswith("2.11."):
         "  next:   pip install 'torch==2.11.*', or a lockstep for this torch"
     )
 
-from lockstep._C import Error, MismatchError, PeerLost, RendezvousError, create_backend
+from lockstep._C import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    EnvironmentError,
+    Error,
+    MismatchError,
+    NonFiniteError,
+    PeerLost,
+    RendezvousError,
+    SystemError,
+    UsageError,
+    create_backend,
+)
+from lockstep.batch_norm import SyncBatchNorm
+from lockstep.ddp import DistributedDataParallel
+from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm
 
-__all__ = ["Error", "MismatchError", "PeerLost", "RendezvousError"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CheckpointError",
+    "DataError",
+    "DeviceError",
+    "DistributedDataParallel",
+    "EnvironmentError",
+    "Error",
+    "GradientNorm",
+    "LAMB",
+    "LARS",
+    "MismatchError",
+    "NonFiniteError",
+    "PeerLost",
+    "RendezvousError",
+    "SGD",
+    "SyncBatchNorm",
+    "SystemError",
+    "UsageError",
+]
 
 os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 torch.distributed.Backend.register_backend("lockstep", create_backend, devices=["cpu"])

@@ -6,6 +6,14 @@
 
 namespace lockstep::python {
 
-void bind_backend(pybind11::module_& module);  // torch.distributed's backend
+void bind_errors(pybind11::module_& module);      // lockstep's errors as Python exceptions
+void bind_backend(pybind11::module_& module);     // torch.distributed's backend
+void bind_world(pybind11::module_& module);       // World, and batch normalisation over its ranks
+void bind_optimizers(pybind11::module_& module);  // SGD, Adam, AdamW, LAMB, LARS
+void bind_replica(pybind11::module_& module);     // DistributedDataParallel
+
+// Calls `call` in a hook of autograd, which does not hold the GIL. An Error that it throws becomes a Python exception of
+// its kind: autograd itself would make a RuntimeError of it.
+void in_autograd(const std::function<void()>& call);
 
 }  // namespace lockstep::python

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "lockstep/strategy/option_names.h"
+#include "replica.h"
+
+namespace py = pybind11;
+
+namespace lockstep::python {
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+using Options = DistributedDataParallelOptions;
+
+Weights weights_named(const std::optional<std::string>& name) {
+  if (!name) return Weights::kUndecided;
+  if (*name == "samples") return Weights::kSamples;
+  if (*name == "equal") return Weights::kEqual;
+  throw UsageError({.what = "weights='" + *name + "'", .next = "weights='samples', weights='equal' or None"});
+}
+
+std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+                              const std::shared_ptr<Optimizer>& optimizer, const Options& options,
+                              const std::optional<std::string>& weights) {
+  return std::make_shared<Replica>(world, parameters, buffers, optimizer, options, weights_named(weights));
+}
+
+py::dict statistics_of(Replica& replica) {
+  const auto statistics = replica.ddp().statistics();
+  return py::dict(py::arg("exchanges") = statistics.exchanges, py::arg("bytes") = statistics.bytes,
+                  py::arg("exchange_seconds") = statistics.exchange_seconds,
+                  py::arg("waiting_seconds") = statistics.waiting_seconds);
+}
+
+}  // namespace
+
+void bind_replica(py::module_& module) {
+  py::class_<Options>(module, "Options", "Of DistributedDataParallel (lockstep/ddp.h).")
+      .def(py::init())
+      .def_readwrite("bucket_bytes", &Options::bucket_bytes)
+      .def_readwrite("broadcast_buffers", &Options::broadcast_buffers)
+      .def_readwrite("share_parameters", &Options::share_parameters)
+      .def_readwrite("mean_in_grad", &Options::mean_in_grad)
+      .def_readwrite("find_unused_parameters", &Options::find_unused_parameters)
+      .def_readwrite("static_graph", &Options::static_graph)
+      .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
+      .def_readwrite("ignored", &Options::ignored)
+      .def_readwrite("sparse_parameters", &Options::sparse_parameters)
+      .def_readwrite("require_samples", &Options::require_samples)
+      .def("set_algorithm",
+           [](Options& options, const std::string& name) { options.algorithm = value_named<Algorithm>(name, "algorithm"); })
+      .def("set_hook", [](Options& options, const std::string& name, double amount) {
+        options.hook = make_hook({.kind = value_named<Compression>(name, "hook"), .amount = amount});
+      });
+  py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica", "The C++ side of a DistributedDataParallel.")
+      .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"), py::arg("optimizer"),
+           py::arg("options"), py::arg("weights"))
+      .def("watch", &Replica::watch, py::arg("outputs"), py::arg("samples"))
+      .def("set_samples", &Replica::set_samples)
+      .def("skip_batch", &Replica::skip_batch, Release())
+      .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
+      .def_property_readonly("mean_in_grad", [](Replica& replica) { return replica.ddp().mean_in_grad(); })
+      .def_property_readonly("samples_of_last_batch", [](Replica& replica) { return replica.ddp().last_batch().samples; })
+      .def_property_readonly("statistics", &statistics_of)
+      .def(
+          "write_parameters",
+          [](Replica& replica, const py::function& write) {
+            const py::gil_scoped_release release;
+            replica.ddp().write_parameters([&] {
+              const py::gil_scoped_acquire acquire;
+              write();
+            });
+          })
+      .def("parameters_written", [](Replica& replica) { replica.ddp().parameters_written(); }, Release());
+}
+
+}  // namespace lockstep::python

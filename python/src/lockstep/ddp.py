@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedDataParallel over lockstep's C++ step: see the class."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from lockstep import _C
+from lockstep.optim import _Optimizer
+
+__all__ = ["DistributedDataParallel"]
+
+_worlds: dict[Any, _C.World] = {}  # by process group, None for the launcher's, and device
+
+
+def world_of(process_group: dist.ProcessGroup | None, device: torch.device) -> _C.World:
+    """The ranks of a process group: given, else the default one, else those that the launcher started. Blocks at first."""
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    key = process_group, device.type
+    if key not in _worlds:
+        _worlds[key] = _launched_world(device) if process_group is None else _world_of_group(process_group, device)
+    return _worlds[key]
+
+
+def _launched_world(device: torch.device) -> _C.World:
+    world = _C.World.from_env(device)
+    if world.size == 1 and multiprocessing.parent_process() is not None:
+        warnings.warn(
+            "lockstep: this process trains alone: no launcher has started it, and torch.distributed is not initialised. "
+            "Call torch.distributed.init_process_group() in spawned processes",
+            stacklevel=4,
+        )
+    return world
+
+
+def _world_of_group(group: dist.ProcessGroup, device: torch.device) -> _C.World:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        _C.usage_error("a process group that this rank is not in", next="make DistributedDataParallel on its ranks only")
+    store = dist.PrefixStore(f"lockstep/world/{device.type}", distributed_c10d._world.pg_map[group][1])
+    return _C.World.over_store(store, dist.get_rank(group), dist.get_world_size(group), device)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+class DistributedDataParallel(nn.Module):
+    """Data parallel training with a replica of the model in every rank, exchanged and updated by lockstep.
+
+        optimizer = lockstep.AdamW(model.parameters(), lr=1e-3)
+        model = lockstep.DistributedDataParallel(model, optimizer)
+        for x, y in loader:
+            loss = loss_function(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Every rank makes it at the same time, with the same model, and makes the same calls in the same order. The ranks are
+    those of `process_group`, else of torch.distributed where it is initialised, else those that the launcher (lockstep
+    run, torchrun, srun, mpirun) has started.
+
+    With one of lockstep's optimizers the ranks of a machine share one copy of the parameters and of the optimizer's
+    state. If all ranks are on one machine nothing is sent: backward() leaves this rank's own gradient in .grad, and
+    step() sums the gradients of all ranks and updates in one pass. Otherwise, and with `mean_in_grad` or a `hook`,
+    gradients are all-reduced in buckets, and .grad is the mean after backward(). With any other optimizer give the model
+    alone: .grad is then the mean, and every rank has its own parameters.
+
+    The mean is over samples: a rank with m of all n samples counts m / n, and one with an empty batch counts nothing.
+    The loss has to be the mean over this rank's samples. How many these are is dimension 0 of the tensors given to
+    forward(); several forwards that one backward() passes through add up. Where the tensors differ in dimension 0 all
+    ranks count alike instead, which is said once. `weights` decides it: "samples" (an error where the number is not
+    known), "equal", or None as described. samples() gives the number of one backward().
+
+    Args:
+        module: on the CPU, or on CUDA in a build with it. Its parameters move to memory that the ranks share.
+        optimizer: holds no other parameters; makes no step before.
+        broadcast_buffers: rank 0's buffers go to every rank after each backward().
+        find_unused_parameters: False makes a parameter without a gradient an error. True costs nothing before a step
+            has left one out.
+        static_graph, gradient_as_bucket_view, bucket_cap_mb: as in PyTorch, for gradients that go through buckets.
+        share_parameters: False: every rank has its own parameters and state.
+        mean_in_grad: True: .grad is the mean after backward(), as in PyTorch; slower.
+        hook, hook_amount: a lossy sum: "fp16", "bf16", "powersgd" (rank), "2bit" (threshold) or "topk" (share).
+        algorithm: of the all-reduce, for comparison: "direct", "ring", and on one machine "central", "tree".
+
+    Raises UsageError (an optimizer of other parameters), MismatchError on all ranks (models that differ), DeviceError,
+    PeerLost, RendezvousError.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        weights: str | None = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = True,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float = 25,
+        share_parameters: bool = True,
+        mean_in_grad: bool = False,
+        hook: str | None = None,
+        hook_amount: float = 0,
+        algorithm: str = "direct",
+    ) -> None:
+        super().__init__()
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
+        self.module = module
+        self._arguments = {name: value for name, value in locals().items() if name in _KEPT_ARGUMENTS}
+        self._connect(optimizer, process_group)
+
+    def _connect(self, optimizer: torch.optim.Optimizer | None, process_group: dist.ProcessGroup | None) -> None:
+        parameters = list(self.module.named_parameters(remove_duplicate=False))
+        buffers = list(self.module.named_buffers(remove_duplicate=False))
+        self.device = parameters[0][1].device if parameters else torch.device("cpu")
+        self._world = world_of(process_group, self.device)
+        self._optimizer = optimizer
+        own = isinstance(optimizer, _Optimizer)
+        native = optimizer._make_native() if own else None
+        if optimizer is not None and not own:
+            _require_parameters_of(self.module, optimizer)
+        self._replica = _C.Replica(
+            self._world, parameters, buffers, native, self._options(), self._arguments["weights"]
+        )
+        if own:
+            optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
+            self._world.barrier()  # the optimizer's state is what every rank has written
+
+    def _options(self) -> _C.Options:
+        options = _C.Options()
+        for name, value in self._arguments.items():
+            if hasattr(options, name):
+                setattr(options, name, value)
+        options.bucket_bytes = max(1, int(self._arguments["bucket_cap_mb"] * 2**20))
+        options.ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        options.sparse_parameters = _sparse_parameters(self.module)
+        options.require_samples = self._arguments["weights"] != "equal" and self._world.size > 1
+        options.set_algorithm(self._arguments["algorithm"])
+        if self._arguments["hook"] is not None:
+            options.set_hook(self._arguments["hook"], self._arguments["hook_amount"])
+        return options
+
+    # ---- A step
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. Blocks in nothing and sends nothing."""
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
+            self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else None)
+        return output
+
+    def samples(self, count: int) -> None:
+        """The next backward() counts this many samples of this rank, whatever was given to forward(). 0: an empty batch."""
+        self._replica.set_samples(count)
+
+    def skip_batch(self) -> None:
+        """Instead of forward and backward() on a rank that has no batch for this step. step() follows as on every rank.
+
+        Blocks as backward() does."""
+        self._replica.skip_batch()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it backward() adds to this rank's .grad and exchanges nothing; the next one outside exchanges the sum."""
+        before = self._replica.no_sync
+        self._replica.no_sync = True
+        try:
+            yield
+        finally:
+            self._replica.no_sync = before
+
+    @contextmanager
+    def join(self, enable: bool = True) -> Iterator[None]:
+        """For ranks that may have different numbers of batches: around the loop, with one step() per batch.
+
+        A rank that leaves the loop takes part in the steps of the others without samples, until none has any. The
+        learning rate has to be the same on all ranks then, too. Needs the optimizer."""
+        if enable and self._optimizer is None:
+            _C.usage_error("join() without an optimizer", next="give DistributedDataParallel the optimizer as well")
+        yield
+        while enable:
+            self.skip_batch()
+            if self.samples_of_last_batch == 0:
+                return
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    # ---- Parameters
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's. Every rank calls it with the same values. Blocks until all ranks have loaded."""
+        if assign:
+            _C.usage_error("load_state_dict(assign=True) on parameters that ranks share", next="leave assign out")
+        return self.write_parameters(lambda: super(DistributedDataParallel, self).load_state_dict(state_dict, strict))
+
+    def write_parameters(self, write: Callable[[], Any]) -> Any:
+        """Calls write(), in which every rank writes the same values into parameters, and returns what it returns.
+
+        Blocks until all ranks are here, and again until all have written."""
+        self._world.barrier()
+        results = []
+        self._replica.write_parameters(lambda: results.append(write()))
+        return results[0]
+
+    def parameters_written(self) -> None:
+        """Every rank has just written the same values into parameters by other means. Blocks until all have."""
+        self._replica.parameters_written()
+
+    # ---- What is known
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among the ranks that train together."""
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks train together."""
+        return self._world.size
+
+    @property
+    def samples_of_last_batch(self) -> int:
+        """Of the last exchange, over all ranks. With equal weights: the number of ranks that had a batch."""
+        return self._replica.samples_of_last_batch
+
+    @property
+    def mean_in_grad(self) -> bool:
+        """Whether .grad is the mean over all ranks between backward() and step(), or this rank's own gradient."""
+        return self._replica.mean_in_grad
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """Since the start, on this rank: exchanges, bytes, exchange_seconds, waiting_seconds."""
+        return self._replica.statistics
+
+    # ---- Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without connections and optimizer. Copying or loading it makes new ones: every rank does so at the same time."""
+        return {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect(None, None)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Not here: give DistributedDataParallel the name of a hook."""
+        _C.usage_error("register_comm_hook()", next='DistributedDataParallel(..., hook="bf16"), or another of its names')
+
+
+_KEPT_ARGUMENTS = (
+    "weights", "broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
+    "share_parameters", "mean_in_grad", "hook", "hook_amount", "algorithm",
+)  # fmt: skip
+_CONNECTIONS = ("_world", "_replica", "_optimizer")
+
+
+def _require_parameters_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                _C.usage_error(
+                    f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
+                    next="make the optimizer from module.parameters()",
+                )
+
+
+def _sparse_parameters(module: nn.Module) -> set[str]:
+    sparse = {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
+    }
+    return {name for name, parameter in module.named_parameters() if id(parameter) in sparse}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep's errors as Python exceptions: lockstep.Error and a class for each kind. str() is the whole message; its parts
+// are the attributes what, here, peer, likely and next.
+#include "lockstep/error.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <map>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace lockstep::python {
+namespace {
+
+constexpr const char* kDoc =
+    "What lockstep raises. str() is the whole message; its parts are the attributes\n"
+    "what (happened), here, peer (the other rank), likely (the likely cause) and next (what to do); '' where there is none.";
+
+constexpr std::array kKinds = {"UsageError",  "EnvironmentError", "RendezvousError", "MismatchError",  "PeerLost",
+                               "DeviceError", "DataError",        "CheckpointError", "NonFiniteError", "SystemError"};
+
+// By kind; "" is their base. Never destroyed: the interpreter may be gone before.
+std::map<std::string, PyObject*>& classes() {
+  static auto* const all = new std::map<std::string, PyObject*>;
+  return *all;
+}
+
+void set_python_error(const Error& error) {
+  const auto found = classes().find(error.kind());
+  const py::handle type = found != classes().end() ? found->second : classes().at("");
+  const py::object instance = type(error.what());
+  const ErrorText& text = error.text();
+  instance.attr("what") = text.what;
+  instance.attr("here") = text.here;
+  instance.attr("peer") = text.peer;
+  instance.attr("likely") = text.likely;
+  instance.attr("next") = text.next;
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    set_python_error(error);
+  }
+}
+
+PyObject* add_class(py::module_& module, const char* name, PyObject* base) {
+  PyObject* const made = PyErr_NewExceptionWithDoc((std::string("lockstep.") + name).c_str(), kDoc, base, nullptr);
+  module.attr(name) = py::handle(made);
+  for (const char* part : {"what", "here", "peer", "likely", "next"}) py::handle(made).attr(part) = "";
+  return made;
+}
+
+}  // namespace
+
+void bind_errors(py::module_& module) {
+  PyObject* const base = classes()[""] = add_class(module, "Error", PyExc_RuntimeError);
+  for (const char* kind : kKinds) classes()[kind] = add_class(module, kind, base);
+  py::register_exception_translator(&translate);
+  module.def(
+      "usage_error",
+      [](const std::string& what, const std::string& here, const std::string& likely, const std::string& next) {
+        throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
+      },
+      py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "",
+      "Raises a UsageError.");
+}
+
+void in_autograd(const std::function<void()>& call) try {
+  call();
+} catch (const Error& error) {
+  const py::gil_scoped_acquire gil;
+  set_python_error(error);
+  python_error raised;
+  raised.persist();
+  throw raised;  // NOLINT(misc-throw-by-value-catch-by-reference): a copy takes references of its own
+}
+
+}  // namespace lockstep::python

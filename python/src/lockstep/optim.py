@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGD, Adam, AdamW, LAMB and LARS: torch.optim.Optimizers whose step() is lockstep's C++.
+
+Given to a DistributedDataParallel, the ranks of a machine share one copy of the parameters and of the state, and step()
+sums the gradients of all ranks and updates in one pass over memory. Without one, step() uses each parameter's .grad.
+
+Schedulers, parameter groups, hooks and closures work as in torch.optim. state_dict() and load_state_dict() have torch's
+format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the other way round.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from lockstep import _C
+
+__all__ = ["SGD", "Adam", "AdamW", "LAMB", "LARS", "GradientNorm"]
+
+# torch.amp.GradScaler says so to every optimizer that applies the loss scale itself, as those here do.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+# Options of torch's that lockstep does not have, and the values that they may have.
+_ONLY = {"dampening": (0,), "amsgrad": (False,), "maximize": (False,), "capturable": (False,), "differentiable": (False,)}
+
+
+class GradientNorm:
+    """The 2-norm of a step's mean gradient before clipping; what clip_grad_norm() returns. float(norm) after step()."""
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+
+    def item(self) -> float:
+        """Raises UsageError before the step()."""
+        if self._value is None:
+            _C.usage_error(
+                "the norm of a gradient whose step() was not made yet",
+                likely="clip_grad_norm() clips inside step(): only there the mean over all ranks is known",
+                next="read it after optimizer.step()",
+            )
+        return self._value
+
+    __float__ = item
+
+    def __repr__(self) -> str:
+        return f"GradientNorm({'not known before step()' if self._value is None else self._value})"
+
+
+class _State(MutableMapping):
+    """optimizer.state: of each parameter that was updated, its tensors by name. They are views: the next step changes them."""
+
+    def __init__(self, optimizer: _Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._optimizer._state_of(parameter)
+
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        self._optimizer._set_state(parameter, state)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._optimizer._set_state(parameter, {})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter in self._parameters() if self[parameter])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Optimizer:
+    """What lockstep's optimizers add to torch's. Stands before a torch.optim.Optimizer among the bases of a class."""
+
+    _name: str  # of the C++ optimizer
+    _keeps_step = True  # torch's state has "step"
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves the loss scale to step()
+
+    _unattached: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state while there is no C++ side
+    _native: _C.Optimizer | None = None  # made by the first step(), or by DistributedDataParallel
+    _pushed: list[dict[str, float]] = []  # the options that it has, of each group
+    _attached = False  # to a DistributedDataParallel
+    _mean_in_grad = True
+    _norm: GradientNorm | None = None
+    _clipping = (0.0, 0.0)  # of the next step: largest norm, largest value
+
+    # ---- step()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
+        """Updates every parameter that has a gradient, and returns the closure's loss if there is a closure.
+
+        With a DistributedDataParallel it blocks until all ranks have updated; every rank calls it, with the same
+        options. The GIL is released meanwhile. `grad_scaler` is passed by torch.amp.GradScaler.step().
+
+        Raises UsageError (.grad or a parameter was changed by hand while ranks share them), MismatchError on all ranks
+        (other options on some rank, or a step that some rank leaves out: nothing was updated), PeerLost.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        native = self._native or self._adopt(self._make_native())
+        self._push_options(native)
+        native.set_clipping(*self._clipping)
+        if grad_scaler is None:
+            native.step()
+        else:
+            self._step_scaled(native, grad_scaler)
+        if self._norm is not None:
+            self._norm._value = native.gradient_norm
+        self._norm, self._clipping = None, (0.0, 0.0)
+        return loss
+
+    def clip_grad_norm(self, max_norm: float) -> GradientNorm:
+        """Clips the mean gradient of all parameters together to this 2-norm, inside the next step().
+
+        In place of torch.nn.utils.clip_grad_norm_, which would clip this rank's share. The same on every rank. Returns
+        the norm before clipping: float() of it is known after the step().
+        """
+        self._clipping = (float(max_norm), self._clipping[1])
+        self._norm = GradientNorm()
+        return self._norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Limits each element of the mean gradient to [-clip_value, clip_value], inside the next step(), after the norm."""
+        self._clipping = (self._clipping[0], float(clip_value))
+
+    def _step_scaled(self, native: _C.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """As torch.amp.GradScaler.step(): without a step if a gradient of any rank is not finite."""
+        mine = scaler._per_optimizer_states[id(self)]
+        if mine["stage"] is OptState.UNSCALED:  # .grad is the mean, or step() refuses it
+            found = any(float(found_inf) for found_inf in mine["found_inf_per_device"].values())
+            if found and self._mean_in_grad:
+                return
+            native.step()
+            return
+        native.set_loss_scale(scaler.get_scale())
+        try:
+            native.step()
+        finally:
+            native.set_loss_scale(None)
+        mine["found_inf_per_device"] = {torch.device("cpu"): torch.full((), float(native.skipped))}
+
+    # ---- Options
+
+    def _values(self, group: dict[str, Any]) -> dict[str, float]:
+        """The group's options as the C++ optimizer calls them."""
+        for name, allowed in _ONLY.items():
+            if group.get(name, allowed[0]) not in allowed:
+                _C.usage_error(
+                    f"{type(self).__name__} with {name}={group[name]}",
+                    likely="an option of torch's optimizer that lockstep does not have",
+                    next="leave it out, or use torch's optimizer with lockstep.DistributedDataParallel(model)",
+                )
+        return self._options_of(group)
+
+    def _options_of(self, group: dict[str, Any]) -> dict[str, float]:
+        values = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+        if "betas" in group:
+            values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
+        for name in ("eps", "momentum", "nesterov", "trust"):
+            if name in group:
+                values[name] = float(group[name])
+        return values
+
+    def _push_options(self, native: _C.Optimizer) -> None:
+        for i, group in enumerate(self.param_groups):
+            values = self._values(group)
+            if values != self._pushed[i]:
+                native.set_options(self._name, i, values)
+                self._pushed[i] = values
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer; before DistributedDataParallel is made. Raises UsageError after that."""
+        if self._attached:
+            _C.usage_error(
+                "a parameter group was added after DistributedDataParallel was made",
+                next="add all groups before it, or make DistributedDataParallel anew",
+            )
+        if self._native is not None:
+            self._detach()
+        super().add_param_group(param_group)
+
+    # ---- The C++ side
+
+    def _make_native(self) -> _C.Optimizer:
+        groups = [(group["params"], self._values(group)) for group in self.param_groups]
+        rule = max((values for _, values in groups), key=lambda values: values.get("momentum", 0))
+        return _C.Optimizer(self._name, groups, rule)
+
+    def _adopt(self, native: _C.Optimizer, attached: bool = False, mean_in_grad: bool = True) -> _C.Optimizer:
+        """From now on `native` steps. It gets the state that there is."""
+        self._detach()
+        self._native, self._attached, self._mean_in_grad = native, attached, mean_in_grad
+        self._pushed = [self._values(group) for group in self.param_groups]
+        state, self._unattached = self._unattached, {}
+        for parameter, tensors in state.items():
+            self._set_state(parameter, tensors)
+        return native
+
+    def _detach(self) -> None:
+        """Takes the state out of the C++ side, which is given up."""
+        if self._native is not None:
+            self._unattached = self._copied_state()
+        self._native, self._attached = None, False
+
+    # ---- State
+
+    @property
+    def state(self) -> _State:
+        return _State(self)
+
+    @state.setter
+    def state(self, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        states = dict(states)
+        if self._native is None:
+            self._unattached = {}
+        for parameter in self.state._parameters() if "param_groups" in self.__dict__ else ():
+            self._set_state(parameter, states.get(parameter, {}))
+
+    def _copied_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        return {
+            parameter: {name: value.clone() for name, value in tensors.items()}
+            for parameter, tensors in self.state.items()
+        }
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._native is None:
+            return self._unattached.get(parameter, {})
+        state = self._native.state_of(parameter)
+        if not self._keeps_step:
+            state.pop("step", None)
+        return state
+
+    def _set_state(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        state = {name: value for name, value in state.items() if value is not None}
+        if self._native is None:
+            self._unattached[parameter] = state
+            return
+        if state:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            state = {name: torch.as_tensor(value).to(dtype) for name, value in state.items()}
+            state["step"] = torch.as_tensor(state.get("step", 1.0), dtype=torch.float32)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                state.setdefault("master", parameter.detach().float())
+        self._native.set_state(parameter, state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state_dict() of this class or of torch's optimizer of the same name. Every rank loads the same one."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, self.state._parameters()):
+            # torch has rounded the state of 16-bit parameters to 16 bits.
+            if parameter.dtype in (torch.float16, torch.bfloat16) and number in state_dict["state"]:
+                self._set_state(parameter, state_dict["state"][number])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state": self._copied_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        rest = {name: value for name, value in state.items() if name != "state"}
+        super().__setstate__(rest)
+        if "state" in state:
+            self.state = state["state"]
+
+
+class SGD(_Optimizer, torch.optim.SGD):
+    """torch.optim.SGD. Dampening must be 0."""
+
+    _name = "sgd"
+    _keeps_step = False
+
+
+class Adam(_Optimizer, torch.optim.Adam):
+    """torch.optim.Adam, without amsgrad."""
+
+    _name = "adam"
+
+    def _options_of(self, group: dict[str, Any]) -> dict[str, float]:
+        if group.get("decoupled_weight_decay"):
+            _C.usage_error("Adam with decoupled_weight_decay=True", next="use lockstep.AdamW")
+        return super()._options_of(group)
+
+
+class AdamW(_Optimizer, torch.optim.AdamW):
+    """torch.optim.AdamW, without amsgrad."""
+
+    _name = "adamw"
+
+
+class LAMB(_Optimizer, torch.optim.Optimizer):
+    """LAMB (You et al., ICLR 2020): Adam whose steps are scaled per parameter. state: step, exp_avg, exp_avg_sq."""
+
+    _name = "lamb"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class LARS(_Optimizer, torch.optim.Optimizer):
+    """LARS (You, Gitman and Ginsburg, 2017): SGD whose rate is scaled per parameter. state: momentum_buffer."""
+
+    _name = "lars"
+    _keeps_step = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        trust: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})

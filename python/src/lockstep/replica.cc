@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "replica.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "bindings.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep::python {
+namespace {
+
+// A tree of modules, so that "0.weight" is the parameter "weight" of the submodule "0": the names and tensors of Python's.
+class Tree : public torch::nn::Module {
+ public:
+  void add(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
+    const auto dot = name.find('.');
+    if (dot != std::string::npos) return child(name.substr(0, dot)).add(name.substr(dot + 1), tensor, is_buffer);
+    if (is_buffer)
+      register_buffer(name, tensor);
+    else
+      register_parameter(name, tensor, tensor.requires_grad());
+  }
+
+ private:
+  Tree& child(const std::string& name) {
+    auto& made = children_by_name_[name];
+    if (made == nullptr) made = register_module(name, std::make_shared<Tree>());
+    return *made;
+  }
+
+  std::map<std::string, std::shared_ptr<Tree>> children_by_name_;
+};
+
+std::shared_ptr<torch::nn::Module> tree_of(const NamedTensors& parameters, const NamedTensors& buffers) {
+  auto tree = std::make_shared<Tree>();
+  for (const auto& [name, tensor] : parameters) tree->add(name, tensor, /*is_buffer=*/false);
+  for (const auto& [name, tensor] : buffers) tree->add(name, tensor, /*is_buffer=*/true);
+  return tree;
+}
+
+std::vector<torch::Tensor> trained(const NamedTensors& parameters) {
+  std::vector<torch::Tensor> tensors;
+  for (const auto& [name, tensor] : parameters)
+    if (tensor.requires_grad()) tensors.push_back(tensor);
+  return tensors;
+}
+
+UsageError unknown_batch(const World& world) {
+  return UsageError({.what = "the number of samples of a batch is not known",
+                     .here = world.describe(),
+                     .likely = "tensors among the arguments of forward() that differ in dimension 0",
+                     .next = "call model.samples(n) before backward(), or make the model with weights='equal'"});
+}
+
+}  // namespace
+
+class Replica::Hook : public torch::autograd::FunctionPreHook {
+ public:
+  Hook(std::weak_ptr<Replica> replica, std::shared_ptr<const Output> output)
+      : replica_(std::move(replica)), output_(std::move(output)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (const auto replica = replica_.lock()) in_autograd([&] { replica->begin(*output_); });
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<Replica> replica_;
+  std::shared_ptr<const Output> output_;
+};
+
+// From begin() to the end of the same backward(). Autograd holds it; if it is gone without end(), backward() failed.
+class Replica::Backward {
+ public:
+  explicit Backward(std::shared_ptr<Replica> replica) : replica_(std::move(replica)) { replica_->in_backward_ = true; }
+  Backward(const Backward&) = delete;
+  Backward& operator=(const Backward&) = delete;
+
+  void end() {
+    ended_ = true;
+    replica_->ddp_.end_backward();
+  }
+
+  ~Backward() {
+    replica_->in_backward_ = false;
+    if (!ended_) replica_->ddp_.cancel_backward("an exception in it");
+  }
+
+ private:
+  std::shared_ptr<Replica> replica_;
+  bool ended_ = false;
+};
+
+Replica::Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+                 std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, Weights weights)
+    : world_(world),
+      module_(tree_of(parameters, buffers)),
+      optimizer_(std::move(optimizer)),
+      ddp_(optimizer_ ? DistributedDataParallel(world, *module_, *optimizer_, options)
+                      : DistributedDataParallel(world, *module_, options)),
+      weights_(weights),
+      parameters_(trained(parameters)) {}
+
+void Replica::watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples) {
+  std::erase_if(outputs_, [](const auto& output) { return output.expired(); });
+  const auto forward = std::make_shared<const Forward>(samples, !no_sync());
+  for (const torch::Tensor& tensor : outputs) {
+    if (!tensor.requires_grad() || tensor.is_leaf()) continue;
+    const auto node = tensor.grad_fn();
+    const auto output = std::make_shared<const Output>(node.get(), forward);
+    outputs_.push_back(output);
+    node->add_pre_hook(std::make_unique<Hook>(weak_from_this(), output));
+  }
+}
+
+void Replica::set_samples(std::int64_t samples) {
+  if (samples < 0) throw UsageError({.what = concat("a batch of ", samples, " samples")});
+  given_samples_ = samples;
+}
+
+void Replica::begin(const Output& reached) {
+  if (in_backward_ || !adds_to_parameters()) return;
+  const auto backward = std::make_shared<Backward>(shared_from_this());
+  try {
+    const auto forwards = forwards_of_this_backward(reached);
+    const bool accumulates = std::ranges::none_of(forwards, &Forward::exchanges);
+    const std::int64_t samples = count(forwards);
+    const NoSyncGuard guard = accumulates ? begin_no_sync() : nullptr;
+    ddp_.begin_backward(samples);
+  } catch (const std::exception& error) {
+    ddp_.cancel_backward(error.what());
+    throw;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([backward] { in_autograd([&] { backward->end(); }); });
+}
+
+// False in torch.autograd.grad(), and in a backward() to inputs that are no parameters.
+bool Replica::adds_to_parameters() const {
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return true;
+  return std::ranges::any_of(parameters_, [&](const torch::Tensor& parameter) {
+    const auto found = wanted->find(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
+    return found != wanted->end() && found->second.needed_;
+  });
+}
+
+// The node where backward() starts is not among its nodes; if it is an output, it is the one that was reached first.
+std::vector<const Replica::Forward*> Replica::forwards_of_this_backward(const Output& reached) const {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  std::set<const Forward*> found{reached.forward.get()};
+  for (const auto& each : outputs_)
+    if (const auto output = each.lock())
+      if (nodes->contains(const_cast<torch::autograd::Node*>(output->node))) found.insert(output->forward.get());
+  return {found.begin(), found.end()};
+}
+
+// What this rank counts in this backward(); 0: nothing.
+std::int64_t Replica::count(const std::vector<const Forward*>& forwards) {
+  std::optional<std::int64_t> samples = 0;
+  for (const Forward* forward : forwards) {
+    if (samples && forward->samples)
+      *samples += *forward->samples;
+    else
+      samples.reset();
+  }
+  if (given_samples_) samples = std::exchange(given_samples_, std::nullopt);
+  decide_weights(samples.has_value());
+  if (weights_ == Weights::kEqual) return samples == 0 ? 0 : 1;
+  if (!samples) throw unknown_batch(world_);
+  return *samples;
+}
+
+// In the first backward(): by samples if every rank knows how many it has. All ranks decide alike, and for good.
+void Replica::decide_weights(bool known) {
+  if (weights_ != Weights::kUndecided) return;
+  const torch::Tensor all = world_.all_gather(torch::tensor({known ? 1 : 0}, torch::kInt64));
+  weights_ = all.all().item<bool>() ? Weights::kSamples : Weights::kEqual;
+  if (weights_ == Weights::kEqual && world_.rank() == 0 && world_.size() > 1)
+    TORCH_WARN(
+        "lockstep: every rank counts alike in the mean gradient: the tensors given to forward() differ in dimension 0, so "
+        "the number of samples is not known. Call model.samples(n) before backward(), or make the model with "
+        "weights='equal'");
+}
+
+void Replica::skip_batch() {
+  given_samples_.reset();
+  decide_weights(/*known=*/true);
+  ddp_.begin_backward(0);
+  ddp_.end_backward();
+}
+
+Replica::NoSyncGuard Replica::begin_no_sync() {
+  return NoSyncGuard(new DistributedDataParallel::NoSync(ddp_.no_sync()));
+}
+
+void Replica::set_no_sync(bool on) {
+  if (on && !no_sync_) no_sync_ = begin_no_sync();
+  if (!on) no_sync_.reset();
+}
+
+}  // namespace lockstep::python

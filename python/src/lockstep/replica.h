@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank's copy of a Python model: C++'s DistributedDataParallel, and the hooks through which Python's own
+// loss.backward() begins and ends an exchange.
+//
+// Flow:    forward -> watch(outputs) -> autograd reaches an output: begin_backward() -> ... -> the end of backward()
+// Owns:    a C++ module tree with the Python model's own parameters, the exchange, the optimizer's C++ side
+// Threads: one thread; hooks run on autograd's thread, without the GIL
+// Ranks:   every rank makes it at the same time and makes the same calls in the same order
+//
+// Note [Samples]
+// A backward() counts the samples of every forward whose outputs it passes through. Which those are is known when it
+// reaches the first output: autograd has the set of all nodes it is going to visit, and each watched output is a node.
+// A forward that no backward() follows therefore counts nothing.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/ddp.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/world.h"
+
+namespace lockstep::python {
+
+using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
+
+enum class Weights { kUndecided, kSamples, kEqual };
+
+class Replica : public std::enable_shared_from_this<Replica> {
+ public:
+  // optimizer: null if it is not one of lockstep's. Blocks; throws as DistributedDataParallel.
+  Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+          std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, Weights weights);
+
+  // After a forward: its outputs, and the samples that it was for; none: not known.
+  void watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples);
+
+  // The next backward() counts this many samples, whatever its forwards did.
+  void set_samples(std::int64_t samples);
+
+  // Takes part in an exchange without a backward(). Blocks.
+  void skip_batch();
+
+  void set_no_sync(bool on);
+  bool no_sync() const { return no_sync_ != nullptr; }
+
+  DistributedDataParallel& ddp() { return ddp_; }
+
+ private:
+  struct Forward {
+    std::optional<std::int64_t> samples;
+    bool exchanges;
+  };
+  // An output of a forward; lives as long as its node.
+  struct Output {
+    const torch::autograd::Node* node;
+    std::shared_ptr<const Forward> forward;
+  };
+  using NoSyncGuard = std::unique_ptr<DistributedDataParallel::NoSync>;
+  class Hook;
+  class Backward;
+
+  void begin(const Output& reached);  // autograd has reached an output
+  bool adds_to_parameters() const;
+  std::vector<const Forward*> forwards_of_this_backward(const Output& reached) const;
+  std::int64_t count(const std::vector<const Forward*>& forwards);
+  void decide_weights(bool known);
+  NoSyncGuard begin_no_sync();
+
+  World world_;
+  std::shared_ptr<torch::nn::Module> module_;
+  std::shared_ptr<Optimizer> optimizer_;
+  DistributedDataParallel ddp_;
+  Weights weights_;
+  std::vector<torch::Tensor> parameters_;
+  std::vector<std::weak_ptr<const Output>> outputs_;  // of forwards whose graph still exists
+  std::optional<std::int64_t> given_samples_;
+  NoSyncGuard no_sync_;
+  bool in_backward_ = false;
+};
+
+}  // namespace lockstep::python

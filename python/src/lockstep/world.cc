@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/world.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <pybind11/chrono.h>
+
+#include "bindings.h"
+#include "lockstep/collective/world_state.h"
+#include "lockstep/sync_batch_norm.h"
+
+namespace py = pybind11;
+
+namespace lockstep::python {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+WorldOptions options_for(const torch::Device& device) { return {.device = device.type()}; }
+
+}  // namespace
+
+void bind_world(py::module_& module) {
+  py::class_<World>(module, "World", "The ranks of a job (lockstep/world.h).")
+      .def_static(
+          "from_env", [](const torch::Device& device) { return World::from_env(options_for(device)); }, Release(),
+          py::arg("device"), "The world of the launcher's variables; none set: one rank. Blocks.")
+      .def_static(
+          "over_store",
+          [](const StorePtr& store, int rank, int size, const torch::Device& device) {
+            return WorldState::over_store(store, rank, size, options_for(device));
+          },
+          Release(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"),
+          "The ranks that meet at this store. Blocks.")
+      .def_property_readonly("rank", &World::rank)
+      .def_property_readonly("size", &World::size)
+      .def("describe", &World::describe)
+      .def("barrier", &World::barrier, Release())
+      .def("split", &World::split, Release(), py::arg("color"), py::arg("key") = 0);
+  module.def("normalise_over_ranks", &normalise_over_ranks, Release(), py::arg("world"), py::arg("input"), py::arg("eps"),
+             "(output, mean, unbiased variance) of (B, C, ...) over the samples of all ranks. Blocks.");
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of a training step that are wrong: each is an error on every rank, and nothing hangs."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lockstep
+from ranks import RanksTestCase
+from test_step import expect_equal, global_batch, loss_of, make_model, parts_of
+
+
+def wrapped(group, optimizer=lockstep.SGD, **wrapping):
+    net = make_model()
+    made = optimizer(net.parameters(), lr=0.1)
+    return net, made, lockstep.DistributedDataParallel(net, made, process_group=group, **wrapping)
+
+
+def expect_error(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), f"{text!r} is not in: {error}"
+        return error
+    raise AssertionError(f"no error with {text!r}")
+
+
+# ---- What the ranks do
+
+
+def other_parameters(group):
+    other = make_model()
+    for make in (lockstep.SGD, torch.optim.SGD):
+        optimizer = make(other.parameters(), lr=0.1)
+        call = lambda: lockstep.DistributedDataParallel(make_model(), optimizer, process_group=group)
+        error = expect_error(lockstep.UsageError, "is not a parameter of the module", call)
+        assert "make the optimizer from module.parameters()" in error.next and isinstance(error, lockstep.Error)
+
+
+def different_models(group):
+    net = nn.Linear(3 + dist.get_rank(group), 2)
+    call = lambda: lockstep.DistributedDataParallel(net, process_group=group)
+    error = expect_error(lockstep.MismatchError, "the models of rank 0 and rank 1 differ at tensor 0: weight", call)
+    assert error.what and error.here.startswith("rank ") and error.likely and error.next
+
+
+def moved_parameters(group, change, text):
+    net, optimizer, model = wrapped(group)
+    batch = parts_of(global_batch(0), group)
+    change(net)
+    dtype = net[0].weight.dtype
+
+    def step():
+        loss_of(model, [tensor.to(dtype) for tensor in batch]).backward()
+        optimizer.step()
+
+    expect_error(lockstep.Error, text, step)
+
+
+def to_float(net):
+    net.float()
+
+
+def write_data(net):
+    net[0].weight.data.zero_()
+
+
+def load_into_the_module(net):
+    net.load_state_dict(make_model().state_dict())
+
+
+def clipped_by_hand(group):
+    _, optimizer, model = wrapped(group)
+    loss_of(model, parts_of(global_batch(0), group)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    error = expect_error(lockstep.UsageError, "was changed between backward() and step()", optimizer.step)
+    assert "optimizer.clip_grad_norm()" in error.next, error.next
+
+
+def unscaled_by_hand(group):
+    _, optimizer, model = wrapped(group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, parts_of(global_batch(0), group))).backward()
+    scaler.unscale_(optimizer)
+    expect_error(lockstep.UsageError, "was changed between backward() and step()", lambda: scaler.step(optimizer))
+
+
+def one_rank_leaves_out_a_step(group):
+    _, optimizer, model = wrapped(group)
+
+    def train():
+        for step in range(3):
+            loss_of(model, parts_of(global_batch(step), group)).backward()
+            if step != 1 or dist.get_rank(group) != 0:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    expect_error(lockstep.Error, "", train)
+
+
+def other_learning_rate(group):
+    _, optimizer, model = wrapped(group)
+    loss_of(model, parts_of(global_batch(0), group)).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank(group))
+    expect_error(lockstep.MismatchError, "lr of parameter group 0", optimizer.step)
+
+
+def an_exception_in_backward(group):
+    """The rank that it happened on raises it; the others learn of it at once."""
+    net, optimizer, model = wrapped(group)
+
+    def fail(gradient):
+        raise ValueError("my own mistake")
+
+    if dist.get_rank(group) == 0:
+        net[0].bias.register_hook(fail)
+
+    def step():
+        loss_of(model, parts_of(global_batch(0), group)).backward()
+        optimizer.step()
+
+    if dist.get_rank(group) == 0:
+        expect_error(ValueError, "my own mistake", step)
+        expect_error(lockstep.UsageError, "after one that failed", step)
+    else:
+        expect_error(lockstep.PeerLost, "backward() failed", step)
+
+
+def past_the_wrapper(group):
+    """The samples of a call that does not go through the DistributedDataParallel are not known."""
+    for wrapping in ({}, {"mean_in_grad": True}):
+        net, optimizer, model = wrapped(group, **wrapping)
+
+        def step():
+            loss_of(model.module, parts_of(global_batch(0), group)).backward()
+            optimizer.step()
+
+        expect_error(RuntimeError, "number of samples is not known", step)
+    alone, (net, optimizer, model) = make_model(), wrapped(group, weights="equal")
+    loss_of(model.module, parts_of(global_batch(0), group)).backward()
+    optimizer.step()
+    loss_of(alone, global_batch(0)).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    expect_equal(net, alone)
+
+
+def options_that_torch_has(group):
+    net = make_model()
+    optimizer = lockstep.AdamW(net.parameters(), amsgrad=True)
+    error = expect_error(lockstep.UsageError, "AdamW with amsgrad=True", optimizer.step)
+    assert "torch's optimizer" in error.next
+    expect_error(ValueError, "Invalid learning rate", lambda: lockstep.SGD(net.parameters(), lr=-1))
+    expect_error(TypeError, "list is no optimizer", lambda: lockstep.DistributedDataParallel(net, [0]))
+    _, _, model = wrapped(group)
+    expect_error(lockstep.UsageError, "register_comm_hook()", lambda: model.register_comm_hook(None, None))
+    expect_error(lockstep.UsageError, "hook zip", lambda: wrapped(group, hook="zip"))
+    expect_error(lockstep.UsageError, "weights='none'", lambda: wrapped(group, weights="none"))
+
+
+def groups_that_come_late(group):
+    net, extra = make_model(), nn.Linear(2, 2)
+    optimizer = lockstep.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    call = lambda: optimizer.add_param_group({"params": extra.parameters()})
+    expect_error(lockstep.UsageError, "a parameter group was added after", call)
+    loss_of(model, parts_of(global_batch(0), group)).backward()
+    optimizer.step()
+
+
+def not_in_the_group(group):
+    lone = dist.new_group([0])
+    if dist.get_rank(group) == 0:
+        net = make_model()
+        model = lockstep.DistributedDataParallel(net, lockstep.SGD(net.parameters(), lr=0.1), process_group=lone)
+        loss_of(model, global_batch(0)).backward()
+    else:
+        call = lambda: lockstep.DistributedDataParallel(make_model(), process_group=lone)
+        expect_error(lockstep.UsageError, "a process group that this rank is not in", call)
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return torch.full((4,), i / 6, dtype=torch.float64), torch.full((2,), i * i / 36, dtype=torch.float64)
+
+
+def workers_that_fork(group):
+    """DataLoader's workers are forked after wrapping, and again in the second epoch."""
+    _, optimizer, model = wrapped(group)
+    for _ in range(2):
+        for x, y in DataLoader(Squares(), batch_size=3, num_workers=2, multiprocessing_context="fork"):
+            loss_of(model, (x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Errors(RanksTestCase):
+    def test_an_optimizer_of_other_parameters(self):
+        self.on_ranks(2, other_parameters)
+
+    def test_models_that_differ(self):
+        self.on_ranks(2, different_models)
+
+    def test_another_dtype_after_wrapping(self):
+        self.on_ranks(2, moved_parameters, to_float, "has left the memory that the ranks of this machine share")
+
+    def test_parameters_written_by_hand(self):
+        self.on_ranks(2, moved_parameters, write_data, "was written between two steps")
+        self.on_ranks(2, moved_parameters, load_into_the_module, "was written between two steps")
+
+    def test_torchs_clip_grad_norm_is_refused_by_name(self):
+        self.on_ranks(2, clipped_by_hand)
+
+    def test_unscaling_by_hand_is_refused(self):
+        self.on_ranks(2, unscaled_by_hand)
+
+    def test_a_step_left_out_by_one_rank(self):
+        self.on_ranks(2, one_rank_leaves_out_a_step)
+
+    def test_another_learning_rate_on_one_rank(self):
+        self.on_ranks(2, other_learning_rate)
+
+    def test_an_exception_in_backward_ends_the_others(self):
+        self.on_ranks(2, an_exception_in_backward)
+
+    def test_a_forward_past_the_wrapper(self):
+        self.on_ranks(2, past_the_wrapper)
+
+    def test_options_that_lockstep_does_not_have(self):
+        self.on_ranks(1, options_that_torch_has)
+
+    def test_a_group_added_after_wrapping(self):
+        self.on_ranks(2, groups_that_come_late)
+
+    def test_a_rank_outside_of_the_group(self):
+        self.on_ranks(2, not_in_the_group)
+
+    def test_data_loaders_fork_after_wrapping(self):
+        self.on_ranks(2, workers_that_fork)
+
+
+if __name__ == "__main__":
+    unittest.main()
