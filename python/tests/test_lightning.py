@@ -25,6 +25,7 @@ GLOBAL_BATCH = 16
 # By name: the optimizer, and the Trainer's options.
 CASES = {
     "SGD": (lambda parameters: lockstep.SGD(parameters, lr=0.1, momentum=0.9), {}),
+    "synchronised batch normalisation": (lambda parameters: lockstep.SGD(parameters, lr=0.1), {"sync_batchnorm": True}),
     "AdamW, clipped by norm, two batches a step": (
         lambda parameters: lockstep.AdamW(parameters, lr=1e-2),
         {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
@@ -45,9 +46,11 @@ def samples():
     return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
 
 
-def layers():
+def layers(normalised):
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64) if normalised else nn.Identity(), nn.ReLU(), nn.Linear(64, 5)
+    )
 
 
 def as_torch(optimizer):
@@ -61,9 +64,9 @@ def as_torch(optimizer):
 
 
 class Classifier(LightningModule):
-    def __init__(self, make_optimizer):
+    def __init__(self, make_optimizer, normalised=False):
         super().__init__()
-        self.layers = layers()
+        self.layers = layers(normalised)
         self.make_optimizer = make_optimizer
 
     def loss(self, batch):
@@ -95,7 +98,7 @@ def trainer(folder, **options):
 
 def state_of_plain_torch(name):
     make_optimizer, options = CASES[name]
-    model = layers()
+    model = layers("sync_batchnorm" in options)
     optimizer = as_torch(make_optimizer(model.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     every = options.get("accumulate_grad_batches", 1)
@@ -106,7 +109,7 @@ def state_of_plain_torch(name):
                 continue
             if "gradient_clip_algorithm" in options:
                 nn.utils.clip_grad_value_(model.parameters(), options["gradient_clip_val"])
-            elif options:
+            elif "gradient_clip_val" in options:
                 nn.utils.clip_grad_norm_(model.parameters(), options["gradient_clip_val"])
             optimizer.step()
             optimizer.zero_grad()
@@ -117,7 +120,7 @@ def state_of_plain_torch(name):
 def train_each_case(folder):
     refuse(folder)
     for name, (make_optimizer, options) in CASES.items():
-        model = Classifier(make_optimizer)
+        model = Classifier(make_optimizer, "sync_batchnorm" in options)
         trainer(folder, **options).fit(model, loader())
         torch.testing.assert_close(model.layers.state_dict(), state_of_plain_torch(name), msg=lambda text: f"{name}: {text}")
 
@@ -135,7 +138,7 @@ def resume(folder):
 
     checkpoint = torch.load(path, weights_only=True)
     torch.testing.assert_close(checkpoint["state_dict"], first.state_dict(), rtol=0, atol=0)
-    torch.optim.AdamW(layers().parameters()).load_state_dict(checkpoint["optimizer_states"][0])
+    torch.optim.AdamW(layers(False).parameters()).load_state_dict(checkpoint["optimizer_states"][0])
 
     (result,) = trainer(folder).validate(second, loader(), verbose=False)
     with torch.no_grad():
