@@ -23,6 +23,8 @@ DEPS = ROOT / ".deps"
 # Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
 MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")
 
+LOCKSTEP_RUN = ("lockstep", "run", "--nproc-per-node", "2", "--")
+
 LOADED = """
 def loaded():
     with open("/proc/self/maps") as maps:
@@ -44,8 +46,9 @@ class Venv:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         self.bin = folder / "venv/bin"
         self.packages = next((folder / "venv/lib").glob("python*/site-packages"))
-        for wheels in ("libtorch", "torch-imports"):
-            shutil.copytree(DEPS / wheels, self.packages, copy_function=link_or_copy, dirs_exist_ok=True)
+        for wheels in ("libtorch", "torch-imports", "frameworks"):
+            stamp = shutil.ignore_patterns(".complete")  # a second one would be written over the first, which is a link
+            shutil.copytree(DEPS / wheels, self.packages, ignore=stamp, copy_function=link_or_copy, dirs_exist_ok=True)
         add_missing_libraries(self.packages)
         self.without_compiler = {"PATH": str(self.bin), "HOME": str(folder), "TMPDIR": str(folder)}
         self.with_compiler = {**self.without_compiler, "PATH": f"{self.bin}:{os.environ['PATH']}"}
@@ -128,6 +131,15 @@ def follow_tutorial(venv):
            type_in=lambda text: venv.run("bash", "-e", "-x", "-c", f"cd tutorial\n{text}", environment=venv.with_compiler))
 
 
+def train_in_python(venv):
+    """As docs/python-frameworks.md says."""
+    program = "examples/{}_training.py"
+    starts = [(*LOCKSTEP_RUN, "python", program.format(name)) for name in ("pytorch", "lightning", "accelerate")]
+    for start in (*starts, ("python", program.format("lightning"))):
+        if not re.search(r"accuracy (0\.9|1\.0)", venv.run(*start)):
+            raise SystemExit("nothing was learned")
+
+
 def main():
     (wheel,) = Path(sys.argv[1]).resolve().glob("lockstep-*.whl")
     with tempfile.TemporaryDirectory() as name:
@@ -139,6 +151,8 @@ def main():
         shutil.copytree(ROOT / "python/tests", folder / "tests")
         venv.run("python", "-m", "unittest", "discover", "-s", "tests", environment=venv.with_compiler)
         follow_tutorial(venv)
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        train_in_python(venv)
         check_other_torch(venv)
     print("the wheel works")
 

@@ -9,7 +9,7 @@ Public:   include/lockstep/ is what is installed. Each of its headers belongs to
 Headers:  say what they are in their first line and have #pragma once (x_body.h is included several times on purpose).
 Comments: paths named in comments and in documentation exist; no labels of a design paper (S0 to S4) in the code.
 Licence:  every source file names it, once one does.
-Docs:     HACKING.md maps every room, and README.md quotes the examples as they are.
+Docs:     HACKING.md maps every room; README.md and docs/python-frameworks.md quote the examples as they are.
 """
 import re
 import subprocess
@@ -164,6 +164,12 @@ def check_quoted_programs():
         program = "\n".join(line for line in program.splitlines() if LICENCE not in line)
         if program.split("\n", 1)[1].strip() not in readme:
             complain("README.md", f"does not quote examples/{example}.cc as it is")
+    page = "docs/python-frameworks.md"
+    programs = [(ROOT / path).read_text() for path in tracked("examples/*.py")]
+    for block in re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        kept = "\n".join(line[1:] for line in block.splitlines() if not line.startswith("-"))
+        if not any(kept in program for program in programs):
+            complain(page, f"what it shows is in none of examples/*.py:\n{kept}")
 
 
 def main():

