@@ -189,17 +189,6 @@ std::pair<int, int> rank_of_job() {
   return {job.rank, job.world_size};
 }
 
-[[noreturn]] void refuse(const std::string& what, const std::string& here, const std::string& likely,
-                         const std::string& next) {
-  throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
-}
-
-void add_missing_errors(py::module_& module) {
-  const py::object error = module.attr("Error");
-  if (!py::hasattr(module, "DataError")) py::register_exception<DataError>(module, "DataError", error);
-  if (!py::hasattr(module, "UsageError")) py::register_exception<UsageError>(module, "UsageError", error);
-}
-
 void bind_datasets(py::module_& data) {
   py::class_<SharedDataset>(data, "Dataset")
       .def("__len__", [](const SharedDataset& from) { return from.dataset->size(); })
@@ -244,12 +233,10 @@ void bind_loader(py::module_& data) {
 }  // namespace
 
 void bind_data(py::module_& module) {
-  add_missing_errors(module);
   py::module_ data = module.def_submodule("data");
   bind_datasets(data);
   bind_loader(data);
   data.def("rank_of_job", &rank_of_job);
-  data.def("refuse", &refuse);
 }
 
 }  // namespace lockstep::python

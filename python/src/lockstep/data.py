@@ -46,6 +46,7 @@ import torch.distributed
 import torch.utils.data
 
 from lockstep._C import data as _native
+from lockstep._C import usage_error as _refuse
 
 __all__ = [
     "CIFAR10",
@@ -69,10 +70,6 @@ __all__ = [
 Batch = tuple[torch.Tensor, torch.Tensor]
 _Path = str | os.PathLike
 _PHOTOGRAPHS = "normalise:0.485+0.456+0.406:0.229+0.224+0.225"  # the usual mean and deviation of ImageNet
-
-
-def _refuse(what, here="", likely="", next=""):
-    _native.refuse(what, here, likely, next)  # raises UsageError
 
 
 def _require(value, least, name):
