@@ -31,6 +31,7 @@ class ExchangeInSharedMemory : public GradientExchange {
     seconds_ += watch.seconds();
   }
 
+  void drop() override { gradients_->drop(); }
   std::shared_ptr<GradientSource> source() override { return gradients_; }
   bool mean_in_grad() const override { return false; }
   std::int64_t bytes() const override { return bytes_; }
@@ -61,6 +62,7 @@ class ExchangeThroughBuckets : public GradientExchange {
   }
 
   void finish() override { reducer_->finish(); }
+  void drop() override {}  // finish() has
   std::shared_ptr<GradientSource> source() override { return source_; }
   bool mean_in_grad() const override { return true; }
   std::int64_t bytes() const override { return reducer_->statistics().bytes; }
