@@ -7,7 +7,7 @@ function(lockstep_torch_test target prefix)
 endfunction()
 
 # Tests whose helpers have the names of others' helpers: they are compiled alone.
-foreach(alone data/images/image_dataset gradient/shared_gradients strategy/convergence strategy/ddp/ddp strategy/ddp/step_protocol
+foreach(alone data/images/image_dataset gradient/shared_gradients strategy/convergence
     strategy/devices/device_faults strategy/lossless)
   set_source_files_properties(${PROJECT_SOURCE_DIR}/lockstep/${alone}_test.cc PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endforeach()

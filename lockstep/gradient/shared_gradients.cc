@@ -137,6 +137,11 @@ bool SharedGradients::forget_dropped_gradients() {
   return true;
 }
 
+void SharedGradients::drop() {
+  for (Source& source : sources_) source = {};
+  is_published_ = false;
+}
+
 // A backward() is about to add to .grad, where there must be no more than what was counted.
 void SharedGradients::require_only_counted_gradients(std::int64_t samples) const {
   const AccumulatedBatches& batches = sources_.front().batches;

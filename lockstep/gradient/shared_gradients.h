@@ -82,6 +82,9 @@ class SharedGradients : public GradientSource {
     watch_.remember(options_.updated);
   }
 
+  // Forgets what was counted since the last zero_grad() or step(): no rank had samples, and there is no step().
+  void drop();
+
   // Publishes the gradients of the backward() since the last zero_grad(). Blocks until all ranks have published. Returns
   // the samples and mean loss of these backward() over all ranks. Throws PeerLost; MismatchError on all ranks: some of
   // them are in a step() instead.

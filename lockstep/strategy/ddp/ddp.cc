@@ -220,7 +220,7 @@ class DistributedDataParallel::Impl {
   void join(torch::optim::Optimizer& optimizer) {
     while (true) {
       for (int shard = 0; shard < std::max(options_.virtual_shards / world_.size(), 1); ++shard) backward({}, 0);
-      if (last_batch_.samples == 0) return;
+      if (last_batch_.samples == 0) return exchange_->drop();
       optimizer.step();
       optimizer.zero_grad();
     }

@@ -106,8 +106,8 @@ TEST(Ddp, names_what_is_ignored_and_can_not_be) {
 }
 
 // Two linear layers that share a weight, a frozen one, an empty one, and one in another dtype.
-struct OddNetImpl : torch::nn::Module {
-  OddNetImpl() {
+struct TiedNetImpl : torch::nn::Module {
+  TiedNetImpl() {
     first = register_module("first", torch::nn::Linear(4, 4));
     tied = register_parameter("tied", first->weight);
     frozen = register_parameter("frozen", torch::full({4}, 2.0F), /*requires_grad=*/false);
@@ -120,12 +120,12 @@ struct OddNetImpl : torch::nn::Module {
   torch::nn::Linear first{nullptr};
   torch::Tensor tied, frozen, empty, wide;
 };
-TORCH_MODULE(OddNet);
+TORCH_MODULE(TiedNet);
 
 TEST(Ddp, keeps_one_copy_of_all_parameters_for_the_ranks_of_a_machine) {
   std::vector<const void*> places(3);
   run_ranks(3, [&](World& world) {
-    OddNet net;
+    TiedNet net;
     SGD sgd(net->parameters(), {.lr = 0.5});
     DistributedDataParallel ddp(world, *net, sgd);
     places[world.rank()] = net->tied.const_data_ptr();

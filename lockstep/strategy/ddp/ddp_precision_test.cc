@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-using testing::batch_of;
+using testing::batch_of_rank;
 using testing::OneWeight;
 using testing::trained_alone;
 
@@ -24,17 +24,17 @@ TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
     SGD sgd(net->parameters(), {.lr = 0.01});
     DistributedDataParallel ddp(world, *net, sgd);
     GradientScaler scaler({.initial_scale = 8, .growth_interval = 1});
-    torch::Tensor loss = net->loss(batch_of(0, 0, 2));
+    torch::Tensor loss = net->loss(batch_of_rank(0, 0, 2));
     if (world.rank() == 1) loss = loss * std::numeric_limits<double>::infinity();
     ddp.backward(scaler.scale(loss), 2);
     EXPECT_FALSE(scaler.step(sgd));
     EXPECT_EQ(scaler.current_scale(), 4);
     EXPECT_TRUE(torch::equal(net->w.detach(), torch::ones({3}, torch::kFloat64)));
     sgd.zero_grad();
-    ddp.backward(scaler.scale(net->loss(batch_of(0, 0, 2))), 2);
+    ddp.backward(scaler.scale(net->loss(batch_of_rank(0, 0, 2))), 2);
     EXPECT_TRUE(scaler.step(sgd));
     EXPECT_EQ(scaler.current_scale(), 8);
-    EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({{batch_of(0, 0, 2)}}), 1e-12, 0));
+    EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({{batch_of_rank(0, 0, 2)}}), 1e-12, 0));
     world.barrier();
   });
 }
@@ -45,7 +45,7 @@ TEST(Ddp, leaves_a_step_out_when_gradients_overflow_at_a_loss_scale_of_one) {
     SGD sgd(net->parameters(), {.lr = 0.01});
     DistributedDataParallel ddp(world, *net, sgd);
     GradientScaler scaler({.initial_scale = 1});
-    torch::Tensor loss = net->loss(batch_of(0, 0, 2));
+    torch::Tensor loss = net->loss(batch_of_rank(0, 0, 2));
     if (world.rank() == 1) loss = loss * std::numeric_limits<double>::infinity();
     ddp.backward(scaler.scale(loss), 2);
     EXPECT_FALSE(scaler.step(sgd));
@@ -84,13 +84,13 @@ torch::Tensor penalised_loss(OneWeight& net, const torch::Tensor& data) {
 
 TEST(Ddp, takes_a_parameter_used_twice_and_a_double_backward) {
   OneWeight alone;
-  penalised_loss(alone, batch_of(1, 1, 2)).backward();
+  penalised_loss(alone, batch_of_rank(1, 1, 2)).backward();
   const torch::Tensor expected = alone->w.detach() - 0.01 * alone->w.grad();
   run_ranks(2, [&](World& world) {
     OneWeight net;
     SGD sgd(net->parameters(), {.lr = 0.01});
     DistributedDataParallel ddp(world, *net, sgd);
-    ddp.backward(penalised_loss(net, batch_of(1, 1, 2)), 2);
+    ddp.backward(penalised_loss(net, batch_of_rank(1, 1, 2)), 2);
     sgd.step();
     EXPECT_TRUE(torch::allclose(net->w.detach(), expected, 1e-12, 0));
     world.barrier();

@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-using testing::batch_of;
+using testing::batch_of_rank;
 using testing::contains;
 using testing::message_of;
 using testing::OneWeight;
@@ -95,13 +95,13 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
     std::vector<std::vector<torch::Tensor>> steps(4);
     for (int step = 0; step < 4; ++step)
       for (int rank = 0; rank < 3; ++rank)
-        if (step < 2 + rank) steps[step].push_back(batch_of(rank, step, rank + 1));
+        if (step < 2 + rank) steps[step].push_back(batch_of_rank(rank, step, rank + 1));
     run_ranks(3, [&](World& world) {
       OneWeight net;
       SGD sgd(net->parameters(), {.lr = 0.01});
       DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
       for (int step = 0; step < std::min(4, 2 + world.rank()); ++step) {
-        ddp.backward(net->loss(batch_of(world.rank(), step, world.rank() + 1)), world.rank() + 1);
+        ddp.backward(net->loss(batch_of_rank(world.rank(), step, world.rank() + 1)), world.rank() + 1);
         sgd.step();
         sgd.zero_grad();
       }
@@ -159,12 +159,12 @@ TEST(Ddp, adds_up_under_no_sync_and_exchanges_once) {
       DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
       std::vector<torch::Tensor> all;
       for (int rank = 0; rank < 3; ++rank)
-        for (int part = 0; part < 2; ++part) all.push_back(batch_of(rank, part, rank + 1 + part));
+        for (int part = 0; part < 2; ++part) all.push_back(batch_of_rank(rank, part, rank + 1 + part));
       {
         const auto only_add = ddp.no_sync();
-        ddp.backward(net->loss(batch_of(world.rank(), 0, world.rank() + 1)) / 2, world.rank() + 1);
+        ddp.backward(net->loss(batch_of_rank(world.rank(), 0, world.rank() + 1)) / 2, world.rank() + 1);
       }
-      ddp.backward(net->loss(batch_of(world.rank(), 1, world.rank() + 2)) / 2, world.rank() + 2);
+      ddp.backward(net->loss(batch_of_rank(world.rank(), 1, world.rank() + 2)) / 2, world.rank() + 2);
       EXPECT_EQ(ddp.last_batch().samples, 15);
       sgd.step();
       EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({all}), 1e-12, 0)) << net->w;
@@ -182,9 +182,9 @@ TEST(Ddp, averages_parameters_after_a_local_phase) {
     for (int step = 0; step < 5; ++step) {
       if (average.is_local()) {
         const auto alone = ddp.no_sync();
-        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+        ddp.backward(net->loss(batch_of_rank(world.rank(), step, 2)), 2);
       } else {
-        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+        ddp.backward(net->loss(batch_of_rank(world.rank(), step, 2)), 2);
       }
       sgd.step();
       sgd.zero_grad();
@@ -203,7 +203,7 @@ TEST(Ddp, counts_what_it_exchanges) {
       SGD sgd(net->parameters(), {.lr = 0.01});
       DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = share});
       for (int step = 0; step < 3; ++step) {
-        ddp.backward(net->loss(batch_of(world.rank(), step, 2)), 2);
+        ddp.backward(net->loss(batch_of_rank(world.rank(), step, 2)), 2);
         sgd.step();
         sgd.zero_grad();
       }

@@ -14,7 +14,6 @@ namespace {
 using testing::Course;
 using testing::expect_same_course;
 using testing::kBatch;
-using testing::kSteps;
 using testing::part_of;
 
 Task lenet_task(torch::ScalarType dtype) {
@@ -61,13 +60,13 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
   const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
-  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options), train(1, testing::kSteps, torch::kFloat64, options),
                      1e-9);
 }
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
   const StrategyOptions options{.optimizer = AdamWOptions{.lr = 1e-3}, .seed = 4};
-  expect_same_course(train(GetParam(), kSteps, torch::kFloat64, options), train(1, kSteps, torch::kFloat64, options),
+  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options), train(1, testing::kSteps, torch::kFloat64, options),
                      1e-9);
 }
 

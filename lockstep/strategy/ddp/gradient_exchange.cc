@@ -40,6 +40,7 @@ class ExchangeInSharedMemory : public GradientExchange {
     seconds_ += watch.seconds();
   }
 
+  void drop() override { gradients_->drop(); }
   std::shared_ptr<GradientSource> source() override { return gradients_; }
   bool mean_in_grad() const override { return false; }
   std::int64_t bytes() const override { return bytes_; }
@@ -80,6 +81,7 @@ class ExchangeThroughBuckets : public GradientExchange {
   void cancel() override {}
 
   void finish() override { reducer_->finish(); }
+  void drop() override {}  // finish() has
   std::shared_ptr<GradientSource> source() override { return source_; }
   bool mean_in_grad() const override { return true; }
   std::int64_t bytes() const override { return reducer_->statistics().bytes; }

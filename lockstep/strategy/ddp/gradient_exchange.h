@@ -47,6 +47,9 @@ class GradientExchange {
   // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost.
   virtual void finish() = 0;
 
+  // After a finish() that found no samples on any rank, at the end of join(): there is no step().
+  virtual void drop() = 0;
+
   // Where an optimizer that updates shared parameters takes gradients from.
   virtual std::shared_ptr<GradientSource> source() = 0;
 

@@ -164,6 +164,27 @@ TEST(SharedCounts, take_a_plain_backward_while_a_rank_is_in_join) {
   });
 }
 
+TEST(SharedCounts, begin_again_after_join_with_virtual_shards) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     torch::nn::Linear net(3, 2);
+                     SGD sgd(net->parameters(), {.lr = 0.1});
+                     DistributedDataParallel ddp(world, *net, sgd, {.virtual_shards = 4});
+                     const torch::Tensor before = net->bias.detach().clone();
+                     const auto train = [&] {
+                       for (int shard = 0; shard < 2; ++shard)
+                         ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+                       sgd.step();
+                       sgd.zero_grad();
+                     };
+                     if (world.rank() == 0) train();
+                     ddp.join(sgd);
+                     train();
+                     EXPECT_TRUE(torch::allclose(net->bias.detach(), before - 2 * 0.05));
+                   }),
+            IntVector<std::string>(2));
+}
+
 TEST(SharedCounts, are_refused_where_zero_grad_was_called_on_some_ranks_only) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, Sharing::kShared);

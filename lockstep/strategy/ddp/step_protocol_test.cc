@@ -14,10 +14,11 @@ using testing::options_of;
 using testing::Sharing;
 using testing::Trainer;
 
-class Step : public testing::EachSharing {};
-INSTANTIATE_TEST_SUITE_P(Sharings, Step, testing::all_sharings(), [](const auto& each) { return name_of(each.param); });
+class AnyStep : public testing::EachSharing {};
+INSTANTIATE_TEST_SUITE_P(Sharings, AnyStep, testing::all_sharings(),
+                         [](const auto& each) { return name_of(each.param); });
 
-TEST_P(Step, left_out_on_one_rank_is_refused) {
+TEST_P(AnyStep, left_out_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     trainer.train(2);
@@ -30,7 +31,7 @@ TEST_P(Step, left_out_on_one_rank_is_refused) {
                  GetParam() == Sharing::kSeparate ? "parameters written since the last exchange" : "step() number 3");
 }
 
-TEST_P(Step, left_out_on_every_rank_is_fine) {
+TEST_P(AnyStep, left_out_on_every_rank_is_fine) {
   EXPECT_EQ(errors(3,
                    [](World& world) {
                      Trainer trainer(world, GetParam());
@@ -42,7 +43,7 @@ TEST_P(Step, left_out_on_every_rank_is_fine) {
             IntVector<std::string>(3));
 }
 
-TEST_P(Step, with_another_learning_rate_on_one_rank_is_refused) {
+TEST_P(AnyStep, with_another_learning_rate_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     trainer.train(1);
@@ -52,7 +53,7 @@ TEST_P(Step, with_another_learning_rate_on_one_rank_is_refused) {
   expect_refused(refused, "lr of parameter group 0 is 0.1");
 }
 
-TEST_P(Step, with_another_clipping_on_one_rank_is_refused) {
+TEST_P(AnyStep, with_another_clipping_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     trainer.train(1);
@@ -62,7 +63,7 @@ TEST_P(Step, with_another_clipping_on_one_rank_is_refused) {
   expect_refused(refused, "clipping by norm");
 }
 
-TEST_P(Step, with_another_weight_decay_on_one_rank_is_refused) {
+TEST_P(AnyStep, with_another_weight_decay_on_one_rank_is_refused) {
   const auto refused = errors(3, [](World& world) {
     Trainer trainer(world, GetParam(), {.lr = 0.1, .weight_decay = world.rank() == 2 ? 1e-4 : 0});
     trainer.train(2);
@@ -70,7 +71,7 @@ TEST_P(Step, with_another_weight_decay_on_one_rank_is_refused) {
   expect_refused(refused, "weight_decay of parameter group 0");
 }
 
-TEST_P(Step, with_another_loss_scale_on_one_rank_is_refused) {
+TEST_P(AnyStep, with_another_loss_scale_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     GradientScaler scaler({.initial_scale = world.rank() == 0 ? 1024.0 : 2048.0});
@@ -83,7 +84,7 @@ TEST_P(Step, with_another_loss_scale_on_one_rank_is_refused) {
   expect_refused(refused, "the loss scale");
 }
 
-TEST_P(Step, with_a_parameter_frozen_on_one_rank_is_refused) {
+TEST_P(AnyStep, with_a_parameter_frozen_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     trainer.train(1);
@@ -93,7 +94,7 @@ TEST_P(Step, with_a_parameter_frozen_on_one_rank_is_refused) {
   expect_refused(refused, "which parameters are frozen");
 }
 
-TEST_P(Step, leaves_a_parameter_alone_that_every_rank_freezes) {
+TEST_P(AnyStep, leaves_a_parameter_alone_that_every_rank_freezes) {
   EXPECT_EQ(errors(2,
                    [](World& world) {
                      Trainer trainer(world, GetParam());
@@ -108,7 +109,7 @@ TEST_P(Step, leaves_a_parameter_alone_that_every_rank_freezes) {
             IntVector<std::string>(2));
 }
 
-TEST_P(Step, goes_on_where_every_rank_freezes_a_parameter_before_the_first) {
+TEST_P(AnyStep, goes_on_where_every_rank_freezes_a_parameter_before_the_first) {
   EXPECT_EQ(errors(2,
                    [](World& world) {
                      Trainer trainer(world, GetParam());
@@ -120,7 +121,7 @@ TEST_P(Step, goes_on_where_every_rank_freezes_a_parameter_before_the_first) {
             IntVector<std::string>(2));
 }
 
-TEST_P(Step, of_a_parameter_that_was_unfrozen_is_refused_by_name) {
+TEST_P(AnyStep, of_a_parameter_that_was_unfrozen_is_refused_by_name) {
   const auto refused = errors(2, [](World& world) {
     torch::nn::Linear net(3, 2);
     net->bias.requires_grad_(false);
@@ -133,7 +134,7 @@ TEST_P(Step, of_a_parameter_that_was_unfrozen_is_refused_by_name) {
   expect_refused(refused, "parameter bias requires a gradient");
 }
 
-TEST_P(Step, after_a_failed_backward_in_no_sync_is_refused) {
+TEST_P(AnyStep, after_a_failed_backward_in_no_sync_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());
     torch::Tensor hidden = trainer.net[0]->as<torch::nn::Linear>()->forward(torch::ones({4, 3}));
