@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-std::int64_t version_of(const torch::Tensor& gradient) { return gradient.defined() ? gradient._version() : 0; }
+std::int64_t version_in_place(const torch::Tensor& gradient) { return gradient.defined() ? gradient._version() : 0; }
 
 bool is_zero(const torch::Tensor& gradient) {
   if (!gradient.defined() || gradient.numel() == 0) return true;
@@ -20,10 +20,10 @@ bool is_zero(const torch::Tensor& gradient) {
 }  // namespace
 
 GradientWatch::Identity::Identity(const torch::Tensor& gradient)
-    : tensor(gradient.getIntrusivePtr()), version(version_of(gradient)) {}
+    : tensor(gradient.getIntrusivePtr()), version(version_in_place(gradient)) {}
 
 bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
-  return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version == version_of(gradient);
+  return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version == version_in_place(gradient);
 }
 
 void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
