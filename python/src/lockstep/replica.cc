@@ -94,6 +94,7 @@ class Replica::Backward {
 
   void end() {
     ended_ = true;
+    replica_->in_backward_ = false;
     replica_->ddp_.end_backward();
   }
 
