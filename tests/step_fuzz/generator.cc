@@ -123,7 +123,8 @@ class Generator {
     }
     while (chance(0.15)) something_else(trainer);
     if (chance(0.9)) add(Action::kStep, trainer);
-    if (chance(0.95)) add(chance(0.7) ? Action::kZeroGrad : Action::kZeroGradToZeros, trainer);
+    const bool to_none = chance(0.7) || (plan_of(trainer).words && !in_shared_memory(plan_of(trainer)));
+    if (chance(0.95)) add(to_none ? Action::kZeroGrad : Action::kZeroGradToZeros, trainer);
   }
 
   void plain_step(int trainer) {

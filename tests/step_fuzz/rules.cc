@@ -273,6 +273,8 @@ class WorldOfTrainer {
   }
 
   void zero_grad(const Operation& operation, Ranks ranks) {
+    if (plan_.words && !in_shared_memory(plan_) && operation.action == Action::kZeroGradToZeros)
+      return outside("a sparse mean without rows");
     if (plan_.shards > 0 && exchanged_) return outside("zero_grad() before step() with virtual shards");
     if (any([](const Rank& rank) { return rank.backwards > 0 && rank.samples == 0; }) && !in_shared_memory(plan_))
       return outside("zero_grad() after an empty no_sync()");
