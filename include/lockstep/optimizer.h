@@ -81,7 +81,7 @@ class Optimizer : public torch::optim::Optimizer {
   // tensors are views: they change with the next step.
   StateTensors state_of(const torch::Tensor& parameter) const;
 
-  // Throws CheckpointError: tensors that are missing or of another shape.
+  // Empty: as before its first update. Throws CheckpointError: tensors that are missing or of another shape.
   void set_state(const torch::Tensor& parameter, const StateTensors& state);
 
   // Every rank's state becomes that of `root`. For the same optimizer with the same parameters on every rank, where each

@@ -136,6 +136,8 @@ class Reducer::Impl {
     const torch::NoGradGuard no_grad;
     totals_.start(batches_, options_.settings ? options_.settings() : StepSettings());
     if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
+    // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
+    skips_hook_ = options_.hook && batches_.samples == 0 && totals_.wait().samples == 0;
     next_to_send_ = 0;
     first_sent_.reset();
     for_each_slot([](Slot& slot) {
@@ -197,7 +199,9 @@ class Reducer::Impl {
     if (options_.hook) {
       const torch::NoGradGuard no_grad;
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
-      bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
+      bucket.finish_hook = nullptr;
+      if (!skips_hook_)
+        bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
     } else {
       bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
@@ -354,6 +358,7 @@ class Reducer::Impl {
   AccumulatedBatches batches_;  // since the last exchange
   GradientWatch accumulated_;   // what accumulate() left in .grad
   ExchangeTotals totals_;
+  bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_ = 0;                     // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;

@@ -184,8 +184,9 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   Layout& all = layout();
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
-  if (state.empty()) return;
-  for (auto& [name, tensor] : state_tensors(all, i)) torch::Tensor(tensor).copy_(saved(state, name, tensor));
+  for (auto& [name, tensor] : state_tensors(all, i))
+    state.empty() ? torch::Tensor(tensor).zero_() : torch::Tensor(tensor).copy_(saved(state, name, tensor));
+  if (state.empty()) return;  // as before its first update
   all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
 }
 

@@ -315,6 +315,23 @@ void expect_state_survives_a_copy(const Options& options) {
 TEST(SGD, goes_on_from_a_saved_state) { expect_state_survives_a_copy<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9}); }
 TEST(AdamW, goes_on_from_a_saved_state) { expect_state_survives_a_copy<AdamW>(AdamWOptions{}); }
 
+TEST(SGD, begins_again_from_an_empty_state) {
+  const Tensors used = make_parameters(), fresh = make_parameters();
+  SGD with_momentum(used, {.lr = 0.1, .momentum = 0.9}), other(fresh, {.lr = 0.1, .momentum = 0.9});
+  set_gradients(used, 0);
+  with_momentum.step();
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < used.size(); ++i) {
+    used[i].copy_(fresh[i]);
+    with_momentum.set_state(used[i], other.state_of(fresh[i]));
+  }
+  set_gradients(used, 1);
+  set_gradients(fresh, 1);
+  with_momentum.step();
+  other.step();
+  expect_same(used, fresh);
+}
+
 TEST(SGD, refuses_a_state_of_another_shape) {
   const Tensors parameters = make_parameters();
   SGD sgd(parameters, {.momentum = 0.9});

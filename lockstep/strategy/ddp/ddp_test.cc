@@ -112,6 +112,21 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
   }
 }
 
+// What a hook keeps back must survive an exchange in which no rank has samples.
+TEST(Ddp, gives_nothing_to_a_hook_at_the_end_of_join) {
+  for (const auto make_hook : {+[] { return top_k_hook(0.4); }, +[] { return two_bit_hook(0.5); }})
+    run_ranks(2, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.hook = make_hook()});
+      ddp.join(sgd);
+      ddp.backward(net->loss(batch_of_rank(world.rank(), 1, 2)), 2);
+      sgd.step();
+      EXPECT_TRUE(net->w.isfinite().all().item<bool>()) << net->w;
+      world.barrier();
+    });
+}
+
 // Two ranks with gradients g and 3g: the mean is 2g.
 void expect_mean_in_grad(const DistributedDataParallelOptions& options, bool mean) {
   run_ranks(2, [&](World& world) {
