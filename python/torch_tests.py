@@ -57,7 +57,7 @@ def load(backend):
     if backend == "lockstep":
         import lockstep  # noqa: F401
 
-        for feature in ("gpu", "cuda", "ddp", "subgroup"):
+        for feature in ("ddp", "subgroup"):
             common_distributed.DistTestCases.backend_feature[feature].add("lockstep")
         text = text.replace('BACKEND != "gloo"', 'BACKEND != "lockstep"')
         text = text.replace('BACKEND == "gloo"', 'BACKEND == "lockstep"')
