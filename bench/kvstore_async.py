@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of LeNet on Fashion-MNIST with asynchronous workers, all options at their defaults: 5 epochs of seeds 1 to 10,
+one epoch of seeds 11 to 20. Beside it `dist_sync`, and MXNet's dist_async (tools/setup.sh originals) with the same options.
+
+    bench/kvstore_async.py [CASE...]        # such as dist_async-2, dist_bounded-4-slow, mxnet-2; none: all of them
+
+The number is that of the workers; `slow`: the steps of one of them take three times as long, because it sleeps.
+Each run is kept as it ends, in bench/results/kvstore_async.jsonl, and not repeated. Prints the table of all that are kept.
+"""
+import json
+import sys
+
+from common import BIN, LOCKSTEP, ROOT, machine, median, require_peers, run_mxnet, train
+
+KEPT = ROOT / "bench/results/kvstore_async.jsonl"
+RUNS = [(seed, 5) for seed in range(1, 11)] + [(seed, 1) for seed in range(11, 21)]  # seed, epochs
+CASES = [f"{store}-{workers}{slow}" for slow in ("", "-slow") for store in ("dist_sync", "dist_async", "dist_bounded", "mxnet")
+         for workers in (2, 4) if not (slow and store in ("dist_sync", "mxnet"))]
+GOAL = 0.75  # after one epoch
+
+
+def accuracies(case, seed, epochs):
+    """The validation accuracy after each epoch of one run."""
+    store, workers, *slow = case.split("-")
+    if store == "mxnet":
+        return run_mxnet(int(workers), "mxnet_kvstore_accuracy.py", "dist_async", epochs, seed)
+    options = ["--strategy", "kvstore", "--kvstore", store, "--seed", seed, "--epochs", epochs]
+    if slow:
+        command = [LOCKSTEP, "run", "--servers", "1", "--workers", workers, "--", BIN / "slow_lenet"]
+        events = train(*options, command=command, SLOW_RANK="1")  # the first worker: rank 0 is the server
+    else:
+        events = train(*options, "--ranks", workers)
+    return [event["val_accuracy"] for event in events if event["event"] == "epoch"]
+
+
+def kept():
+    return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+
+
+def run(case, seed, epochs):
+    if any((one["case"], one["seed"]) == (case, seed) for one in kept()):
+        return
+    result = {"case": case, "seed": seed, "val_accuracy": accuracies(case, seed, epochs), "machine": machine()}
+    with KEPT.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(case, "seed", seed, *result["val_accuracy"], flush=True)
+
+
+def print_table():
+    print(f"\n{'':22} {'after 1 epoch':^40}   {'after 5 epochs':^32}")
+    print(f"{'case':22} {'runs':>6} {'median':>8} {'worst':>8} {f'above {GOAL}':>15}   {'runs':>6} {'median':>8} {'worst':>8}")
+    for case in CASES:
+        reached = [one["val_accuracy"] for one in kept() if one["case"] == case]
+        if not reached:
+            continue
+        first, fifth = [each[0] for each in reached], [each[4] for each in reached if len(each) > 4]
+        row = f"{case:22} {len(first):6} {median(first):8.4f} {min(first):8.4f} {sum(one > GOAL for one in first):15}"
+        print(row + (f"   {len(fifth):6} {median(fifth):8.4f} {min(fifth):8.4f}" if fifth else ""))
+
+
+def main():
+    chosen = sys.argv[1:] or CASES
+    for case in chosen:
+        if case not in CASES:
+            sys.exit(f"bench: no case {case!r}; choose from {' '.join(CASES)}")
+    if any("mxnet" in case for case in chosen):
+        require_peers("originals", "mxnet")
+    for case in chosen:
+        for seed, epochs in RUNS:
+            run(case, seed, epochs)
+    print_table()
+
+
+if __name__ == "__main__":
+    main()
