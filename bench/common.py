@@ -49,7 +49,7 @@ def run_mxnet(workers, script, *arguments):
     finally:
         for process in started:
             process.kill()
-    return next(json.loads(line) for output in outputs for line in output.splitlines() if line[:1] in "{[")
+    return next(json.loads(line) for output in outputs for line in output.splitlines() if line[:1] in ("{", "["))
 
 
 def train(*options, command=(LOCKSTEP, "train"), **variables):

@@ -17,6 +17,7 @@ KEPT = ROOT / "bench/results/kvstore_async.jsonl"
 RUNS = [(seed, 5) for seed in range(1, 11)] + [(seed, 1) for seed in range(11, 21)]  # seed, epochs
 CASES = [f"{store}-{workers}{slow}" for slow in ("", "-slow") for store in ("dist_sync", "dist_async", "dist_bounded", "mxnet")
          for workers in (2, 4) if not (slow and store in ("dist_sync", "mxnet"))]
+SAMPLES = 60_000  # of an epoch
 GOAL = 0.75  # after one epoch
 
 
@@ -31,7 +32,10 @@ def accuracies(case, seed, epochs):
         events = train(*options, command=command, SLOW_RANK="1")  # the first worker: rank 0 is the server
     else:
         events = train(*options, "--ranks", workers)
-    return [event["val_accuracy"] for event in events if event["event"] == "epoch"]
+    ended = [event for event in events if event["event"] == "epoch"]
+    if any(event["samples"] != SAMPLES for event in ended):
+        sys.exit(f"bench: {case}, seed {seed}: a worker was lost, so this run does not count; start again")
+    return [event["val_accuracy"] for event in ended]
 
 
 def kept():
