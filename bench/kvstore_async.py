@@ -52,15 +52,18 @@ def run(case, seed, epochs):
 
 
 def print_table():
-    print(f"\n{'':22} {'after 1 epoch':^40}   {'after 5 epochs':^32}")
-    print(f"{'case':22} {'runs':>6} {'median':>8} {'worst':>8} {f'above {GOAL}':>15}   {'runs':>6} {'median':>8} {'worst':>8}")
+    print(f"\n| | runs | after 1 epoch: median | worst | above {GOAL} | runs | after 5 epochs: median | worst |")
+    print("| --- " * 8 + "|")
     for case in CASES:
         reached = [one["val_accuracy"] for one in kept() if one["case"] == case]
         if not reached:
             continue
-        first, fifth = [each[0] for each in reached], [each[4] for each in reached if len(each) > 4]
-        row = f"{case:22} {len(first):6} {median(first):8.4f} {min(first):8.4f} {sum(one > GOAL for one in first):15}"
-        print(row + (f"   {len(fifth):6} {median(fifth):8.4f} {min(fifth):8.4f}" if fifth else ""))
+        cells = [f"`{case}`"]
+        for after in (1, 5):
+            values = [each[after - 1] for each in reached if len(each) >= after]
+            cells += [str(len(values)), *(f"{of(values):.3f}" if values else "" for of in (median, min))]
+            cells += [str(sum(value > GOAL for value in values))] if after == 1 else []
+        print("|", " | ".join(cells), "|")
 
 
 def main():
