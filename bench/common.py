@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -33,11 +34,30 @@ def run_peer(script, *arguments, package="pytorch", threads="1", **options):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def train(*options):
-    """Runs `lockstep train` and returns the events that it wrote to --metrics."""
+def run_mxnet(workers, script, *arguments):
+    """A scheduler, a server and workers that run bench/peers/SCRIPT, as MXNet's documentation starts them by hand. Returns the
+    line of JSON that one of them prints."""
+    variables = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(random.randrange(20000, 30000)),
+                 "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": str(workers), "DMLC_INTERFACE": "lo", "OMP_NUM_THREADS": "1"}
+    helper = [sys.executable, "-c", "import mxnet"]
+    worker = [sys.executable, ROOT / "bench/peers" / script, *map(str, arguments)]
+    roles = [("scheduler", helper), ("server", helper)] + [("worker", worker)] * workers
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                env=python_with("mxnet", DMLC_ROLE=role, **variables)) for role, command in roles]
+    try:
+        outputs = [process.communicate(timeout=1200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return next(json.loads(line) for output in outputs for line in output.splitlines() if line[:1] in ("{", "["))
+
+
+def train(*options, command=(LOCKSTEP, "train"), **variables):
+    """Runs `lockstep train`, or another program with its options, and returns the events that it wrote to --metrics."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        subprocess.run([LOCKSTEP, "train", *map(str, options), "--quiet", "--metrics", metrics], check=True)
+        subprocess.run([*command, *map(str, options), "--quiet", "--metrics", metrics], check=True,
+                       env={**os.environ, **variables})
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 

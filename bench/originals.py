@@ -6,12 +6,10 @@
 
 Two devices or workers of one core each; Fashion-MNIST, SGD with momentum. `tools/setup.sh originals` fetches the peers.
 """
-import json
-import random
 import subprocess
 import sys
 
-from common import ROOT, machine, median, python_with, require_peers, rounds, run_peer, save, take_turns, train
+from common import machine, median, require_peers, rounds, run_mxnet, run_peer, save, take_turns, train
 
 WARM_UP = 10
 CASES = {"lenet": (256, 60), "mlp-wide": (32, 40)}  # batch, steps
@@ -40,20 +38,7 @@ def mxnet_device(model):
 
 
 def mxnet_dist(kind, model):
-    """A scheduler, a server and two workers, as MXNet's documentation starts them by hand."""
-    variables = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(random.randrange(20000, 30000)),
-                 "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2", "DMLC_INTERFACE": "lo", "OMP_NUM_THREADS": "1"}
-    worker = [sys.executable, ROOT / "bench/peers/mxnet_kvstore.py", kind, "1", model, *map(str, CASES[model])]
-    roles = [("scheduler", [sys.executable, "-c", "import mxnet"]), ("server", [sys.executable, "-c", "import mxnet"]),
-             ("worker", worker), ("worker", worker)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                                env=python_with("mxnet", DMLC_ROLE=role, **variables)) for role, command in roles]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return next(json.loads(line)["seconds_per_step"] for output in outputs for line in output.splitlines() if line[:1] == "{")
+    return run_mxnet(2, "mxnet_kvstore.py", kind, "1", model, *CASES[model])["seconds_per_step"]
 
 
 RUNS = {
