@@ -38,10 +38,12 @@ target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Random programs over the API of a step; and the same beside deliberate defects, for which some sources of the library are
 # compiled again into the test (lockstep/base/defects.h).
-set(step_fuzz_sources step_fuzz/generator.cc step_fuzz/program.cc step_fuzz/reference.cc step_fuzz/rules.cc step_fuzz/run.cc)
-lockstep_torch_test(step_fuzz step_fuzz SHARDS 1 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_test.cc)
-foreach(source gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
-    optimizer/flat_update strategy/ddp/ddp)
+set(step_fuzz_sources generator processes program rank reference reference_hook reference_optimizer rules run)
+list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
+lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
+  step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)
+foreach(source gradient/communication_hook gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
+    model/sync_batch_norm optimizer/flat_update strategy/ddp/ddp)
   list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
 endforeach()
 set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)

@@ -59,9 +59,6 @@ struct DistributedDataParallelOptions {
   // dense gradient.
   std::set<std::string> sparse_parameters{};
 
-  // true: a plain loss.backward() is an error: it does not say how many samples it was for.
-  bool require_samples = false;
-
   // Another way to sum a bucket (lockstep/communication_hook.h). The sum then differs from the exact one, so the
   // gradients go through buckets on every rank, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
@@ -104,10 +101,11 @@ class DistributedDataParallel {
 
   // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
   // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last
-  // one. The loss stays unknown (last_batch().mean_loss is NaN). With 0 samples gradients count as zero, and
-  // end_backward() may follow at once. cancel_backward() instead, if it failed: the other ranks get PeerLost with
-  // `reason`. They block and throw as backward() does.
-  void begin_backward(std::int64_t samples);
+  // one. begin_backward() returns the factor by which hooks must multiply each gradient; 0: replace it by zeros. The loss
+  // stays unknown (last_batch().mean_loss is NaN). With 0 samples end_backward() may follow at once.
+  // cancel_backward() instead, if it failed: the other ranks get PeerLost with `reason`. They block and throw as
+  // backward() does.
+  double begin_backward(std::int64_t samples);
   void end_backward();
   void cancel_backward(const std::string& reason);
 
@@ -122,7 +120,8 @@ class DistributedDataParallel {
   void join(torch::optim::Optimizer& optimizer);
 
   // A plain loss.backward() works too: every rank then counts as one sample, and last_batch() knows no loss (NaN).
-  // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once.
+  // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once; what
+  // backward() has added counts until zero_grad(), and the two kinds of backward() can't add to one .grad.
 
   // Of the last exchange, over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;

@@ -28,6 +28,8 @@
 namespace lockstep {
 
 class GradientSource;
+struct StepSetting;
+using StepSettings = std::vector<StepSetting>;
 class World;
 
 // Applied to the mean gradient inside step(): clipping .grad by hand would clip one rank's share.
@@ -71,9 +73,9 @@ class Optimizer : public torch::optim::Optimizer {
   void set_loss_scale(std::optional<double> scale) { loss_scale_ = scale; }
   bool skipped() const { return skipped_; }
 
-  // What all ranks must have set alike when they call step(), by name: every option of every group ("lr of parameter
-  // group 0"), clipping, loss scale, and which parameters are frozen.
-  std::map<std::string, double> settings() const;
+  // What all ranks must have set alike when they call step(): every option of every group ("lr of parameter group 0"),
+  // clipping, loss scale, and which parameters are frozen. For DistributedDataParallel.
+  StepSettings settings() const;
 
   // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The
   // tensors are views: they change with the next step.

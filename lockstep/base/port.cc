@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/port.h"
 
+#include <netinet/in.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -63,6 +66,19 @@ std::string listener_of_port(int port) {
       return concat("pid ", pid, " (", command_of(process), ")");
   }
   return concat("a process of user ", listener->user);
+}
+
+ReservedPort::ReservedPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  const int on = 1;
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  if (!fd_ || ::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      ::bind(fd_.get(), generic, size) != 0 || ::getsockname(fd_.get(), generic, &size) != 0)
+    throw system_error("reserve", "a port on 127.0.0.1");
+  number_ = ntohs(address.sin_port);
 }
 
 }  // namespace lockstep

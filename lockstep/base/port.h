@@ -1,14 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/port.h: who listens at a port of this machine, for messages.
+// base/port.h: reserves a port of this machine, and says who listens at one.
 //
+// Owns:    a ReservedPort a socket
 // Threads: any
 #pragma once
 
 #include <string>
 
+#include "lockstep/base/unique_fd.h"
+
 namespace lockstep {
 
 // "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
 std::string listener_of_port(int port);
+
+// A port of 127.0.0.1, bound without listening: the kernel gives it to no program that asks for any port while this
+// lives, and rank 0 can still bind it, because it sets SO_REUSEADDR too.
+class ReservedPort {
+ public:
+  ReservedPort();  // throws SystemError
+  int number() const { return number_; }
+  int fd() const { return fd_.get(); }  // for a forked child that must close it
+
+ private:
+  UniqueFd fd_;
+  int number_ = 0;
+};
 
 }  // namespace lockstep

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/rendezvous.h"
 
-#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <netdb.h>
-#include <sys/socket.h>
 
 #include <condition_variable>
 #include <mutex>
 #include <string_view>
 
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 
@@ -57,28 +55,6 @@ using testing::contains;
 using testing::message_of;
 
 constexpr milliseconds kPatience = std::chrono::seconds(20);
-
-// Held by binding it without listening, as the launcher does.
-class ReservedPort {
- public:
-  ReservedPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    const int on = 1;
-    sockaddr_in address{};
-    socklen_t size = sizeof address;
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    auto* generic = reinterpret_cast<sockaddr*>(&address);
-    ::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (::bind(fd_.get(), generic, size) != 0 || ::getsockname(fd_.get(), generic, &size) != 0)
-      throw system_error("reserve", "a port");
-    number_ = ntohs(address.sin_port);
-  }
-  int number() const { return number_; }
-
- private:
-  UniqueFd fd_;
-  int number_ = 0;
-};
 
 struct Jobs : ::testing::Test {
   JobEnvironment job(int rank, const std::string& name, int size = 2) const {

@@ -26,6 +26,7 @@ struct AccumulatedBatches {
   double unit = 0;              // m_1; 0: no samples yet
   std::int64_t backwards = 0;   // T
   std::int64_t leading = 0;     // of these, those before the first with samples
+  bool is_plain = false;        // counted by add_unknown()
 
   // Counts a backward() that is about to run. Returns the gradient to start it with: loss.backward(result).
   torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {
@@ -50,6 +51,7 @@ struct AccumulatedBatches {
   // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
   void add_unknown() {
     ++backwards;
+    is_plain = true;
     unit = 1;
     samples += 1;
     weighted_loss = unknown_loss();
@@ -66,13 +68,11 @@ struct AccumulatedBatches {
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
 
-inline UsageError unknown_samples(std::string here = {}) {
-  return UsageError({.what = "a backward() whose number of samples is not known",
+inline UsageError after_other_backward(std::string here) {
+  return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
                      .here = std::move(here),
-                     .likely = "a loss that does not depend on the output of the DistributedDataParallel: a call of the "
-                               "module inside of it, or an output in which no tensors are found",
-                     .next = "call the DistributedDataParallel and let it return tensors, lists or dicts of them; or "
-                             "give all ranks equal weight"});
+                     .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
+                     .next = "use one of the two kinds in a step"});
 }
 
 inline UsageError after_failed_backward(std::string here = {}) {

@@ -2,8 +2,8 @@
 #include "lockstep/gradient/exchange_totals.h"
 
 #include <algorithm>
+#include <limits>
 
-#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -12,7 +12,7 @@ namespace {
 // Where each number is.
 enum Sum : std::uint8_t { kSamples, kCounting, kCalls, kCallsSquared, kLow, kLowSquared, kHigh, kHighSquared, kLoss };
 
-constexpr std::int64_t kGathered = 128;  // settings that can be named
+constexpr std::size_t kGathered = 128;  // settings that can be named
 
 // Not of ranks whose first batches were empty: what they counted the others may have dropped since.
 const char* const kBackwards = "the number of backward() since the last exchange";
@@ -27,7 +27,7 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   const auto low = static_cast<double>(hash & 0xffff), high = static_cast<double>(hash >> 16 & 0xffff);
   const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0;
   const double calls = counting * static_cast<double>(batches.backwards);
-  if (counting > 0) settings_[kBackwards] = calls;
+  settings_.insert(settings_.begin(), {kBackwards, counting > 0 ? calls : std::numeric_limits<double>::quiet_NaN()});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
       batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
@@ -51,28 +51,11 @@ BatchTotals ExchangeTotals::wait() {
 // All ranks come here, as all have the same sums. Each compares what all have set with what it has set itself.
 void ExchangeTotals::throw_difference() const {
   std::vector<double> own(kGathered, 0);
-  std::size_t i = 0;
-  own[i++] = settings_.contains(kBackwards) ? settings_.at(kBackwards) : 0;
-  for (const auto& [name, value] : settings_)
-    if (name != kBackwards && i < own.size()) own[i++] = value;
+  for (std::size_t i = 0; i < std::min(settings_.size(), own.size()); ++i) own[i] = settings_[i].value;
   const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kFloat64).to(world_.device())).cpu();
   const auto* theirs = all.const_data_ptr<double>();
-  const auto compare = [&](int rank, const std::string& name, std::size_t place) {
-    const double other = theirs[static_cast<std::size_t>(rank) * own.size() + place];
-    if (other == own[place] || (name == kBackwards && (other == 0 || own[place] == 0))) return;
-    throw MismatchError({.what = concat("the ranks differ: ", name, " is ", own[place], " on rank ", world_.rank(),
-                                        ", ", other, " on rank ", rank),
-                         .here = world_.describe(),
-                         .likely = "a step(), backward() or setting that depends on the rank",
-                         .next = "let all ranks decide alike: all_reduce the condition first. After writing parameters "
-                                 "by hand call parameters_written() on all ranks"});
-  };
-  for (int rank = 0; rank < world_.size(); ++rank) {
-    compare(rank, kBackwards, 0);
-    i = 1;
-    for (const auto& [name, value] : settings_)
-      if (name != kBackwards && i < own.size()) compare(rank, name, i++);
-  }
+  for (int rank = 0; rank < world_.size(); ++rank, theirs += own.size())
+    require_same_settings(settings_, world_.rank(), {theirs, own.size()}, rank, "the ranks differ", world_.describe());
   throw MismatchError({.what = "other ranks differ from one another in what a step() is",
                        .here = world_.describe(),
                        .likely = "a step(), backward() or setting that depends on the rank",

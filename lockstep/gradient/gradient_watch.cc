@@ -2,27 +2,39 @@
 #include "lockstep/gradient/gradient_watch.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace lockstep {
 namespace {
 
-std::pair<const void*, std::int64_t> identity_of(const torch::Tensor& gradient) {
-  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
-}
+std::int64_t version_of(const torch::Tensor& gradient) { return gradient.defined() ? gradient._version() : 0; }
 
 bool is_zero(const torch::Tensor& gradient) {
-  return !gradient.defined() || !(gradient.is_sparse() ? gradient._values() : gradient).any().item<bool>();
+  if (!gradient.defined() || gradient.numel() == 0) return true;
+  if (gradient.is_sparse()) return is_zero(gradient._values());
+  if (!gradient.is_cpu() || !gradient.is_non_overlapping_and_dense()) return !gradient.any().item<bool>();
+  const auto* const bytes = static_cast<const char*>(gradient.const_data_ptr());
+  return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0;
 }
 
 }  // namespace
 
-void GradientWatch::remember(std::vector<NamedTensor> parameters) {
-  parameters_ = std::move(parameters);
+GradientWatch::Identity::Identity(const torch::Tensor& gradient)
+    : tensor(gradient.getIntrusivePtr()), version(version_of(gradient)) {}
+
+bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
+  return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version == version_of(gradient);
+}
+
+void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
+  parameters_.clear();
   identities_.clear();
   std::vector<torch::Tensor> gradients;
-  for (const auto& [name, parameter] : parameters_) {
+  gradients.reserve(parameters.size());
+  for (const auto& [name, parameter] : parameters) {
+    parameters_.push_back(parameter);
+    identities_.emplace_back(parameter.grad());
     gradients.push_back(parameter.grad());
-    identities_.push_back(identity_of(parameter.grad()));
   }
   data_.watch(gradients);
 }
@@ -31,13 +43,19 @@ void GradientWatch::forget() { remember({}); }
 
 std::optional<std::size_t> GradientWatch::changed() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (identity_of(parameters_[i].tensor.grad()) != identities_[i]) return i;
+    if (!(identities_[i] == parameters_[i].grad())) return i;
   return data_.changed();
 }
 
 bool GradientWatch::zeroed() const {
   return changed() &&
-         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.tensor.grad()); });
+         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.grad()); });
+}
+
+std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters) {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (!is_zero(parameters[i].tensor.grad())) return i;
+  return std::nullopt;
 }
 
 }  // namespace lockstep

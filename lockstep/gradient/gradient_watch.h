@@ -20,7 +20,7 @@ namespace lockstep {
 class GradientWatch {
  public:
   // From now on: every .grad as it is.
-  void remember(std::vector<NamedTensor> parameters);
+  void remember(const std::vector<NamedTensor>& parameters);
   void forget();
 
   // The first parameter, by its index, whose .grad is another tensor or has been written since.
@@ -30,9 +30,20 @@ class GradientWatch {
   bool zeroed() const;
 
  private:
-  std::vector<NamedTensor> parameters_;
-  std::vector<std::pair<const void*, std::int64_t>> identities_;  // of each .grad: the tensor and its version
+  // A .grad as it was. Weak: the memory of a gradient that was dropped is free, but no later tensor is taken for it.
+  struct Identity {
+    explicit Identity(const torch::Tensor& gradient);
+    bool operator==(const torch::Tensor& gradient) const;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+    std::int64_t version;
+  };
+
+  std::vector<torch::Tensor> parameters_;
+  std::vector<Identity> identities_;
   DataWatch data_;
 };
+
+// The first of these that has a gradient which is not zero. Reads those that are.
+std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters);
 
 }  // namespace lockstep

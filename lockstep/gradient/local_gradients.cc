@@ -3,8 +3,11 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "lockstep/base/defects.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -15,8 +18,18 @@ const void* pointer_to(const torch::Tensor& gradient) {
 
 std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> gradients;
+  gradients.reserve(parameters.size());
   for (const torch::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   return gradients;
+}
+
+void require_no_gradient(const std::vector<torch::Tensor>& parameters) {
+  const auto has_one = [](const torch::Tensor& p) { return p.grad().defined() && p.grad().any().item<bool>(); };
+  if (std::ranges::any_of(parameters, has_one))
+    throw UsageError({.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
+                      .likely = "no_sync() around the last backward() before step()",
+                      .next = "leave no_sync() before the last backward() of a step; or give DistributedDataParallel "
+                              "the option share_parameters = false"});
 }
 
 }  // namespace
@@ -34,14 +47,16 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                const StepSettings& settings) {
   if (block_) block_->require_in_place();
+  if (!is_exchanged_) require_no_gradient(parameters);
   StepSettings all = settings;
-  all["gradients written by hand since backward()"] = watch_.changed() ? 1 : 0;
+  all.push_back({"gradients written by hand since backward()", watch_.changed() ? 1.0 : 0.0});
   agreement_.step(all);
   if (block_) block_->begin_write();
   current_ = std::exchange(lists_, {});
   if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
   updated_.clear();
   WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
+  gradients.pointers.reserve(parameters.size() * current_.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
     for (auto& list : current_) {
@@ -61,6 +76,7 @@ void LocalGradients::end_update() {
   if (block_) block_->end_write();
   agreement_.end_step();
   watch_.forget();
+  if (defect("a version is not marked")) return;
   if (block_)
     block_->mark_written();
   else

@@ -38,7 +38,14 @@ class LocalGradients : public GradientSource {
 
   // With shared parameters: .grad of these is the mean, on every rank. One that is written by hand until the next step, to
   // clip it for instance, must be so on all ranks.
-  void remember_mean(const std::vector<NamedTensor>& parameters) { watch_.remember(parameters); }
+  void remember_mean(const std::vector<NamedTensor>& parameters) {
+    watch_.remember(parameters);
+    is_exchanged_ = true;
+  }
+
+  // With shared parameters: .grad is this rank's own until the next remember_mean(). A step() until then throws, unless
+  // there is no .grad.
+  void not_exchanged() { is_exchanged_ = false; }
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
@@ -50,6 +57,7 @@ class LocalGradients : public GradientSource {
   std::shared_ptr<ParameterBlock> block_;
   StepAgreement agreement_;
   GradientWatch watch_;
+  bool is_exchanged_ = true;                         // what is in .grad
   std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
   std::vector<std::vector<torch::Tensor>> current_;  // of this step
   std::vector<torch::Tensor> updated_;               // parameters of this step

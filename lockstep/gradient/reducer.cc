@@ -156,7 +156,7 @@ class Reducer::Impl {
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
   // finish().
   void start_by_itself() {
-    if (options_.require_samples) throw unknown_samples(world_.describe());
+    if (batches_.samples > 0) throw after_other_backward(world_.describe());
     batches_.add_unknown();
     start_exchange();
     torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
@@ -262,7 +262,8 @@ class Reducer::Impl {
   // Only now: how many rows there are is not known before.
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
-    const double factor = batches_.samples > 0 ? batches_.weight() / static_cast<double>(totals.samples) : 0;
+    const double weight = defect("rows of an embedding are not weighted") ? 1 : batches_.weight();
+    const double factor = batches_.samples > 0 ? weight / static_cast<double>(totals.samples) : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;

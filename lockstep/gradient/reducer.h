@@ -60,8 +60,6 @@ struct ReducerOptions {
 
   // What every rank must have alike at the beginning of each exchange.
   std::function<StepSettings()> settings{};
-
-  bool require_samples = false;  // a plain loss.backward(), whose number of samples is not known, is a UsageError
 };
 
 struct ReducerStatistics {      // since the start, on this rank

@@ -2,7 +2,9 @@
 #include "lockstep/gradient/shared_gradients.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <optional>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/defects.h"
@@ -14,6 +16,18 @@ namespace {
 
 constexpr std::uint64_t kNoGradient = std::numeric_limits<std::uint64_t>::max();
 
+// How a rank has come to an exchange. One without samples may be in join(), where it can't know whether the others call
+// backward(), or step() after a plain loss.backward().
+enum Way { kBackward, kBackwardWithoutSamples, kStep, kStepWithoutSamples, kStepWithoutBackward, kWays };
+constexpr std::array kNamesOfWays = {"in backward()", "in backward() without samples",
+                                     "in step() after loss.backward() or no_sync()",
+                                     "in step() after a backward() without samples", "in step() without a backward()"};
+constexpr std::pair<Way, Way> kDifferentCalls[] = {{kBackward, kStep},
+                                                   {kBackward, kStepWithoutSamples},
+                                                   {kBackward, kStepWithoutBackward},
+                                                   {kBackwardWithoutSamples, kStepWithoutBackward},
+                                                   {kStep, kStepWithoutBackward}};
+
 // What one source publishes. The place of each parameter's gradient (8 bytes each) follows it in memory.
 struct Row {
   double samples;
@@ -21,7 +35,13 @@ struct Row {
   double unit;           // AccumulatedBatches::unit
   double backwards;      // 0: a shard that was not used
   double leading;        // of these, those before the first with samples
+  double in_step;        // 1: published by step(), 0: by backward()
 
+  Way way() const {
+    if (in_step == 0) return samples > 0 ? kBackward : kBackwardWithoutSamples;
+    if (backwards == 0) return kStepWithoutBackward;
+    return samples > 0 ? kStep : kStepWithoutSamples;
+  }
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
 };
 
@@ -29,7 +49,7 @@ struct Row {
 
 // Note [The publication table]
 // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
-// rank's shard; a row of P parameters takes 40 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+// rank's shard; a row of P parameters takes 48 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
 // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
 class SharedGradients::Table {
  public:
@@ -68,20 +88,21 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
       copies_(sources_.size() * parameters_.size()),
       table_(std::make_unique<Table>(*memory_, sources_.size(), parameters_.size())),
       agreement_(memory_) {
+  if (options_.updated.empty()) options_.updated = parameters_;
   for (std::size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
 }
 SharedGradients::~SharedGradients() = default;
 
-SharedGradients::Source& SharedGradients::begin_source() {
+SharedGradients::Source& SharedGradients::begin_source(std::int64_t samples) {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
-  forget_dropped_gradients();
+  if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
   return current_source();
 }
 
 void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
-  Source& source = begin_source();
+  Source& source = begin_source(samples);
   const torch::Tensor start = source.batches.add(samples, loss);
   if (samples > 0) {
     failed_ = true;  // unless backward() returns
@@ -95,7 +116,7 @@ void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) 
 }
 
 double SharedGradients::begin(std::int64_t samples) {
-  const double factor = begin_source().batches.add(samples);
+  const double factor = begin_source(samples).batches.add(samples);
   failed_ = true;  // unless end() is called
   scope_.emplace(gradient_memory_);
   return factor;
@@ -106,12 +127,43 @@ void SharedGradients::end() {
   failed_ = false;
 }
 
-// After a zero_grad() without a step() before it, what was counted until then no longer counts.
-void SharedGradients::forget_dropped_gradients() {
-  if (options_.shards > 0 || sources_.front().batches.samples == 0) return;  // without samples there was no gradient
+// After a zero_grad() what was counted until then no longer counts. Returns whether it has found one.
+bool SharedGradients::forget_dropped_gradients() {
+  if (options_.shards > 0 || sources_.front().batches.samples == 0) return false;  // there was no gradient
+  const bool any = std::any_of(options_.updated.begin(), options_.updated.end(),
+                               [](const auto& p) { return p.tensor.grad().defined(); });
+  if ((any && !watch_.zeroed()) || defect("dropped gradients count")) return false;
+  sources_.front() = {};
+  return true;
+}
+
+// A backward() is about to add to .grad, where there must be no more than what was counted.
+void SharedGradients::require_only_counted_gradients(std::int64_t samples) const {
+  const AccumulatedBatches& batches = sources_.front().batches;
+  if (options_.shards > 0) return;
+  if (batches.samples > 0 && !batches.is_plain) return require_unchanged_grads();
+  if (samples == 0) return;
+  if (const auto uncounted = first_with_gradient(options_.updated))
+    throw UsageError({.what = concat("backward() would add to a gradient of ", options_.updated[*uncounted].name,
+                                     " that it has not counted"),
+                      .likely = "a plain loss.backward(), or a gradient that was set by hand, and no zero_grad() since",
+                      .next = "call zero_grad() first; don't mix ddp.backward() and loss.backward() in one step"});
+}
+
+// Before an exchange in step(): what a plain loss.backward() has left in .grad counts as one sample.
+void SharedGradients::count_what_step_finds() {
+  if (options_.shards > 0)
+    throw UsageError({.what = concat("step() before all of the ", sources_.size(),
+                                     " backward() of a step with as many shards on this rank"),
+                      .next = "call ddp.backward() for each shard first"});
+  forget_dropped_gradients();
+  AccumulatedBatches& batches = sources_.front().batches;
+  if (batches.samples > 0 && !batches.is_plain) return require_unchanged_grads();
+  if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
   const bool any =
       std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
-  if ((!any || watch_.zeroed()) && !defect("dropped gradients count")) sources_.front() = {};
+  batches = {};
+  if (any) batches.add_unknown();
 }
 
 // The source that the next backward() adds to: the next unused shard, or the only source.
@@ -128,43 +180,61 @@ SharedGradients::Source& SharedGradients::current_source() {
 
 void SharedGradients::take_grads(Source& source) const {
   source.gradients.clear();
+  source.gradients.reserve(parameters_.size());
   for (const auto& [name, parameter] : parameters_)
     source.gradients.push_back(source.batches.samples > 0 ? parameter.grad() : torch::Tensor());
 }
 
-BatchTotals SharedGradients::finish() {
+BatchTotals SharedGradients::exchange(bool in_step) {
   if (options_.block) options_.block->require_not_moved();  // copies have the size of the parameters as they were
-  Source& first = sources_.front();
-  if (first.batches.backwards == 0) {  // after a plain loss.backward()
-    if (options_.require_samples) throw unknown_samples();
-    first.batches.add_unknown();
-  }
-  if (options_.shards == 0) take_grads(first);
+  if (in_step) count_what_step_finds();
+  if (options_.shards == 0) take_grads(sources_.front());
   table_->begin_exchange();
-  for (std::size_t i = 0; i < sources_.size(); ++i) publish(i);
-  watch_.remember(parameters_);
+  for (std::size_t i = 0; i < sources_.size(); ++i) publish(i, in_step);
+  watch_.remember(options_.updated);
   if (check_interval() > 0) protect_gradients();
   is_published_ = true;
   if (!defect("barrier 1 is left out")) agreement_.backward();  // barrier 1: all rows are written
+  require_same_calls();
+  const BatchTotals totals = this->totals();
+  if (options_.on_finished) options_.on_finished(totals);
+  return totals;
+}
+
+void SharedGradients::publish(std::size_t source, bool in_step) {
+  const auto& [batches, gradients] = sources_[source];
+  Row& row = table_->own(source);
+  row = {batches.samples,
+         batches.loss(),
+         batches.unit,
+         static_cast<double>(batches.backwards),
+         static_cast<double>(batches.leading),
+         in_step ? 1.0 : 0.0};
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
+    row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
+  }
+}
+
+// All ranks read the same rows, and so throw together.
+void SharedGradients::require_same_calls() const {
+  std::array<std::optional<int>, kWays> first{};  // rank that came in this way
+  for (std::size_t i = 0; i < table_->rows(); ++i)
+    if (auto& rank = first[table_->row(i).way()]; !rank) rank = table_->rank_of(i);
+  for (const auto& [one, other] : kDifferentCalls)
+    if (first[one] && first[other])
+      throw calls_differ({.what = concat("rank ", *first[one], " is ", kNamesOfWays[one], ", rank ", *first[other], " ",
+                                         kNamesOfWays[other]),
+                          .here = concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine")});
+}
+
+BatchTotals SharedGradients::totals() const {
   double samples = 0, loss = 0;
   for (std::size_t i = 0; i < table_->rows(); ++i) {
     samples += table_->row(i).samples;
     loss += table_->row(i).weighted_loss;
   }
-  const BatchTotals totals{static_cast<std::int64_t>(samples), loss / samples};
-  if (options_.on_finished) options_.on_finished(totals);
-  return totals;
-}
-
-void SharedGradients::publish(std::size_t source) {
-  const auto& [batches, gradients] = sources_[source];
-  Row& row = table_->own(source);
-  row = {batches.samples, batches.loss(), batches.unit, static_cast<double>(batches.backwards),
-         static_cast<double>(batches.leading)};
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
-    row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
-  }
+  return {static_cast<std::int64_t>(samples), loss / samples};
 }
 
 // Where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
@@ -198,7 +268,8 @@ void SharedGradients::protect_gradients() {
 void SharedGradients::require_unchanged_grads() const {
   if (const auto changed = watch_.changed())
     throw UsageError(
-        {.what = concat("the gradient of ", parameters_[*changed].name, " was changed between backward() and step()"),
+        {.what =
+             concat("the gradient of ", options_.updated[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
          .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
@@ -208,9 +279,10 @@ void SharedGradients::require_unchanged_grads() const {
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                 const StepSettings& settings) {
   if (options_.block) options_.block->require_in_place();
-  if (!is_published_) finish();
+  if (!is_published_) exchange(/*in_step=*/true);
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};
+  gradients.pointers.reserve(parameters.size() * table_->rows());
   agreement_.step(settings);  // barrier 2
   if (options_.block) options_.block->begin_write();
   for (const torch::Tensor& parameter : parameters) {
@@ -252,8 +324,9 @@ double SharedGradients::backwards_per_step() const {
   for (std::size_t i = 0; i < table_->rows(); ++i)
     if (table_->row(i).samples > 0 && table_->row(i).backwards < least(most))
       throw MismatchError(
-          {.what = concat("rank ", table_->rank_of(i), " called backward() ", table_->row(i).backwards,
-                          " times since the last step(), rank ", table_->rank_of(most), " ", least(most), " times"),
+          {.what =
+               concat("rank ", table_->rank_of(i), " called backward() ", table_->row(i).backwards,
+                      " times since the last zero_grad(), rank ", table_->rank_of(most), " ", least(most), " times"),
            .likely = "no_sync() or zero_grad() on some ranks only",
            .next = "call backward() equally often on all ranks; with 0 samples where a rank has no batch"});
   return least(most);
@@ -264,8 +337,11 @@ void SharedGradients::end_update() {
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
   guards_.clear();
-  watch_.forget();
-  for (Source& source : sources_) source = {};
+  for (Source& source : sources_)
+    if (options_.shards > 0)
+      source = {};
+    else
+      source.gradients.clear();  // zero_grad() gives their memory back; until then they count
   if (options_.block) options_.block->mark_written();
 }
 

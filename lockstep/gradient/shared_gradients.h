@@ -8,8 +8,7 @@
 // Ranks:   the ranks of one machine construct it with the same parameters and make the same calls in the same order
 //
 // The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
-// Several backward() before a step() add up, as in PyTorch: T of them give T times the mean over all their samples. A
-// caller that leaves out a step() calls zero_grad(), which makes the next backward() start again from nothing.
+// Several backward() add up until zero_grad(), as in PyTorch: T of them give T times the mean over all their samples.
 //
 // Note [One step, three barriers]
 //   finish()        writes this rank's rows of the table, then barrier 1: every gradient of the machine is computed and
@@ -50,9 +49,11 @@ struct SharedGradientsOptions {
   // docs/design/fused-step.md. 0: the gradients of all backward() of a step add up.
   int shards = 0;
 
-  bool require_samples = false;  // a plain loss.backward(), whose number of samples is not known, is a UsageError
+  // Those whose .grad zero_grad() drops: the optimizer's. Empty: all.
+  std::vector<NamedTensor> updated{};
 
-  // Called at the end of each finish(), also of the one that begin_update() makes after a plain loss.backward().
+  // Called at the end of each exchange: of finish(), or in begin_update() after a plain loss.backward(), where .grad is
+  // published as it is, and every rank counts as one sample.
   std::function<void(const BatchTotals&)> on_finished{};
 };
 
@@ -78,13 +79,13 @@ class SharedGradients : public GradientSource {
   // drops what was accumulated.
   void accumulated() {
     is_published_ = false;
-    watch_.remember(parameters_);
+    watch_.remember(options_.updated);
   }
 
-  // Publishes the gradients of the backward() since the last step; after a plain loss.backward(), .grad as it is, and
-  // every rank counts as one sample. Blocks until all ranks have published. Returns the samples and mean loss of these
-  // backward() over all ranks. Throws PeerLost.
-  BatchTotals finish();
+  // Publishes the gradients of the backward() since the last zero_grad(). Blocks until all ranks have published. Returns
+  // the samples and mean loss of these backward() over all ranks. Throws PeerLost; MismatchError on all ranks: some of
+  // them are in a step() instead.
+  BatchTotals finish() { return exchange(/*in_step=*/false); }
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
@@ -98,11 +99,16 @@ class SharedGradients : public GradientSource {
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
 
-  Source& begin_source();
+  Source& begin_source(std::int64_t samples);
+  BatchTotals exchange(bool in_step);
   Source& current_source();
-  void forget_dropped_gradients();
+  bool forget_dropped_gradients();
+  void require_only_counted_gradients(std::int64_t samples) const;
+  void count_what_step_finds();
   void take_grads(Source& source) const;
-  void publish(std::size_t source);
+  void publish(std::size_t source, bool in_step);
+  void require_same_calls() const;
+  BatchTotals totals() const;
   std::uint64_t place_for_peers(std::size_t source, std::size_t parameter);
   void protect_gradients();
   void require_unchanged_grads() const;

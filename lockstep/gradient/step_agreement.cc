@@ -3,12 +3,14 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <cstring>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -18,10 +20,35 @@ constexpr std::size_t kSettings = 126;  // that can be named; the hash is of all
 }  // namespace
 
 std::uint64_t hash_of(const StepSettings& settings) {
-  std::string text;
-  for (const auto& [name, value] : settings)
-    text.append(name).append(reinterpret_cast<const char*>(&value), sizeof value);
-  return XXH3_64bits(text.data(), text.size());
+  std::uint64_t hash = settings.size();
+  for (const auto& [name, value, group] : settings) {
+    hash = XXH3_64bits_withSeed(name, std::strlen(name), hash + static_cast<std::uint64_t>(group));
+    hash = XXH3_64bits_withSeed(&value, sizeof value, hash);
+  }
+  return hash;
+}
+
+void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
+                           const std::string& what, const std::string& here) {
+  for (std::size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
+    const auto& [name, value, group] = own[i];
+    if (value == theirs[i] || std::isnan(value) || std::isnan(theirs[i])) continue;
+    throw MismatchError({.what = concat(what, ": ", name, group < 0 ? "" : concat(" of parameter group ", group),
+                                        " is ", value, " on rank ", rank, ", ", theirs[i], " on rank ", other),
+                         .here = here,
+                         .likely = "a step(), backward() or setting that depends on the rank, such as a schedule or a "
+                                   "warm restart",
+                         .next = "let all ranks decide alike: all_reduce or broadcast the condition first. After "
+                                 "writing parameters by hand call parameters_written() on all ranks"});
+  }
+}
+
+MismatchError calls_differ(ErrorText text) {
+  text.likely =
+      "a rank that left out a backward(), step() or parameters_written() which others made: after a NaN check "
+      "of its own, an exception that it caught, or in no_sync()";
+  text.next = "let all ranks decide alike: all_reduce the condition first";
+  return MismatchError(text);
 }
 
 // Read by other ranks while they write an error, even if this rank has gone on meanwhile: hence atomic.
@@ -41,12 +68,7 @@ void StepAgreement::wait(const Signature& announced) const {
   try {
     memory_->barrier(announced);
   } catch (const MismatchError& error) {
-    ErrorText text = error.text();
-    text.likely =
-        "a rank that left out a backward(), step() or parameters_written() which others made: after a NaN check "
-        "of its own, an exception that it caught, or in no_sync()";
-    text.next = "let all ranks decide alike: all_reduce the condition first";
-    throw MismatchError(text);
+    throw calls_differ(error.text());
   }
 }
 
@@ -69,9 +91,8 @@ void StepAgreement::end_step() { wait(signature_of(StepPhase::kStepEnd, steps_))
 
 void StepAgreement::write_slot(const StepSettings& settings) {
   Slot& own = slot(memory_->rank());
-  std::size_t i = 0;
-  for (const auto& [name, value] : settings)
-    if (i < kSettings) own.values[i++].store(value, std::memory_order_relaxed);
+  for (std::size_t i = 0; i < std::min(settings.size(), kSettings); ++i)
+    own.values[i].store(settings[i].value, std::memory_order_relaxed);
   own.count.store(settings.size(), std::memory_order_relaxed);
   own.step.store(steps_, std::memory_order_relaxed);
 }
@@ -81,17 +102,13 @@ void StepAgreement::compare_slots(const StepSettings& settings) const {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     const Slot& other = slot(rank);
     if (other.step.load(std::memory_order_relaxed) != steps_) continue;
-    std::size_t i = 0;
-    for (const auto& [name, value] : settings) {
-      if (i == kSettings || other.count.load(std::memory_order_relaxed) != settings.size()) break;
-      const double theirs = other.values[i++].load(std::memory_order_relaxed);
-      if (theirs == value) continue;
-      throw MismatchError({.what = concat("step() number ", steps_, " with different settings: ", name, " is ", value,
-                                          " on rank ", memory_->rank(), ", ", theirs, " on rank ", rank),
-                           .here = concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine"),
-                           .likely = "a schedule, or a decision such as a warm restart, that depends on the rank",
-                           .next = "compute it from what all ranks have in common, or broadcast it"});
-    }
+    if (other.count.load(std::memory_order_relaxed) != settings.size()) continue;
+    std::vector<double> theirs;
+    for (std::size_t i = 0; i < std::min(settings.size(), kSettings); ++i)
+      theirs.push_back(other.values[i].load(std::memory_order_relaxed));
+    require_same_settings(settings, memory_->rank(), theirs, rank,
+                          concat("step() number ", steps_, " with different settings"),
+                          concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine"));
   }
 }
 

@@ -13,18 +13,32 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
-// What must be alike on all ranks in a step, such as {"lr of parameter group 0", 0.1}.
-using StepSettings = std::map<std::string, double>;
+// What must be alike on all ranks in a step, such as "lr of parameter group 0". Made in each step, so without texts.
+struct StepSetting {
+  const char* name;  // a literal
+  double value;      // NaN: this rank has none, and is not compared
+  int group = -1;    // of parameters; -1: of none
+};
+using StepSettings = std::vector<StepSetting>;
 
 std::uint64_t hash_of(const StepSettings& settings);  // of names and values
+
+// Throws MismatchError naming the first setting of which rank `other` has another value. what: such as "step() number 3".
+void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
+                           const std::string& what, const std::string& here);
+
+// The error of ranks that make different calls: says what is likely, and what to do next.
+MismatchError calls_differ(ErrorText text);
 
 class StepAgreement {
  public:

@@ -2,7 +2,6 @@
 #include "lockstep/launch/launcher.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +9,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -54,23 +54,6 @@ void make_folder(const std::string& path) {
   if (error) throw SystemError({.what = concat("can't make the folder ", path, ": ", error.message()), .here = path});
 }
 
-// Reserves a port by binding it without listening: the kernel then gives it to no program that asks for any port, and
-// rank 0 can still bind it, because it sets SO_REUSEADDR too.
-UniqueFd reserve_port(int& port) {
-  UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const int on = 1;
-  sockaddr_in address{};
-  socklen_t size = sizeof address;
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      ::bind(fd.get(), generic, size) != 0 || ::getsockname(fd.get(), generic, &size) != 0)
-    throw system_error("reserve", "a port on 127.0.0.1");
-  port = ntohs(address.sin_port);
-  return fd;
-}
-
 std::string how_it_ended(const ExitStatus& end) {
   if (end.signal != 0) return concat("was ended by signal ", end.signal, " (", ::strsignal(end.signal), ")");
   return concat("exited with code ", end.exit_code);
@@ -93,7 +76,7 @@ struct Sinks {
 class Job {
  public:
   Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
-    if (options_.master_port == 0) port_ = reserve_port(options_.master_port);
+    if (options_.master_port == 0) options_.master_port = port_.emplace().number();
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
     const bool first_only = options_.output == RankOutput::kFirst;
     for (int local = 0; local < options_.ranks; ++local) {
@@ -176,7 +159,8 @@ class Job {
 
   // Descriptors that a forked child must close.
   std::vector<int> descriptors() const {
-    std::vector<int> fds = {signals_.fd(), port_.get()};
+    std::vector<int> fds = {signals_.fd()};
+    if (port_) fds.push_back(port_->fd());
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -280,7 +264,7 @@ class Job {
   LaunchOptions options_;
   SignalReader signals_;
   Guardian guardian_;
-  UniqueFd port_;
+  std::optional<ReservedPort> port_;
   CoreSet cores_ = usable_cores();
   Sinks& sinks_;
   IntVector<Rank> ranks_;

@@ -4,86 +4,35 @@
 #include <ATen/core/VariableHooksInterface.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <unordered_map>
 
 #include "lockstep/base/own_process.h"
 
 namespace lockstep {
-
-struct DataWatch::Storage {
-  using Checksum = std::optional<XXH64_hash_t>;
-
-  Checksum compute() const {
-    const auto alive = storage.lock();
-    return alive ? Checksum(XXH3_64bits(alive->data(), alive->nbytes())) : std::nullopt;
-  }
-
-  std::size_t index;  // in watch()
-  const c10::StorageImpl* key;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // weak: a gradient that was dropped gives its memory back
-  Checksum checksum{};  // as it was when data() was first called. Guarded by the registry's mutex
-};
-
 namespace {
 
-// What all DataWatches of the process watch, by storage. Ranks that are threads watch the same parameters, each with an
-// entry of its own.
-class Registry {
- public:
-  using Entry = std::shared_ptr<DataWatch::Storage>;
-
+// All DataWatches of the process. Ranks that are threads watch the same parameters, each with a DataWatch of its own.
+struct Registry {
   static std::mutex& mutex() {
     static auto* const instance = new std::mutex;
     return *instance;
   }
 
-  void add(const Entry& entry) {
-    const std::lock_guard lock(mutex());
-    entries_.emplace(entry->key, entry);
-    any_ = true;
-  }
-
-  void remove(const Entry& entry) {
-    const std::lock_guard lock(mutex());
-    const auto [begin, end] = entries_.equal_range(entry->key);
-    for (auto it = begin; it != end; ++it)
-      if (it->second == entry) {
-        entries_.erase(it);
-        break;
-      }
-    any_ = !entries_.empty();
-  }
-
-  void note(const at::TensorBase& tensor) {
-    if (!any_ || !tensor.has_storage()) return;
-    const std::lock_guard lock(mutex());
-    const auto [begin, end] = entries_.equal_range(tensor.storage().unsafeGetStorageImpl());
-    for (auto it = begin; it != end; ++it)
-      if (!it->second->checksum) it->second->checksum = it->second->compute();
-  }
-
-  void accept(DataWatch::Storage& entry) {
-    const std::lock_guard lock(mutex());
-    entry.checksum.reset();
-  }
-
-  bool is_changed(const DataWatch::Storage& entry) {
-    const std::lock_guard lock(mutex());
-    if (!entry.checksum) return false;
-    const DataWatch::Storage::Checksum now = entry.compute();
-    return now && now != entry.checksum;
-  }
-
- private:
-  std::unordered_multimap<const c10::StorageImpl*, Entry> entries_;
-  std::atomic<bool> any_ = false;
+  std::vector<DataWatch*> all;         // guarded by the mutex, as is what each of them watches
+  std::atomic<int> watching_some = 0;  // of these
 };
 
 Registry& registry() {
   static auto* const instance = new Registry;  // tensors may be used after static objects are gone
   return *instance;
+}
+
+void note_data_of(const at::TensorBase& tensor) {
+  if (registry().watching_some == 0 || !tensor.has_storage()) return;
+  const std::lock_guard lock(Registry::mutex());
+  for (DataWatch* const watch : registry().all) watch->note(tensor.storage().unsafeGetStorageImpl());
 }
 
 // Torch's own hooks, but for the two ways to get a tensor with a version counter of its own.
@@ -93,7 +42,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
 
   at::TensorBase data(const at::TensorBase& tensor) const override { return variable_data(tensor); }
   at::TensorBase variable_data(const at::TensorBase& tensor) const override {
-    registry().note(tensor);
+    note_data_of(tensor);
     return torchs_.variable_data(tensor);
   }
 
@@ -145,28 +94,56 @@ void install_hooks() {
 
 }  // namespace
 
-DataWatch::DataWatch() { install_hooks(); }
-DataWatch::~DataWatch() { watch({}); }
+DataWatch::DataWatch() {
+  install_hooks();
+  const std::lock_guard lock(Registry::mutex());
+  registry().all.push_back(this);
+}
+
+DataWatch::~DataWatch() {
+  watch({});
+  const std::lock_guard lock(Registry::mutex());
+  std::erase(registry().all, this);
+}
 
 void DataWatch::watch(const std::vector<torch::Tensor>& tensors) {
-  for (const auto& storage : storages_) registry().remove(storage);
-  storages_.clear();
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined() || !tensors[i].has_storage() || tensors[i].numel() == 0) continue;
-    const auto storage = tensors[i].storage().getWeakStorageImpl();
-    storages_.push_back(std::make_shared<Storage>(i, tensors[i].storage().unsafeGetStorageImpl(), storage));
-    registry().add(storages_.back());
-  }
+  const std::lock_guard lock(Registry::mutex());
+  const bool watched_some = !watched_.empty();
+  watched_.clear();
+  is_sorted_ = false;
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    if (tensors[i].defined() && tensors[i].has_storage() && tensors[i].numel() > 0)
+      watched_.push_back(
+          {tensors[i].storage().unsafeGetStorageImpl(), tensors[i].storage().getWeakStorageImpl(), i});
+  registry().watching_some += static_cast<int>(!watched_.empty()) - static_cast<int>(watched_some);
 }
 
 void DataWatch::accept() {
-  for (const auto& storage : storages_) registry().accept(*storage);
+  const std::lock_guard lock(Registry::mutex());
+  for (Watched& watched : watched_) watched.checksum.reset();
 }
 
 std::optional<std::size_t> DataWatch::changed() const {
-  for (const auto& storage : storages_)
-    if (registry().is_changed(*storage)) return storage->index;
-  return std::nullopt;
+  const std::lock_guard lock(Registry::mutex());
+  std::optional<std::size_t> first;
+  for (const Watched& watched : watched_) {
+    if (!watched.checksum || (first && *first < watched.index)) continue;
+    const auto now = checksum_of(watched);
+    if (now && now != watched.checksum) first = watched.index;
+  }
+  return first;
+}
+
+void DataWatch::note(const c10::StorageImpl* storage) {
+  if (!is_sorted_) std::ranges::sort(watched_, {}, &Watched::storage);
+  is_sorted_ = true;
+  for (Watched& watched : std::ranges::equal_range(watched_, storage, {}, &Watched::storage))
+    if (!watched.checksum) watched.checksum = checksum_of(watched);
+}
+
+std::optional<std::uint64_t> DataWatch::checksum_of(const Watched& watched) {
+  const auto alive = watched.weak.lock();
+  return alive ? std::optional<std::uint64_t>(XXH3_64bits(alive->data(), alive->nbytes())) : std::nullopt;
 }
 
 }  // namespace lockstep

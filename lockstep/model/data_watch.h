@@ -9,12 +9,12 @@
 //
 // data() is one of torch's VariableHooks. The first DataWatch puts hooks of its own before torch's: data() of a watched
 // tensor, or of a view of it, takes a checksum of the tensor before it returns, once until the next watch(). So a step
-// in which nobody calls data() costs nothing. A write through a raw pointer is not found here: LOCKSTEP_CHECK=1 is for that.
+// in which nobody calls data() costs a look at each tensor. A write through a raw pointer is not found here: LOCKSTEP_CHECK=1 is for that.
 #pragma once
 
 #include <torch/types.h>
 
-#include <memory>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -36,10 +36,20 @@ class DataWatch {
   // The first tensor, by its index in watch(), whose memory has changed since data() was first called on it.
   std::optional<std::size_t> changed() const;
 
-  struct Storage;
+  // Called by data(): the first time it takes a checksum of what is at this storage, if that is watched.
+  void note(const c10::StorageImpl* storage);
 
  private:
-  std::vector<std::shared_ptr<Storage>> storages_;
+  struct Watched {
+    const c10::StorageImpl* storage;
+    c10::weak_intrusive_ptr<c10::StorageImpl> weak;  // a gradient that was dropped gives its memory back
+    std::size_t index;                               // in watch()
+    std::optional<std::uint64_t> checksum{};         // as it was when data() was first called
+  };
+  static std::optional<std::uint64_t> checksum_of(const Watched& watched);
+
+  std::vector<Watched> watched_;  // guarded, as data() is called on any thread; it keeps its memory from step to step
+  bool is_sorted_ = false;        // by storage, from the first data() on
 };
 
 }  // namespace lockstep

@@ -198,7 +198,8 @@ class FlatUpdate::Impl {
     });
     memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
-    for (std::size_t i = 0; i < chunks_.size(); ++i)
+    const bool slice = defect("a norm of one slice");
+    for (std::size_t i = slice ? first_ : 0; i < (slice ? last_ : chunks_.size()); ++i)
       if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
   }
@@ -209,7 +210,7 @@ class FlatUpdate::Impl {
   }
 
   void find_directions(const UpdateStep& step) {
-    const double factor = clip_factor(step.clipping);
+    const double factor = defect("layerwise rules are not clipped") ? 1 : clip_factor(step.clipping);
     for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
@@ -241,7 +242,8 @@ class FlatUpdate::Impl {
       using T = decltype(type);
       T* const gradient = scratch<T>(number);
       if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-      update(step, chunk, gradient, step.rule.layerwise() ? trust_[chunk.parameter] : 1);
+      const bool trusts = step.rule.layerwise() && !defect("the trust ratio is dropped");
+      update(step, chunk, gradient, trusts ? trust_[chunk.parameter] : 1);
     });
   }
 

@@ -8,7 +8,7 @@
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/flat_update.h"
-#include "lockstep/optimizers.h"
+#include "lockstep/optimizer/rule.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -107,21 +107,22 @@ void Optimizer::step_in_memory(Layout& all) try {
   throw;
 }
 
-std::map<std::string, double> Optimizer::settings() const {
-  std::map<std::string, double> settings{{"clipping by norm", clipping_.max_norm},
-                                         {"clipping by value", clipping_.max_value},
-                                         {"the decay of keep_average()", ema_decay_},
-                                         {"the loss scale", loss_scale_.value_or(0)},
-                                         {"a checksum of which parameters are frozen", 0}};
-  double number = 0;
+StepSettings Optimizer::settings() const {
+  StepSettings settings{{"clipping by norm", clipping_.max_norm},
+                        {"clipping by value", clipping_.max_value},
+                        {"the decay of keep_average()", ema_decay_},
+                        {"the loss scale", loss_scale_.value_or(0)}};
+  double number = 0, frozen = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    for (const auto& [name, value] : values_of(param_groups_[group].options()))
-      settings[concat(name, " of parameter group ", group)] = value;
+    visit_options(param_groups_[group].options(), [&](const char* name, double value) {
+      settings.push_back({name, value, static_cast<int>(group)});
+    });
     for (const torch::Tensor& parameter : param_groups_[group].params()) {
       number += 1;
-      if (!parameter.requires_grad()) settings["a checksum of which parameters are frozen"] += number * number;
+      frozen += parameter.requires_grad() ? 0 : number * number;
     }
   }
+  settings.push_back({"a checksum of which parameters are frozen", frozen});
   return settings;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -29,6 +30,18 @@ void visit_fields(auto& options, const auto& option) {
 template <std::size_t... i>
 OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
   return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
+}
+
+// Whether these are options of lockstep's.
+template <std::size_t... i>
+bool visit_if_of_a_kind(const torch::optim::OptimizerOptions& options, const auto& option, std::index_sequence<i...>) {
+  const auto visit_if = [&]<class Options>(std::type_identity<Options>) {
+    const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options);
+    if (group == nullptr) return false;
+    visit_fields(group->values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
+    return true;
+  };
+  return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
 }
 
 }  // namespace
@@ -61,13 +74,14 @@ OptionValues values_of(const OptimizerOptions& options) {
 }
 
 OptionValues values_of(const torch::optim::OptimizerOptions& options) {
-  OptionValues values{{"lr", options.get_lr()}};
-  const auto take = [&]<class Options>(const Options&) {
-    if (const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options)) values = values_of(group->values);
-  };
-  for (std::size_t i = 0; i < kNames.size(); ++i)
-    std::visit(take, defaults_of(i, std::make_index_sequence<kNames.size()>()));
+  OptionValues values;
+  visit_options(options, [&](const char* name, double value) { values[name] = value; });
   return values;
+}
+
+void visit_options(const torch::optim::OptimizerOptions& options,
+                   const std::function<void(const char* name, double value)>& option) {
+  if (!visit_if_of_a_kind(options, option, std::make_index_sequence<kNames.size()>())) option("lr", options.get_lr());
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {

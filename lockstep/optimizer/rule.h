@@ -4,12 +4,18 @@
 // Threads: as lockstep/update_rule.h
 #pragma once
 
+#include <functional>
+
 #include "lockstep/optimizers.h"
 
 namespace lockstep {
 
 // Throws UsageError: values that make no sense.
 void require_valid(const OptimizerOptions& options);
+
+// Calls option(name, value) for every option of a parameter group, as values_of() has them. Allocates nothing.
+void visit_options(const torch::optim::OptimizerOptions& options,
+                   const std::function<void(const char* name, double value)>& option);
 
 // Rule derives from this and has:
 //   template <class T> static void apply(const Options&, const Run<T>&);

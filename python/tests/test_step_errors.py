@@ -238,7 +238,7 @@ class Errors(RanksTestCase):
         self.on_ranks(2, groups_that_come_late)
 
     def test_a_rank_outside_of_the_group(self):
-        self.on_ranks(2, not_in_the_group)
+        self.on_ranks(3, not_in_the_group)
 
     def test_data_loaders_fork_after_wrapping(self):
         self.on_ranks(2, workers_that_fork)

@@ -2,6 +2,7 @@
 #include "tests/step_fuzz/generator.h"
 
 #include <algorithm>
+#include <bit>
 #include <random>
 
 #include "tests/step_fuzz/rules.h"
@@ -15,6 +16,7 @@ class Generator {
 
   Program program() {
     program_.ranks = pick({1, 2, 2, 2, 3, 3, 4, 5});
+    program_.processes = chance(0.15);
     const int trainers = chance(0.2) ? 2 : 1;
     for (int i = 0; i < trainers; ++i) program_.trainers.push_back(plan());
     const int steps = between(1, 6);
@@ -34,9 +36,11 @@ class Generator {
     TrainerPlan plan;
     plan.layout =
         pick({Layout::kShared, Layout::kShared, Layout::kSharedThroughBuckets, Layout::kSeparate, Layout::kTorch});
-    plan.rule = pick({Rule::kSGD, Rule::kMomentum, Rule::kNesterov, Rule::kAdam, Rule::kAdamW});
+    plan.rule =
+        pick({Rule::kSGD, Rule::kMomentum, Rule::kNesterov, Rule::kAdam, Rule::kAdamW, Rule::kLAMB, Rule::kLARS});
+    if (plan.layout == Layout::kTorch && is_layerwise(plan)) plan.rule = Rule::kMomentum;
     plan.dtype = pick({torch::kFloat64, torch::kFloat64, torch::kFloat32, torch::kFloat32, torch::kBFloat16});
-    plan.lr = plan.rule == Rule::kAdam || plan.rule == Rule::kAdamW ? 0.01 : 0.05;
+    plan.lr = plan.rule == Rule::kAdam || plan.rule == Rule::kAdamW || plan.rule == Rule::kLAMB ? 0.01 : 0.05;
     if (chance(0.3)) plan.weight_decay = 0.01;
     const bool own = plan.layout != Layout::kTorch;
     if (own && chance(0.2)) plan.average = 0.75;
@@ -45,7 +49,10 @@ class Generator {
     if (plan.layout != Layout::kShared) through_buckets(plan);
     plan.wide = chance(0.1);
     plan.buffers = chance(0.2);
-    if (chance(0.15)) plan.frozen = 1U << pick({0, 1, 3, 4});
+    if (chance(0.15)) embed(plan);
+    if (chance(0.15) && plan.shards == 0 && plan.dtype != torch::kBFloat16)
+      plan.norm = chance(0.5) && !keeps_residual(plan) ? Norm::kSynchronised : Norm::kOfRank;
+    if (chance(0.15)) plan.frozen = 1U << some_parameter(plan);
     if (chance(0.15))
       for (int& color : plan.color) color = between(0, 1);
     for (int& order : plan.destruction) order = between(0, 5);
@@ -55,7 +62,32 @@ class Generator {
   void through_buckets(TrainerPlan& plan) {
     plan.small_buckets = chance(0.3);
     plan.bucket_view = chance(0.2);
-    if (chance(0.1)) plan.hook = Hook::kTopKOfAll;
+    if (chance(0.3)) hook(plan);
+  }
+
+  // In 16 bits too many choices of what is sent hang on rounding; scales and residuals do not go together
+  // (docs/step-rules.md).
+  void hook(TrainerPlan& plan) {
+    plan.hook = pick({Hook::kTopKOfAll, Hook::kFloat16, Hook::kBFloat16, Hook::kTopK, Hook::kTwoBit, Hook::kPowerSGD});
+    if (!keeps_residual(plan)) {
+      if (plan.scaled && plan.hook == Hook::kFloat16) plan.hook = Hook::kBFloat16;
+      return;
+    }
+    plan.scaled = false;
+    if (plan.dtype == torch::kBFloat16) plan.dtype = torch::kFloat32;
+  }
+
+  // Sparse gradients, where torch's optimizers take them.
+  void embed(TrainerPlan& plan) {
+    plan.words = true;
+    if (plan.layout != Layout::kTorch) return;
+    if (plan.rule == Rule::kAdam || plan.rule == Rule::kAdamW) plan.rule = Rule::kSGD;
+    plan.weight_decay = 0;
+  }
+
+  int some_parameter(const TrainerPlan& plan) {
+    const int parameter = pick({0, 1, 3, 4, 5});
+    return parameter == 5 && !plan.words ? 4 : parameter;
   }
 
   // ---- Steps
@@ -67,7 +99,7 @@ class Generator {
 
   Operation make(Action action, int trainer) {
     Operation operation{.action = action, .trainer = trainer, .ranks = all_of(program_.ranks) & ~joined_, .id = ++id_};
-    operation.parameter = pick({0, 1, 3, 4});
+    operation.parameter = some_parameter(plan_of(trainer));
     for (auto& samples : operation.samples) samples = 3;
     return operation;
   }
@@ -75,7 +107,7 @@ class Generator {
   void a_step(int trainer) {
     while (chance(0.3)) something_else(trainer);
     const double kind = fraction();
-    const bool shards = program_.trainers[static_cast<std::size_t>(trainer)].shards > 0;
+    const bool shards = plan_of(trainer).shards > 0;
     if (!shards && kind < 0.2) {
       for (int i = between(1, 2); i > 0; --i) batches(add(Action::kNoSyncBackward, trainer));
     } else if (!shards && kind < 0.3) {
@@ -84,7 +116,8 @@ class Generator {
     if (!shards && kind > 0.9) {
       Operation& operation = add(Action::kPlainBackward, trainer);
       unused(operation);
-      for (auto& samples : operation.samples) samples = between(1, 4);
+      for (auto& samples : operation.samples) samples = between(plan_of(trainer).norm == Norm::kNone ? 1 : 2, 4);
+      if (plan_of(trainer).norm == Norm::kSynchronised) operation.samples.fill(3);
     } else {
       batches(add(Action::kBackward, trainer));
     }
@@ -102,28 +135,38 @@ class Generator {
   // Sizes and branches that may differ between ranks.
   void batches(Operation& operation) {
     unused(operation);
-    const bool even = chance(0.3);
-    for (auto& samples : operation.samples) samples = even ? operation.samples[0] : between(0, 4);
-    if (program_.trainers[static_cast<std::size_t>(operation.trainer)].scaled && chance(0.2))
-      operation.overflow = some_ranks();
-    if (even) operation.samples.fill(between(1, 4));
+    const TrainerPlan& plan = plan_of(operation.trainer);
+    for (auto& samples : operation.samples) samples = between(plan.norm == Norm::kSynchronised ? 1 : 0, 4);
+    if (plan.norm == Norm::kOfRank)
+      for (auto& samples : operation.samples) samples += samples == 1 ? 1 : 0;
+    if (plan.scaled && chance(0.2)) operation.overflow = some_ranks();
+    if (chance(0.3)) operation.samples.fill(between(plan.norm == Norm::kNone ? 1 : 2, 4));
   }
 
   void unused(Operation& operation) {
     if (!chance(0.25)) return;
     const bool same = chance(0.3);
-    const auto of_all = static_cast<unsigned>(between(0, 7));
-    for (unsigned& branches : operation.unused) branches = same ? of_all : static_cast<unsigned>(between(0, 7));
+    const int most = plan_of(operation.trainer).words ? 15 : 7;
+    const auto of_all = static_cast<unsigned>(between(0, most));
+    for (unsigned& branches : operation.unused) branches = same ? of_all : static_cast<unsigned>(between(0, most));
   }
 
   void something_else(int trainer) {
-    const Action action = pick({Action::kSetLr, Action::kSetLr, Action::kSetClipping, Action::kSetValueClipping,
-                                Action::kClipNormByHand, Action::kClipValueByHand, Action::kFreeze, Action::kUnfreeze,
-                                Action::kLoadParameters, Action::kWriteParameter, Action::kWriteData, Action::kRebuild,
-                                Action::kFailingForward, Action::kStep, Action::kZeroGrad});
+    const Action action =
+        pick({Action::kSetLr, Action::kSetLr, Action::kSetClipping, Action::kSetValueClipping, Action::kClipNormByHand,
+              Action::kClipValueByHand, Action::kFreeze, Action::kUnfreeze, Action::kLoadParameters, Action::kSave,
+              Action::kSave, Action::kResume, Action::kResume, Action::kWriteParameter, Action::kWriteData,
+              Action::kRebuild, Action::kFailingForward, Action::kStep, Action::kZeroGrad});
     Operation& operation = add(action, trainer);
     if (action == Action::kFailingForward) operation.ranks = some_ranks();
+    if (action == Action::kUnfreeze) choose_frozen(operation);
     set_value(operation);
+  }
+
+  // Unfreezes what was frozen at first, if anything was.
+  void choose_frozen(Operation& operation) {
+    if (const unsigned frozen = plan_of(operation.trainer).frozen; frozen != 0)
+      operation.parameter = std::countr_zero(frozen);
   }
 
   void set_value(Operation& operation) {
@@ -139,6 +182,7 @@ class Generator {
 
   // Some ranks run out of batches before others.
   void join(int trainer) {
+    if (plan_of(trainer).norm == Norm::kSynchronised && chance(0.8)) return;
     joined_ = 0;
     for (int i = between(1, 3); i > 0; --i) {
       const Ranks now = some_ranks() & ~joined_;
@@ -170,16 +214,23 @@ class Generator {
       operations.erase(operations.begin() + at);
       return;
     }
+    if (kind < 0.7) {
+      operations.insert(operations.begin() + at, make(Action::kOldGraph, chosen.trainer));
+      return;
+    }
     Operation extra = make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
                                  Action::kSetValueClipping, Action::kFreeze, Action::kUnfreeze, Action::kWriteParameter,
                                  Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand, Action::kStep,
                                  Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
                            chosen.trainer);
     set_value(extra);
+    if (extra.action == Action::kUnfreeze) choose_frozen(extra);
     if (extra.action == Action::kFailingBackward) extra.value = between(0, 1);
     if (chance(0.7)) extra.ranks = some_ranks();
     operations.insert(operations.begin() + at, extra);
   }
+
+  const TrainerPlan& plan_of(int trainer) const { return program_.trainers[static_cast<std::size_t>(trainer)]; }
 
   // ---- Dice
 
@@ -239,7 +290,10 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     with([](TrainerPlan& plan) { plan.destruction = {}; });
     with([](TrainerPlan& plan) { plan.wide = plan.buffers = plan.bucket_view = plan.small_buckets = false; });
     with([](TrainerPlan& plan) { plan.hook = Hook::kNone; });
+    with([](TrainerPlan& plan) { plan.norm = Norm::kNone; });
+    with([](TrainerPlan& plan) { plan.words = false; });
   }
+  attempt([](Program& simpler) { simpler.processes = false; });
   for (std::size_t i = 0; i < program.operations.size(); ++i) {
     attempt([&](Program& simpler) { simpler.operations[i].unused = {}; });
     attempt([&](Program& simpler) { simpler.operations[i].samples.fill(3); });

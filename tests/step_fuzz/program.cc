@@ -13,6 +13,7 @@ const std::vector<std::string> kActions{"backward",
                                         "loss.backward()",
                                         "failing forward",
                                         "failing backward",
+                                        "backward of an old graph",
                                         "step",
                                         "zero_grad",
                                         "zero_grad(false)",
@@ -25,13 +26,17 @@ const std::vector<std::string> kActions{"backward",
                                         "unfreeze",
                                         "keep_average too late",
                                         "load parameters",
+                                        "save checkpoint",
+                                        "load checkpoint",
                                         "write parameter",
                                         "write .data()",
                                         "join",
                                         "rebuild"};
 const std::vector<std::string> kLayouts{"shared", "shared through buckets", "separate", "torch::optim"};
-const std::vector<std::string> kRules{"SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW"};
-const std::vector<std::string> kHooks{"no hook", "hook top-k of all", "hook two bits"};
+const std::vector<std::string> kRules{"SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW", "LAMB", "LARS"};
+const std::vector<std::string> kHooks{"no hook",    "hook top-k of all", "hook float16", "hook bfloat16",
+                                      "hook top-k", "hook two bits",     "hook PowerSGD"};
+const std::vector<std::string> kNorms{"no norm", "batch norm of each rank", "synchronised batch norm"};
 
 std::string ranks_text(Ranks ranks) {
   std::string text;
@@ -51,6 +56,8 @@ void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
   if (plan.bucket_view) out << ", bucket view";
   if (plan.wide) out << ", wide";
   if (plan.buffers) out << ", buffers";
+  if (plan.norm != Norm::kNone) out << ", " << kNorms[static_cast<std::size_t>(plan.norm)];
+  if (plan.words) out << ", sparse embedding";
   if (plan.frozen != 0) out << ", frozen " << ranks_text(plan.frozen);
   out << ", colors";
   for (int rank = 0; rank < ranks; ++rank) out << ' ' << plan.color[static_cast<std::size_t>(rank)];
@@ -77,6 +84,7 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   features.insert(name_of(plan.rule));
   features.insert(c10::toString(plan.dtype));
   if (plan.hook != Hook::kNone) features.insert(kHooks[static_cast<std::size_t>(plan.hook)]);
+  if (plan.norm != Norm::kNone) features.insert(kNorms[static_cast<std::size_t>(plan.norm)]);
   const auto note = [&](bool there, const char* name) {
     if (there) features.insert(name);
   };
@@ -88,6 +96,7 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   note(plan.bucket_view, "gradient_as_bucket_view");
   note(plan.wide, "large gradients");
   note(plan.buffers, "buffers");
+  note(plan.words, "sparse embedding");
   note(plan.frozen != 0, "frozen at first");
   for (int rank = 1; rank < ranks; ++rank)
     note(plan.color[static_cast<std::size_t>(rank)] != plan.color[0], "sub-worlds");
@@ -115,7 +124,7 @@ std::string name_of(Rule rule) { return kRules[static_cast<std::size_t>(rule)]; 
 
 std::string text_of(const Program& program) {
   std::ostringstream out;
-  out << "seed " << program.seed << ", " << program.ranks << " ranks\n";
+  out << "seed " << program.seed << ", " << program.ranks << " ranks" << (program.processes ? ", processes\n" : "\n");
   for (std::size_t i = 0; i < program.trainers.size(); ++i) {
     out << "  trainer " << i << ": ";
     describe(out, program.trainers[i], program.ranks);
@@ -131,6 +140,7 @@ std::string text_of(const Program& program) {
 
 std::vector<std::string> features_of(const Program& program) {
   std::set<std::string> features{std::to_string(program.ranks) + (program.ranks == 1 ? " rank" : " ranks")};
+  features.insert(program.processes ? "ranks are processes" : "ranks are threads");
   if (program.trainers.size() > 1) features.insert("two trainers");
   for (const TrainerPlan& plan : program.trainers) features_of(plan, program.ranks, features);
   for (const Operation& operation : program.operations) features_of(operation, program.ranks, features);

@@ -13,7 +13,6 @@
 namespace lockstep::fuzz {
 
 inline constexpr int kMaxRanks = 5;
-inline constexpr int kParameters = 5;  // of the model in network.h
 
 using Ranks = unsigned;  // bit r: rank r
 inline Ranks all_of(int ranks) { return (1U << ranks) - 1; }
@@ -21,8 +20,12 @@ inline bool has(Ranks ranks, int rank) { return (ranks >> rank & 1) != 0; }
 
 // Where the gradients meet, and whose parameters they update. kTorch: an optimizer of torch's, parameters of each rank.
 enum class Layout : std::uint8_t { kShared, kSharedThroughBuckets, kSeparate, kTorch };
-enum class Rule : std::uint8_t { kSGD, kMomentum, kNesterov, kAdam, kAdamW };
-enum class Hook : std::uint8_t { kNone, kTopKOfAll, kTwoBit };
+enum class Rule : std::uint8_t { kSGD, kMomentum, kNesterov, kAdam, kAdamW, kLAMB, kLARS };
+enum class Hook : std::uint8_t { kNone, kTopKOfAll, kFloat16, kBFloat16, kTopK, kTwoBit, kPowerSGD };
+enum class Norm : std::uint8_t { kNone, kOfRank, kSynchronised };  // batch normalisation
+
+inline constexpr double kTopKShare = 0.3, kTwoBitThreshold = 0.2;  // and PowerSGD of rank 1
+inline constexpr std::size_t kSmallBucket = 32;                    // bytes
 
 // One module with its optimizer and its DistributedDataParallel.
 struct TrainerPlan {
@@ -37,8 +40,10 @@ struct TrainerPlan {
   Hook hook = Hook::kNone;  // through buckets
   bool small_buckets = false;
   bool bucket_view = false;
-  bool wide = false;                         // gradients large enough for autograd to write them into shared memory
-  bool buffers = false;                      // the module has a buffer that forward() changes
+  bool wide = false;     // gradients large enough for autograd to write them into shared memory
+  bool buffers = false;  // the module has a buffer that forward() changes
+  Norm norm = Norm::kNone;
+  bool words = false;                        // the module has an embedding with sparse gradients
   unsigned frozen = 0;                       // parameters frozen before the DistributedDataParallel is made
   std::array<int, kMaxRanks> color{};        // the sub-world of each rank
   std::array<int, kMaxRanks> destruction{};  // in which order each rank destroys its objects: 0 to 5
@@ -50,6 +55,7 @@ enum class Action : std::uint8_t {
   kPlainBackward,    // loss.backward()
   kFailingForward,   // throws before there is a loss; the program goes on
   kFailingBackward,  // throws halfway through; the program catches it and goes on
+  kOldGraph,         // forward; a whole step; then ddp.backward() of the loss from before it
   kStep,
   kZeroGrad,         // to none
   kZeroGradToZeros,  // set_to_none = false
@@ -61,7 +67,9 @@ enum class Action : std::uint8_t {
   kFreeze,  // parameter
   kUnfreeze,
   kKeepAverage,     // after the first step
-  kLoadParameters,  // rank 0 of the memory writes, or every rank its own; then parameters_written()
+  kLoadParameters,  // every rank writes the same values; then parameters_written()
+  kSave,            // remembers parameters, the optimizer's state and buffers
+  kResume,          // writes them back; then parameters_written()
   kWriteParameter,  // p *= 0.5 under NoGradGuard
   kWriteData,       // p.data() *= 0.5
   kJoin,
@@ -85,6 +93,7 @@ struct Operation {
 struct Program {
   std::uint64_t seed = 0;
   int ranks = 1;
+  bool processes = false;  // ranks are processes, not threads
   std::vector<TrainerPlan> trainers;
   std::vector<Operation> operations;
 };
@@ -97,6 +106,10 @@ inline bool is_backward(Action action) {
   return action == Action::kBackward || action == Action::kNoSyncBackward || action == Action::kPlainBackward;
 }
 inline bool in_shared_memory(const TrainerPlan& plan) { return plan.layout == Layout::kShared; }
+inline bool keeps_residual(const TrainerPlan& plan) {
+  return plan.hook == Hook::kTopK || plan.hook == Hook::kTwoBit || plan.hook == Hook::kPowerSGD;
+}
+inline bool is_layerwise(const TrainerPlan& plan) { return plan.rule == Rule::kLAMB || plan.rule == Rule::kLARS; }
 inline bool shares_parameters(const TrainerPlan& plan) {
   return plan.layout == Layout::kShared || plan.layout == Layout::kSharedThroughBuckets;
 }

@@ -4,9 +4,14 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <memory>
+#include <tuple>
 
 #include "tests/step_fuzz/network.h"
+#include "tests/step_fuzz/reference_hook.h"
+#include "tests/step_fuzz/reference_optimizer.h"
 
 namespace lockstep::fuzz {
 namespace {
@@ -19,45 +24,52 @@ class Reference {
       : program_(program),
         plan_(program.trainers[trainer]),
         trainer_(static_cast<int>(trainer)),
-        network_(plan_, trainer_) {
-    for (int rank = program.ranks - 1; rank >= 0; --rank)
-      if (plan_.color[static_cast<std::size_t>(rank)] == color) {
-        members_ |= 1U << rank;
-        first_ = rank;
-      }
+        network_(plan_, trainer_, /*sparse=*/false) {
+    for (int rank = 0; rank < program.ranks; ++rank)
+      if (plan_.color[static_cast<std::size_t>(rank)] == color) members_.push_back(rank);
+    if (plan_.norm != Norm::kNone)
+      network_.add_norm(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(Network::width_of(plan_)).eps(kNormEps)),
+                        plan_);
+    network_.freeze(plan_.frozen);
     network_.to(torch::kFloat64);
     begin();
   }
 
   Expected run() {
     for (const Operation& operation : program_.operations)
-      if (operation.trainer == trainer_ && (operation.ranks & members_) != 0) run(operation);
-    return {copies(network_.weights), averages_, network_.seen, totals_};
+      if (operation.trainer == trainer_ &&
+          std::ranges::any_of(members_, [&](int rank) { return has(operation.ranks, rank); }))
+        run(operation);
+    return {copies(network_.weights), averages_, network_.stats, totals_, hook_ && hook_->undecided()};
   }
 
  private:
+  // What one rank has not exchanged yet.
+  struct Pending {
+    Tensors gradients;   // of the sum of samples * loss
+    double samples = 0;  // loss.backward() counts as one
+    double first = 0;    // samples of the first batch
+  };
+
   void begin() {
     lr_ = plan_.lr;
     norm_ = value_ = 0;
-    optimizer_ = make_optimizer();
-    averages_.assign(kParameters, {});
+    optimizer_ = make_reference_optimizer(plan_, network_.weights);
+    averages_.assign(network_.weights.size(), {});
+    unit_ = 0;
+    std::vector<std::size_t> exchanged;
+    for (std::size_t i = 0; i < network_.weights.size(); ++i)
+      if (network_.weights[i].requires_grad() && !is_sparse(i)) exchanged.push_back(i);
+    if (keeps_residual(plan_) && members_.size() > 1)
+      hook_ = std::make_unique<ReferenceHook>(plan_, network_.weights, exchanged, static_cast<int>(members_.size()));
     drop_pending();
   }
 
-  std::unique_ptr<torch::optim::Optimizer> make_optimizer() const {
-    using namespace torch::optim;
-    const double momentum = plan_.rule == Rule::kSGD ? 0 : 0.9;
-    if (plan_.rule == Rule::kAdam)
-      return std::make_unique<Adam>(network_.weights, AdamOptions(lr_).eps(1e-3).weight_decay(plan_.weight_decay));
-    if (plan_.rule == Rule::kAdamW)
-      return std::make_unique<AdamW>(network_.weights, AdamWOptions(lr_).eps(1e-3).weight_decay(plan_.weight_decay));
-    return std::make_unique<SGD>(
-        network_.weights,
-        SGDOptions(lr_).momentum(momentum).nesterov(plan_.rule == Rule::kNesterov).weight_decay(plan_.weight_decay));
-  }
+  bool is_sparse(std::size_t parameter) const { return plan_.words && parameter == kWords; }
+  bool first_makes(const Operation& operation) const { return has(operation.ranks, members_[0]); }
 
   void run(const Operation& operation) {
-    const bool first = has(operation.ranks, first_);
+    const bool first = first_makes(operation);
     switch (operation.action) {
       case Action::kBackward:
       case Action::kNoSyncBackward:
@@ -73,6 +85,8 @@ class Reference {
       case Action::kFreeze: return freeze(operation, false);
       case Action::kUnfreeze: return freeze(operation, true);
       case Action::kLoadParameters: return load(operation);
+      case Action::kSave: return save();
+      case Action::kResume: return resume_();
       case Action::kWriteParameter:
       case Action::kWriteData: return halve(operation);
       case Action::kRebuild: return begin();
@@ -80,49 +94,128 @@ class Reference {
     }
   }
 
-  // Adds sum_j m_j loss_j to what is pending, over the samples m_j of every rank; loss.backward() counts each rank as one.
+  // ---- backward()
+
+  // Adds samples * loss of every rank to what is pending; loss.backward() counts each rank as one sample.
   void backward(const Operation& operation) {
     const bool plain = operation.action == Action::kPlainBackward;
     if (backwards_ == 0) before_ = take_gradients();
-    for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(operation.ranks & members_, rank)) add_losses(operation, rank, plain);
+    plan_.norm == Norm::kSynchronised ? add_together(operation, plain) : add_each(operation, plain);
     ++backwards_;
     if (operation.action == Action::kBackward && backwards_ == 1 && !overflow_)
-      totals_[operation.id] = {static_cast<int>(samples_), loss_ / samples_};
+      totals_[operation.id] = {static_cast<int>(all_samples()), loss_ / all_samples()};
     if (plain || (operation.action == Action::kBackward && !in_shared_memory(plan_))) exchange();
   }
 
-  void add_losses(const Operation& operation, int rank, bool plain) {
-    for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard) {
-      const int samples = samples_of_shard(operation, rank, shard);
-      if (samples == 0) continue;
-      const Batch batch = batch_of(operation, rank, shard, samples, plan_.dtype, torch::kFloat64);
-      const torch::Tensor seen = plan_.buffers ? network_.seen.clone() : torch::Tensor();
-      const torch::Tensor loss =
-          network_.loss(batch.data, batch.target, operation.unused[static_cast<std::size_t>(rank)], false);
-      if (plan_.buffers && (rank != first_ || shard > 0)) network_.seen.copy_(seen);  // buffers are those of rank 0
-      if (has(operation.overflow, rank)) overflow_ = true;
-      const double weight = plain ? 1 : samples;
-      (loss * weight).backward();
-      samples_ += weight;
-      loss_ += weight * loss.item<double>();
-    }
+  // Buffers are those of rank 0, of its first shard.
+  void add_each(const Operation& operation, bool plain) {
+    for (std::size_t member = 0; member < members_.size(); ++member)
+      for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard) {
+        const int samples = samples_of(operation, member, shard);
+        if (samples == 0) continue;
+        const Tensors stats = copies(network_.stats);
+        const auto losses = network_.losses({part(operation, member, shard)});
+        if (member > 0 || shard > 0) set(network_.stats, stats);
+        const double weight = plain ? 1 : samples;
+        count(operation, member, weight, losses[0].item<double>());
+        (losses[0] * weight).backward();
+        take_into(pending_[member].gradients);
+      }
   }
+
+  // The batches of all ranks are normalised together, so their gradients are not told apart.
+  void add_together(const Operation& operation, bool plain) {
+    std::vector<Part> parts;
+    for (std::size_t member = 0; member < members_.size(); ++member) parts.push_back(part(operation, member, 0));
+    const auto losses = network_.losses(parts);
+    torch::Tensor sum = torch::zeros({}, torch::kFloat64);
+    for (std::size_t member = 0; member < members_.size(); ++member) {
+      const double weight = plain ? 1 : samples_of(operation, member, 0);
+      count(operation, member, weight, losses[member].item<double>());
+      sum = sum + losses[member] * weight;
+    }
+    sum.backward();
+    take_into(pending_[0].gradients);
+  }
+
+  int samples_of(const Operation& operation, std::size_t member, int shard) const {
+    const int rank = members_[member];
+    return has(operation.ranks, rank) ? samples_of_shard(operation, rank, shard) : 0;
+  }
+  Part part(const Operation& operation, std::size_t member, int shard) const {
+    return part_of(operation, members_[member], shard, samples_of(operation, member, shard), plan_, torch::kFloat64);
+  }
+
+  void count(const Operation& operation, std::size_t member, double weight, double loss) {
+    Pending& pending = pending_[member];
+    if (has(operation.overflow, members_[member])) overflow_ = true;
+    pending.samples += weight;
+    if (pending.first == 0) pending.first = weight;
+    loss_ += weight * loss;
+  }
+
+  double all_samples() const {
+    double samples = 0;
+    for (const Pending& pending : pending_) samples += pending.samples;
+    return samples;
+  }
+
+  // ---- The exchange
 
   // T backward() over n samples: T / n times the sum, added to what was in .grad before.
   void exchange() {
     if (backwards_ == 0) return;
-    Tensors pending = take_gradients();
-    const double factor = backwards_ / samples_;
-    for (std::size_t i = 0; i < pending.size(); ++i) {
+    const double samples = all_samples();
+    const Tensors sent = hook_ ? sent_by_hook(samples) : Tensors(network_.weights.size());
+    for (std::size_t i = 0; i < network_.weights.size(); ++i) {
       torch::Tensor& gradient = network_.weights[i].mutable_grad();
       gradient = before_[i];
-      if (pending[i].defined()) gradient = gradient.defined() ? gradient + pending[i] * factor : pending[i] * factor;
+      if (sent[i].defined()) gradient = sent[i] * (unit_ / samples);
+      if (hook_ && !is_sparse(i)) continue;
+      for (const Pending& pending : pending_) add(gradient, pending.gradients[i], backwards_ / samples);
     }
+    unit_ = power_of_two_below(samples);
     drop_pending();
   }
 
+  // What the hook makes of the ranks' .grad, for parameters that some rank has used. Each rank's .grad holds what was there
+  // before, too.
+  Tensors sent_by_hook(double samples) {
+    if (unit_ == 0) unit_ = power_of_two_below(samples);
+    std::vector<Tensors> given(members_.size(), Tensors(before_.size()));
+    std::vector<bool> used(before_.size());
+    for (std::size_t member = 0; member < members_.size(); ++member) {
+      const Pending& pending = pending_[member];
+      for (std::size_t i = 0; i < before_.size() && pending.samples > 0; ++i) {
+        add(given[member][i], before_[i], pending.first * backwards_ / unit_);
+        add(given[member][i], pending.gradients[i], backwards_ / unit_);
+        if (given[member][i].defined()) used[i] = true;
+      }
+    }
+    Tensors sent = hook_->sum_of(given, unit_);
+    for (std::size_t i = 0; i < sent.size(); ++i)
+      if (!used[i]) sent[i] = torch::Tensor();
+    return sent;
+  }
+
+  static double power_of_two_below(double samples) { return std::exp2(std::floor(std::log2(samples))); }
+
+  static void add(torch::Tensor& to, const torch::Tensor& tensor, double factor) {
+    if (tensor.defined()) to = to.defined() ? to + tensor * factor : tensor * factor;
+  }
+
+  // ---- step()
+
+  // Where .grad is a rank's own, what was counted counts until zero_grad().
   void step() {
+    if (!in_shared_memory(plan_) || plan_.shards > 0 || backwards_ == 0) return step_with_mean();
+    const auto counted = std::tuple(backwards_, loss_, before_, pending_);
+    step_with_mean();
+    take_gradients();
+    std::tie(backwards_, loss_, before_, pending_) = counted;
+  }
+
+  void step_with_mean() {
     exchange();
     if (overflow_) return;
     const Tensors gradients = current_gradients();
@@ -145,8 +238,10 @@ class Reference {
   void zero_grad(bool to_none) {
     if (backwards_ > 0)
       for (std::size_t i = 0; i < before_.size(); ++i)
-        if (before_[i].defined() && !network_.weights[i].grad().defined())
-          network_.weights[i].mutable_grad() = before_[i];
+        for (const Pending& pending : pending_) {
+          torch::Tensor& gradient = network_.weights[i].mutable_grad();
+          if (!gradient.defined()) gradient = before_[i].defined() ? before_[i] : pending.gradients[i];
+        }
     for (torch::Tensor& weight : network_.weights)
       if (to_none)
         weight.mutable_grad() = torch::Tensor();
@@ -164,11 +259,13 @@ class Reference {
 
   void set_lr(double lr) {
     lr_ = lr;
-    for (auto& group : optimizer_->param_groups()) group.options().set_lr(lr);
+    optimizer_->set_lr(lr);
   }
 
+  // ---- What is written by hand
+
   void freeze(const Operation& operation, bool requires_grad) {
-    if (has(operation.ranks, first_))
+    if (first_makes(operation))
       network_.weights[static_cast<std::size_t>(operation.parameter)].requires_grad_(requires_grad);
   }
 
@@ -183,6 +280,18 @@ class Reference {
     network_.weights[static_cast<std::size_t>(operation.parameter)].mul_(0.5);
   }
 
+  void save() {
+    resume_ = [this, weights = copies(network_.weights), stats = copies(network_.stats), averages = copies(averages_),
+               state = optimizer_->saved()] {
+      set(network_.weights, weights);
+      set(network_.stats, stats);
+      averages_ = copies(averages);
+      state(*optimizer_);
+    };
+  }
+
+  // ---- Tensors
+
   Tensors current_gradients() const {
     Tensors gradients;
     for (const torch::Tensor& weight : network_.weights) gradients.push_back(weight.grad());
@@ -193,30 +302,42 @@ class Reference {
     for (torch::Tensor& weight : network_.weights) weight.mutable_grad() = torch::Tensor();
     return gradients;
   }
+  void take_into(Tensors& sums) {
+    const Tensors more = take_gradients();
+    for (std::size_t i = 0; i < more.size(); ++i) add(sums[i], more[i], 1);
+  }
   static Tensors copies(const Tensors& tensors) {
     Tensors all;
-    for (const torch::Tensor& tensor : tensors) all.push_back(tensor.detach().clone());
+    for (const torch::Tensor& tensor : tensors) all.push_back(tensor.defined() ? tensor.detach().clone() : tensor);
     return all;
+  }
+  static void set(const Tensors& tensors, const Tensors& values) {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i]).copy_(values[i]);
   }
   void drop_pending() {
     backwards_ = 0;
-    samples_ = loss_ = 0;
-    before_.assign(kParameters, {});
+    loss_ = 0;
+    before_.assign(network_.weights.size(), {});
+    pending_.assign(members_.size(), {.gradients = Tensors(network_.weights.size())});
   }
 
   const Program& program_;
   const TrainerPlan& plan_;
   int trainer_;
-  Ranks members_ = 0;
-  int first_ = 0;
+  std::vector<int> members_;  // the ranks of this world
   Network network_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::unique_ptr<ReferenceOptimizer> optimizer_;
+  std::unique_ptr<ReferenceHook> hook_;  // if there is one that keeps a residual
+  double unit_ = 0;                      // what a hook's gradients are divided by: a power of two
   double lr_ = 0, norm_ = 0, value_ = 0;
   int backwards_ = 0;  // T, of what was not exchanged yet
-  double samples_ = 0, loss_ = 0;
+  double loss_ = 0;    // of these, weighted
+  std::vector<Pending> pending_;
   Tensors before_;  // .grad before the first of these
   bool overflow_ = false;
   Tensors averages_;
+  std::function<void()> resume_ = [] {};
   std::map<int, Totals> totals_;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/step_fuzz/reference.h: what a legal program computes: on one rank, with torch::optim, in float64, over the global
-// batches. Written apart from the product: it shares only the model and the data.
+// batches; what lossy hooks and batch normalisation of each rank do is replayed rank by rank. Written apart from the
+// product: it shares only the model and the data.
 #pragma once
 
 #include <torch/types.h>
@@ -22,8 +23,9 @@ struct Totals {
 struct Expected {
   std::vector<torch::Tensor> weights;
   std::vector<torch::Tensor> averages;  // undefined: never updated
-  torch::Tensor seen;                   // the buffer
+  std::vector<torch::Tensor> stats;     // buffers
   std::map<int, Totals> totals;         // by the id of a backward() that exchanges a single batch
+  bool undecided = false;               // a lossy hook's choice hung on rounding: nothing to compare
 };
 
 Expected expected_of(const Program& program, std::size_t trainer, int color);

@@ -26,11 +26,12 @@ struct Rank {
   double scale = 0;             // that its next step() divides by
   double optimizers_scale = 0;  // that its optimizer would divide by in join()
   unsigned frozen = 0;
-  int backwards = 0;     // since the last exchange; of shared gradients, since the last step
+  int backwards = 0;     // since the last exchange; of shared gradients, since the last zero_grad()
   int samples = 0;       // in these
   int written = 0;       // parameters written by hand, since the last exchange
   bool defined = false;  // .grad
   bool touched = false;  // .grad changed by hand since the exchange
+  bool clipped = false;  // .grad of shared gradients changed by hand since zero_grad()
   int good_steps = 0;
 };
 
@@ -63,17 +64,20 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = overflow_ = false;
+    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = overflow_ =
+        uneven_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
     if ((ranks & ~active()) != 0) return outside("an operation of a rank in join()");
+    if (operation.parameter == 5 && !plan_.words) return outside("an embedding that there is not");
     switch (operation.action) {
       case Action::kBackward:
       case Action::kNoSyncBackward:
       case Action::kPlainBackward: return backward(operation, ranks);
       case Action::kFailingForward: return;
       case Action::kFailingBackward: return failing_backward(operation, ranks);
+      case Action::kOldGraph: return backward_of_old_graph(operation, ranks);
       case Action::kStep: return step(ranks);
       case Action::kZeroGrad:
       case Action::kZeroGradToZeros: return zero_grad(operation, ranks);
@@ -86,6 +90,8 @@ class WorldOfTrainer {
       case Action::kUnfreeze: return for_each(ranks, [&](Rank& rank) { rank.frozen &= ~(1U << operation.parameter); });
       case Action::kKeepAverage: return keep_average();
       case Action::kLoadParameters: return load(ranks);
+      case Action::kSave: return save(ranks);
+      case Action::kResume: return saved_ ? load(ranks) : outside("a checkpoint that was never saved");
       case Action::kWriteParameter: return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
       case Action::kWriteData: return write_data(ranks);
       case Action::kJoin: return join(ranks);
@@ -99,15 +105,17 @@ class WorldOfTrainer {
   void backward(const Operation& operation, Ranks ranks) {
     const bool plain = operation.action == Action::kPlainBackward, syncs = operation.action != Action::kNoSyncBackward;
     if (plan_.shards > 0 && operation.action != Action::kBackward) return outside("no_sync() with virtual shards");
-    if (in_shared_memory(plan_) && stale_) return outside("no zero_grad() after step() where .grad is no mean");
     if (plan_.scaled && stale_) return outside("no zero_grad() after step() with loss scaling");
-    if (any([](const Rank& rank) { return rank.backwards > 0; }) && plain != plain_)
-      return outside("backward() of both kinds in one step");
-    if (plain && in_shared_memory(plan_) && ranks != active())
-      return outside("loss.backward() on some ranks only, where .grad is no mean");
+    if (any([](const Rank& rank) { return rank.backwards > 0; }) && plain != plain_) return mixed(operation, ranks);
+    if (in_shared_memory(plan_) && mixed_) return illegal_mixture();
+    if (in_shared_memory(plan_) && any([](const Rank& rank) { return rank.clipped; })) return illegal_clipping();
+    if (plain && in_shared_memory(plan_) && ranks != active() && any([](const Rank& rank) { return rank.defined; }))
+      return outside("loss.backward() on some ranks only, where others have a .grad, too");
     if (!in_shared_memory(plan_) && !syncs && mean_) return outside("no_sync() on top of a mean");
     if (plan_.shards > 0 && exchanged_) return illegal("a shard too many", {"call step() after the last shard"});
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
+    if (plan_.norm != Norm::kNone) normalise(operation, ranks);
+    if (judgement_.verdict != Verdict::kLegal) return;
     if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
       return illegal("a backward() that some ranks leave out", kCallsDiffer);
     plain_ = plain;
@@ -131,9 +139,49 @@ class WorldOfTrainer {
     if (judgement_.verdict == Verdict::kLegal && total == 0) outside("no rank has samples");
   }
 
+  // backward() of one kind after the other. loss.backward() is not seen at once.
+  void mixed(const Operation& operation, Ranks ranks) {
+    if (!in_shared_memory(plan_)) {
+      if (ranks != active() || !any([](const Rank& rank) { return rank.samples > 0; }))
+        return outside("backward() of both kinds on some ranks only");
+      return illegal("loss.backward() after no_sync()", {"loss.backward() was called after ddp.backward()"});
+    }
+    if (ranks != active() || any([](const Rank& rank) { return !rank.joined && rank.samples == 0; }))
+      return outside("backward() of both kinds on some ranks only");
+    if (mixed_) return illegal_mixture();
+    mixed_ = true;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank) && operation.samples[static_cast<std::size_t>(rank)] == 0)
+        return outside("backward() of both kinds, without samples");
+    if (operation.action != Action::kPlainBackward) illegal_mixture();
+  }
+
+  void illegal_mixture() {
+    illegal("backward() of both kinds in one step", {"that it has not counted", "was changed between backward() and"});
+  }
+  void illegal_clipping() { illegal(".grad changed by hand", {"was changed between backward() and step()"}); }
+
+  // forward() of batch normalisation.
+  void normalise(const Operation& operation, Ranks ranks) {
+    std::set<int> samples;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (has(ranks, rank)) samples.insert(samples_of_shard(operation, rank, 0));
+    if (plan_.norm == Norm::kOfRank) {
+      if (samples.contains(1)) outside("a single sample has no variance");
+      return;
+    }
+    if (ranks != members_ || samples.contains(0))
+      return illegal("synchronised batch normalisation without a batch on some ranks", kCallsDiffer);
+    uneven_ = uneven_ || samples.size() > 1;
+    const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
+    if (uneven_ && (several || operation.action == Action::kPlainBackward))
+      return outside("synchronised batch normalisation of uneven batches, not once per step");
+    if (members_ == (members_ & -members_) && samples.contains(1)) outside("a single sample has no variance");
+  }
+
   void exchange(Ranks ranks) {
-    if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
     if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
+    if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
     if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", kCallsDiffer);
     if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
       return illegal("a parameter that was frozen at first",
@@ -147,7 +195,7 @@ class WorldOfTrainer {
       if (stepped_since_exchange_) return outside("a parameter written on some ranks only, beside a step()");
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
     }
-    stepped_since_exchange_ = false;
+    stepped_since_exchange_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       rank.backwards = rank.samples = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
@@ -161,20 +209,20 @@ class WorldOfTrainer {
       if (!shares_parameters(plan_) && nothing) return outside("a step() without gradients on some ranks only");
       return illegal("a step() that some ranks leave out", kCallsDiffer);
     }
-    if (joined() && !exchanged_ && !plain_)
+    const bool pending = in_shared_memory(plan_) && any([](const Rank& rank) { return rank.samples > 0; });
+    if (joined() && !exchanged_ && !plain_ && !pending)
       return illegal("a step() without a backward() while a rank is in join()", kCallsDiffer);
-    if ((in_shared_memory(plan_) || plan_.scaled) && stale_ && !nothing)
-      return outside("two step() with the same gradient where .grad is no mean");
-    if (plan_.shards > 0 && !exchanged_) return outside("a step() without shards");
+    if (plan_.scaled && stale_ && !nothing) return outside("two step() with the same scaled gradient");
+    if (plan_.shards > 0 && !exchanged_) return illegal("a step() without shards", {"step() before all of the"});
     step_with_gradients();
     if (judgement_.verdict != Verdict::kLegal) return;
     stepped_ = stepped_since_exchange_ = true;
     exchanged_ = false;
     stale_ = !nothing && plan_.shards == 0;
-    plain_ = false;
+    if (!in_shared_memory(plan_)) plain_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       adjust_scale(rank);
-      if (in_shared_memory(plan_)) rank.backwards = rank.samples = 0;
+      if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = 0;
       if (rank.joined || plan_.shards > 0) rank.defined = false;
       rank.touched = false;
     });
@@ -185,12 +233,21 @@ class WorldOfTrainer {
       return illegal("a shared parameter written by hand", {"was written between two steps"});
     const bool touched = any([](const Rank& rank) { return rank.touched; });
     if (in_shared_memory(plan_)) {
-      if (touched) return illegal(".grad changed before step()", {"was changed between backward() and step()"});
-      require_equal_counts();
+      if (mixed_) return illegal_mixture();
+      if (touched || any([](const Rank& rank) { return rank.clipped; })) return illegal_clipping();
+      if (plain_ && any([](const Rank& rank) { return !rank.joined && rank.backwards == 0; }))
+        illegal("a loss.backward() that some ranks leave out", kCallsDiffer);
+      if (plain_ && !equal([](const Rank& rank) { return rank.joined ? 0 : std::max(rank.backwards, 1) - 1; }))
+        return outside("another number of loss.backward() on some ranks");
+      if (!plain_) require_equal_counts();
+      if (partial_ && judgement_.verdict == Verdict::kLegal) return outside("zero_grad() on some ranks only");
       if (start_unfrozen()) illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
     } else {
-      if (any([](const Rank& rank) { return rank.backwards > 0; }))
+      if (any([](const Rank& rank) { return rank.backwards > 0; })) {
+        if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.samples > 0; }))
+          return illegal("step() before the gradients of no_sync() were exchanged", {"that were not exchanged"});
         return outside("step() before the gradients of no_sync() were exchanged");
+      }
       if (!equal([](const Rank& rank) { return rank.touched; }) && touched) {
         if (!shares_parameters(plan_)) return outside("a mean that some ranks change");
         return illegal("a mean that some ranks change", {"gradients written by hand"});
@@ -220,13 +277,22 @@ class WorldOfTrainer {
     if (any([](const Rank& rank) { return rank.backwards > 0 && rank.samples == 0; }) && !in_shared_memory(plan_))
       return outside("zero_grad() after an empty no_sync()");
     const bool any_gradient = any([](const Rank& rank) { return rank.defined; });
-    if (ranks != active() && any_gradient) return outside("zero_grad() on some ranks only");
+    if (ranks != active() && any_gradient) {
+      if (!in_shared_memory(plan_) || plan_.scaled || plan_.shards > 0 || plain_ || mixed_)
+        return outside("zero_grad() on some ranks only");
+      for_each(active(), [&](Rank& rank) { rank.backwards = rank.samples > 0 ? rank.backwards : 0; });
+      partial_ = true;
+    } else if (partial_) {
+      if (exchanged_) return outside("zero_grad() on some ranks only");
+      partial_ = false;
+    }
     for_each(ranks, [&](Rank& rank) {
       rank.touched = exchanged_ && rank.defined;
       rank.backwards = rank.samples = 0;
+      rank.clipped = false;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
     });
-    stale_ = overflow_ = mean_ = false;
+    stale_ = overflow_ = mean_ = mixed_ = plain_ = uneven_ = false;
   }
 
   void join(Ranks ranks) {
@@ -249,6 +315,13 @@ class WorldOfTrainer {
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
   }
 
+  void save(Ranks ranks) {
+    if (ranks != members_ || joined()) return outside("a checkpoint of some ranks");
+    if (any([](const Rank& rank) { return rank.written > 0; }))
+      return outside("a checkpoint of what was written by hand");
+    saved_ = true;
+  }
+
   void rebuild(Ranks ranks) {
     if (ranks != active() || joined()) return outside("a DistributedDataParallel made on some ranks only");
     if (any([](const Rank& rank) { return rank.defined || rank.written > 0 || rank.backwards > 0; }))
@@ -261,11 +334,29 @@ class WorldOfTrainer {
 
   void failing_backward(const Operation& operation, Ranks ranks) {
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(ranks, rank) && ((operation.unused[static_cast<std::size_t>(rank)] & 2) != 0 ||
-                               (ranks_[static_cast<std::size_t>(rank)].frozen & 3) != 0))
-        return outside("a backward() that does not fail");
+      if (has(ranks, rank) && !needs_first_layer(operation, rank)) return outside("a backward() that does not fail");
     illegal("a program that goes on after a failed backward()",
             {"thrown by the program in backward()", "after one that failed"});
+    if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
+  }
+
+  void backward_of_old_graph(Operation operation, Ranks ranks) {
+    if (plan_.layout == Layout::kTorch || plan_.shards > 0 || ranks != active() || joined())
+      return outside("an old graph in special cases");
+    operation.samples.fill(2);
+    operation.overflow = 0;
+    operation.action = Action::kBackward;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (!needs_first_layer(operation, rank)) return outside("a graph that needs no parameter");
+    backward(operation, ranks);
+    if (judgement_.verdict == Verdict::kLegal) step(ranks);
+    if (judgement_.verdict != Verdict::kLegal) return;
+    illegal("a graph that was made before a step()", {"modified by an inplace operation"});
+  }
+
+  bool needs_first_layer(const Operation& operation, int rank) const {
+    return (operation.unused[static_cast<std::size_t>(rank)] & 2) == 0 &&
+           (ranks_[static_cast<std::size_t>(rank)].frozen & 3) == 0;
   }
 
   void clipping(Ranks ranks, const auto& set) {
@@ -275,9 +366,12 @@ class WorldOfTrainer {
 
   void clip_by_hand(const Operation& operation, Ranks ranks) {
     if (plan_.scaled) return outside("clipping scaled gradients by hand");
+    if (plan_.words && operation.action == Action::kClipValueByHand) return outside("clamping a sparse gradient");
     const bool pending = any([](const Rank& rank) { return rank.backwards > 0; });
-    if (pending && !(in_shared_memory(plan_) && exchanged_)) return outside("clipping before the exchange");
+    if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_)))
+      return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
+    if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
     for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
     if (!exchanged_ && any([](const Rank& rank) { return rank.touched; })) outside("clipping after step()");
   }
@@ -363,9 +457,13 @@ class WorldOfTrainer {
   bool begun_ = false;
   unsigned start_frozen_ = 0;
   bool stepped_ = false;  // ever
+  bool saved_ = false;
+  bool uneven_ = false;  // batches of other sizes on some ranks, since the last exchange
   bool stepped_since_exchange_ = false;
   bool exchanged_ = false;  // since the last step
   bool plain_ = false;      // the last backward() was loss.backward()
+  bool partial_ = false;    // zero_grad() on some ranks only, in shared memory, and none on all since
+  bool mixed_ = false;      // loss.backward() after ddp.backward(), in shared memory
   bool stale_ = false;      // no zero_grad() since the last step
   bool mean_ = false;       // no zero_grad() since the last exchange
   bool overflow_ = false;   // in .grad

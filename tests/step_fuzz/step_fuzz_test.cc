@@ -3,18 +3,15 @@
 // rank of plain libtorch gives, an illegal one is refused on every rank by name (docs/step-rules.md).
 //
 //   LOCKSTEP_FUZZ_ROUNDS    number of programs
-//   LOCKSTEP_FUZZ_SEED      seed of the first; each has the next one. None: a random one, which is printed
+//   LOCKSTEP_FUZZ_SEED      seed of the first; each has the next one. None: 1
 //   LOCKSTEP_FUZZ_FAILURES  stop after so many
-//
-// Prints how often each feature occurred, and which pairs of features never did.
+//   LOCKSTEP_FUZZ_PAIRS     if set: prints how often each pair of features occurred, and not only each feature
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <iostream>
-#include <map>
-#include <set>
 
+#include "tests/step_fuzz/coverage.h"
 #include "tests/step_fuzz/generator.h"
 #include "tests/step_fuzz/rules.h"
 #include "tests/step_fuzz/run.h"
@@ -24,37 +21,6 @@ namespace lockstep::fuzz {
 namespace {
 
 constexpr std::chrono::seconds kShrinking{20};  // for each failure
-
-std::uint64_t first_seed() {
-  const char* given = std::getenv("LOCKSTEP_FUZZ_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : 1;
-}
-
-class Coverage {
- public:
-  void count(const Program& program, const Judgement& judgement) {
-    const auto features = features_of(program);
-    for (const std::string& feature : features) ++features_[feature];
-    for (std::size_t i = 0; i < features.size(); ++i)
-      for (std::size_t k = 0; k < i; ++k) ++pairs_[{features[k], features[i]}];
-    ++rules_[judgement.verdict == Verdict::kLegal ? "legal" : "illegal: " + judgement.rule];
-  }
-
-  void print() const {
-    for (const auto& [rule, times] : rules_) std::cout << "  " << times << "  " << rule << '\n';
-    std::size_t possible = features_.size() * (features_.size() - 1) / 2;
-    std::cout << "features, " << pairs_.size() << " of " << possible << " pairs of them:\n";
-    for (const auto& [feature, times] : features_) std::cout << "  " << times << "  " << feature << '\n';
-    if (std::getenv("LOCKSTEP_FUZZ_PAIRS") == nullptr) return;
-    for (const auto& [pair, times] : pairs_)
-      std::cout << "  " << times << "  " << pair.first << " + " << pair.second << '\n';
-  }
-
- private:
-  std::map<std::string, int> rules_;
-  std::map<std::string, int> features_;
-  std::map<std::pair<std::string, std::string>, int> pairs_;
-};
 
 // The shortest program that fails like this one, as text.
 std::string report(const Program& program) {
@@ -78,7 +44,7 @@ TEST(StepFuzz, every_program_is_right_or_refused_by_name) {
   for (int i = 0; i < programs && failures < most_failures; ++i) {
     const Program program = random_program(seed + static_cast<std::uint64_t>(i));
     const Judgement judgement = judge(program);
-    coverage.count(program, judgement);
+    coverage.count(features_of(program), judgement.verdict == Verdict::kLegal ? "legal" : "illegal: " + judgement.rule);
     if (fault_of(program, judgement).empty()) continue;
     ++failures;
     ADD_FAILURE() << report(program);

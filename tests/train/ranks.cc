@@ -1,24 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/train/ranks.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 namespace lockstep::testing {
-
-ReservedPort::ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  const int on = 1;
-  sockaddr_in address{};
-  socklen_t size = sizeof address;
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(::setsockopt(socket_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
-  EXPECT_EQ(::bind(socket_.get(), generic, size), 0);
-  EXPECT_EQ(::getsockname(socket_.get(), generic, &size), 0);
-  number_ = ntohs(address.sin_port);
-}
 
 Ranks::Ranks(int count, const Words& command, std::map<std::string, std::string> more) {
   more["ASAN_OPTIONS"] = "detect_leaks=0";  // takes seconds at the end of each program, whose end is timed

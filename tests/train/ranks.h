@@ -8,22 +8,11 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/port.h"
 #include "tests/launch/child.h"
 #include "tests/train/command.h"
 
 namespace lockstep::testing {
-
-// A port of 127.0.0.1 that no other process is given while this lives; rank 0 can still bind it (SO_REUSEADDR).
-class ReservedPort {
- public:
-  ReservedPort();
-  int number() const { return number_; }
-
- private:
-  UniqueFd socket_;
-  int number_ = 0;
-};
 
 class Ranks {
  public:

@@ -4,13 +4,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <optional>
+#include <unordered_set>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/gradient_factor.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
@@ -37,6 +36,13 @@ std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimize
   for (const auto& group : optimizer.param_groups())
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   return parameters;
+}
+
+std::vector<NamedTensor> held_by(const torch::optim::Optimizer& optimizer, std::vector<NamedTensor> tensors) {
+  std::unordered_set<const void*> held;
+  for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
+  std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
+  return tensors;
 }
 
 void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
@@ -75,16 +81,16 @@ double lr_of(const torch::optim::OptimizerParamGroup& group) try {
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
   StepSettings settings;
-  double number = 0;
-  double& frozen = settings["a checksum of which parameters are frozen"];
+  double number = 0, frozen = 0;
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
-    settings[concat("lr of parameter group ", i)] = lr_of(group);
+    settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
     for (const torch::Tensor& parameter : group.params()) {
       number += 1;
       frozen += parameter.requires_grad() ? 0 : number * number;
     }
   }
+  settings.push_back({"a checksum of which parameters are frozen", frozen});
   return settings;
 }
 
@@ -106,6 +112,7 @@ Values values_of(const std::vector<NamedTensor>& parameters) {
   constexpr std::int64_t kElements = 16;
   Values values;
   std::string bytes;
+  bytes.reserve(parameters.size() * kElements * sizeof(double));
   for (const auto& [name, parameter] : parameters) {
     values.writes += parameter._version();
     if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
@@ -140,7 +147,6 @@ class DistributedDataParallel::Impl {
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
-    factor_.emplace(parameters_);
     note_values();
     if (sharing == nullptr) return;
     sharing->attach(exchange_->source());
@@ -169,17 +175,16 @@ class DistributedDataParallel::Impl {
     throw;
   }
 
-  void begin_backward(std::int64_t samples) try {
+  double begin_backward(std::int64_t samples) try {
     exchange_seconds_ = 0;
     begun_ = {samples, !no_sync_};
-    factor_->set(exchange_->begin(samples, begun_.exchanges));
+    return exchange_->begin(samples, begun_.exchanges);
   } catch (const std::exception& error) {
     cancel_backward(error.what());
     throw;
   }
 
   void end_backward() try {
-    factor_->set(1);
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
   } catch (const std::exception& error) {
@@ -188,7 +193,6 @@ class DistributedDataParallel::Impl {
   }
 
   void cancel_backward(const std::string& reason) {
-    factor_->set(1);
     exchange_->cancel();
     fail(reason);
   }
@@ -268,17 +272,18 @@ class DistributedDataParallel::Impl {
     const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
     if (memory_ && memory_->size() == world_.size() && !options_.mean_in_grad && !options_.hook &&
         options_.algorithm == Algorithm::kDirect)
-      return exchange_in_shared_memory(
-          memory_, trainable(parameters_),
-          {.block = block_, .shards = options_.virtual_shards / world_.size(), .require_samples = options_.require_samples, .on_finished = on_finished});
+      return exchange_in_shared_memory(memory_, trainable(parameters_),
+                                       {.block = block_,
+                                        .shards = options_.virtual_shards / world_.size(),
+                                        .updated = held_by(*optimizer_, trainable(parameters_)),
+                                        .on_finished = on_finished});
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
                                  .static_graph = options_.static_graph,
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                  .sparse = options_.sparse_parameters,
-                                 .settings = [this] { return settings(); },
-                                 .require_samples = options_.require_samples};
+                                 .settings = [this] { return settings(); }};
     if (!memory_)
       return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
                                       nullptr);
@@ -306,7 +311,7 @@ class DistributedDataParallel::Impl {
 
   void require_none_unfrozen() const {
     for (const auto& [name, parameter] : frozen_)
-      if (parameter.requires_grad())
+      if (parameter.requires_grad() && !defect("an unfrozen parameter is accepted"))
         throw UsageError({.what = concat("parameter ", name, " requires a gradient, and did not when ",
                                          "DistributedDataParallel was made"),
                           .here = world_.describe(),
@@ -321,12 +326,15 @@ class DistributedDataParallel::Impl {
       settings = own->settings();
     else if (optimizer_ != nullptr)
       settings = settings_of(*optimizer_);
-    settings["parameters written since the last exchange, by step() or otherwise,"] =
-        values_of(parameters_) == values_ ? 0 : 1;
+    settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
+                        values_of(parameters_) == values_ ? 0.0 : 1.0});
     return settings;
   }
 
-  void note_values() { values_ = values_of(parameters_); }
+  // Only there: in shared memory a rank that writes alone is found in other ways.
+  void note_values() {
+    if (exchange_->mean_in_grad()) values_ = values_of(parameters_);
+  }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
@@ -346,11 +354,10 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
-  Values values_;                         // of parameters_ after the last exchange
+  Values values_;                         // through buckets: of parameters_ after the last exchange
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::unique_ptr<GradientExchange> exchange_;
-  std::optional<GradientFactor> factor_;
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;
@@ -374,7 +381,7 @@ DistributedDataParallel::~DistributedDataParallel() = default;
 void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
   impl_->backward(loss, samples);
 }
-void DistributedDataParallel::begin_backward(std::int64_t samples) { impl_->begin_backward(samples); }
+double DistributedDataParallel::begin_backward(std::int64_t samples) { return impl_->begin_backward(samples); }
 void DistributedDataParallel::end_backward() { impl_->end_backward(); }
 void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }

@@ -59,10 +59,11 @@ class ExchangeInSharedMemory : public GradientExchange {
 
 class ExchangeThroughBuckets : public GradientExchange {
  public:
-  ExchangeThroughBuckets(std::unique_ptr<Reducer> reducer, std::shared_ptr<GradientSource> source)
+  ExchangeThroughBuckets(std::unique_ptr<Reducer> reducer, std::shared_ptr<LocalGradients> source)
       : reducer_(std::move(reducer)), source_(std::move(source)) {}
 
   void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) override {
+    if (!exchanges && source_) source_->not_exchanged();
     if (!exchanges) return reducer_->accumulate(samples, loss);
     const torch::Tensor start = reducer_->begin(samples, loss);
     if (samples > 0) loss.backward(start);
@@ -86,7 +87,7 @@ class ExchangeThroughBuckets : public GradientExchange {
 
  private:
   std::unique_ptr<Reducer> reducer_;
-  std::shared_ptr<GradientSource> source_;
+  std::shared_ptr<LocalGradients> source_;
 };
 
 }  // namespace
@@ -98,7 +99,7 @@ std::unique_ptr<GradientExchange> exchange_in_shared_memory(std::shared_ptr<Shar
 }
 
 std::unique_ptr<GradientExchange> exchange_through_buckets(std::unique_ptr<Reducer> reducer,
-                                                           std::shared_ptr<GradientSource> source) {
+                                                           std::shared_ptr<LocalGradients> source) {
   return std::make_unique<ExchangeThroughBuckets>(std::move(reducer), std::move(source));
 }
 

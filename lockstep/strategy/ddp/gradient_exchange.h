@@ -22,7 +22,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/gradient/reducer.h"
 #include "lockstep/gradient/shared_gradients.h"
 #include "lockstep/world.h"
@@ -61,8 +61,8 @@ std::unique_ptr<GradientExchange> exchange_in_shared_memory(std::shared_ptr<Shar
                                                             std::vector<NamedTensor> parameters,
                                                             SharedGradientsOptions options);
 
-// The Reducer leaves the mean in .grad. source_options: of the source(), where the parameters are shared.
+// The Reducer leaves the mean in .grad. source: where the parameters are shared, else null.
 std::unique_ptr<GradientExchange> exchange_through_buckets(std::unique_ptr<Reducer> reducer,
-                                                           std::shared_ptr<GradientSource> source);
+                                                           std::shared_ptr<LocalGradients> source);
 
 }  // namespace lockstep

@@ -23,7 +23,7 @@ Weights weights_named(const std::optional<std::string>& name) {
 std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                               const std::shared_ptr<Optimizer>& optimizer, const Options& options,
                               const std::optional<std::string>& weights) {
-  return std::make_shared<Replica>(world, parameters, buffers, optimizer, options, weights_named(weights));
+  return Replica::make(world, parameters, buffers, optimizer, options, weights_named(weights));
 }
 
 py::dict statistics_of(Replica& replica) {
@@ -47,7 +47,6 @@ void bind_replica(py::module_& module) {
       .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
       .def_readwrite("ignored", &Options::ignored)
       .def_readwrite("sparse_parameters", &Options::sparse_parameters)
-      .def_readwrite("require_samples", &Options::require_samples)
       .def("set_algorithm",
            [](Options& options, const std::string& name) { options.algorithm = value_named<Algorithm>(name, "algorithm"); })
       .def("set_hook", [](Options& options, const std::string& name, double amount) {

@@ -156,7 +156,6 @@ class DistributedDataParallel(nn.Module):
         options.bucket_bytes = max(1, int(self._arguments["bucket_cap_mb"] * 2**20))
         options.ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         options.sparse_parameters = _sparse_parameters(self.module)
-        options.require_samples = self._arguments["weights"] != "equal" and self._world.size > 1
         options.set_algorithm(self._arguments["algorithm"])
         if self._arguments["hook"] is not None:
             options.set_hook(self._arguments["hook"], self._arguments["hook_amount"])

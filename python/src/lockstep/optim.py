@@ -68,6 +68,9 @@ class _State(MutableMapping):
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self._optimizer._set_state(parameter, {})
 
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is each for each in self._parameters()) and bool(self[parameter])
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self._parameters() if self[parameter])
 

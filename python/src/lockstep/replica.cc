@@ -60,6 +60,14 @@ UsageError unknown_batch(const World& world) {
                      .next = "call model.samples(n) before backward(), or make the model with weights='equal'"});
 }
 
+UsageError past_the_wrapper(const World& world) {
+  return UsageError({.what = "a backward() whose number of samples is not known: it passes no output of the model",
+                     .here = world.describe(),
+                     .likely = "a call of model.module instead of the model, or an output in which no tensors are found",
+                     .next = "call the model, and return tensors, lists, dicts or dataclasses of them; or call "
+                             "model.samples(n) before backward(), or make the model with weights='equal'"});
+}
+
 }  // namespace
 
 class Replica::Hook : public torch::autograd::FunctionPreHook {
@@ -68,7 +76,7 @@ class Replica::Hook : public torch::autograd::FunctionPreHook {
       : replica_(std::move(replica)), output_(std::move(output)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    if (const auto replica = replica_.lock()) in_autograd([&] { replica->begin(*output_); });
+    if (const auto replica = replica_.lock()) in_autograd([&] { replica->begin(output_.get()); });
     return gradients;
   }
 
@@ -86,11 +94,13 @@ class Replica::Backward {
 
   void end() {
     ended_ = true;
+    replica_->in_backward_ = false;
     replica_->ddp_.end_backward();
   }
 
   ~Backward() {
     replica_->in_backward_ = false;
+    replica_->factor_ = 1;
     if (!ended_) replica_->ddp_.cancel_backward("an exception in it");
   }
 
@@ -109,6 +119,35 @@ Replica::Replica(const World& world, const NamedTensors& parameters, const Named
       weights_(weights),
       parameters_(trained(parameters)) {}
 
+std::shared_ptr<Replica> Replica::make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+                                       std::shared_ptr<Optimizer> optimizer,
+                                       const DistributedDataParallelOptions& options, Weights weights) {
+  std::shared_ptr<Replica> replica(new Replica(world, parameters, buffers, std::move(optimizer), options, weights));
+  replica->watch_parameters();
+  return replica;
+}
+
+Replica::~Replica() {
+  for (std::size_t i = 0; i < on_gradient_.size(); ++i) parameters_[i].remove_hook(on_gradient_[i]);
+}
+
+// Autograd calls these before it adds to .grad.
+void Replica::watch_parameters() {
+  for (const torch::Tensor& parameter : parameters_)
+    on_gradient_.push_back(parameter.register_hook([weak = weak_from_this()](const torch::Tensor& gradient) {
+      const auto replica = weak.lock();
+      if (!replica) return gradient;
+      if (!replica->in_backward_) in_autograd([&] { replica->begin(nullptr); });
+      return replica->scaled(gradient);
+    }));
+}
+
+// A gradient of an empty batch may be NaN.
+torch::Tensor Replica::scaled(const torch::Tensor& gradient) {
+  if (factor_ == 1) return gradient;
+  return factor_ == 0 ? torch::zeros_like(gradient) : gradient * factor_;
+}
+
 void Replica::watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples) {
   std::erase_if(outputs_, [](const auto& output) { return output.expired(); });
   const auto forward = std::make_shared<const Forward>(samples, !no_sync());
@@ -126,15 +165,15 @@ void Replica::set_samples(std::int64_t samples) {
   given_samples_ = samples;
 }
 
-void Replica::begin(const Output& reached) {
+void Replica::begin(const Output* reached) {
   if (in_backward_ || !adds_to_parameters()) return;
   const auto backward = std::make_shared<Backward>(shared_from_this());
   try {
     const auto forwards = forwards_of_this_backward(reached);
-    const bool accumulates = std::ranges::none_of(forwards, &Forward::exchanges);
+    const bool accumulates = !forwards.empty() && std::ranges::none_of(forwards, &Forward::exchanges);
     const std::int64_t samples = count(forwards);
     const NoSyncGuard guard = accumulates ? begin_no_sync() : nullptr;
-    ddp_.begin_backward(samples);
+    factor_ = ddp_.begin_backward(samples);
   } catch (const std::exception& error) {
     ddp_.cancel_backward(error.what());
     throw;
@@ -153,9 +192,10 @@ bool Replica::adds_to_parameters() const {
 }
 
 // The node where backward() starts is not among its nodes; if it is an output, it is the one that was reached first.
-std::vector<const Replica::Forward*> Replica::forwards_of_this_backward(const Output& reached) const {
+std::vector<const Replica::Forward*> Replica::forwards_of_this_backward(const Output* reached) const {
   const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  std::set<const Forward*> found{reached.forward.get()};
+  std::set<const Forward*> found;
+  if (reached != nullptr) found.insert(reached->forward.get());
   for (const auto& each : outputs_)
     if (const auto output = each.lock())
       if (nodes->contains(const_cast<torch::autograd::Node*>(output->node))) found.insert(output->forward.get());
@@ -171,7 +211,11 @@ std::int64_t Replica::count(const std::vector<const Forward*>& forwards) {
     else
       samples.reset();
   }
-  if (given_samples_) samples = std::exchange(given_samples_, std::nullopt);
+  if (given_samples_)
+    samples = std::exchange(given_samples_, std::nullopt);
+  else if (forwards.empty() && weights_ != Weights::kEqual)
+    throw past_the_wrapper(world_);
+  if (forwards.empty() && weights_ == Weights::kEqual) return 1;
   decide_weights(samples.has_value());
   if (weights_ == Weights::kEqual) return samples == 0 ? 0 : 1;
   if (!samples) throw unknown_batch(world_);

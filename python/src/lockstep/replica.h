@@ -9,8 +9,9 @@
 //
 // Note [Samples]
 // A backward() counts the samples of every forward whose outputs it passes through. Which those are is known when it
-// reaches the first output: autograd has the set of all nodes it is going to visit, and each watched output is a node.
-// A forward that no backward() follows therefore counts nothing.
+// begins: autograd has the set of all nodes it is going to visit, and each watched output is a node. A forward that no
+// backward() follows therefore counts nothing. It begins at the first output, or at the gradient of a parameter if that
+// comes before, as that of a norm of parameters in the loss.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -34,9 +35,18 @@ enum class Weights { kUndecided, kSamples, kEqual };
 class Replica : public std::enable_shared_from_this<Replica> {
  public:
   // optimizer: null if it is not one of lockstep's. Blocks; throws as DistributedDataParallel.
+  static std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+                                       std::shared_ptr<Optimizer> optimizer,
+                                       const DistributedDataParallelOptions& options, Weights weights);
+  ~Replica();
+  Replica(const Replica&) = delete;
+  Replica& operator=(const Replica&) = delete;
+
+ private:
   Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
           std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, Weights weights);
 
+ public:
   // After a forward: its outputs, and the samples that it was for; none: not known.
   void watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples);
 
@@ -65,9 +75,12 @@ class Replica : public std::enable_shared_from_this<Replica> {
   class Hook;
   class Backward;
 
-  void begin(const Output& reached);  // autograd has reached an output
+  // Autograd has reached an output, or the gradient of a parameter (null).
+  void begin(const Output* reached);
+  torch::Tensor scaled(const torch::Tensor& gradient);
+  void watch_parameters();
   bool adds_to_parameters() const;
-  std::vector<const Forward*> forwards_of_this_backward(const Output& reached) const;
+  std::vector<const Forward*> forwards_of_this_backward(const Output* reached) const;
   std::int64_t count(const std::vector<const Forward*>& forwards);
   void decide_weights(bool known);
   NoSyncGuard begin_no_sync();
@@ -82,6 +95,8 @@ class Replica : public std::enable_shared_from_this<Replica> {
   std::optional<std::int64_t> given_samples_;
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
+  double factor_ = 1;                // of the gradients of this backward()
+  std::vector<unsigned> on_gradient_;  // hooks of parameters_
 };
 
 }  // namespace lockstep::python

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients and parameters that are written by hand, also in ways that torch's version counters do not see.
+#include <torch/nn/utils/clip_grad.h>
+
+#include "tests/step_programs.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::errors;
+using testing::expect_refused;
+using testing::Sharing;
+using testing::Trainer;
+
+std::string after_backward(const std::function<void(Trainer&)>& write) {
+  const auto refused = errors(2, [&](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    trainer.train(1);
+    trainer.backward();
+    write(trainer);
+    trainer.step();
+  });
+  expect_refused(refused, refused[0]);
+  return refused[0] + refused[1];
+}
+
+TEST(SharedStep, refuses_clip_grad_norm_and_names_set_clipping) {
+  const std::string error =
+      after_backward([](Trainer& trainer) { torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3); });
+  EXPECT_TRUE(contains(error, "was changed between backward() and step()"));
+  EXPECT_TRUE(contains(error, "set_clipping()"));
+}
+
+TEST(SharedStep, refuses_clip_grad_value_and_names_set_clipping) {
+  const std::string error = after_backward([](Trainer& trainer) {
+    if (trainer.world.rank() == 1) torch::nn::utils::clip_grad_value_(trainer.net->parameters(), 1e-3);
+  });
+  EXPECT_TRUE(contains(error, "set_clipping()"));
+}
+
+TEST(SharedStep, accepts_clipping_that_has_nothing_to_clip) {
+  EXPECT_EQ(errors(2,
+                   [&](World& world) {
+                     Trainer trainer(world, Sharing::kShared);
+                     trainer.backward();
+                     torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e6);
+                     trainer.step();
+                   }),
+            IntVector<std::string>(2));
+}
+
+TEST(SharedStep, clips_the_mean_by_hand_where_grad_is_the_mean) {
+  EXPECT_EQ(errors(2,
+                   [&](World& world) {
+                     Trainer trainer(world, Sharing::kSharedThroughBuckets);
+                     trainer.backward();
+                     torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+                     trainer.step();
+                   }),
+            IntVector<std::string>(2));
+}
+
+TEST(SharedStep, refuses_clipping_by_hand_on_one_rank_only) {
+  const auto refused = errors(2, [&](World& world) {
+    Trainer trainer(world, Sharing::kSharedThroughBuckets);
+    trainer.backward();
+    if (world.rank() == 1) torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+    trainer.step();
+  });
+  expect_refused(refused, "gradients written by hand since backward()");
+}
+
+TEST(SharedStep, refuses_a_parameter_written_through_data) {
+  for (const bool before_backward : {true, false}) {
+    const auto refused = errors(2, [&](World& world) {
+      Trainer trainer(world, Sharing::kShared);
+      trainer.train(1);
+      if (before_backward) trainer.net->parameters()[2].data().mul_(0.5);
+      trainer.backward();
+      if (!before_backward) trainer.net->parameters()[2].data().mul_(0.5);
+      trainer.step();
+    });
+    expect_refused(refused, "parameter 1.weight was written between two steps");
+  }
+}
+
+TEST(SharedStep, goes_on_after_parameters_were_only_read_through_data) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     Trainer trainer(world, Sharing::kShared);
+                     double sum = 0;
+                     for (int i = 0; i < 3; ++i) {
+                       trainer.train(1);
+                       for (const torch::Tensor& parameter : trainer.net->parameters())
+                         sum += parameter.data().sum().item<double>();
+                     }
+                     EXPECT_TRUE(std::isfinite(sum));
+                   }),
+            IntVector<std::string>(2));
+}
+
+TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     torch::nn::Linear net(3, 2);
+                     net->to(torch::kBFloat16);
+                     SGD sgd(net->parameters(), {.lr = 0.5});
+                     DistributedDataParallel ddp(world, *net, sgd);
+                     for (const bool loaded : {false, true}) {
+                       if (loaded) {
+                         const torch::NoGradGuard no_grad;
+                         for (torch::Tensor& parameter : net->parameters()) parameter.fill_(2);
+                         ddp.parameters_written();
+                         set_learning_rate(sgd, 0);
+                       }
+                       ddp.backward(net->forward(torch::ones({4, 3}, torch::kBFloat16)).mean(), 4);
+                       sgd.step();
+                       sgd.zero_grad();
+                     }
+                     for (const torch::Tensor& parameter : net->parameters())
+                       EXPECT_TRUE(torch::equal(parameter, torch::full_like(parameter, 2)));
+                   }),
+            IntVector<std::string>(2));
+}
+
+TEST(SharedStep, refuses_clipping_of_what_no_sync_has_added) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kShared);
+    {
+      const auto no_sync = trainer.ddp.no_sync();
+      trainer.backward();
+    }
+    torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3);
+    trainer.train(1);
+  });
+  expect_refused(refused, "was changed between backward() and step()");
+}
+
+}  // namespace
+}  // namespace lockstep
