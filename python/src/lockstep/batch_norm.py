@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
                 next="give (batch, channels, ...)",
             )
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler now
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:

@@ -163,7 +163,7 @@ class DistributedDataParallel(nn.Module):
 
     # ---- A step
 
-    @torch.compiler.disable(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # as torch.compiler.disable, which would import the compiler now
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks in nothing and sends nothing."""
         output = self.module(*inputs, **kwargs)
