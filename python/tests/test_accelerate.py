@@ -15,6 +15,9 @@ import lockstep
 from support import run_ranks
 
 
+MAX_NORM = 0.1
+
+
 def samples():
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
@@ -36,6 +39,7 @@ def state_of_plain_torch():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for inputs, labels in DataLoader(samples(), batch_size=16):
         nn.functional.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -45,6 +49,10 @@ def train(accelerate, model, optimizer, loader):
     for inputs, labels in loader:
         with accelerate.accumulate(model):
             accelerate.backward(nn.functional.cross_entropy(model(inputs), labels))
+            if isinstance(optimizer.optimizer, lockstep.AdamW):
+                optimizer.optimizer.clip_grad_norm(MAX_NORM)
+            else:
+                accelerate.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(model.module.state_dict(), state_of_plain_torch())
@@ -59,6 +67,7 @@ def whole_step(batches_per_step):
     model = lockstep.DistributedDataParallel(model, optimizer)
     optimizer, loader = accelerate.prepare(optimizer, loader)
     train(accelerate, model, optimizer, loader)
+    assert accelerate.unwrap_model(model) is model
     assert accelerate.gather(torch.tensor([dist.get_rank()])).tolist() == [0, 1]
 
 

@@ -21,11 +21,13 @@ from support import run_ranks
 EPOCHS = 2
 GLOBAL_BATCH = 16
 
+ADAMW = "AdamW, clipped by norm, two batches a step"
+
 # By name: the optimizer, and the Trainer's options.
 CASES = {
     "SGD": (lambda parameters: lockstep.SGD(parameters, lr=0.1, momentum=0.9), {}),
     "synchronised batch normalisation": (lambda parameters: lockstep.SGD(parameters, lr=0.1), {"sync_batchnorm": True}),
-    "AdamW, clipped by norm, two batches a step": (
+    ADAMW: (
         lambda parameters: lockstep.AdamW(parameters, lr=1e-2),
         {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     ),
@@ -116,17 +118,29 @@ def state_of_plain_torch(name):
     return model.state_dict()
 
 
+class ClipsItself(Classifier):
+    def on_before_optimizer_step(self, optimizer):
+        self.optimizers().clip_grad_norm(CASES[ADAMW][1]["gradient_clip_val"])
+
+
+def expect_as_plain_torch(model, name):
+    torch.testing.assert_close(model.layers.state_dict(), state_of_plain_torch(name), msg=lambda text: f"{name}: {text}")
+
+
 def train_each_case(folder):
     refuse(folder)
     for name, (make_optimizer, options) in CASES.items():
         model = Classifier(make_optimizer, "sync_batchnorm" in options)
         trainer(folder, **options).fit(model, loader())
-        torch.testing.assert_close(model.layers.state_dict(), state_of_plain_torch(name), msg=lambda text: f"{name}: {text}")
+        expect_as_plain_torch(model, name)
+    model = ClipsItself(CASES[ADAMW][0])
+    trainer(folder, accumulate_grad_batches=2).fit(model, loader())
+    expect_as_plain_torch(model, ADAMW)
 
 
 def resume(folder):
     """Two epochs; and one, its checkpoint, and one more in a new Trainer. Then what Trainers do with a trained module."""
-    make_optimizer, _ = CASES["AdamW, clipped by norm, two batches a step"]
+    make_optimizer, _ = CASES[ADAMW]
     whole, first, second = (Classifier(make_optimizer) for _ in range(3))
     trainer(folder).fit(whole, loader())
     saving = ModelCheckpoint(dirpath=folder, filename="first")
@@ -148,7 +162,7 @@ def resume(folder):
     assert second.loss(samples().tensors) < before
 
 
-class ByHand(Classifier):
+class ManualOptimization(Classifier):
     def __init__(self):
         super().__init__(CASES["SGD"][0])
         self.automatic_optimization = False
@@ -156,9 +170,9 @@ class ByHand(Classifier):
 
 def refuse(folder):
     try:
-        trainer(folder).fit(ByHand(), loader())
+        trainer(folder).fit(ManualOptimization(), loader())
     except lockstep.UsageError as error:
-        assert "manual optimization in ByHand" in error.what, error
+        assert "manual optimization in ManualOptimization" in error.what, error
     else:
         raise AssertionError("no error")
     try:
