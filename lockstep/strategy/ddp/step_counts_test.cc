@@ -153,6 +153,17 @@ TEST(SharedCounts, begin_again_after_gradients_were_zeroed_in_place) {
   });
 }
 
+TEST(SharedCounts, begin_again_with_a_plain_backward_after_zero_grad) {
+  for (const bool to_none : {true, false})
+    expect_last_bias_moves(0.05 + 0.05, 2, [&](Trainer& trainer) {
+      trainer.backward(trainer.world.rank() + 1);
+      trainer.sgd.step();
+      trainer.sgd.zero_grad(to_none);
+      trainer.plain_backward();
+      trainer.sgd.step();
+    });
+}
+
 TEST(SharedCounts, take_a_plain_backward_while_a_rank_is_in_join) {
   expect_last_bias_moves(0.05 + 0.05, 2, [](Trainer& trainer) {
     trainer.train(1);
