@@ -98,6 +98,7 @@ SharedGradients::Source& SharedGradients::begin_source(std::int64_t samples) {
   if (failed_) throw after_failed_backward();
   guards_.clear();
   if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
+  if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
   return current_source();
 }
 
