@@ -22,8 +22,12 @@ bool is_zero(const torch::Tensor& gradient) {
 GradientWatch::Identity::Identity(const torch::Tensor& gradient)
     : tensor(gradient.getIntrusivePtr()), version(version_in_place(gradient)) {}
 
+bool GradientWatch::Identity::is_of(const torch::Tensor& gradient) const {
+  return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl();
+}
+
 bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
-  return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() && version == version_in_place(gradient);
+  return is_of(gradient) && version == version_in_place(gradient);
 }
 
 void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
@@ -50,6 +54,12 @@ std::optional<std::size_t> GradientWatch::changed() const {
 bool GradientWatch::zeroed() const {
   return changed() &&
          std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.grad()); });
+}
+
+bool GradientWatch::dropped() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (parameters_[i].grad().defined() && identities_[i].is_of(parameters_[i].grad())) return false;
+  return !parameters_.empty();
 }
 
 std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters) {

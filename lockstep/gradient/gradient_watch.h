@@ -29,10 +29,14 @@ class GradientWatch {
   // Whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
   bool zeroed() const;
 
+  // Whether none of the gradients is still there: zero_grad() has dropped them, whatever came since.
+  bool dropped() const;
+
  private:
   // A .grad as it was. Weak: the memory of a gradient that was dropped is free, but no later tensor is taken for it.
   struct Identity {
     explicit Identity(const torch::Tensor& gradient);
+    bool is_of(const torch::Tensor& gradient) const;
     bool operator==(const torch::Tensor& gradient) const;
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
     std::int64_t version;

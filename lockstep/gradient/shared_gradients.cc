@@ -98,6 +98,7 @@ SharedGradients::Source& SharedGradients::begin_source(std::int64_t samples) {
   if (failed_) throw after_failed_backward();
   guards_.clear();
   if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
+  if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
   return current_source();
 }
 
@@ -127,14 +128,15 @@ void SharedGradients::end() {
   failed_ = false;
 }
 
-// After a zero_grad() what was counted until then no longer counts. Returns whether it has found one.
+// After a zero_grad() what was counted until then no longer counts. Returns whether it has found one, and nothing since.
 bool SharedGradients::forget_dropped_gradients() {
   if (options_.shards > 0 || sources_.front().batches.samples == 0) return false;  // there was no gradient
   const bool any = std::any_of(options_.updated.begin(), options_.updated.end(),
                                [](const auto& p) { return p.tensor.grad().defined(); });
-  if ((any && !watch_.zeroed()) || defect("dropped gradients count")) return false;
+  const bool nothing = !any || watch_.zeroed();
+  if ((!nothing && !watch_.dropped()) || defect("dropped gradients count")) return false;
   sources_.front() = {};
-  return true;
+  return nothing;
 }
 
 void SharedGradients::drop() {
@@ -163,7 +165,9 @@ void SharedGradients::count_what_step_finds() {
                       .next = "call ddp.backward() for each shard first"});
   forget_dropped_gradients();
   AccumulatedBatches& batches = sources_.front().batches;
-  if (batches.samples > 0 && !batches.is_plain) return require_unchanged_grads();
+  // After a step(), zero_grad(false) and loss.backward() can't be told from loss.backward() alone.
+  const bool known = batches.samples > 0 && !batches.is_plain;
+  if (known && !(has_stepped_ && watch_.changed())) return require_unchanged_grads();
   if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
   const bool any =
       std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.tensor.grad().defined(); });
@@ -199,6 +203,7 @@ BatchTotals SharedGradients::exchange(bool in_step) {
   watch_.remember(options_.updated);
   if (check_interval() > 0) protect_gradients();
   is_published_ = true;
+  has_stepped_ = false;
   if (!defect("barrier 1 is left out")) agreement_.backward();  // barrier 1: all rows are written
   require_same_calls();
   const BatchTotals totals = this->totals();
@@ -277,8 +282,9 @@ void SharedGradients::require_unchanged_grads() const {
              concat("the gradient of ", options_.updated[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
-         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
-                 "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
+         .next =
+             "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
+             "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
 }
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
@@ -341,6 +347,7 @@ void SharedGradients::end_update() {
   if (options_.block) options_.block->end_write();
   agreement_.end_step();  // barrier 3: no rank reads gradients any more, and all slices are updated
   is_published_ = false;
+  has_stepped_ = true;
   guards_.clear();
   for (Source& source : sources_)
     if (options_.shards > 0)

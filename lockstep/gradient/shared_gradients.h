@@ -78,7 +78,7 @@ class SharedGradients : public GradientSource {
   // After a backward() in no_sync(): gradients must be published again before the next step, and a zero_grad() from now on
   // drops what was accumulated.
   void accumulated() {
-    is_published_ = false;
+    is_published_ = has_stepped_ = false;
     watch_.remember(options_.updated);
   }
 
@@ -129,6 +129,7 @@ class SharedGradients : public GradientSource {
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::unique_ptr<Table> table_;
   bool is_published_ = false;  // since the last step
+  bool has_stepped_ = false;   // since the last exchange or backward()
   GradientWatch watch_;        // since then
   StepAgreement agreement_;
   bool failed_ = false;

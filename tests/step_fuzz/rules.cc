@@ -149,6 +149,8 @@ class WorldOfTrainer {
     if (ranks != active() || any([](const Rank& rank) { return !rank.joined && rank.samples == 0; }))
       return outside("backward() of both kinds on some ranks only");
     if (mixed_) return illegal_mixture();
+    if (stale_ && operation.action == Action::kPlainBackward)
+      return outside("loss.backward() after step() without zero_grad(), where ddp.backward() came before");
     mixed_ = true;
     for (int rank = 0; rank < program_.ranks; ++rank)
       if (has(ranks, rank) && operation.samples[static_cast<std::size_t>(rank)] == 0)
@@ -373,6 +375,7 @@ class WorldOfTrainer {
     if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_)))
       return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
+    if (in_shared_memory(plan_) && stale_ && !exchanged_) return outside("clipping after step()");
     if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
     for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
     if (!exchanged_ && any([](const Rank& rank) { return rank.touched; })) outside("clipping after step()");

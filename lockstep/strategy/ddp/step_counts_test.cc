@@ -153,6 +153,28 @@ TEST(SharedCounts, begin_again_after_gradients_were_zeroed_in_place) {
   });
 }
 
+TEST(SharedCounts, begin_again_with_a_plain_backward_after_zero_grad) {
+  for (const bool to_none : {true, false})
+    expect_last_bias_moves(0.05 + 0.05, 2, [&](Trainer& trainer) {
+      trainer.backward(trainer.world.rank() + 1);
+      trainer.sgd.step();
+      trainer.sgd.zero_grad(to_none);
+      trainer.plain_backward();
+      trainer.sgd.step();
+    });
+}
+
+TEST(SharedCounts, leave_out_a_step_with_gradients_of_zero) {
+  expect_last_bias_moves(0.05 + 0.05, 2, [](Trainer& trainer) {
+    for (int i = 0; i < 2; ++i) {
+      trainer.backward(trainer.world.rank() + 1);
+      trainer.sgd.step();
+      trainer.sgd.zero_grad(/*set_to_none=*/false);
+      trainer.sgd.step();
+    }
+  });
+}
+
 TEST(SharedCounts, take_a_plain_backward_while_a_rank_is_in_join) {
   expect_last_bias_moves(0.05 + 0.05, 2, [](Trainer& trainer) {
     trainer.train(1);
