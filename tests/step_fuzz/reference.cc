@@ -115,11 +115,11 @@ class Reference {
         if (samples == 0) continue;
         const Tensors stats = copies(network_.stats);
         const auto losses = network_.losses({part(operation, member, shard)});
-        if (member > 0 || shard > 0) set(network_.stats, stats);
         const double weight = plain ? 1 : samples;
         count(operation, member, weight, losses[0].item<double>());
         (losses[0] * weight).backward();
         take_into(pending_[member].gradients);
+        if (member > 0 || shard > 0) set(network_.stats, stats);
       }
   }
 
