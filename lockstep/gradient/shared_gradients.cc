@@ -272,8 +272,9 @@ void SharedGradients::require_unchanged_grads() const {
              concat("the gradient of ", options_.updated[*changed].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
                    ".grad is this rank's own gradient, not yet the mean",
-         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
-                 "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
+         .next =
+             "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); set_clipping() "
+             "in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
 }
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
