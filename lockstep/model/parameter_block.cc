@@ -35,12 +35,13 @@ UsageError moved(const std::string& name) {
 }
 
 UsageError written(const std::string& name) {
-  return UsageError({.what = concat("parameter ", name,
-                                    " was written between two steps, while all ranks of this machine "
-                                    "share it"),
-                     .likely = "an update by hand, Module::load, load_state_dict() of the module itself, or a second optimizer",
-                     .next = "if every rank wrote the same values, call parameters_written(); else give "
-                             "DistributedDataParallel the option share_parameters = false"});
+  return UsageError(
+      {.what = concat("parameter ", name,
+                      " was written between two steps, while all ranks of this machine "
+                      "share it"),
+       .likely = "an update by hand, Module::load, load_state_dict() of the module itself, or a second optimizer",
+       .next = "if every rank wrote the same values, call parameters_written(); else give "
+               "DistributedDataParallel the option share_parameters = false"});
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that stay: processes which run one function after another, each in process groups of its own."""
 
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -13,6 +14,7 @@ import torch.multiprocessing as mp
 import lockstep  # noqa: F401  registers the backend
 
 SIZE = 3
+LATE = 60  # seconds; a rank that hangs then shows where, and ends
 
 
 def _serve(rank, store, connection):
@@ -21,12 +23,14 @@ def _serve(rank, store, connection):
     while (call := connection.recv()) is not None:
         function, size, arguments = call
         group = dist.new_group(list(range(size)))
+        faulthandler.dump_traceback_later(LATE, exit=True)
         try:
             if rank < size:
                 function(group, *arguments)
             connection.send(None)
         except BaseException:
             connection.send(traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
@@ -46,8 +50,9 @@ class RanksTestCase(unittest.TestCase):
 
     @classmethod
     def tearDownClass(cls):
-        for connection in cls.connections:
-            connection.send(None)
+        for rank, connection in zip(cls.ranks, cls.connections):
+            if rank.is_alive():
+                connection.send(None)
         for rank in cls.ranks:
             rank.join(60)
             rank.kill()
@@ -59,9 +64,15 @@ class RanksTestCase(unittest.TestCase):
             connection.send((function, size, arguments))
         texts = []
         for rank, connection in enumerate(self.connections):
-            if not connection.poll(120):
-                self.fail(f"rank {rank} is late; the others: {texts}")
-            if (text := connection.recv()) is not None:
-                texts.append(f"rank {rank} of {size}:\n{text}")
-        if texts:
+            try:
+                text = connection.recv() if connection.poll(2 * LATE) else "has not ended"
+            except EOFError:
+                text = "was late and has ended"
+            if text is not None:
+                texts.append(f"rank {rank} of {size}: {text}")
+        if texts:  # the next test begins with new ranks
+            for rank in self.ranks:
+                rank.kill()
+            self.folder.cleanup()
+            self.setUpClass()
             self.fail("\n".join(texts))

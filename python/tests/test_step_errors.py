@@ -85,7 +85,7 @@ def unscaled_by_hand(group):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss_of(model, parts_of(global_batch(0), group))).backward()
     scaler.unscale_(optimizer)
-    expect_error(lockstep.UsageError, "was changed between backward() and step()", lambda: scaler.step(optimizer))
+    expect_error(lockstep.UsageError, "GradScaler.unscale_()", lambda: scaler.step(optimizer))
 
 
 def one_rank_leaves_out_a_step(group):
@@ -129,16 +129,14 @@ def an_exception_in_backward(group):
         expect_error(lockstep.PeerLost, "backward() failed", step)
 
 
-def past_the_wrapper(group):
+def past_the_wrapper(group, wrapping):
     """The samples of a call that does not go through the DistributedDataParallel are not known."""
-    for wrapping in ({}, {"mean_in_grad": True}):
-        net, optimizer, model = wrapped(group, **wrapping)
+    _, _, model = wrapped(group, **wrapping)
+    call = lambda: loss_of(model.module, parts_of(global_batch(0), group)).backward()
+    expect_error(lockstep.UsageError, "number of samples is not known", call)
 
-        def step():
-            loss_of(model.module, parts_of(global_batch(0), group)).backward()
-            optimizer.step()
 
-        expect_error(RuntimeError, "number of samples is not known", step)
+def past_the_wrapper_with_equal_weights(group):
     alone, (net, optimizer, model) = make_model(), wrapped(group, weights="equal")
     loss_of(model.module, parts_of(global_batch(0), group)).backward()
     optimizer.step()
@@ -229,7 +227,9 @@ class Errors(RanksTestCase):
         self.on_ranks(2, an_exception_in_backward)
 
     def test_a_forward_past_the_wrapper(self):
-        self.on_ranks(2, past_the_wrapper)
+        for wrapping in ({}, {"mean_in_grad": True}):
+            self.on_ranks(2, past_the_wrapper, wrapping)
+        self.on_ranks(2, past_the_wrapper_with_equal_weights)
 
     def test_options_that_lockstep_does_not_have(self):
         self.on_ranks(1, options_that_torch_has)

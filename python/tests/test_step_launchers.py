@@ -67,7 +67,7 @@ class Launchers(unittest.TestCase):
             self.assertIn(f"rank {rank} of 2 has trained", result.stdout)
 
     def test_lockstep_run(self):
-        for backend in ("none", "gloo", "lockstep"):
+        for backend in ("none", "gloo"):
             self.expect_trained(lockstep_run("train", backend))
 
     def test_torchrun(self):

@@ -48,30 +48,33 @@ void bind_replica(py::module_& module) {
       .def_readwrite("ignored", &Options::ignored)
       .def_readwrite("sparse_parameters", &Options::sparse_parameters)
       .def("set_algorithm",
-           [](Options& options, const std::string& name) { options.algorithm = value_named<Algorithm>(name, "algorithm"); })
+           [](Options& options, const std::string& name) {
+             options.algorithm = value_named<Algorithm>(name, "algorithm");
+           })
       .def("set_hook", [](Options& options, const std::string& name, double amount) {
         options.hook = make_hook({.kind = value_named<Compression>(name, "hook"), .amount = amount});
       });
   py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica", "The C++ side of a DistributedDataParallel.")
-      .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"), py::arg("optimizer"),
-           py::arg("options"), py::arg("weights"))
+      .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"),
+           py::arg("optimizer"), py::arg("options"), py::arg("weights"))
       .def("watch", &Replica::watch, py::arg("outputs"), py::arg("samples"))
       .def("set_samples", &Replica::set_samples)
       .def("skip_batch", &Replica::skip_batch, Release())
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
       .def_property_readonly("mean_in_grad", [](Replica& replica) { return replica.ddp().mean_in_grad(); })
-      .def_property_readonly("samples_of_last_batch", [](Replica& replica) { return replica.ddp().last_batch().samples; })
+      .def_property_readonly("samples_of_last_batch",
+                             [](Replica& replica) { return replica.ddp().last_batch().samples; })
       .def_property_readonly("statistics", &statistics_of)
+      .def("write_parameters",
+           [](Replica& replica, const py::function& write) {
+             const py::gil_scoped_release release;
+             replica.ddp().write_parameters([&] {
+               const py::gil_scoped_acquire acquire;
+               write();
+             });
+           })
       .def(
-          "write_parameters",
-          [](Replica& replica, const py::function& write) {
-            const py::gil_scoped_release release;
-            replica.ddp().write_parameters([&] {
-              const py::gil_scoped_acquire acquire;
-              write();
-            });
-          })
-      .def("parameters_written", [](Replica& replica) { replica.ddp().parameters_written(); }, Release());
+          "parameters_written", [](Replica& replica) { replica.ddp().parameters_written(); }, Release());
 }
 
 }  // namespace lockstep::python

@@ -16,7 +16,8 @@ namespace {
 
 constexpr const char* kDoc =
     "What lockstep raises. str() is the whole message; its parts are the attributes\n"
-    "what (happened), here, peer (the other rank), likely (the likely cause) and next (what to do); '' where there is none.";
+    "what (happened), here, peer (the other rank), likely (the likely cause) and next (what to do); '' where there is "
+    "none.";
 
 constexpr std::array kKinds = {"UsageError",  "EnvironmentError", "RendezvousError", "MismatchError",  "PeerLost",
                                "DeviceError", "DataError",        "CheckpointError", "NonFiniteError", "SystemError"};
@@ -70,9 +71,7 @@ void bind_errors(py::module_& module) {
       "Raises a UsageError.");
 }
 
-void in_autograd(const std::function<void()>& call) try {
-  call();
-} catch (const Error& error) {
+void in_autograd(const std::function<void()>& call) try { call(); } catch (const Error& error) {
   const py::gil_scoped_acquire gil;
   set_python_error(error);
   python_error raised;

@@ -137,11 +137,16 @@ class _Optimizer:
     def _step_scaled(self, native: _C.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """As torch.amp.GradScaler.step(): without a step if a gradient of any rank is not finite."""
         mine = scaler._per_optimizer_states[id(self)]
-        if mine["stage"] is OptState.UNSCALED:  # .grad is the mean, or step() refuses it
-            found = any(float(found_inf) for found_inf in mine["found_inf_per_device"].values())
-            if found and self._mean_in_grad:
-                return
-            native.step()
+        if mine["stage"] is OptState.UNSCALED:
+            if not self._mean_in_grad:
+                _C.usage_error(
+                    "GradScaler.unscale_() where .grad is this rank's own gradient",
+                    likely="clipping between unscale_() and step()",
+                    next="leave it out and clip with optimizer.clip_grad_norm(); or make DistributedDataParallel with "
+                    "mean_in_grad=True",
+                )
+            if not any(float(found_inf) for found_inf in mine["found_inf_per_device"].values()):
+                native.step()
             return
         native.set_loss_scale(scaler.get_scale())
         try:

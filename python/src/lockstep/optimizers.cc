@@ -45,7 +45,8 @@ void bind_optimizers(py::module_& module) {
       .def("set_options", &set_options, py::arg("name"), py::arg("group"), py::arg("values"))
       .def("set_clipping", &set_clipping, py::arg("max_norm"), py::arg("max_value"))
       .def("set_loss_scale", &Optimizer::set_loss_scale)
-      .def("step", [](Optimizer& optimizer) { optimizer.step(); }, Release())
+      .def(
+          "step", [](Optimizer& optimizer) { optimizer.step(); }, Release())
       .def_property_readonly("skipped", &Optimizer::skipped)
       .def_property_readonly("gradient_norm", &Optimizer::gradient_norm)
       .def("state_of", &Optimizer::state_of)

@@ -61,11 +61,12 @@ UsageError unknown_batch(const World& world) {
 }
 
 UsageError past_the_wrapper(const World& world) {
-  return UsageError({.what = "a backward() whose number of samples is not known: it passes no output of the model",
-                     .here = world.describe(),
-                     .likely = "a call of model.module instead of the model, or an output in which no tensors are found",
-                     .next = "call the model, and return tensors, lists, dicts or dataclasses of them; or call "
-                             "model.samples(n) before backward(), or make the model with weights='equal'"});
+  return UsageError(
+      {.what = "a backward() whose number of samples is not known: it passes no output of the model",
+       .here = world.describe(),
+       .likely = "a call of model.module instead of the model, or an output in which no tensors are found",
+       .next = "call the model, and return tensors, lists, dicts or dataclasses of them; or call "
+               "model.samples(n) before backward(), or make the model with weights='equal'"});
 }
 
 }  // namespace
@@ -229,7 +230,8 @@ void Replica::decide_weights(bool known) {
   weights_ = all.all().item<bool>() ? Weights::kSamples : Weights::kEqual;
   if (weights_ == Weights::kEqual && world_.rank() == 0 && world_.size() > 1)
     TORCH_WARN(
-        "lockstep: every rank counts alike in the mean gradient: the tensors given to forward() differ in dimension 0, so "
+        "lockstep: every rank counts alike in the mean gradient: the tensors given to forward() differ in dimension 0, "
+        "so "
         "the number of samples is not known. Call model.samples(n) before backward(), or make the model with "
         "weights='equal'");
 }

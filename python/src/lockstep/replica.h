@@ -95,7 +95,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   std::optional<std::int64_t> given_samples_;
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
-  double factor_ = 1;                // of the gradients of this backward()
+  double factor_ = 1;                  // of the gradients of this backward()
   std::vector<unsigned> on_gradient_;  // hooks of parameters_
 };
 

@@ -38,8 +38,8 @@ void bind_world(py::module_& module) {
       .def("describe", &World::describe)
       .def("barrier", &World::barrier, Release())
       .def("split", &World::split, Release(), py::arg("color"), py::arg("key") = 0);
-  module.def("normalise_over_ranks", &normalise_over_ranks, Release(), py::arg("world"), py::arg("input"), py::arg("eps"),
-             "(output, mean, unbiased variance) of (B, C, ...) over the samples of all ranks. Blocks.");
+  module.def("normalise_over_ranks", &normalise_over_ranks, Release(), py::arg("world"), py::arg("input"),
+             py::arg("eps"), "(output, mean, unbiased variance) of (B, C, ...) over the samples of all ranks. Blocks.");
 }
 
 }  // namespace lockstep::python
