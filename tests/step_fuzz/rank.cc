@@ -267,6 +267,7 @@ class Trainer {
     }
   }
 
+  // Where nothing was saved, as after what is illegal, nothing is written.
   void resume() {
     const torch::NoGradGuard no_grad;
     for (std::size_t i = 0; i < weights_.size(); ++i) {
@@ -274,7 +275,7 @@ class Trainer {
       if (own_ != nullptr) own_->set_state(network_->weights[i], states_[i]);
     }
     for (std::size_t i = 0; i < stats_.size(); ++i) network_->stats[i].copy_(stats_[i]);
-    if (own_ == nullptr) load_state(*optimizer_, torch_state_, optimizer_->param_groups()[0].options().get_lr());
+    if (!torch_state_.empty()) load_state(*optimizer_, torch_state_, optimizer_->param_groups()[0].options().get_lr());
     ddp_->parameters_written();
   }
 
