@@ -41,6 +41,10 @@ class CommunicationHook {
   // PeerLost.
   using Finish = std::function<void()>;
   virtual Finish start(const World& world, const GradientBucket& bucket) = 0;
+
+  // Whether it adds what it has not sent to the next step's gradient. Then no gradient may be infinite, as a scaled loss
+  // can make it: a loss scale is refused.
+  virtual bool keeps_residual() const { return false; }
 };
 
 // Sends and sums in float16 or bfloat16.

@@ -69,8 +69,13 @@ class Optimizer : public torch::optim::Optimizer {
   void keep_average(double decay);
 
   // From the next step on gradients are divided by `scale`; if any element on any rank is not finite, the step changes
-  // nothing on any rank, and skipped() returns true. GradientScaler calls this. nullopt: off.
-  void set_loss_scale(std::optional<double> scale) { loss_scale_ = scale; }
+  // nothing on any rank, and skipped() returns true. GradientScaler calls this. nullopt: off. Throws UsageError after
+  // refuse_loss_scale().
+  void set_loss_scale(std::optional<double> scale);
+
+  // Called by DistributedDataParallel with a CommunicationHook that keeps a residual.
+  void refuse_loss_scale() { refuses_loss_scale_ = true; }
+
   bool skipped() const { return skipped_; }
 
   // What all ranks must have set alike when they call step(): every option of every group ("lr of parameter group 0"),
@@ -112,6 +117,7 @@ class Optimizer : public torch::optim::Optimizer {
   ClippingOptions clipping_;
   double ema_decay_ = 0;
   std::optional<double> loss_scale_;
+  bool refuses_loss_scale_ = false;
   bool skipped_ = false;
   std::shared_ptr<GradientSource> source_;  // set by attach(), else in the first step
   std::unique_ptr<Layout> layout_;          // made by attach(), else in the first step

@@ -67,6 +67,8 @@ class TwoBitHook : public CommunicationHook {
     };
   }
 
+  bool keeps_residual() const override { return true; }
+
  private:
   double threshold_;
   Residuals residuals_;
@@ -91,6 +93,8 @@ class TopKHook : public CommunicationHook {
         flat.index_add_(0, all_indices[rank].to(torch::kInt64), all_values[rank]);
     };
   }
+
+  bool keeps_residual() const override { return true; }
 
  private:
   double share_;
@@ -129,6 +133,8 @@ class PowerSGDHook : public CommunicationHook {
       sum_as_products(world, matrices, bases, sums);
     };
   }
+
+  bool keeps_residual() const override { return true; }
 
  private:
   bool is_compressed(const torch::Tensor& part) const {

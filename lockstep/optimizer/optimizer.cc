@@ -147,6 +147,16 @@ void Optimizer::step_on_device(Layout& all) {
 
 double Optimizer::gradient_norm() const { return layout_ && layout_->flat ? layout_->flat->gradient_norm() : 0; }
 
+void Optimizer::set_loss_scale(std::optional<double> scale) {
+  if (scale && refuses_loss_scale_)
+    throw UsageError({.what = "loss scaling with a communication hook that keeps a residual",
+                      .likely =
+                          "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook(): the residual would "
+                          "keep an old scale, or an overflow for ever",
+                      .next = "train without loss scaling, for instance in bfloat16, or with sixteen_bit_hook()"});
+  loss_scale_ = scale;
+}
+
 void Optimizer::keep_average(double decay) {
   if (decay <= 0 || decay >= 1)
     throw UsageError(

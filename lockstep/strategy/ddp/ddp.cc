@@ -144,6 +144,8 @@ class DistributedDataParallel::Impl {
     frozen_ = parameters_;
     std::erase_if(frozen_, [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); });
     optimizer_ = optimizer;
+    if (auto* const own = dynamic_cast<Optimizer*>(optimizer); own && options_.hook && options_.hook->keeps_residual())
+      own->refuse_loss_scale();
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();

@@ -15,6 +15,8 @@ namespace lockstep {
 namespace {
 
 using testing::batch_of_rank;
+using testing::contains;
+using testing::message_of;
 using testing::OneWeight;
 using testing::trained_alone;
 
@@ -95,6 +97,20 @@ TEST(Ddp, takes_a_parameter_used_twice_and_a_double_backward) {
     EXPECT_TRUE(torch::allclose(net->w.detach(), expected, 1e-12, 0));
     world.barrier();
   });
+}
+
+TEST(Ddp, refuses_a_loss_scale_beside_a_hook_that_keeps_a_residual) {
+  for (const auto& hook : {two_bit_hook(), top_k_hook(), power_sgd_hook()}) {
+    OneWeight net;
+    SGD sgd(net->parameters(), {.lr = 0.01});
+    const DistributedDataParallel ddp(World::single(), *net, sgd, {.hook = hook});
+    GradientScaler scaler;
+    EXPECT_TRUE(contains(message_of<UsageError>([&] { scaler.step(sgd); }), "hook that keeps a residual"));
+  }
+  OneWeight net;
+  SGD sgd(net->parameters(), {.lr = 0.01});
+  const DistributedDataParallel ddp(World::single(), *net, sgd, {.hook = sixteen_bit_hook(torch::kFloat16)});
+  EXPECT_NO_THROW(sgd.set_loss_scale(2));
 }
 
 // The mean over the global batch, forward and backward, as one rank has it.
