@@ -2,6 +2,7 @@
 """Training with lockstep.DistributedDataParallel computes what one rank of plain torch does with the same global batches."""
 
 import copy
+import itertools
 import pickle
 import unittest
 import warnings
@@ -236,21 +237,23 @@ def accumulation(group):
 def joining(group):
     """Rank r has r + 1 batches: those of a step are the global batch of the ranks that have one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    alone, net = make_model(), make_model()
+    alone = make_model()
     plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
     for step in range(size):
         batch = [tensor[2 * step :] for tensor in global_batch(step)]
         train_alone(alone, plain, [batch])
-    for optimizer in (lockstep.AdamW(net.parameters(), lr=0.01), torch.optim.AdamW):
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            net = make_model()
-            optimizer = optimizer(net.parameters(), lr=0.01)
+    for make, zero_first in itertools.product((lockstep.AdamW, torch.optim.AdamW), (True, False)):
+        net = make_model()
+        optimizer = make(net.parameters(), lr=0.01)
         model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
         with model.join():
             for step in range(rank + 1):
+                if zero_first:
+                    optimizer.zero_grad()
                 loss_of(model, [t[2 * rank : 2 * rank + 2] for t in global_batch(step)]).backward()
                 optimizer.step()
-                optimizer.zero_grad()
+                if not zero_first:
+                    optimizer.zero_grad()
         expect_equal(net, alone)
 
 

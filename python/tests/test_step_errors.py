@@ -88,6 +88,22 @@ def unscaled_by_hand(group):
     expect_error(lockstep.UsageError, "GradScaler.unscale_()", lambda: scaler.step(optimizer))
 
 
+def a_step_before_the_exchange(group, wrapping):
+    _, optimizer, model = wrapped(group, **wrapping)
+    with model.no_sync():
+        loss_of(model, parts_of(global_batch(0), group)).backward()
+    expect_error(lockstep.UsageError, "no_sync()", optimizer.step)
+
+
+def another_buffer(group):
+    net = make_model()
+    net.register_buffer("average", torch.zeros(1))
+    model = lockstep.DistributedDataParallel(net, process_group=group)
+    model(global_batch(0)[0])
+    net.average = torch.ones(1)
+    expect_error(lockstep.UsageError, "buffer average is another tensor", lambda: model(global_batch(0)[0]))
+
+
 def one_rank_leaves_out_a_step(group):
     _, optimizer, model = wrapped(group)
 
@@ -216,6 +232,12 @@ class Errors(RanksTestCase):
 
     def test_unscaling_by_hand_is_refused(self):
         self.on_ranks(2, unscaled_by_hand)
+
+    def test_a_step_before_the_exchange(self):
+        self.on_ranks(2, a_step_before_the_exchange, {"mean_in_grad": True})
+
+    def test_a_buffer_that_was_replaced(self):
+        self.on_ranks(2, another_buffer)
 
     def test_a_step_left_out_by_one_rank(self):
         self.on_ranks(2, one_rank_leaves_out_a_step)

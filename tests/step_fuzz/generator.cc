@@ -69,6 +69,7 @@ class Generator {
   // (docs/step-rules.md).
   void hook(TrainerPlan& plan) {
     plan.hook = pick({Hook::kTopKOfAll, Hook::kFloat16, Hook::kBFloat16, Hook::kTopK, Hook::kTwoBit, Hook::kPowerSGD});
+    if (plan.hook == Hook::kTopKOfAll) plan.scaled = false;  // it is refused, though it leaves nothing behind
     if (!keeps_residual(plan)) {
       if (plan.scaled && plan.hook == Hook::kFloat16) plan.hook = Hook::kBFloat16;
       return;

@@ -170,8 +170,9 @@ class DistributedDataParallel::Impl {
   // After a plain loss.backward() in shared memory, step() begins with the waits of backward().
   void backward(const torch::Tensor& loss, std::int64_t samples) try {
     exchange_seconds_ = 0;
-    exchange_->backward(loss, samples, /*exchanges=*/!no_sync_);
-    if (!no_sync_) finish_backward(samples);
+    begun_ = {samples, !no_sync_};
+    exchange_->backward(loss, samples, begun_.exchanges);
+    if (begun_.exchanges) finish_backward(samples);
   } catch (const std::exception& error) {
     fail(error.what());
     throw;
@@ -218,8 +219,10 @@ class DistributedDataParallel::Impl {
     note_values();
   }
 
-  // All ranks see in the same step that no rank has samples.
+  // All ranks see in the same step that no rank has samples. A loop that begins with zero_grad() leaves gradients that a
+  // step() has used.
   void join(torch::optim::Optimizer& optimizer) {
+    if (begun_.exchanges) optimizer.zero_grad();
     while (true) {
       for (int shard = 0; shard < std::max(options_.virtual_shards / world_.size(), 1); ++shard) backward({}, 0);
       if (last_batch_.samples == 0) return exchange_->drop();

@@ -71,6 +71,7 @@ class ExchangeThroughBuckets : public GradientExchange {
   }
 
   double begin(std::int64_t samples, bool exchanges) override {
+    if (!exchanges && source_) source_->not_exchanged();
     return exchanges ? reducer_->begin(samples) : reducer_->begin_accumulating(samples);
   }
 

@@ -64,6 +64,21 @@ TEST_P(Counts, in_join_counts_the_backward_of_the_ranks_with_samples) {
             IntVector<std::string>(2));
 }
 
+// As in a loop that begins with zero_grad().
+TEST_P(Counts, in_join_leave_out_a_gradient_that_a_step_has_used) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     Trainer trainer(world, GetParam());
+                     trainer.backward();
+                     trainer.sgd.step();
+                     const auto before = trainer.values();
+                     trainer.ddp.join(trainer.sgd);
+                     const auto after = trainer.values();
+                     for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i]));
+                   }),
+            IntVector<std::string>(2));
+}
+
 TEST_P(Counts, counts_an_empty_batch_before_zero_grad_on_no_rank) {
   EXPECT_EQ(errors(2,
                    [](World& world) {

@@ -47,10 +47,10 @@ class SyncBatchNorm(_BatchNorm):
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler now
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return super().forward(input)
         output, mean, variance = _C.normalise_over_ranks(_world_for(self.process_group, input.device), input, self.eps)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._follow(mean, variance)
         if not self.affine:
             return output

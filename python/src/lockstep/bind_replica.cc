@@ -61,6 +61,7 @@ void bind_replica(py::module_& module) {
       .def("set_samples", &Replica::set_samples)
       .def("skip_batch", &Replica::skip_batch, Release())
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
+      .def_property_readonly("accumulates", &Replica::accumulates)
       .def_property_readonly("mean_in_grad", [](Replica& replica) { return replica.ddp().mean_in_grad(); })
       .def_property_readonly("samples_of_last_batch",
                              [](Replica& replica) { return replica.ddp().last_batch().samples; })

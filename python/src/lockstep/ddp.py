@@ -137,6 +137,7 @@ class DistributedDataParallel(nn.Module):
         self.device = parameters[0][1].device if parameters else torch.device("cpu")
         self._world = world_of(process_group, self.device)
         self._optimizer = optimizer
+        self._buffers_known = dict(buffers)
         own = isinstance(optimizer, _Optimizer)
         native = optimizer._make_native() if own else None
         if optimizer is not None and not own:
@@ -166,11 +167,22 @@ class DistributedDataParallel(nn.Module):
     @torch._disable_dynamo(recursive=False)  # as torch.compiler.disable, which would import the compiler now
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks in nothing and sends nothing."""
+        self._require_same_buffers()
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else None)
         return output
+
+    def _require_same_buffers(self) -> None:
+        now = dict(self.module.named_buffers(remove_duplicate=False))
+        for name in now.keys() | self._buffers_known.keys():
+            if now.get(name) is not self._buffers_known.get(name):
+                _C.usage_error(
+                    f"buffer {name} is another tensor than when DistributedDataParallel was made",
+                    likely="a module that assigns it: self.name = ...; rank 0's would go to the old one",
+                    next="write into it: self.name.copy_(...), self.name.lerp_(...)",
+                )
 
     def samples(self, count: int) -> None:
         """The next backward() counts this many samples of this rank, whatever was given to forward(). 0: an empty batch."""
@@ -201,6 +213,8 @@ class DistributedDataParallel(nn.Module):
         if enable and self._optimizer is None:
             _C.usage_error("join() without an optimizer", next="give DistributedDataParallel the optimizer as well")
         yield
+        if enable and not self._replica.accumulates:
+            self._optimizer.zero_grad()  # a loop that begins with zero_grad() leaves gradients that a step() has used
         while enable:
             self.skip_batch()
             if self.samples_of_last_batch == 0:
@@ -275,7 +289,7 @@ _KEPT_ARGUMENTS = (
     "weights", "broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
     "share_parameters", "mean_in_grad", "hook", "hook_amount", "algorithm",
 )  # fmt: skip
-_CONNECTIONS = ("_world", "_replica", "_optimizer")
+_CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known")
 
 
 def _require_parameters_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -81,8 +81,8 @@ class LockstepStrategy(DDPStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        plugin.clip_grad_by_norm = _clipping(_Optimizer.clip_grad_norm, plugin.clip_grad_by_norm)
-        plugin.clip_grad_by_value = _clipping(_Optimizer.clip_grad_value, plugin.clip_grad_by_value)
+        plugin.clip_grad_by_norm = _clipping("clip_grad_norm", plugin.clip_grad_by_norm)
+        plugin.clip_grad_by_value = _clipping("clip_grad_value", plugin.clip_grad_by_value)
 
     def teardown(self) -> None:
         self.model = self.lightning_module
@@ -123,11 +123,13 @@ class _LockstepOptimizer(LightningOptimizer):
         self._optimizer.clip_grad_value(clip_value)
 
 
-def _clipping(by_lockstep: Callable[..., Any], by_torch: Callable[..., Any]) -> Callable[..., None]:
+def _clipping(by_lockstep: str, by_torch: Callable[..., Any]) -> Callable[..., None]:
     """Lets lockstep's optimizers clip in step(), where the mean is known; .grad holds this rank's share of it."""
 
     def clip(optimizer: torch.optim.Optimizer, limit: float) -> None:
-        clip_it = by_lockstep if isinstance(optimizer, _Optimizer) else by_torch
-        clip_it(optimizer, limit)
+        if isinstance(optimizer, _Optimizer):
+            getattr(optimizer, by_lockstep)(limit)
+        else:
+            by_torch(optimizer, limit)
 
     return clip

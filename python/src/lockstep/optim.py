@@ -111,6 +111,12 @@ class _Optimizer:
         native = self._native or self._adopt(self._make_native())
         self._push_options(native)
         native.set_clipping(*self._clipping)
+        if grad_scaler is None and getattr(self, "grad_scale", None) is not None:
+            _C.usage_error(
+                "GradScaler.step() of an optimizer whose step() is wrapped",
+                likely="a wrapper without functools.wraps, which hides that step() divides by the loss scale itself",
+                next="give GradScaler.step() lockstep's optimizer",
+            )
         if grad_scaler is None:
             native.step()
         else:

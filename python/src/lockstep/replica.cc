@@ -171,9 +171,9 @@ void Replica::begin(const Output* reached) {
   const auto backward = std::make_shared<Backward>(shared_from_this());
   try {
     const auto forwards = forwards_of_this_backward(reached);
-    const bool accumulates = !forwards.empty() && std::ranges::none_of(forwards, &Forward::exchanges);
+    accumulates_ = !forwards.empty() && std::ranges::none_of(forwards, &Forward::exchanges);
     const std::int64_t samples = count(forwards);
-    const NoSyncGuard guard = accumulates ? begin_no_sync() : nullptr;
+    const NoSyncGuard guard = accumulates_ ? begin_no_sync() : nullptr;
     factor_ = ddp_.begin_backward(samples);
   } catch (const std::exception& error) {
     ddp_.cancel_backward(error.what());
@@ -214,9 +214,10 @@ std::int64_t Replica::count(const std::vector<const Forward*>& forwards) {
   }
   if (given_samples_)
     samples = std::exchange(given_samples_, std::nullopt);
-  else if (forwards.empty() && weights_ != Weights::kEqual)
+  else if (forwards.empty() && weights_ == Weights::kEqual)
+    return 1;
+  else if (forwards.empty())
     throw past_the_wrapper(world_);
-  if (forwards.empty() && weights_ == Weights::kEqual) return 1;
   decide_weights(samples.has_value());
   if (weights_ == Weights::kEqual) return samples == 0 ? 0 : 1;
   if (!samples) throw unknown_batch(world_);

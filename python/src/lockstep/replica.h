@@ -59,6 +59,9 @@ class Replica : public std::enable_shared_from_this<Replica> {
   void set_no_sync(bool on);
   bool no_sync() const { return no_sync_ != nullptr; }
 
+  // Whether the last backward() was one whose gradients are still to be exchanged.
+  bool accumulates() const { return accumulates_; }
+
   DistributedDataParallel& ddp() { return ddp_; }
 
  private:
@@ -95,6 +98,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   std::optional<std::int64_t> given_samples_;
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
+  bool accumulates_ = false;
   double factor_ = 1;                  // of the gradients of this backward()
   std::vector<unsigned> on_gradient_;  // hooks of parameters_
 };
