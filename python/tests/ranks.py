@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import lockstep  # noqa: F401  registers the backend
 
 SIZE = 3
-LATE = 60  # seconds; a rank that hangs then shows where, and ends
+LATE = 300  # seconds; a rank that hangs then shows where, and ends
 
 
 def _serve(rank, store, connection):

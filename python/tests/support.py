@@ -38,7 +38,7 @@ def run_ranks(size, function, *arguments, backend="lockstep", machines=None):
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(120)
+            rank.join(300)
         late = [rank for rank in ranks if rank.is_alive()]
         for rank in late:
             rank.kill()
