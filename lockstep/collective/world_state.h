@@ -41,9 +41,6 @@ class WorldState {
   OwnedHere<Transport> cpu_transport;
   OwnedHere<Transport> cuda_transport;  // where the device is one
 
-  // The job of a rank, out of the machine of each rank.
-  static void place(JobEnvironment& job, int rank, const IntVector<int>& nodes);
-
   // A world of `size` ranks that meet at `store`, all of which call it; the store is not used for anything else. The
   // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
   static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

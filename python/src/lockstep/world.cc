@@ -35,7 +35,6 @@ void bind_world(py::module_& module) {
           "The ranks that meet at this store. Blocks.")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
-      .def("describe", &World::describe)
       .def("barrier", &World::barrier, Release())
       .def("split", &World::split, Release(), py::arg("color"), py::arg("key") = 0);
   module.def("normalise_over_ranks", &normalise_over_ranks, Release(), py::arg("world"), py::arg("input"),
