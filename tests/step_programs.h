@@ -7,6 +7,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "lockstep/ddp.h"
 #include "lockstep/optimizers.h"
 #include "tests/support.h"
+#include "tests/worlds.h"
 
 namespace lockstep::testing {
 
@@ -62,26 +64,34 @@ struct Trainer {
   DistributedDataParallel ddp;
 };
 
-// Runs `program` on every rank and returns what each threw, "" for nothing.
+// Runs `program` on every rank and returns what each threw, "" for nothing. machines: of each rank.
 template <class Program>
-IntVector<std::string> errors(int ranks, const Program& program) {
-  IntVector<std::string> errors(ranks);
+IntVector<std::string> errors_on(const Nodes& machines, const Program& program,
+                                 std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  IntVector<std::string> errors(static_cast<int>(machines.size()));
   std::mutex mutex;
+  const auto body = [&](World& world) {
+    try {
+      program(world);
+    } catch (const std::exception& error) {
+      const std::lock_guard lock(mutex);
+      errors[world.rank()] = error.what();
+      throw;
+    }
+  };
   try {
-    run_ranks(ranks,
-              [&](World& world) {
-                try {
-                  program(world);
-                } catch (const std::exception& error) {
-                  const std::lock_guard lock(mutex);
-                  errors[world.rank()] = error.what();
-                  throw;
-                }
-              },
-              {.timeout = std::chrono::seconds(20)});
+    if (std::ranges::max(machines) == 0)
+      run_ranks(errors.size(), body, {.timeout = timeout});
+    else
+      run_over_machines(machines, body, {.timeout = timeout});
   } catch (const std::exception&) {  // noted above
   }
   return errors;
+}
+
+template <class Program>
+IntVector<std::string> errors(int ranks, const Program& program) {
+  return errors_on(Nodes(static_cast<std::size_t>(ranks)), program);
 }
 
 // Every rank threw, and at least one names the cause.

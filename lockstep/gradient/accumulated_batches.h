@@ -28,24 +28,18 @@ struct AccumulatedBatches {
   std::int64_t leading = 0;     // of these, those before the first with samples
   bool is_plain = false;        // counted by add_unknown()
 
-  // Counts a backward() that is about to run. Returns the gradient to start it with: loss.backward(result).
-  torch::Tensor add(std::int64_t more, const torch::Tensor& loss) {
+  // Counts a backward() that is about to run; loss: undefined where it is not known. Returns the factor m_t / unit of its
+  // gradients, 0 without samples.
+  double add(std::int64_t more, const torch::Tensor& loss = {}) {
     ++backwards;
     if (more == 0 && samples == 0) ++leading;
-    if (more == 0) return {};
+    if (more == 0) return 0;
     const auto count = static_cast<double>(more);
     if (unit == 0) unit = count;
     samples += count;
-    const torch::Tensor known = loss.detach().to(torch::kFloat64) * count;
+    const torch::Tensor known = loss.defined() ? loss.detach().to(torch::kFloat64) * count : unknown_loss();
     weighted_loss = weighted_loss.defined() ? weighted_loss + known : known;
-    return count == unit ? torch::Tensor() : torch::full_like(loss, count / unit);
-  }
-
-  // The same where the loss is not known: returns the factor m_t / unit of its gradients, 0 without samples.
-  double add(std::int64_t more) {
-    const torch::Tensor start = add(more, unknown_loss());
-    if (more == 0) return 0;
-    return start.defined() ? start.item<double>() : 1;
+    return count / unit;
   }
 
   // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
@@ -68,6 +62,11 @@ struct AccumulatedBatches {
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
 
+// loss.backward() whose gradients are multiplied by `factor`.
+inline void run_backward(const torch::Tensor& loss, double factor) {
+  loss.backward(factor == 1 ? torch::Tensor() : torch::full_like(loss, factor));
+}
+
 inline UsageError after_other_backward(std::string here) {
   return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
                      .here = std::move(here),
@@ -75,8 +74,9 @@ inline UsageError after_other_backward(std::string here) {
                      .next = "use one of the two kinds in a step"});
 }
 
-inline UsageError after_failed_backward(std::string here = {}) {
-  return UsageError({.what = "backward() was called after one that failed half-way",
+// call: what comes now.
+inline UsageError after_failed_backward(std::string here = {}, std::string call = "backward() was called after one") {
+  return UsageError({.what = std::move(call) + " that failed half-way",
                      .here = std::move(here),
                      .likely = "an exception in backward() that was caught and ignored",
                      .next = "let it end the program, and go on from a checkpoint"});

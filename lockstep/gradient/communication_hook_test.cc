@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/reducer.h"
 #include "tests/support.h"
 
@@ -104,7 +105,7 @@ double loss_after(int ranks, Compression hook, double amount, int steps) {
     for (int step = 0; step < steps; ++step) {
       w.mutable_grad().reset();
       const torch::Tensor loss = (data.matmul(w.t()) - data.matmul(wanted.t())).square().mean();
-      loss.backward(reducer.begin(32, loss));
+      run_backward(loss, reducer.begin(32, loss));
       const BatchTotals totals = reducer.finish();
       if (world.rank() == 0) result = totals.mean_loss;
       const torch::NoGradGuard no_grad;

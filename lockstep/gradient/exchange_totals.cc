@@ -37,10 +37,23 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   work_.emplace(world_.all_reduce_async(sums_));
 }
 
-BatchTotals ExchangeTotals::wait() {
+torch::Tensor ExchangeTotals::sums() {
   if (work_) work_->wait();
   work_.reset();
-  const torch::Tensor sums = sums_.cpu();
+  return sums_.cpu();
+}
+
+std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }
+
+std::optional<std::int64_t> ExchangeTotals::backwards() {
+  const torch::Tensor sums = this->sums();
+  const auto* sum = sums.const_data_ptr<double>();
+  if (sum[kCounting] == 0 || !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared])) return std::nullopt;
+  return static_cast<std::int64_t>(sum[kCalls] / sum[kCounting]);
+}
+
+BatchTotals ExchangeTotals::wait() {
+  const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
   if (!equal(world_.size(), sum[kLow], sum[kLowSquared]) || !equal(world_.size(), sum[kHigh], sum[kHighSquared]) ||
       !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared]))

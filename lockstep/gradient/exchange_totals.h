@@ -32,11 +32,19 @@ class ExchangeTotals {
   // Starts the sum. On the device of the world: nobody has to wait for a GPU here. Does not block.
   void start(const AccumulatedBatches& batches, StepSettings settings);
 
+  // Of all ranks. Blocks; compares nothing. Throws PeerLost.
+  std::int64_t samples();
+
+  // How often the ranks have called backward() whose first batches were not empty; none: there is no such rank, or they
+  // differ, as wait() will say. Blocks. Throws PeerLost.
+  std::optional<std::int64_t> backwards();
+
   // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
   // last exchange; PeerLost.
   BatchTotals wait();
 
  private:
+  torch::Tensor sums();
   [[noreturn]] void throw_difference() const;
 
   World world_;

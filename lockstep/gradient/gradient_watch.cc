@@ -9,14 +9,6 @@ namespace {
 
 std::int64_t version_in_place(const torch::Tensor& gradient) { return gradient.defined() ? gradient._version() : 0; }
 
-bool is_zero(const torch::Tensor& gradient) {
-  if (!gradient.defined() || gradient.numel() == 0) return true;
-  if (gradient.is_sparse()) return is_zero(gradient._values());
-  if (!gradient.is_cpu() || !gradient.is_non_overlapping_and_dense()) return !gradient.any().item<bool>();
-  const auto* const bytes = static_cast<const char*>(gradient.const_data_ptr());
-  return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0;
-}
-
 }  // namespace
 
 GradientWatch::Identity::Identity(const torch::Tensor& gradient)
@@ -60,6 +52,14 @@ bool GradientWatch::dropped() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
     if (parameters_[i].grad().defined() && identities_[i].is_of(parameters_[i].grad())) return false;
   return !parameters_.empty();
+}
+
+bool is_zero(const torch::Tensor& gradient) {
+  if (!gradient.defined() || gradient.numel() == 0) return true;
+  if (gradient.is_sparse()) return is_zero(gradient._values());
+  if (!gradient.is_cpu() || !gradient.is_non_overlapping_and_dense()) return !gradient.any().item<bool>();
+  const auto* const bytes = static_cast<const char*>(gradient.const_data_ptr());
+  return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0;
 }
 
 std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters) {

@@ -47,6 +47,8 @@ class GradientWatch {
   DataWatch data_;
 };
 
+bool is_zero(const torch::Tensor& gradient);  // or undefined. Reads it
+
 // The first of these that has a gradient which is not zero. Reads those that are.
 std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters);
 

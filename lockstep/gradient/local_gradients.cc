@@ -24,8 +24,7 @@ std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& p
 }
 
 void require_no_gradient(const std::vector<torch::Tensor>& parameters) {
-  const auto has_one = [](const torch::Tensor& p) { return p.grad().defined() && p.grad().any().item<bool>(); };
-  if (std::ranges::any_of(parameters, has_one))
+  if (!std::ranges::all_of(parameters, [](const torch::Tensor& p) { return is_zero(p.grad()); }))
     throw UsageError({.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
                       .likely = "no_sync() around the last backward() before step()",
                       .next = "leave no_sync() before the last backward() of a step; or give DistributedDataParallel "
@@ -49,7 +48,8 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
   if (block_) block_->require_in_place();
   if (!is_exchanged_) require_no_gradient(parameters);
   StepSettings all = settings;
-  all.push_back({"gradients written by hand since backward()", watch_.changed() ? 1.0 : 0.0});
+  mean_was_changed_ = watch_.changed().has_value();
+  all.push_back({kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
   agreement_.step(all);
   if (block_) block_->begin_write();
   current_ = std::exchange(lists_, {});

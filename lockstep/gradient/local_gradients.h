@@ -43,6 +43,9 @@ class LocalGradients : public GradientSource {
     is_exchanged_ = true;
   }
 
+  // Whether it was, until the last step().
+  bool mean_was_changed() const { return mean_was_changed_; }
+
   // With shared parameters: .grad is this rank's own until the next remember_mean(). A step() until then throws, unless
   // there is no .grad.
   void not_exchanged() { is_exchanged_ = false; }
@@ -58,6 +61,7 @@ class LocalGradients : public GradientSource {
   StepAgreement agreement_;
   GradientWatch watch_;
   bool is_exchanged_ = true;                         // what is in .grad
+  bool mean_was_changed_ = false;                    // by hand, before the last step
   std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
   std::vector<std::vector<torch::Tensor>> current_;  // of this step
   std::vector<torch::Tensor> updated_;               // parameters of this step

@@ -9,7 +9,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -72,23 +71,11 @@ class Reducer::Impl {
 
   ~Impl() { remove_hooks(); }
 
-  torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss) {
+  double begin(std::int64_t samples, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
-    if (is_active_) throw after_failed_backward(world_.describe());
-    forget_dropped_gradients();
-    const torch::Tensor start = batches_.add(samples, loss);
+    const double factor = count(samples, loss);
     start_exchange();
-    if (some_are_unused_) pack_unused(reached_by(loss));
-    return start;
-  }
-
-  double begin(std::int64_t samples) {
-    const std::lock_guard lock(mutex_);
-    if (is_active_) throw after_failed_backward(world_.describe());
-    forget_dropped_gradients();
-    const double factor = batches_.add(samples);
-    start_exchange();
-    if (some_are_unused_ && samples > 0) pack_unused(reached_by_this_backward());
+    if (some_are_unused_ && samples > 0) pack_unused(loss.defined() ? reached_by(loss) : reached_by_this_backward());
     return factor;
   }
 
@@ -98,21 +85,8 @@ class Reducer::Impl {
     return totals;
   }
 
-  void accumulate(std::int64_t samples, const torch::Tensor& loss) {
-    if (is_active_) throw after_failed_backward(world_.describe());
-    forget_dropped_gradients();
-    const torch::Tensor start = batches_.add(samples, loss);
-    is_accumulating_ = is_active_ = true;  // it stays active if backward() fails
-    const auto stop = c10::make_scope_exit([this] { is_accumulating_ = false; });
-    if (samples > 0) loss.backward(start);
-    is_active_ = false;
-    accumulated_.remember(all_);
-  }
-
-  double begin_accumulating(std::int64_t samples) {
-    if (is_active_) throw after_failed_backward(world_.describe());
-    forget_dropped_gradients();
-    const double factor = batches_.add(samples);
+  double begin_accumulating(std::int64_t samples, const torch::Tensor& loss) {
+    const double factor = count(samples, loss);
     is_accumulating_ = is_active_ = true;
     return factor;
   }
@@ -122,10 +96,25 @@ class Reducer::Impl {
     accumulated_.remember(all_);
   }
 
+  void cancel(const std::string& reason) {
+    {
+      const std::lock_guard lock(mutex_);
+      failed_ = true;
+      is_accumulating_ = false;
+    }
+    world_.abandon(reason);
+  }
+
   const ReducerStatistics& statistics() const { return statistics_; }
 
  private:
   // ---- Before backward()
+
+  double count(std::int64_t samples, const torch::Tensor& loss) {
+    if (failed_ || is_active_) throw after_failed_backward(world_.describe());
+    forget_dropped_gradients();
+    return batches_.add(samples, loss);
+  }
 
   // What was counted before a zero_grad() no longer counts.
   void forget_dropped_gradients() {
@@ -137,7 +126,8 @@ class Reducer::Impl {
     totals_.start(batches_, options_.settings ? options_.settings() : StepSettings());
     if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
     // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
-    skips_hook_ = options_.hook && batches_.samples == 0 && totals_.wait().samples == 0;
+    if (batches_.samples > 0 && batches_.leading > 0) ask_the_others();
+    skips_hook_ = options_.hook && batches_.samples == 0 && totals_.samples() == 0;
     next_to_send_ = 0;
     first_sent_.reset();
     for_each_slot([](Slot& slot) {
@@ -145,6 +135,20 @@ class Reducer::Impl {
       slot.times_ready = 0;
     });
     is_active_ = true;
+  }
+
+  // This rank's first batches were empty: a zero_grad() of the others may have dropped theirs, which does not show here.
+  void ask_the_others() {
+    const auto backwards = totals_.backwards();
+    if (!backwards) return;
+    if (*backwards < batches_.backwards - batches_.leading || *backwards > batches_.backwards)
+      throw UsageError({.what = concat("this rank called backward() ", batches_.backwards,
+                                       " times since the last exchange, others ", *backwards, " times"),
+                        .here = world_.describe(),
+                        .likely = "no_sync() on some ranks only",
+                        .next = "call backward() equally often on all ranks; with 0 samples where a rank has no "
+                                "batch"});
+    batches_.backwards = *backwards;
   }
 
   // Parameters that this backward() will not reach would hold their buckets back until its end.
@@ -156,12 +160,19 @@ class Reducer::Impl {
   }
 
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
-  // finish().
+  // finish(). Autograd holds `guard`; if it is gone before, backward() failed.
   void start_by_itself() {
     if (batches_.samples > 0) throw after_other_backward(world_.describe());
     batches_.add_unknown();
     start_exchange();
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+    const std::shared_ptr<bool> guard(new bool(false), [this](const bool* finished) {
+      if (!*finished) cancel("loss.backward() failed");
+      delete finished;
+    });
+    torch::autograd::Engine::get_default_engine().queue_callback([this, guard] {
+      finish();
+      *guard = true;
+    });
   }
 
   // ---- During backward()
@@ -169,6 +180,7 @@ class Reducer::Impl {
   // On one of autograd's threads, once for each gradient; there is one thread per device, hence the lock.
   void on_ready(Slot& slot) {
     const std::lock_guard lock(mutex_);
+    if (failed_) throw after_failed_backward(world_.describe());
     if (is_accumulating_) return;
     if (!is_active_) start_by_itself();
     if (slot.packed) throw ready_again(slot.parameter.name);
@@ -351,12 +363,13 @@ class Reducer::Impl {
   bool some_are_unused_ = false;  // some step left a parameter out: later ones look for such before backward()
   ReducerStatistics statistics_;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
-  bool is_accumulating_ = false;  // inside accumulate(); changes only while no backward() runs
+  bool is_accumulating_ = false;  // after begin_accumulating(); changes only while no backward() runs
 
   std::mutex mutex_;            // guards what follows, and the buckets
   bool is_active_ = false;      // between begin and finish
+  bool failed_ = false;         // cancel() was called
   AccumulatedBatches batches_;  // since the last exchange
-  GradientWatch accumulated_;   // what accumulate() left in .grad
+  GradientWatch accumulated_;   // what was in .grad in end_accumulating()
   ExchangeTotals totals_;
   bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
@@ -368,12 +381,13 @@ Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const 
                  OnFinished on_finished)
     : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
-torch::Tensor Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
-double Reducer::begin(std::int64_t samples) { return impl_->begin(samples); }
+double Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
-void Reducer::accumulate(std::int64_t samples, const torch::Tensor& loss) { impl_->accumulate(samples, loss); }
-double Reducer::begin_accumulating(std::int64_t samples) { return impl_->begin_accumulating(samples); }
+double Reducer::begin_accumulating(std::int64_t samples, const torch::Tensor& loss) {
+  return impl_->begin_accumulating(samples, loss);
+}
 void Reducer::end_accumulating() { impl_->end_accumulating(); }
+void Reducer::cancel(const std::string& reason) { impl_->cancel(reason); }
 const ReducerStatistics& Reducer::statistics() const { return impl_->statistics(); }
 
 }  // namespace lockstep

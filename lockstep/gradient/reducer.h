@@ -80,25 +80,22 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Before backward(): this rank's number of samples and mean loss. Returns the gradient to start it with:
-  // loss.backward(result). Blocks only in the first step, to learn s. Throws UsageError after a backward() that failed:
-  // the ranks no longer agree on what was exchanged.
-  torch::Tensor begin(std::int64_t samples, const torch::Tensor& loss);
-
-  // The same inside of a backward() that runs elsewhere, before the first gradient of a parameter. Returns the factor by
-  // which its gradients must be multiplied; 0 without samples.
-  double begin(std::int64_t samples);
+  // Before backward(): this rank's number of samples and mean loss. Without samples or without a loss, which is then not
+  // known, also inside of the backward(), before the first gradient of a parameter. Returns the factor by which its
+  // gradients must be multiplied, 0 without samples. Blocks only in the first step, to learn s. Throws UsageError after a
+  // backward() that failed: the ranks no longer agree on what was exchanged.
+  double begin(std::int64_t samples, const torch::Tensor& loss = {});
 
   // After that backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all. Throws PeerLost.
   BatchTotals finish();
 
-  // Instead of both: runs loss.backward(), whose gradients add to .grad until a later backward() exchanges the sum.
-  // Sends nothing. Throws what backward() throws, and as begin().
-  void accumulate(std::int64_t samples, const torch::Tensor& loss);
-
-  // The same around a backward() that runs elsewhere; as begin(samples).
-  double begin_accumulating(std::int64_t samples);
+  // Instead of both, around a backward() whose gradients add to .grad until a later one exchanges the sum. Send nothing.
+  double begin_accumulating(std::int64_t samples, const torch::Tensor& loss = {});
   void end_accumulating();
+
+  // Instead of the second, if backward() failed: no other may come after it, and the other ranks get PeerLost with
+  // `reason`. A plain loss.backward() that fails does the same.
+  void cancel(const std::string& reason);
 
   const ReducerStatistics& statistics() const;
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "lockstep/base/text.h"
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/unused_parameters.h"
 #include "tests/support.h"
 
@@ -201,8 +202,8 @@ TEST_P(ReducerOfSize, puts_gradients_where_the_bucket_is_if_told) {
     for (int step = 0; step < 4; ++step) {
       const torch::Tensor loss =
           (p * torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})).sum() + loss_with_gradient(q, world.rank());
-      const torch::Tensor seed = reducer.begin(1, loss);
-      loss.backward(seed);
+      const double factor = reducer.begin(1, loss);
+      run_backward(loss, factor);
       reducer.finish();
       EXPECT_TRUE(torch::equal(p.grad(), torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})));
       EXPECT_TRUE(torch::allclose(q.grad(), torch::full({5}, (world.size() - 1) / 2.0, torch::kFloat64), 1e-12));

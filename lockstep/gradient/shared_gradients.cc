@@ -93,39 +93,35 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 }
 SharedGradients::~SharedGradients() = default;
 
-SharedGradients::Source& SharedGradients::begin_source(std::int64_t samples) {
+double SharedGradients::begin(std::int64_t samples, const torch::Tensor& loss) {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
   if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
   if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
-  return current_source();
-}
-
-void SharedGradients::backward(const torch::Tensor& loss, std::int64_t samples) {
-  Source& source = begin_source(samples);
-  const torch::Tensor start = source.batches.add(samples, loss);
-  if (samples > 0) {
-    failed_ = true;  // unless backward() returns
-    const GradientMemory::Scope in_shared_memory(gradient_memory_);
-    loss.backward(start);
-    failed_ = false;
-  }
-  if (options_.shards == 0) return;
-  take_grads(source);
-  for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
-}
-
-double SharedGradients::begin(std::int64_t samples) {
-  const double factor = begin_source(samples).batches.add(samples);
+  begun_ = &current_source();
+  const double factor = begun_->batches.add(samples, loss);
   failed_ = true;  // unless end() is called
   scope_.emplace(gradient_memory_);
   return factor;
 }
 
-void SharedGradients::end() {
+void SharedGradients::end(bool exchanges) {
   scope_.reset();
   failed_ = false;
+  if (options_.shards > 0) {
+    take_grads(*begun_);
+    for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
+  }
+  if (exchanges) return;
+  is_published_ = has_stepped_ = false;  // to be published before the next step; a zero_grad() drops what is counted
+  watch_.remember(options_.updated);
+}
+
+void SharedGradients::cancel(const std::string& reason) {
+  scope_.reset();
+  failed_ = true;
+  memory_->fail(reason);
 }
 
 // After a zero_grad() what was counted until then no longer counts. Returns whether it has found one, and nothing since.
@@ -289,6 +285,7 @@ void SharedGradients::require_unchanged_grads() const {
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                 const StepSettings& settings) {
+  if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
   if (options_.block) options_.block->require_in_place();
   if (!is_published_) exchange(/*in_step=*/true);
   require_unchanged_grads();

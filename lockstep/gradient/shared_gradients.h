@@ -64,23 +64,15 @@ class SharedGradients : public GradientSource {
                   SharedGradientsOptions options = {});
   ~SharedGradients() override;
 
-  // Runs loss.backward(), which leaves the gradients where the other ranks can read them. loss: the mean over `samples`
-  // samples of this rank; undefined with 0 samples. Sends nothing and does not block. Throws what backward() throws.
-  void backward(const torch::Tensor& loss, std::int64_t samples);
+  // Around a backward(), which then leaves the gradients where the other ranks can read them. begin() on the thread that
+  // runs it, before the first gradient of a parameter. loss: the mean over `samples` samples of this rank; undefined: not
+  // known. Returns the factor by which its gradients must be multiplied, 0 without samples. end() after the last one;
+  // exchanges: finish() follows. Neither sends anything or blocks.
+  double begin(std::int64_t samples, const torch::Tensor& loss = {});
+  void end(bool exchanges = true);
 
-  // The same around a backward() that runs elsewhere. begin() on the thread that runs it, before the first gradient of a
-  // parameter; returns the factor by which its gradients must be multiplied, 0 without samples. end() after the last
-  // one; cancel() instead, if it failed.
-  double begin(std::int64_t samples);
-  void end();
-  void cancel() { scope_.reset(); }
-
-  // After a backward() in no_sync(): gradients must be published again before the next step, and a zero_grad() from now on
-  // drops what was accumulated.
-  void accumulated() {
-    is_published_ = has_stepped_ = false;
-    watch_.remember(options_.updated);
-  }
+  // Instead of end(), if backward() failed: no other may come after it, and the other ranks get PeerLost with `reason`.
+  void cancel(const std::string& reason);
 
   // Forgets what was counted since the last zero_grad() or step(): no rank had samples, and there is no step().
   void drop();
@@ -102,7 +94,6 @@ class SharedGradients : public GradientSource {
     std::vector<torch::Tensor> gradients;  // of each parameter
   };
 
-  Source& begin_source(std::int64_t samples);
   BatchTotals exchange(bool in_step);
   Source& current_source();
   bool forget_dropped_gradients();
@@ -124,6 +115,7 @@ class SharedGradients : public GradientSource {
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   GradientMemory gradient_memory_;
   std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
+  Source* begun_ = nullptr;                     // by begin()
   std::vector<Source> sources_;
   std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]

@@ -25,6 +25,12 @@ torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return 
 
 std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
 
+void backward(SharedGradients& gradients, const torch::Tensor& loss, std::int64_t samples) {
+  const double factor = gradients.begin(samples, loss);
+  if (samples > 0) run_backward(loss, factor);
+  gradients.end();
+}
+
 // What an optimizer would read of the first parameter.
 torch::Tensor mean_of(SharedGradients& gradients, const torch::Tensor& p) {
   const WeightedGradients step = gradients.begin_update({p}, {});
@@ -50,7 +56,7 @@ TEST_P(SharedGradientsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
         expected += 8.0 * (rank + 1 + step) * static_cast<double>(samples_of(rank));
         samples += static_cast<double>(samples_of(rank));
       }
-      gradients.backward(loss_with_gradient(p, 8.0 * (world.rank() + 1 + step)), samples_of(world.rank()));
+      backward(gradients, loss_with_gradient(p, 8.0 * (world.rank() + 1 + step)), samples_of(world.rank()));
       const BatchTotals totals = gradients.finish();
       EXPECT_EQ(totals.samples, static_cast<std::int64_t>(samples));
       EXPECT_DOUBLE_EQ(totals.mean_loss, static_cast<double>(kLarge) * expected / samples);
@@ -65,8 +71,8 @@ TEST_P(SharedGradientsOfSize, adds_up_several_backward_as_the_sum_of_their_means
     const torch::Tensor p = parameter(3);
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     // Two parts of 2 and 6 samples whose mean gradients are 4 and 8 on every rank: 2 (2 * 4 + 6 * 8) / 8.
-    gradients.backward(loss_with_gradient(p, 4), 2);
-    gradients.backward(loss_with_gradient(p, 8), 6);
+    backward(gradients, loss_with_gradient(p, 4), 2);
+    backward(gradients, loss_with_gradient(p, 8), 6);
     EXPECT_EQ(gradients.finish().samples, 8 * world.size());
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(3, 14), 1e-14, 0));
   });
@@ -78,10 +84,10 @@ TEST_P(SharedGradientsOfSize, counts_the_first_of_several_backward_also_where_it
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     const bool without = world.size() > 1 && world.rank() == world.size() - 1;
     if (without)
-      gradients.backward({}, 0);
+      backward(gradients, {}, 0);
     else
-      gradients.backward(loss_with_gradient(p, 4), 1);
-    gradients.backward(loss_with_gradient(p, 8), 4);
+      backward(gradients, loss_with_gradient(p, 4), 1);
+    backward(gradients, loss_with_gradient(p, 8), 4);
     const double first = world.size() > 1 ? world.size() - 1 : 1;
     const double second = 4.0 * world.size();
     gradients.finish();
@@ -94,10 +100,10 @@ TEST_P(SharedGradientsOfSize, forgets_gradients_that_were_dropped_without_a_step
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
-    gradients.backward(loss_with_gradient(p, 100), 5);
+    backward(gradients, loss_with_gradient(p, 100), 5);
     gradients.finish();
     p.mutable_grad().reset();
-    gradients.backward(loss_with_gradient(p, 2), 1);
+    backward(gradients, loss_with_gradient(p, 2), 1);
     EXPECT_EQ(gradients.finish().samples, world.size());
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(3, 2), 1e-14, 0));
   });
@@ -110,9 +116,9 @@ TEST_P(SharedGradientsOfSize, counts_a_rank_without_samples_for_nothing_even_if_
     const bool without = world.size() > 1 && world.rank() == world.size() - 1;
     if (without) {
       p.mutable_grad() = constant(4, std::numeric_limits<double>::quiet_NaN());
-      gradients.backward({}, 0);
+      backward(gradients, {}, 0);
     } else {
-      gradients.backward(loss_with_gradient(p, 3), 2);
+      backward(gradients, loss_with_gradient(p, 3), 2);
     }
     EXPECT_EQ(gradients.finish().mean_loss, 12);
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(4, 3), 1e-15, 0));
@@ -125,7 +131,7 @@ TEST_P(SharedGradientsOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_
     SharedGradients gradients(SharedMemory::of(world), {{"sometimes", sometimes}, {"never", never}});
     torch::Tensor loss = torch::zeros({}, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
     if (world.rank() == 0) loss = loss + loss_with_gradient(sometimes, world.size());
-    gradients.backward(loss, 1);
+    backward(gradients, loss, 1);
     gradients.finish();
     for (const void* pointer : gradients.begin_update({never}, {}).pointers) EXPECT_EQ(pointer, nullptr);
     EXPECT_TRUE(torch::allclose(mean_of(gradients, sometimes), constant(2, 1), 1e-15, 0));
@@ -168,7 +174,7 @@ TEST(SharedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(6, 2).sparse(true));
     embedding->to(torch::kFloat64);
     SharedGradients gradients(SharedMemory::of(world), {{"weight", embedding->weight}});
-    gradients.backward(embedding(torch::tensor({world.rank(), 5})).sum(), 1);
+    backward(gradients, embedding(torch::tensor({world.rank(), 5})).sum(), 1);
     gradients.finish();
     const torch::Tensor mean = mean_of(gradients, embedding->weight).view({6, 2});
     EXPECT_TRUE(torch::equal(mean.sum(1), torch::tensor({1.0, 1.0, 0.0, 0.0, 0.0, 2.0}, torch::kFloat64)));
@@ -178,7 +184,7 @@ TEST(SharedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
 TEST(SharedGradients, says_so_if_a_gradient_was_changed_before_the_step) {
   const torch::Tensor p = parameter(2);
   SharedGradients gradients(SharedMemory::alone(), {{"fc.weight", p}});
-  gradients.backward(loss_with_gradient(p, 1), 1);
+  backward(gradients, loss_with_gradient(p, 1), 1);
   gradients.finish();
   p.mutable_grad().mul_(0.5);
   const std::string message = message_of<UsageError>([&] { gradients.begin_update({p}, {}); });

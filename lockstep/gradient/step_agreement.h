@@ -31,6 +31,13 @@ struct StepSetting {
 };
 using StepSettings = std::vector<StepSetting>;
 
+inline constexpr const char* kMeanChanged = "gradients written by hand since backward()";
+
+// What an optimizer adds for its step() so far: the last two of its settings.
+inline constexpr const char* kStepCalls = "the number of step() calls";
+inline constexpr const char* kLastSettings = "a setting of the last step()";
+inline double& step_calls_in(StepSettings& settings) { return settings[settings.size() - 2].value; }
+
 std::uint64_t hash_of(const StepSettings& settings);  // of names and values
 
 // Throws MismatchError naming the first setting of which rank `other` has another value. what: such as "step() number 3".

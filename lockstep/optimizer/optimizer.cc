@@ -35,6 +35,14 @@ struct Optimizer::Layout : OptimizerState {
   std::size_t given = 0;                                  // number of parameters in the groups, duplicates included
   std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
   std::unique_ptr<FlatUpdate> flat;                       // on the CPU
+  double calls = 0;                                       // of step()
+  double last_settings = 0;                               // their hash, of the last one
+
+  void note_step(StepSettings settings) {
+    settings.resize(settings.size() - 2);  // without these two
+    calls += 1;
+    last_settings = static_cast<double>(static_cast<std::uint32_t>(hash_of(settings)));
+  }
 };
 
 Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
@@ -87,6 +95,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     step_in_memory(all);
   else
     step_on_device(all);
+  all.note_step(settings());
   return loss;
 }
 
@@ -123,6 +132,8 @@ StepSettings Optimizer::settings() const {
     }
   }
   settings.push_back({"a checksum of which parameters are frozen", frozen});
+  settings.push_back({kStepCalls, layout_ ? layout_->calls : 0});
+  settings.push_back({kLastSettings, layout_ ? layout_->last_settings : 0});
   return settings;
 }
 

@@ -17,6 +17,10 @@ class Generator {
   Program program() {
     program_.ranks = pick({1, 2, 2, 2, 3, 3, 4, 5});
     program_.processes = chance(0.15);
+    if (!program_.processes && program_.ranks > 1 && chance(0.2)) {
+      program_.machines = between(2, std::min(program_.ranks, 3));
+      program_.in_turn = chance(0.5);
+    }
     const int trainers = chance(0.2) ? 2 : 1;
     for (int i = 0; i < trainers; ++i) program_.trainers.push_back(plan());
     const int steps = between(1, 6);
@@ -25,7 +29,7 @@ class Generator {
     for (int i = 0; i < trainers; ++i)
       if (chance(0.2)) join(i);
     for (int i = 0; i < trainers; ++i)
-      for (int k = 0; k < 2; ++k) plain_step(i);  // what is illegal shows by now on every rank
+      for (std::size_t k = 0; k < kEnd; k += 3) plain_step(i);
     return program_;
   }
 
@@ -36,6 +40,7 @@ class Generator {
     TrainerPlan plan;
     plan.layout =
         pick({Layout::kShared, Layout::kShared, Layout::kSharedThroughBuckets, Layout::kSeparate, Layout::kTorch});
+    if (program_.machines > 1 && plan.layout == Layout::kShared) plan.layout = Layout::kSharedThroughBuckets;
     plan.rule =
         pick({Rule::kSGD, Rule::kMomentum, Rule::kNesterov, Rule::kAdam, Rule::kAdamW, Rule::kLAMB, Rule::kLARS});
     if (plan.layout == Layout::kTorch && is_layerwise(plan)) plan.rule = Rule::kMomentum;
@@ -55,6 +60,8 @@ class Generator {
     if (chance(0.15)) plan.frozen = 1U << some_parameter(plan);
     if (chance(0.15))
       for (int& color : plan.color) color = between(0, 1);
+    else if (program_.machines > 1 && plan.layout == Layout::kSharedThroughBuckets)
+      plan.mean_in_grad = chance(0.5);
     for (int& order : plan.destruction) order = between(0, 5);
     return plan;
   }
@@ -143,6 +150,7 @@ class Generator {
       for (auto& samples : operation.samples) samples += samples == 1 ? 1 : 0;
     if (plan.scaled && chance(0.2)) operation.overflow = some_ranks();
     if (chance(0.3)) operation.samples.fill(between(plan.norm == Norm::kNone ? 1 : 2, 4));
+    operation.halves = chance(0.2);
   }
 
   void unused(Operation& operation) {
@@ -251,7 +259,7 @@ class Generator {
   int id_ = 0;
 };
 
-// Calls try_one() with each simpler program; it returns true if that one fails, too, and goes on from there.
+// Leaves out what comes before the plain steps at the end. Returns whether something was left out.
 bool shrink_once(Program& program, const std::function<bool(const Program&)>& fails) {
   const auto attempt = [&](Program simpler) {
     if (judge(simpler).verdict == Verdict::kOutside || !fails(simpler)) return false;
@@ -259,8 +267,10 @@ bool shrink_once(Program& program, const std::function<bool(const Program&)>& fa
     return true;
   };
   bool any = false;
-  for (std::size_t size = std::max<std::size_t>(program.operations.size() / 2, 1); size > 0; size /= 2)
-    for (std::size_t i = 0; i + size <= program.operations.size();) {
+  const std::size_t end = kEnd * program.trainers.size();
+  const auto removable = [&] { return program.operations.size() - end; };
+  for (std::size_t size = std::max<std::size_t>(removable() / 2, 1); size > 0; size /= 2)
+    for (std::size_t i = 0; i + size <= removable();) {
       Program without = program;
       without.operations.erase(without.operations.begin() + static_cast<std::ptrdiff_t>(i),
                                without.operations.begin() + static_cast<std::ptrdiff_t>(i + size));
@@ -288,7 +298,7 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     with([](TrainerPlan& plan) { plan.scaled = false; });
     with([](TrainerPlan& plan) { plan.shards = 0; });
     with([](TrainerPlan& plan) { plan.frozen = 0; });
-    with([](TrainerPlan& plan) { plan.color = {}; });
+    if (program.trainers[i].mean_in_grad) with([](TrainerPlan& plan) { plan.color = {}; });
     with([](TrainerPlan& plan) { plan.destruction = {}; });
     with([](TrainerPlan& plan) { plan.wide = plan.buffers = plan.bucket_view = plan.small_buckets = false; });
     with([](TrainerPlan& plan) { plan.hook = Hook::kNone; });
@@ -296,13 +306,16 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     with([](TrainerPlan& plan) { plan.words = false; });
   }
   attempt([](Program& simpler) { simpler.processes = false; });
+  if (std::ranges::all_of(program.trainers, &TrainerPlan::mean_in_grad))
+    attempt([](Program& simpler) { simpler.machines = 1; });
   for (std::size_t i = 0; i < program.operations.size(); ++i) {
     attempt([&](Program& simpler) { simpler.operations[i].unused = {}; });
     attempt([&](Program& simpler) { simpler.operations[i].samples.fill(3); });
     attempt([&](Program& simpler) { simpler.operations[i].overflow = 0; });
+    attempt([&](Program& simpler) { simpler.operations[i].halves = false; });
   }
   for (const int ranks : {1, 2, 3, 4})
-    if (ranks < program.ranks)
+    if (ranks < program.ranks && ranks >= program.machines)
       attempt([&](Program& simpler) {
         simpler.ranks = ranks;
         for (Operation& operation : simpler.operations) operation.ranks &= all_of(ranks);

@@ -24,6 +24,7 @@ constexpr unsigned kMostSeconds = 120;  // for one rank: it is killed then
 struct Board {
   int runs = 0;  // makes each job's name
   bool compares = false;
+  std::chrono::milliseconds timeout{};
   std::uint64_t seed = 0;
   int ranks = 0;
   std::size_t trainers = 0, operations = 0;
@@ -58,7 +59,7 @@ void set_environment(int rank, int ranks, const std::string& job) {
   ::alarm(kMostSeconds);
   set_environment(rank, board.ranks, job);
   try {
-    World world = World::from_env({.timeout = kTimeout});
+    World world = World::from_env({.timeout = board.timeout});
     const Program program = program_on(board);
     write_text(board.differences[rank],
                run_rank(program, board.compares ? expected_of(program) : AllExpected(), world));
@@ -104,12 +105,13 @@ class Server : public ::testing::Environment {
 
   void TearDown() override { socket_ = UniqueFd(); }  // the server reads the end, and leaves
 
-  Board& run(const Program& program, bool compares) {
+  Board& run(const Program& program, bool compares, std::chrono::milliseconds timeout) {
     if (program.trainers.size() > kMostTrainers || program.operations.size() > kMostOperations)
       throw std::length_error("a program that is too long for the board");
     board_->seed = program.seed;
     board_->ranks = program.ranks;
     board_->compares = compares;
+    board_->timeout = timeout;
     board_->trainers = program.trainers.size();
     board_->operations = program.operations.size();
     std::ranges::copy(program.trainers, board_->plans);
@@ -138,8 +140,8 @@ Server* const server = dynamic_cast<Server*>(::testing::AddGlobalTestEnvironment
 
 }  // namespace
 
-Outcome run_in_processes(const Program& program, bool compares) {
-  const Board& board = server->run(program, compares);
+Outcome run_in_processes(const Program& program, bool compares, std::chrono::milliseconds timeout) {
+  const Board& board = server->run(program, compares, timeout);
   Outcome outcome;
   for (int rank = 0; rank < program.ranks; ++rank) {
     outcome.errors[static_cast<std::size_t>(rank)] = board.errors[rank];

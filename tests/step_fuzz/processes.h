@@ -7,7 +7,7 @@
 
 namespace lockstep::fuzz {
 
-// compares: with the reference.
-Outcome run_in_processes(const Program& program, bool compares);
+// compares: with the reference. timeout: of the ranks' waits.
+Outcome run_in_processes(const Program& program, bool compares, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep::fuzz

@@ -52,6 +52,7 @@ void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
   if (plan.scaled) out << ", scaled";
   if (plan.shards > 0) out << ", " << plan.shards << " shards per rank";
   if (plan.hook != Hook::kNone) out << ", " << kHooks[static_cast<std::size_t>(plan.hook)];
+  if (!plan.mean_in_grad) out << ", mean_in_grad left out";
   if (plan.small_buckets) out << ", small buckets";
   if (plan.bucket_view) out << ", bucket view";
   if (plan.wide) out << ", wide";
@@ -74,6 +75,7 @@ void describe(std::ostream& out, const Operation& operation, int ranks) {
     for (int rank = 0; rank < ranks; ++rank)
       if (operation.unused[static_cast<std::size_t>(rank)] != 0)
         out << ", rank " << rank << " leaves out branches " << operation.unused[static_cast<std::size_t>(rank)];
+    if (operation.halves) out << ", in halves";
     if (operation.overflow != 0) out << ", overflow on " << ranks_text(operation.overflow);
   }
   out << "  (id " << operation.id << ")";
@@ -106,6 +108,7 @@ void features_of(const Operation& operation, int ranks, std::set<std::string>& f
   features.insert(name_of(operation.action));
   if (operation.ranks != all_of(ranks)) features.insert("on some ranks only");
   if (operation.overflow != 0) features.insert("overflow");
+  if (operation.halves) features.insert("begin_backward()");
   if (!is_backward(operation.action)) return;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto r = static_cast<std::size_t>(rank);
@@ -118,13 +121,24 @@ void features_of(const Operation& operation, int ranks, std::set<std::string>& f
 
 }  // namespace
 
+std::vector<int> machines_of(const Program& program) {
+  std::vector<int> machines;
+  for (int rank = 0; rank < program.ranks; ++rank)
+    machines.push_back(program.in_turn ? rank % program.machines : rank * program.machines / program.ranks);
+  return machines;
+}
 std::string name_of(Action action) { return kActions[static_cast<std::size_t>(action)]; }
 std::string name_of(Layout layout) { return kLayouts[static_cast<std::size_t>(layout)]; }
 std::string name_of(Rule rule) { return kRules[static_cast<std::size_t>(rule)]; }
 
 std::string text_of(const Program& program) {
   std::ostringstream out;
-  out << "seed " << program.seed << ", " << program.ranks << " ranks" << (program.processes ? ", processes\n" : "\n");
+  out << "seed " << program.seed << ", " << program.ranks << " ranks" << (program.processes ? ", processes" : "");
+  if (program.machines > 1) {
+    out << " on machines";
+    for (const int machine : machines_of(program)) out << ' ' << machine;
+  }
+  out << '\n';
   for (std::size_t i = 0; i < program.trainers.size(); ++i) {
     out << "  trainer " << i << ": ";
     describe(out, program.trainers[i], program.ranks);
@@ -141,6 +155,7 @@ std::string text_of(const Program& program) {
 std::vector<std::string> features_of(const Program& program) {
   std::set<std::string> features{std::to_string(program.ranks) + (program.ranks == 1 ? " rank" : " ranks")};
   features.insert(program.processes ? "ranks are processes" : "ranks are threads");
+  if (program.machines > 1) features.insert(std::to_string(program.machines) + " machines");
   if (program.trainers.size() > 1) features.insert("two trainers");
   for (const TrainerPlan& plan : program.trainers) features_of(plan, program.ranks, features);
   for (const Operation& operation : program.operations) features_of(operation, program.ranks, features);

@@ -34,10 +34,11 @@ struct TrainerPlan {
   torch::ScalarType dtype = torch::kFloat64;
   double lr = 0.1;
   double weight_decay = 0;
-  double average = 0;       // keep_average(); 0: none
-  bool scaled = false;      // with a GradientScaler
-  int shards = 0;           // virtual shards of each rank
-  Hook hook = Hook::kNone;  // through buckets
+  double average = 0;        // keep_average(); 0: none
+  bool scaled = false;       // with a GradientScaler
+  int shards = 0;            // virtual shards of each rank
+  Hook hook = Hook::kNone;   // through buckets
+  bool mean_in_grad = true;  // shared through buckets: the option; else as the ranks are on several machines
   bool small_buckets = false;
   bool bucket_view = false;
   bool wide = false;     // gradients large enough for autograd to write them into shared memory
@@ -86,17 +87,24 @@ struct Operation {
   int parameter = 0;
   std::array<int, kMaxRanks> samples{};
   std::array<unsigned, kMaxRanks>
-      unused{};        // Branch in network.h: parts of the model that this rank's forward leaves out
-  Ranks overflow = 0;  // these ranks' loss is infinite
+      unused{};         // Branch in network.h: parts of the model that this rank's forward leaves out
+  Ranks overflow = 0;   // these ranks' loss is infinite
+  bool halves = false;  // of kBackward and kNoSyncBackward: begin_backward() in a hook, and end_backward()
 };
 
 struct Program {
   std::uint64_t seed = 0;
   int ranks = 1;
   bool processes = false;  // ranks are processes, not threads
+  int machines = 1;        // that the threads count as
+  bool in_turn = false;    // rank r is on machine r % machines; else each machine has consecutive ranks
   std::vector<TrainerPlan> trainers;
-  std::vector<Operation> operations;
+  std::vector<Operation> operations;  // the last kEnd of each trainer are plain steps
 };
+
+// Two steps of every rank end each trainer's operations: what is illegal shows by then on every rank, and buffers are
+// exchanged.
+inline constexpr std::size_t kEnd = 6;
 
 // Samples of shard `shard` of this rank: shards of a rank differ.
 inline int samples_of_shard(const Operation& operation, int rank, int shard) {
@@ -114,6 +122,7 @@ inline bool shares_parameters(const TrainerPlan& plan) {
   return plan.layout == Layout::kShared || plan.layout == Layout::kSharedThroughBuckets;
 }
 
+std::vector<int> machines_of(const Program& program);  // of each rank
 std::string name_of(Action action);
 std::string name_of(Layout layout);
 std::string name_of(Rule rule);

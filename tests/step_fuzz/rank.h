@@ -15,7 +15,9 @@
 
 namespace lockstep::fuzz {
 
-inline constexpr std::chrono::seconds kTimeout{8};  // ends some illegal programs
+// Of every wait. Many illegal programs end at a deadline, so they get a short one first; under load a rank in good order
+// may miss that.
+inline constexpr std::chrono::milliseconds kTimeout{8000}, kShortTimeout{1500};
 
 using AllExpected = std::vector<std::map<int, Expected>>;  // [trainer], by color
 

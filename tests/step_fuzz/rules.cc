@@ -2,6 +2,7 @@
 #include "tests/step_fuzz/rules.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <set>
 
@@ -28,6 +29,7 @@ struct Rank {
   unsigned frozen = 0;
   int backwards = 0;     // since the last exchange; of shared gradients, since the last zero_grad()
   int samples = 0;       // in these
+  int leading = 0;       // of these, those before the first with samples
   int written = 0;       // parameters written by hand, since the last exchange
   bool defined = false;  // .grad
   bool touched = false;  // .grad changed by hand since the exchange
@@ -46,7 +48,8 @@ class WorldOfTrainer {
   }
 
   Judgement judge() {
-    for (const Operation& operation : program_.operations) {
+    for (next_ = 0; next_ < program_.operations.size();) {
+      const Operation& operation = program_.operations[next_++];
       if (operation.trainer != trainer_ || (operation.ranks & members_) == 0) continue;
       judge(operation, operation.ranks & members_);
       if (judgement_.verdict != Verdict::kLegal) return judgement_;
@@ -64,7 +67,7 @@ class WorldOfTrainer {
       rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
-    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = overflow_ =
+    stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = zeros_ = overflow_ =
         uneven_ = false;
   }
 
@@ -117,7 +120,12 @@ class WorldOfTrainer {
     if (plan_.norm != Norm::kNone) normalise(operation, ranks);
     if (judgement_.verdict != Verdict::kLegal) return;
     if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
-      return illegal("a backward() that some ranks leave out", kCallsDiffer);
+      return illegal("a backward() that some ranks leave out", calls_differ());
+    if (plain && in_shared_memory(plan_) && exchanged_) {
+      if (ranks != active())
+        return outside("loss.backward() on some ranks only, after a ddp.backward() without a step()");
+      mixed_ = true;
+    }
     plain_ = plain;
     int total = 0;
     for (int index = 0; index < program_.ranks; ++index) {
@@ -130,6 +138,9 @@ class WorldOfTrainer {
       if (plain && samples == 0) return outside("loss.backward() of a rank without samples");
       rank.backwards += 1;
       rank.samples += samples;
+      if (rank.samples == 0) rank.leading = rank.backwards;
+      if (in_shared_memory(plan_) && zeros_ && rank.samples == 0 && rank.defined)
+        return outside("gradients of zero on a rank without samples");
       if (samples > 0 && has(operation.overflow, index)) overflow_ = true;
       rank.touched = false;
       rank.defined = rank.defined || samples > 0;
@@ -142,6 +153,7 @@ class WorldOfTrainer {
   // backward() of one kind after the other. loss.backward() is not seen at once.
   void mixed(const Operation& operation, Ranks ranks) {
     if (!in_shared_memory(plan_)) {
+      if (members_ == (members_ & -members_)) return outside("backward() of both kinds in a world of one");
       if (ranks != active() || !any([](const Rank& rank) { return rank.samples > 0; }))
         return outside("backward() of both kinds on some ranks only");
       return illegal("loss.backward() after no_sync()", {"loss.backward() was called after ddp.backward()"});
@@ -173,7 +185,7 @@ class WorldOfTrainer {
       return;
     }
     if (ranks != members_ || samples.contains(0))
-      return illegal("synchronised batch normalisation without a batch on some ranks", kCallsDiffer);
+      return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ());
     uneven_ = uneven_ || samples.size() > 1;
     const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
     if (uneven_ && (several || operation.action == Action::kPlainBackward))
@@ -183,11 +195,20 @@ class WorldOfTrainer {
 
   void exchange(Ranks ranks) {
     if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
-    if (ranks != active()) return illegal("a backward() that some ranks leave out", kCallsDiffer);
-    if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", kCallsDiffer);
+    if (ranks != active()) {
+      if (!shares_parameters(plan_) && others_join(ranks)) return outside("a join() after a step() without gradients");
+      return illegal("a backward() that some ranks leave out", calls_differ());
+    }
+    if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", calls_differ());
     if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
       return illegal("a parameter that was frozen at first",
                      {"requires a gradient, and did not when", "which parameters are frozen"});
+    if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; })) {
+      illegal_write();
+      if (in_shared_memory(plan_)) return;
+      require_equal_counts();
+      return require_equal_settings();
+    }
     exchanged_ = mean_ = true;
     for_each(ranks, [](Rank& rank) { rank.touched = false; });
     if (in_shared_memory(plan_)) return;
@@ -199,7 +220,7 @@ class WorldOfTrainer {
     }
     stepped_since_exchange_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
-      rank.backwards = rank.samples = 0;
+      rank.backwards = rank.samples = rank.leading = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
       rank.defined = true;
     });
@@ -209,11 +230,15 @@ class WorldOfTrainer {
     const bool nothing = !any([](const Rank& rank) { return rank.defined; });
     if (ranks != active()) {
       if (!shares_parameters(plan_) && nothing) return outside("a step() without gradients on some ranks only");
-      return illegal("a step() that some ranks leave out", kCallsDiffer);
+      if (plan_.layout == Layout::kTorch && (stepped_since_exchange_ || written_before_exchange() || steps_again()))
+        return outside("a step() of torch's optimizer that some ranks leave out, beside other writes");
+      return illegal("a step() that some ranks leave out", calls_differ());
     }
     const bool pending = in_shared_memory(plan_) && any([](const Rank& rank) { return rank.samples > 0; });
-    if (joined() && !exchanged_ && !plain_ && !pending)
-      return illegal("a step() without a backward() while a rank is in join()", kCallsDiffer);
+    if (joined() && !exchanged_ && !plain_ && !pending) {
+      if (plan_.layout == Layout::kTorch || nothing) return outside("a step() without a backward() beside a join()");
+      return illegal("a step() without a backward() while a rank is in join()", calls_differ());
+    }
     if (plan_.scaled && stale_ && !nothing) return outside("two step() with the same scaled gradient");
     if (plan_.shards > 0 && !exchanged_) return illegal("a step() without shards", {"step() before all of the"});
     step_with_gradients();
@@ -224,21 +249,20 @@ class WorldOfTrainer {
     if (!in_shared_memory(plan_)) plain_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       adjust_scale(rank);
-      if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = 0;
+      if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = rank.leading = 0;
       if (rank.joined || plan_.shards > 0) rank.defined = false;
       rank.touched = false;
     });
   }
 
   void step_with_gradients() {
-    if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; }))
-      return illegal("a shared parameter written by hand", {"was written between two steps"});
+    if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; })) return illegal_write();
     const bool touched = any([](const Rank& rank) { return rank.touched; });
     if (in_shared_memory(plan_)) {
       if (mixed_) return illegal_mixture();
       if (touched || any([](const Rank& rank) { return rank.clipped; })) return illegal_clipping();
       if (plain_ && any([](const Rank& rank) { return !rank.joined && rank.backwards == 0; }))
-        illegal("a loss.backward() that some ranks leave out", kCallsDiffer);
+        illegal("a loss.backward() that some ranks leave out", calls_differ());
       if (plain_ && !equal([](const Rank& rank) { return rank.joined ? 0 : std::max(rank.backwards, 1) - 1; }))
         return outside("another number of loss.backward() on some ranks");
       if (!plain_) require_equal_counts();
@@ -255,7 +279,13 @@ class WorldOfTrainer {
         return illegal("a mean that some ranks change", {"gradients written by hand"});
       }
     }
+    if (plan_.layout == Layout::kTorch && set_before_exchange()) return outside("a setting for some steps of torch's");
     require_equal_settings();
+  }
+
+  void illegal_write() {
+    illegal("a shared parameter written by hand",
+            {"was written between two steps", "parameters written since the last exchange"});
   }
 
   bool start_unfrozen() const {
@@ -278,10 +308,11 @@ class WorldOfTrainer {
     if (plan_.words && !in_shared_memory(plan_) && operation.action == Action::kZeroGradToZeros)
       return outside("a sparse mean without rows");
     if (plan_.shards > 0 && exchanged_) return outside("zero_grad() before step() with virtual shards");
-    if (any([](const Rank& rank) { return rank.backwards > 0 && rank.samples == 0; }) && !in_shared_memory(plan_))
-      return outside("zero_grad() after an empty no_sync()");
     const bool any_gradient = any([](const Rank& rank) { return rank.defined; });
     if (ranks != active() && any_gradient) {
+      bool empty = false;
+      for_each(ranks, [&](const Rank& rank) { empty = empty || (rank.backwards > 0 && rank.samples == 0); });
+      if (empty) return outside("zero_grad() on some ranks only, which had no samples");
       if (!in_shared_memory(plan_) || plan_.scaled || plan_.shards > 0 || plain_ || mixed_)
         return outside("zero_grad() on some ranks only");
       for_each(active(), [&](Rank& rank) { rank.backwards = rank.samples > 0 ? rank.backwards : 0; });
@@ -292,10 +323,11 @@ class WorldOfTrainer {
     }
     for_each(ranks, [&](Rank& rank) {
       rank.touched = exchanged_ && rank.defined;
-      rank.backwards = rank.samples = 0;
+      rank.backwards = rank.samples = rank.leading = 0;
       rank.clipped = false;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
     });
+    zeros_ = operation.action == Action::kZeroGradToZeros;
     stale_ = overflow_ = mean_ = mixed_ = plain_ = uneven_ = false;
   }
 
@@ -313,7 +345,7 @@ class WorldOfTrainer {
 
   void load(Ranks ranks) {
     if (joined()) return outside("parameters_written() while a rank is in join()");
-    if (ranks != active()) return illegal("a parameters_written() that some ranks leave out", kCallsDiffer);
+    if (ranks != active()) return illegal("a parameters_written() that some ranks leave out", calls_differ());
     if (any([](const Rank& rank) { return rank.backwards > 0; }) && !(in_shared_memory(plan_) && exchanged_))
       return outside("parameters_written() between backward() and the exchange");
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
@@ -340,7 +372,9 @@ class WorldOfTrainer {
     for (int rank = 0; rank < program_.ranks; ++rank)
       if (has(ranks, rank) && !needs_first_layer(operation, rank)) return outside("a backward() that does not fail");
     illegal("a program that goes on after a failed backward()",
-            {"thrown by the program in backward()", "after one that failed"});
+            {"thrown by the program in backward()", "that failed half-way", "in a step with as many shards"});
+    if (in_shared_memory(plan_) && plain_ && any([](const Rank& rank) { return rank.backwards > 0; }))
+      illegal_mixture();
     if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
   }
 
@@ -375,6 +409,7 @@ class WorldOfTrainer {
     if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_)))
       return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
+    if (plan_.words && !in_shared_memory(plan_)) return outside("torch leaves sparse gradients as they are");
     if (in_shared_memory(plan_) && stale_ && !exchanged_) return outside("clipping after step()");
     if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
     for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
@@ -398,20 +433,100 @@ class WorldOfTrainer {
     if (joined()) outside("a write while a rank is in join()");
   }
 
+  // ---- What comes until the next exchange
+
+  // Calls see(operation) with the operations of these ranks until it returns false.
+  void see_next(Ranks ranks, const auto& see) const {
+    for (std::size_t i = next_; i < program_.operations.size(); ++i) {
+      const Operation& operation = program_.operations[i];
+      if (operation.trainer == trainer_ && (operation.ranks & ranks) != 0 && !see(operation)) return;
+    }
+  }
+  static bool exchanges(const Operation& operation) {
+    return (is_backward(operation.action) && operation.action != Action::kNoSyncBackward) ||
+           operation.action == Action::kJoin;
+  }
+  bool any_before_exchange(const auto& is) const {
+    bool found = false;
+    see_next(active(), [&](const Operation& operation) {
+      found = found || is(operation.action);
+      return !exchanges(operation);
+    });
+    return found;
+  }
+  bool written_before_exchange() const {
+    return any([](const Rank& rank) { return rank.written > 0; }) || any_before_exchange([](Action action) {
+             return action == Action::kWriteParameter || action == Action::kWriteData ||
+                    action == Action::kLoadParameters || action == Action::kResume;
+           });
+  }
+  bool steps_again() const {
+    return any_before_exchange([](Action action) { return action == Action::kStep; });
+  }
+  bool set_before_exchange() const {
+    return any_before_exchange([](Action action) {
+      return action == Action::kSetLr || action == Action::kFreeze || action == Action::kUnfreeze;
+    });
+  }
+
+  // Whether one that is not among these goes on with join().
+  bool others_join(Ranks ranks) const {
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      if (!has(active() & ~ranks, rank)) continue;
+      bool joins = false;
+      see_next(1U << rank, [&](const Operation& operation) {
+        joins = operation.action == Action::kJoin;
+        return !exchanges(operation);
+      });
+      if (joins) return true;
+    }
+    return false;
+  }
+
+  // Ranks that make different calls may come upon something else first that is illegal for one of them.
+  Causes calls_differ() const {
+    Causes causes = kCallsDiffer;
+    const auto add = [&](bool possible, const char* cause) {
+      if (possible) causes.emplace_back(cause);
+    };
+    const auto clips = [](Action action) {
+      return action == Action::kZeroGrad || action == Action::kZeroGradToZeros || action == Action::kClipNormByHand ||
+             action == Action::kClipValueByHand || action == Action::kPlainBackward;
+    };
+    add(shares_parameters(plan_) && written_before_exchange(), "was written between two steps");
+    add(in_shared_memory(plan_) && any_before_exchange(clips), "was changed between backward() and step()");
+    add(!in_shared_memory(plan_) && shares_parameters(plan_) &&
+            any([](const Rank& rank) { return rank.backwards > 0 && rank.samples > 0; }),
+        "that were not exchanged");
+    add(program_.machines > 1, "Timed out waiting");
+    add(plan_.shards > 0, "step() before all of the");
+    add(plan_.shards > 0, "call step() after the last shard");
+    return causes;
+  }
+
   // ---- What has to be equal
 
   // Of the ranks that have samples.
   void require_equal_counts() {
     std::set<int> counts;
+    int least = 0, most = std::numeric_limits<int>::max();
+    bool known = false;  // the number, by a rank that began with samples
     for_each(members_, [&](const Rank& rank) {
-      if (rank.samples > 0) counts.insert(rank.backwards);
+      if (rank.samples == 0) return;
+      counts.insert(rank.backwards);
+      least = std::max(least, rank.backwards - rank.leading);
+      most = std::min(most, rank.backwards);
+      known = known || rank.leading == 0;
     });
-    if (counts.size() > 1) illegal("another number of backward() on some ranks", {"backward()"});
+    if (counts.size() <= 1) return;
+    if (least <= most || (!known && !in_shared_memory(plan_)))
+      return outside("empty batches that zero_grad() may have dropped");
+    illegal("another number of backward() on some ranks", {"backward()"});
   }
 
   void require_equal_settings() {
     const auto require = [&](const auto& get, const std::string& name) {
-      if (!equal(get)) illegal("settings that differ: " + name, {name});
+      if (!equal(get)) illegal("settings that differ: " + name, {name, "a setting of the last step()"});
     };
     require([](const Rank& rank) { return rank.lr; }, "lr of parameter group 0");
     require([](const Rank& rank) { return rank.norm; }, "clipping by norm");
@@ -451,6 +566,19 @@ class WorldOfTrainer {
     judgement_.verdict = Verdict::kIllegal;
     if (judgement_.rule.empty()) judgement_.rule = rule;
     judgement_.causes.insert(judgement_.causes.end(), causes.begin(), causes.end());
+    add_what_is_pending();
+  }
+
+  // What was illegal before, and has not shown yet, may show first.
+  void add_what_is_pending() {
+    const auto add = [&](bool pending, const char* cause) {
+      if (pending) judgement_.causes.emplace_back(cause);
+    };
+    add(shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; }),
+        "was written between two steps");
+    add(in_shared_memory(plan_) && any([](const Rank& rank) { return rank.touched || rank.clipped; }),
+        "was changed between backward() and step()");
+    add(start_unfrozen(), "requires a gradient, and did not when");
   }
   void outside(const std::string& rule) { judgement_ = {Verdict::kOutside, rule}; }
 
@@ -459,6 +587,7 @@ class WorldOfTrainer {
   int trainer_;
   Ranks members_ = 0;
   std::array<Rank, kMaxRanks> ranks_{};
+  std::size_t next_ = 0;  // operation
   bool begun_ = false;
   unsigned start_frozen_ = 0;
   bool stepped_ = false;  // ever
@@ -471,6 +600,7 @@ class WorldOfTrainer {
   bool mixed_ = false;      // loss.backward() after ddp.backward(), in shared memory
   bool stale_ = false;      // no zero_grad() since the last step
   bool mean_ = false;       // no zero_grad() since the last exchange
+  bool zeros_ = false;      // in .grad, by zero_grad(false)
   bool overflow_ = false;   // in .grad
   Judgement judgement_;
 };

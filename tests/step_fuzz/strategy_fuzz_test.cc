@@ -12,7 +12,7 @@ namespace lockstep::fuzz {
 namespace {
 
 TEST(StrategyFuzz, every_run_gives_what_one_device_gives) {
-  const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 100);
+  const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 200);
   const int most_failures = testing::rounds("LOCKSTEP_FUZZ_FAILURES", 3);
   const std::uint64_t seed = first_seed();
   std::cout << programs << " programs from LOCKSTEP_FUZZ_SEED=" << seed << std::endl;

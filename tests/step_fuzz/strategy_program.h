@@ -16,6 +16,8 @@ struct StrategyProgram {
   std::uint64_t seed = 0;
   StrategyOptions options;
   int ranks = 1;                      // threads, each with options.devices
+  int machines = 1;                   // that the ranks count as, in turn
+  std::vector<int> order{};           // dist_async, dist_bounded: which worker updates next
   TrainerPlan plan;                   // rule, lr and weight decay, as the reference has them
   std::vector<std::int64_t> widths;   // of the model's layers: inputs, hidden ..., outputs
   std::vector<std::int64_t> batches;  // samples of the global batch of each step

@@ -10,10 +10,12 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/strategy/ddp/fitting.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
 #include "lockstep/strategy/ddp/step_check.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
@@ -31,44 +33,11 @@ std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector
   return tensors;
 }
 
-std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<torch::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups())
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  return parameters;
-}
-
 std::vector<NamedTensor> held_by(const torch::optim::Optimizer& optimizer, std::vector<NamedTensor> tensors) {
   std::unordered_set<const void*> held;
   for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
   std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
   return tensors;
-}
-
-void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names) {
-  const auto known = module.named_parameters(), buffers = module.named_buffers();
-  for (const std::string& name : names)
-    if (!known.contains(name) && !buffers.contains(name))
-      throw UsageError({.what = concat("the module has no parameter or buffer ", name),
-                        .next = "give names as module.named_parameters() lists them"});
-}
-
-// The optimizer holds parameters of the module and, if it steps shared parameters, none that is ignored.
-void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module, bool shares,
-                     const std::set<std::string>& ignored) {
-  const auto own = named_parameters(module);
-  for (const torch::Tensor& parameter : parameters_of(optimizer)) {
-    const auto found = std::ranges::find_if(own, [&](const auto& mine) { return mine.tensor.is_same(parameter); });
-    if (found == own.end())
-      throw UsageError({.what = concat("the optimizer holds a tensor of shape ", parameter.sizes(),
-                                       " that is not a parameter of the module"),
-                        .likely = "an optimizer made before the module was replaced or its parameters were",
-                        .next = "make the optimizer from module.parameters() after .to() and set_layout()"});
-    if (shares && ignored.contains(found->name))
-      throw UsageError(
-          {.what = concat(found->name, " is ignored, but the optimizer that steps shared parameters holds it"),
-           .next = "give it an optimizer of its own, or share_parameters = false"});
-  }
 }
 
 // Of options of the user's own that have none: 0.
@@ -150,6 +119,7 @@ class DistributedDataParallel::Impl {
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
     note_values();
+    note_steps();
     if (sharing == nullptr) return;
     sharing->attach(exchange_->source());
     give_back_freed_memory();  // where the parameters were before
@@ -168,22 +138,18 @@ class DistributedDataParallel::Impl {
   //               updated their slice. With separate parameters nothing.
   //
   // After a plain loss.backward() in shared memory, step() begins with the waits of backward().
-  void backward(const torch::Tensor& loss, std::int64_t samples) try {
-    exchange_seconds_ = 0;
-    begun_ = {samples, !no_sync_};
-    exchange_->backward(loss, samples, begun_.exchanges);
-    if (begun_.exchanges) finish_backward(samples);
-  } catch (const std::exception& error) {
-    fail(error.what());
-    throw;
+  void backward(const torch::Tensor& loss, std::int64_t samples) {
+    const double factor = begin_backward(samples, loss);
+    if (samples > 0) run_begun_backward(loss, factor);
+    end_backward();
   }
 
-  double begin_backward(std::int64_t samples) try {
+  double begin_backward(std::int64_t samples, const torch::Tensor& loss = {}) try {
     exchange_seconds_ = 0;
     begun_ = {samples, !no_sync_};
-    return exchange_->begin(samples, begun_.exchanges);
+    return exchange_->begin(samples, loss, begun_.exchanges);
   } catch (const std::exception& error) {
-    cancel_backward(error.what());
+    fail(error);
     throw;
   }
 
@@ -191,14 +157,11 @@ class DistributedDataParallel::Impl {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
   } catch (const std::exception& error) {
-    fail(error.what());
+    fail(error);
     throw;
   }
 
-  void cancel_backward(const std::string& reason) {
-    exchange_->cancel();
-    fail(reason);
-  }
+  void cancel_backward(const std::string& reason) { exchange_->cancel("backward() failed: " + reason); }
 
   void write_parameters(const std::function<void()>& write) {
     {
@@ -213,9 +176,8 @@ class DistributedDataParallel::Impl {
     if (block_) {
       memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
       block_->mark_written();
-    } else {
-      world_.barrier();
     }
+    if (!block_ || memory_->size() < world_.size()) world_.barrier();
     note_values();
   }
 
@@ -243,6 +205,13 @@ class DistributedDataParallel::Impl {
   double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  void run_begun_backward(const torch::Tensor& loss, double factor) try {
+    run_backward(loss, factor);
+  } catch (const std::exception& error) {
+    fail(error);
+    throw;
+  }
+
   void finish_backward(std::int64_t samples) {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
@@ -252,9 +221,9 @@ class DistributedDataParallel::Impl {
     statistics_.waiting_seconds += exchange_seconds_;
   }
 
-  // The other ranks need not wait for this one.
-  void fail(const std::string& reason) {
-    if (memory_) memory_->fail(concat("backward() failed: ", reason));
+  // The other ranks need not wait for this one; a MismatchError they have, too.
+  void fail(const std::exception& error) {
+    if (dynamic_cast<const MismatchError*>(&error) == nullptr) cancel_backward(error.what());
   }
 
   // The models are compared first, so that nothing is sent that could hang or corrupt.
@@ -292,13 +261,12 @@ class DistributedDataParallel::Impl {
     if (!memory_)
       return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
                                       nullptr);
-    const auto source = std::make_shared<LocalGradients>(on_own_cores, memory_, block_);
-    const auto on_mean = [this, source](const BatchTotals& totals) {
+    mean_ = std::make_shared<LocalGradients>(on_own_cores, memory_, block_);
+    const auto on_mean = [this](const BatchTotals& totals) {
       finish_exchange(totals);
-      source->remember_mean(parameters_);
+      mean_->remember_mean(parameters_);
     };
-    return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_mean),
-                                    source);
+    return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_mean), mean_);
   }
 
   void require_all_gradients() const {
@@ -327,12 +295,15 @@ class DistributedDataParallel::Impl {
   // What every rank must have alike when gradients go through buckets.
   StepSettings settings() const {
     StepSettings settings;
-    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_))
+    if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) {
       settings = own->settings();
-    else if (optimizer_ != nullptr)
+      step_calls_in(settings) -= steps_;  // those since the last exchange
+    } else if (optimizer_ != nullptr) {
       settings = settings_of(*optimizer_);
+    }
     settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
                         values_of(parameters_) == values_ ? 0.0 : 1.0});
+    if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
     return settings;
   }
 
@@ -341,11 +312,20 @@ class DistributedDataParallel::Impl {
     if (exchange_->mean_in_grad()) values_ = values_of(parameters_);
   }
 
+  void note_steps() {
+    const auto* const own = dynamic_cast<const Optimizer*>(optimizer_);
+    if (own == nullptr || !exchange_->mean_in_grad()) return;
+    StepSettings settings = own->settings();
+    steps_ = step_calls_in(settings);
+  }
+
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     require_none_unfrozen();
+    if (block_) block_->require_in_place();  // what was written by hand has gone into these gradients
     check_.exchanged(parameters_);
     note_values();
+    note_steps();
     last_batch_ = totals;
     ++statistics_.exchanges;
     if (!defect("buffers stay each rank's own")) broadcast_tensors(world_, buffers_);
@@ -360,8 +340,10 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
   Values values_;                         // through buckets: of parameters_ after the last exchange
+  double steps_ = 0;                      // step() of lockstep's optimizer until then; kStepCalls
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
+  std::shared_ptr<LocalGradients> mean_;  // with shared parameters through buckets: what the optimizer reads
   std::unique_ptr<GradientExchange> exchange_;
   struct {
     std::int64_t samples = 0;

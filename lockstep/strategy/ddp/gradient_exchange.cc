@@ -20,19 +20,11 @@ class ExchangeInSharedMemory : public GradientExchange {
     gradients_ = std::make_shared<SharedGradients>(std::move(memory), std::move(parameters), std::move(options));
   }
 
-  void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) override {
-    gradients_->backward(loss, samples);
-    if (!exchanges) gradients_->accumulated();
+  double begin(std::int64_t samples, const torch::Tensor& loss, bool /*exchanges*/) override {
+    return gradients_->begin(samples, loss);
   }
-
-  double begin(std::int64_t samples, bool /*exchanges*/) override { return gradients_->begin(samples); }
-
-  void end(bool exchanges) override {
-    gradients_->end();
-    if (!exchanges) gradients_->accumulated();
-  }
-
-  void cancel() override { gradients_->cancel(); }
+  void end(bool exchanges) override { gradients_->end(exchanges); }
+  void cancel(const std::string& reason) override { gradients_->cancel(reason); }
 
   void finish() override {
     const Stopwatch watch;
@@ -63,23 +55,16 @@ class ExchangeThroughBuckets : public GradientExchange {
   ExchangeThroughBuckets(std::unique_ptr<Reducer> reducer, std::shared_ptr<LocalGradients> source)
       : reducer_(std::move(reducer)), source_(std::move(source)) {}
 
-  void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) override {
+  double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) override {
     if (!exchanges && source_) source_->not_exchanged();
-    if (!exchanges) return reducer_->accumulate(samples, loss);
-    const torch::Tensor start = reducer_->begin(samples, loss);
-    if (samples > 0) loss.backward(start);
-  }
-
-  double begin(std::int64_t samples, bool exchanges) override {
-    if (!exchanges && source_) source_->not_exchanged();
-    return exchanges ? reducer_->begin(samples) : reducer_->begin_accumulating(samples);
+    return exchanges ? reducer_->begin(samples, loss) : reducer_->begin_accumulating(samples, loss);
   }
 
   void end(bool exchanges) override {
     if (!exchanges) reducer_->end_accumulating();
   }
 
-  void cancel() override {}
+  void cancel(const std::string& reason) override { reducer_->cancel(reason); }
 
   void finish() override { reducer_->finish(); }
   void drop() override {}  // finish() has

@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lockstep/gradient/local_gradients.h"
@@ -33,16 +34,14 @@ class GradientExchange {
  public:
   virtual ~GradientExchange() = default;
 
-  // Runs loss.backward(), which adds to .grad. exchanges: finish() follows; else a later backward() exchanges the sum.
-  // loss: the mean over `samples` samples of this rank; undefined with 0 samples. Throws what backward() throws.
-  virtual void backward(const torch::Tensor& loss, std::int64_t samples, bool exchanges) = 0;
-
-  // The same around a backward() that runs elsewhere. begin() on the thread that runs it, before the first gradient of a
-  // parameter; returns the factor by which its gradients must be multiplied, 0 without samples. Then end(); cancel(), if
-  // it failed.
-  virtual double begin(std::int64_t samples, bool exchanges) = 0;
+  // Around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of a
+  // parameter. loss: the mean over `samples` samples of this rank; undefined: not known. exchanges: finish() follows; else
+  // a later backward() exchanges the sum. Returns the factor by which its gradients must be multiplied, 0 without samples.
+  virtual double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) = 0;
   virtual void end(bool exchanges) = 0;
-  virtual void cancel() = 0;
+
+  // Instead, if it failed: the other ranks get PeerLost with `reason` now and not at their deadline.
+  virtual void cancel(const std::string& reason) = 0;
 
   // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost.
   virtual void finish() = 0;

@@ -26,6 +26,45 @@ TEST_P(Counts, after_another_number_of_backward_is_refused) {
   expect_refused(refused, "backward()");
 }
 
+void without_exchange(Trainer& trainer, int samples) {
+  const auto no_sync = trainer.ddp.no_sync();
+  trainer.backward(samples);
+}
+
+TEST_P(Counts, after_an_empty_batch_and_another_number_of_backward_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, GetParam());
+    without_exchange(trainer, world.rank() == 0 ? 4 : 0);
+    if (world.rank() == 0) without_exchange(trainer, 4);
+    trainer.train(2);
+  });
+  expect_refused(refused, "backward()");
+}
+
+// Rank 1 can't see that it is over: its gradients are undefined before and after. A step on inputs of ones is the same
+// for any number of samples, but not for another number of backward().
+TEST_P(Counts, before_zero_grad_are_dropped_on_a_rank_without_samples) {
+  const auto program = [](World& world, bool drops) {
+    Trainer trainer(world, GetParam());
+    {
+      const torch::NoGradGuard no_grad;
+      for (const torch::Tensor& p : trainer.net->parameters()) torch::Tensor(p).fill_(0.5);
+      trainer.ddp.parameters_written();
+    }
+    if (drops) without_exchange(trainer, world.rank() == 0 ? 4 : 0);
+    trainer.sgd.zero_grad();
+    trainer.train(1);
+    return trainer.values();
+  };
+  EXPECT_EQ(errors(2,
+                   [&](World& world) {
+                     const auto expected = program(world, false), values = program(world, true);
+                     for (std::size_t i = 0; i < values.size(); ++i)
+                       EXPECT_TRUE(torch::allclose(values[i], expected[i]));
+                   }),
+            IntVector<std::string>(2));
+}
+
 // Rank 1 has no batches: the step is that of rank 0 alone.
 TEST_P(Counts, in_join_counts_the_backward_of_the_ranks_with_samples) {
   std::vector<torch::Tensor> expected;

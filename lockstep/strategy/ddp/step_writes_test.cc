@@ -25,6 +25,24 @@ std::string after_backward(const std::function<void(Trainer&)>& write) {
   return refused[0] + refused[1];
 }
 
+// The gradients were computed at parameters that each rank has halved, and so are wrong.
+TEST(SharedStep, refuses_a_write_before_backward_also_where_parameters_written_follows) {
+  for (const Sharing sharing : {Sharing::kShared, Sharing::kSharedThroughBuckets})
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing);
+                            trainer.train(1);
+                            {
+                              const torch::NoGradGuard no_grad;
+                              trainer.net->parameters()[0].mul_(0.5);
+                            }
+                            trainer.backward();
+                            trainer.ddp.parameters_written();
+                            trainer.step();
+                          }),
+                   "was written between two steps");
+}
+
 TEST(SharedStep, refuses_clip_grad_norm_and_names_set_clipping) {
   const std::string error =
       after_backward([](Trainer& trainer) { torch::nn::utils::clip_grad_norm_(trainer.net->parameters(), 1e-3); });
