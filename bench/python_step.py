@@ -131,11 +131,12 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each system in a round")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/python_step.json")
+    parser.add_argument("--save", action="store_true", help="keep these cases in bench/results/python_step.json")
     arguments = parser.parse_args()
     results = {case: measure_case(case, arguments) for case in arguments.cases}
     if arguments.save:
-        common.save("python_step", {"ranks": arguments.ranks, "cases": results})
+        kept = common.kept("python_step").get("cases", {})
+        common.save("python_step", {"ranks": arguments.ranks, "cases": {**kept, **results}})
 
 
 if __name__ == "__main__":
