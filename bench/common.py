@@ -90,9 +90,18 @@ def machine():
     return f"{os.cpu_count()} cores, {model}, {vectors}, Linux {platform.release().split('-')[0]}"
 
 
+def path_of(name):
+    return ROOT / "bench/results" / f"{name}.json"
+
+
+def kept(name):
+    """What save() has kept under this name; nothing if it never has."""
+    return json.loads(path_of(name).read_text()) if path_of(name).exists() else {}
+
+
 def save(name, result):
     """Keeps a result with the machine it came from, for the documentation to quote."""
-    path = ROOT / "bench/results" / f"{name}.json"
+    path = path_of(name)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
     print(f"kept in {path.relative_to(ROOT)}")
 

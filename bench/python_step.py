@@ -7,127 +7,136 @@ backend, and no exchange.
 
 Needs the Python package (a wheel, or PYTHONPATH). The systems take turns in the same processes, each with a model of its
 own: blocks of steps, several rounds. Times are medians over all steps and ranks. Memory is what the ranks of a system
-alone take beside `import torch` and the rendezvous (PSS), in processes of their own.
+alone take beside `import torch` and the rendezvous (PSS), in processes of their own: at most, and after the last step.
 """
 
 import argparse
-import os
 import sys
 import tempfile
-import time
-from contextlib import nullcontext
+import threading
+from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "peers")]
 import common
-from step import CASES, pss_mib, samples
+from step import Trainer, join, pin, pss_mib, wrap_in_ddp
 
-# Of a rank, and the memory format of both systems: those of `lockstep bench step` on two ranks.
-CASES_HERE = {
-    "mlp": (16, torch.contiguous_format),
-    "alexnet": (4, torch.channels_last),
-    "lenet": (128, torch.channels_last),
-    "resnet18-32": (32, torch.channels_last),
-    "gpt": (4, torch.contiguous_format),
+# Of a rank, and the layout of both systems: those of `lockstep bench step` on two ranks.
+CASES = {
+    "mlp": (16, "contiguous"),
+    "alexnet": (4, "channels_last"),
+    "lenet": (128, "channels_last"),
+    "resnet18-32": (32, "channels_last"),
+    "gpt": (4, "contiguous"),
 }
 SYSTEMS = ("lockstep", "ddp_gloo", "ddp_lockstep", "no_sync")
 WARM_UP = 3
 
 
-class Trainer:
-    """One system with a model of its own."""
+def wrap_in_lockstep(model):
+    optimizer = lockstep.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    return lockstep.DistributedDataParallel(model, optimizer), optimizer
 
-    def __init__(self, system, case, group):
-        batch, memory_format = CASES_HERE[case]
-        make, shape, classes = CASES[case]
-        torch.manual_seed(1)
-        model, (self.data, self.target) = make(), samples(shape, classes, batch)
-        if shape is not None and len(shape) == 3:
-            model = model.to(memory_format=memory_format)
-            self.data = self.data.contiguous(memory_format=memory_format)
-        self.no_sync = system == "no_sync"
-        if system == "lockstep":
-            self.optimizer = lockstep.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-            self.model = lockstep.DistributedDataParallel(model, self.optimizer)
-        else:
-            self.model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
-    def step(self):
-        start = time.perf_counter()
-        with self.model.no_sync() if self.no_sync else nullcontext():
-            loss = F.cross_entropy(self.model(self.data).flatten(0, -2), self.target.flatten())
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - start
+def trainer_of(system, case):
+    group = dist.new_group(backend="lockstep") if system == "ddp_lockstep" else None
+    return Trainer(wrap_in_lockstep if system == "lockstep" else partial(wrap_in_ddp, group=group), case, *CASES[case])
 
-    def block(self, steps):
-        dist.barrier()
-        return [self.step() for _ in range(steps)]
+
+class Peak:
+    """The most memory that this process takes while it is open, in MiB, looked at as often as the machine allows."""
+
+    def __enter__(self):
+        self.mib, self._closed = pss_mib(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._closed.wait(0.001):
+            self.mib = max(self.mib, pss_mib())
+
+    def __exit__(self, *_):
+        self._closed.set()
+        self._thread.join()
 
 
 def measure(rank, ranks, store, case, systems, rounds, steps, results):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    group = dist.new_group(backend="lockstep") if "ddp_lockstep" in systems else None
-    idle = pss_mib()
-    trainers = {system: Trainer(system, case, group if system == "ddp_lockstep" else None) for system in systems}
+    pin(rank, ranks)
+    join(rank, ranks, store)
+    trainers = {system: trainer_of(system, case) for system in systems}
     seconds = {system: [] for system in systems}
-    for trainer in trainers.values():
-        trainer.block(WARM_UP)
+    for system, trainer in trainers.items():
+        trainer.block(WARM_UP, system == "no_sync")
     for _ in range(rounds):
         for system, trainer in trainers.items():
-            seconds[system] += trainer.block(steps)
-    dist.barrier()
-    results.put((seconds, pss_mib() - idle))
+            seconds[system] += trainer.block(steps, system == "no_sync")
+    results.put(seconds)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(case, systems, arguments):
-    """Seconds of every step by system, of all ranks; and what the ranks take together in MiB."""
+def measure_memory(rank, ranks, store, case, system, steps, results):
+    pin(rank, ranks)
+    join(rank, ranks, store)
+    idle = pss_mib()
+    dist.barrier()
+    trainer = trainer_of(system, case)
+    trainer.block(WARM_UP)
+    with Peak() as peak:
+        trainer.block(steps)
+        dist.barrier()
+    at_rest = pss_mib()
+    results.put((peak.mib - idle, at_rest - idle))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(ranks, function, *arguments):
+    """What function(rank, ranks, store, *arguments, results) has put into `results`, of each rank."""
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        values = (arguments.ranks, folder + "/store", case, systems, arguments.rounds, arguments.steps, results)
-        mp.spawn(measure, values, nprocs=arguments.ranks)
-    found = [results.get() for _ in range(arguments.ranks)]
-    return {system: sum((seconds[system] for seconds, _ in found), []) for system in systems}, sum(mib for _, mib in found)
+        mp.spawn(function, (ranks, folder + "/store", *arguments, results), nprocs=ranks)
+    return [results.get() for _ in range(ranks)]
 
 
 def measure_case(case, arguments):
-    seconds, _ = run(case, SYSTEMS, arguments)
-    medians = {system: common.median(values) for system, values in seconds.items()}
-    memory = {system: run(case, (system,), argparse.Namespace(**{**vars(arguments), "rounds": 1}))[1] for system in SYSTEMS[:2]}
+    found = on_ranks(arguments.ranks, measure, case, SYSTEMS, arguments.rounds, arguments.steps)
+    medians = {system: common.median(sum((seconds[system] for seconds in found), [])) for system in SYSTEMS}
+    memory = {system: [sum(mib) for mib in zip(*on_ranks(arguments.ranks, measure_memory, case, system, arguments.steps))]
+              for system in SYSTEMS[:2]}
+    print_case(case, medians, memory)
+    return {"seconds": medians, "memory_mib": {system: dict(zip(("peak", "at_rest"), mib)) for system, mib in memory.items()}}
+
+
+def print_case(case, medians, memory):
     exchange = {system: medians[system] - medians["no_sync"] for system in SYSTEMS}
     print(f"{case}: " + ", ".join(f"{system} {1e3 * value:.1f} ms" for system, value in medians.items()))
     print(f"  {medians['ddp_gloo'] / medians['lockstep']:.2f} times as fast as DDP over Gloo, "
-          f"{medians['no_sync'] / medians['lockstep']:.2f} times as fast as no exchange; "
-          f"{memory['lockstep']:.0f} MiB, DDP {memory['ddp_gloo']:.0f} MiB: {memory['lockstep'] / memory['ddp_gloo']:.2f}")
-    print(f"  DDP's exchange is {exchange['ddp_gloo'] / exchange['ddp_lockstep']:.1f} times as short over lockstep's backend", flush=True)
-    return {"seconds": medians, "memory_mib": memory}
+          f"{medians['no_sync'] / medians['lockstep']:.2f} times as fast as no exchange")
+    for when, ours, theirs in zip(("at most", "at rest"), memory["lockstep"], memory["ddp_gloo"]):
+        print(f"  {when} {ours:.0f} MiB, DDP {theirs:.0f} MiB: {ours / theirs:.2f}")
+    print(f"  DDP's exchange is {exchange['ddp_gloo'] / exchange['ddp_lockstep']:.1f} times as short over lockstep's backend",
+          flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES_HERE), metavar="CASE", help=", ".join(CASES_HERE))
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each system in a round")
-    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/python_step.json")
+    parser.add_argument("--save", action="store_true", help="keep these cases in bench/results/python_step.json")
     arguments = parser.parse_args()
     results = {case: measure_case(case, arguments) for case in arguments.cases}
     if arguments.save:
-        common.save("python_step", {"ranks": arguments.ranks, "cases": results})
+        kept = common.kept("python_step").get("cases", {})
+        common.save("python_step", {"ranks": arguments.ranks, "cases": {**kept, **results}})
 
 
 if __name__ == "__main__":

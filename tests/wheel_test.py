@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from readme_test import follow
@@ -111,6 +112,13 @@ def check_metadata(venv, wheel):
         raise SystemExit(f"README.md does not say that the wheel needs glibc {glibc}")
 
 
+def check_what_pip_fetches_to_build():
+    """For an isolated build, such as that of `pip install .`: not torch, which the build finds where it is."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    if [name for name in requires if not name.startswith("scikit-build-core")]:
+        raise SystemExit(f"pip would fetch {requires} to build lockstep")
+
+
 def check_other_torch(venv):
     """After an update of torch, command and module say which one they need."""
     version = venv.packages / "torch/version.py"
@@ -141,6 +149,7 @@ def train_in_python(venv):
 
 
 def main():
+    check_what_pip_fetches_to_build()
     (wheel,) = Path(sys.argv[1]).resolve().glob("lockstep-*.whl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()

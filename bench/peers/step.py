@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -137,43 +138,54 @@ def run_ranks(train, ranks, *arguments):
         torch.multiprocessing.spawn(train, args=(ranks, folder + "/store", *arguments), nprocs=ranks)
 
 
-def train(rank, ranks, store, case, batch, layout, warmup, steps):
+def pin(rank, ranks):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
+
+
+def wrap_in_ddp(model, group=None):
+    """DDP as fast as it can be told to be, and its optimizer."""
+    model = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+
+
+class Trainer:
+    """A model of its own, wrapped by a function that gives model and optimizer, and a batch."""
+
+    def __init__(self, wrap, case, batch, layout):
+        make, shape, classes = CASES[case]
+        torch.manual_seed(1)
+        model = make()
+        self.data, self.target = samples(shape, classes, batch)
+        if shape is not None and len(shape) == 3:
+            model = model.to(memory_format=memory_format(layout))
+            self.data = self.data.contiguous(memory_format=memory_format(layout))
+        self.model, self.optimizer = wrap(model)
+
+    def step(self, no_sync=False):
+        """Seconds."""
+        start = time.perf_counter()
+        with self.model.no_sync() if no_sync else nullcontext():
+            loss = F.cross_entropy(self.model(self.data).flatten(0, -2), self.target.flatten())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def block(self, steps, no_sync=False):
+        dist.barrier()
+        return [self.step(no_sync) for _ in range(steps)]
+
+
+def train(rank, ranks, store, case, batch, layout, warmup, steps):
+    pin(rank, ranks)
     join(rank, ranks, store)
     idle = summed(pss_mib())
-    make, shape, classes = CASES[case]
-    images = shape is not None and len(shape) == 3
-    model = make()
-    if images:
-        model = model.to(memory_format=memory_format(layout))
-    data, target = samples(shape, classes, batch // ranks)
-    if images:
-        data = data.contiguous(memory_format=memory_format(layout))
-    net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-
-    def step():
-        loss = F.cross_entropy(net(data).flatten(0, -2), target.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def block(count):
-        seconds = []
-        for _ in range(count):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
+    trainer = Trainer(wrap_in_ddp, case, batch // ranks, layout)
     times = {"ddp": [], "no_sync": []}
-    block(warmup)
+    trainer.block(warmup)
     for _ in range(2):
-        dist.barrier()
-        times["ddp"] += block(math.ceil(steps / 2))
-        dist.barrier()
-        with net.no_sync():
-            times["no_sync"] += block(math.ceil(steps / 2))
+        for name in times:
+            times[name] += trainer.block(math.ceil(steps / 2), no_sync=name == "no_sync")
     memory = summed(pss_mib())
     if rank == 0:
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}

@@ -3,6 +3,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import unittest
 
 import torch
@@ -47,6 +49,25 @@ def compiled(group, cache):
 class Compiled(RanksTestCase):
     def test_before_and_after_wrapping(self):
         self.on_ranks(2, compiled, self.folder.name)
+
+
+# Importing it takes as long as importing torch.
+WITHOUT_COMPILER = """
+import sys, torch, lockstep
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), lockstep.SyncBatchNorm(4))
+optimizer = lockstep.AdamW(net.parameters())
+model = lockstep.DistributedDataParallel(net, optimizer)
+model(torch.randn(2, 4)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
+"""
+
+
+class NotCompiled(unittest.TestCase):
+    def test_a_step_does_not_import_the_compiler(self):
+        subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True)
 
 
 if __name__ == "__main__":

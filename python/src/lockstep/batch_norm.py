@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import _C
+from lockstep._compiler import not_compiled
 from lockstep.ddp import world_of
 
 __all__ = ["SyncBatchNorm"]
@@ -44,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
                 next="give (batch, channels, ...)",
             )
 
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler now
+    @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         if not self.training:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from lockstep import _C
+from lockstep._compiler import not_compiled
 from lockstep.optim import _Optimizer
 
 __all__ = ["DistributedDataParallel"]
@@ -164,7 +165,7 @@ class DistributedDataParallel(nn.Module):
 
     # ---- A step
 
-    @torch._disable_dynamo(recursive=False)  # as torch.compiler.disable, which would import the compiler now
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks in nothing and sends nothing."""
         self._require_same_buffers()

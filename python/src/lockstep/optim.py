@@ -18,6 +18,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from lockstep import _C
+from lockstep._compiler import not_compiled, optimizer_method
 
 __all__ = ["SGD", "Adam", "AdamW", "LAMB", "LARS", "GradientNorm"]
 
@@ -161,6 +162,11 @@ class _Optimizer:
             native.set_loss_scale(None)
         mine["found_inf_per_device"] = {torch.device("cpu"): torch.full((), float(native.skipped))}
 
+    @not_compiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer."""
+        optimizer_method("zero_grad")(self, set_to_none)
+
     # ---- Options
 
     def _values(self, group: dict[str, Any]) -> dict[str, float]:
@@ -190,6 +196,7 @@ class _Optimizer:
                 native.set_options(self._name, i, values)
                 self._pushed[i] = values
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer; before DistributedDataParallel is made. Raises UsageError after that."""
         if self._attached:
@@ -199,7 +206,7 @@ class _Optimizer:
             )
         if self._native is not None:
             self._detach()
-        super().add_param_group(param_group)
+        optimizer_method("add_param_group")(self, param_group)
 
     # ---- The C++ side
 
@@ -265,9 +272,15 @@ class _Optimizer:
                 state.setdefault("master", parameter.detach().float())
         self._native.set_state(parameter, state)
 
+    @not_compiled
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer, and in its format."""
+        return optimizer_method("state_dict")(self)
+
+    @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state_dict() of this class or of torch's optimizer of the same name. Every rank loads the same one."""
-        super().load_state_dict(state_dict)
+        optimizer_method("load_state_dict")(self, state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self.state._parameters()):
             # torch has rounded the state of 16-bit parameters to 16 bits.

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How lockstep's methods keep torch.compile out of them without importing it.
+
+torch._dynamo takes as long to import as torch itself, and 70 MiB in every process. torch's own way to keep it out of a
+function (torch._disable_dynamo) imports it at the function's first call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """torch.compile runs the function as it is, and may compile what it calls: torch._dynamo.skip, without the import."""
+    compiler = torch._C._dynamo.eval_frame
+    skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, default))
+    function._torchdynamo_disable = True
+    return function
+
+
+def optimizer_method(name: str) -> Callable[..., Any]:
+    """torch.optim.Optimizer's, which torch keeps torch.compile out of; what that wraps, as long as nobody has imported it."""
+    method = getattr(torch.optim.Optimizer, name)
+    return method if "torch._dynamo" in sys.modules else method.__wrapped__
