@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -161,7 +162,7 @@ class Reducer::Impl {
     if (batches_.samples > 0) throw after_other_backward(world_.describe());
     batches_.add_unknown();
     start_exchange();
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { in_autograd([this] { finish(); }); });
   }
 
   // ---- During backward()
@@ -299,7 +300,7 @@ class Reducer::Impl {
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [this, &slot](const auto& outputs, const auto& /*inputs*/) {
-          on_ready(slot);
+          in_autograd([&] { on_ready(slot); });
           return outputs;
         }));
     hooks_.emplace_back(std::move(accumulator), key);
