@@ -18,6 +18,7 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lockstep/world.h"
@@ -25,9 +26,11 @@
 namespace lockstep {
 
 // What SyncBatchNorm computes in training: (x - mean) / sqrt(variance + eps) for (B, C, ...), with mean and variance (C)
-// over the samples of all ranks; returns {that, mean, unbiased variance}. `world` must outlive the graph. Throws
-// PeerLost.
-std::vector<torch::Tensor> normalise_over_ranks(World& world, const torch::Tensor& input, double eps);
+// over the samples of all ranks; returns {that, mean, unbiased variance}. loss_weight is asked in backward(): how often
+// this rank's loss counts in the mean over all ranks, in a unit of all ranks; left out: as often as it has values here.
+// Throws PeerLost; in a backward() that makes a graph UsageError.
+std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch::Tensor& input, double eps,
+                                                const std::function<double()>& loss_weight = {});
 
 struct SyncBatchNormOptions {
   std::int64_t features = 0;  // C

@@ -55,6 +55,8 @@ std::string command_of(const fs::path& process) try {
 
 }  // namespace
 
+bool is_loopback(std::string_view host) { return host == "localhost" || host == "::1" || host.starts_with("127."); }
+
 std::string listener_of_port(int port) {
   auto listener = find_listener("/proc/net/tcp", port);
   if (!listener) listener = find_listener("/proc/net/tcp6", port);

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/port.h: reserves a port of this machine, and says who listens at one.
+// base/port.h: reserves a port of this machine, says who listens at one, and which addresses are this machine's alone.
 //
 // Owns:    a ReservedPort a socket
 // Threads: any
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "lockstep/base/unique_fd.h"
 
 namespace lockstep {
+
+// Of the loopback interface: "localhost", "::1", "127.0.1.1". Other names are not looked up.
+bool is_loopback(std::string_view host);
 
 // "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
 std::string listener_of_port(int port);

@@ -5,10 +5,15 @@
 
 #include <thread>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/text.h"
 #include "lockstep/collective/rendezvous.h"
+#include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "tests/support.h"
 
 namespace lockstep {
 namespace {
@@ -35,6 +40,60 @@ TEST(ReachableAddress, is_not_that_of_the_loopback_interface_where_another_rank_
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(addresses[0], hosts[1]);
   EXPECT_EQ(addresses[1], hosts[1]);
+}
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using testing::contains;
+using testing::message_of;
+
+// Rank r on machine r / 2.
+CpuConnection connect_rank(const StorePtr& store, int rank, int size) {
+  const TransportOptions options{
+      .rank = rank, .size = size, .describe = concat("rank ", rank, " of ", size), .timeout = std::chrono::minutes(5)};
+  return connect_cpu_ranks(store, concat("machine ", rank / 2), options);
+}
+
+void on_threads(int size, const std::function<void(int rank)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(ConnectCpuRanks, makes_several_connections_over_one_store) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (int round = 0; round < 3; ++round)
+    on_threads(3, [&](int rank) {
+      const CpuConnection made = connect_rank(store, rank, 3);
+      const torch::Tensor sum = torch::full({4}, rank + round);
+      const TensorCall call =
+          with_memory({.operation = Operation::kAllReduce, .count = 4, .dtype = DType::kInt64}, {sum}, {sum});
+      call.begin();
+      made.transport->run(call);
+      call.finish();
+      EXPECT_TRUE(sum.eq(3 + 3 * round).all().item<bool>()) << sum;
+    });
+}
+
+// A store that cannot be written any more when this rank tells its address.
+class BrokenStore : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    if (contains(key, "interface")) throw UsageError({.what = "this machine has no network"});
+    PrefixStore::set(key, value);
+  }
+};
+
+TEST(ConnectCpuRanks, tells_all_ranks_that_one_of_them_has_failed) {
+  const auto whole = c10::make_intrusive<c10d::HashStore>();
+  const Stopwatch watch;
+  on_threads(4, [&](int rank) {
+    StorePtr store = c10::make_intrusive<c10d::PrefixStore>("job", whole);
+    if (rank == 2) store = c10::make_intrusive<BrokenStore>("job", whole);
+    const auto text = message_of<Error>([&] { connect_rank(store, rank, 4); });
+    EXPECT_TRUE(contains(text, rank == 2 ? "no network" : "rank 2 of 4 could not connect")) << text;
+  });
+  EXPECT_LT(watch.seconds(), 60);  // of 300
 }
 
 }  // namespace

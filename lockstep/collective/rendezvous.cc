@@ -223,15 +223,11 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds time
   return make_store(endpoint, timeout, std::move(listener));
 }
 
-bool is_loopback(const addrinfo& address) {
-  if (address.ai_family == AF_INET)
-    return ntohl(reinterpret_cast<const sockaddr_in*>(address.ai_addr)->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
-  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address.ai_addr)->sin6_addr);
-}
-
 // Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
 void require_reachable(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  if (job.local_size == job.world_size || !is_loopback(*resolve(endpoint, deadline))) return;
+  if (job.local_size == job.world_size) return;
+  const AddressList addresses = resolve(endpoint, deadline);
+  if (!is_loopback(numeric(addresses->ai_addr, addresses->ai_addrlen))) return;
   throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
                                         " is a loopback address here, but the ranks are on ", "several machines"),
                          .here = concat("rank ", job.rank, " of ", job.world_size),

@@ -126,6 +126,8 @@ std::vector<std::string> exchange_texts(c10d::Store& store, const std::string& t
     store.set(keys[to_size(options.rank)], mine);
     store.wait(keys, options.timeout);
     for (const std::string& key : keys) texts.push_back(store.get_to_str(key));
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception&) {
     throw RendezvousError(
         {.what = concat("not all ranks have come: no ", topic, " from rank ", missing_ranks(store, keys)),

@@ -14,6 +14,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
 #include "lockstep/collective/connect.h"
+#include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/error.h"
 
@@ -34,19 +35,11 @@ std::string describe(const JobEnvironment& job) {
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
-  auto [transport, machine_of] = connect_cpu_ranks(store, machine_id(std::to_string(state.job.node_rank)), options);
+  auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
   state.nodes = std::move(machine_of);
   state.cpu_transport = std::move(transport);
-  if (state.caller.device.is_cuda()) state.cuda_transport = make_nccl(store, options);
-}
-
-// Ranks that were numbered by the program itself need no launcher's variables, or have some of them.
-JobEnvironment job_environment_or_none() {
-  try {
-    return read_job_environment();
-  } catch (const EnvironmentError&) {
-    return {};
-  }
+  if (state.caller.device.is_cuda())
+    state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
 }
 
 }  // namespace

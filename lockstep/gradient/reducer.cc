@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -170,7 +171,7 @@ class Reducer::Impl {
       delete finished;
     });
     torch::autograd::Engine::get_default_engine().queue_callback([this, guard] {
-      finish();
+      in_autograd([this] { finish(); });
       *guard = true;
     });
   }
@@ -311,7 +312,7 @@ class Reducer::Impl {
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
     const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [this, &slot](const auto& outputs, const auto& /*inputs*/) {
-          on_ready(slot);
+          in_autograd([&] { on_ready(slot); });
           return outputs;
         }));
     hooks_.emplace_back(std::move(accumulator), key);

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -37,10 +38,6 @@ std::optional<int> index_of_daemon(const std::string& uri) {
   const std::string name = uri.substr(0, uri.find(';'));
   int index = 0;
   return parse_int(name.substr(name.rfind('.') + 1), index) ? std::optional(index) : std::nullopt;
-}
-
-bool is_loopback(const std::string& address) {
-  return address == "localhost" || address == "::1" || address.starts_with("127.");
 }
 
 // Names the process that made the other end of socket `fd`; nothing if `fd` is no socket or that process can't be seen.

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -36,22 +37,36 @@ std::pair<torch::Tensor, double> summed_over_ranks(const World& world, const tor
   return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-1].item<double>()};
 }
 
+// What backward() needs of the call; the world lives as long as the graph.
+struct Ranks : torch::CustomClassHolder {
+  Ranks(World all, std::function<double()> weight) : world(std::move(all)), loss_weight(std::move(weight)) {}
+  World world;
+  std::function<double()> loss_weight;
+};
+
+UsageError differentiated_twice() {
+  return UsageError({.what = "a second derivative of SyncBatchNorm",
+                     .likely = "create_graph in a backward() or grad() through it",
+                     .next = "use another normalisation there, such as GroupNorm"});
+}
+
 // x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks.
 class Normalise : public torch::autograd::Function<Normalise> {
  public:
-  static variable_list forward(AutogradContext* context, const torch::Tensor& input, World* world, double eps) {
+  static variable_list forward(AutogradContext* context, const torch::Tensor& input,
+                               const c10::intrusive_ptr<Ranks>& ranks, double eps) {
     const torch::Tensor wide = input.to(torch::kFloat64);
     const auto dimensions = summed_dimensions(input);
     const torch::Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
     const std::int64_t mine = input.numel() / input.size(1);
-    const auto [all, count] = summed_over_ranks(*world, sums, mine);
+    const auto [all, count] = summed_over_ranks(ranks->world, sums, mine);
     const torch::Tensor mean = all[0] / count;
     const torch::Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
     const torch::Tensor inverse = (variance + eps).rsqrt();
     const torch::Tensor output =
         ((wide - per_channel(mean, input)) * per_channel(inverse, input)).to(input.scalar_type());
     context->save_for_backward({output, inverse});
-    context->saved_data["world"] = reinterpret_cast<std::int64_t>(world);
+    context->saved_data["ranks"] = c10::IValue::make_capsule(ranks);
     context->saved_data["mine"] = static_cast<double>(mine);
     context->saved_data["count"] = count;
     const torch::Tensor unbiased = variance * (count / std::max(count - 1, 1.0));
@@ -59,19 +74,33 @@ class Normalise : public torch::autograd::Function<Normalise> {
     return {output, mean, unbiased};
   }
 
-  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a
-  // rank's own mean, which counts as often as the rank has values: for the means it is multiplied by that, for dx
-  // divided again.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list found;
+    in_autograd([&] { found = gradient_of_input(context, gradients); });
+    return found;
+  }
+
+ private:
+  // How often this rank's loss counts in the mean over all ranks, in any unit. 0 only where its gradient is not used.
+  static double loss_weight(AutogradContext* context, const Ranks& ranks) {
+    if (defect("batch norm counts ranks alike")) return 1;
+    return ranks.loss_weight ? ranks.loss_weight() : context->saved_data["mine"].toDouble();
+  }
+
+  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a
+  // rank's own mean, which counts in the mean over all ranks by its weight: for the means it is multiplied by that, for
+  // dx divided again.
+  static variable_list gradient_of_input(AutogradContext* context, const variable_list& gradients) {
+    if (torch::GradMode::is_enabled()) throw differentiated_twice();
     const auto saved = context->get_saved_variables();
-    const auto& world = *reinterpret_cast<World*>(context->saved_data["world"].toInt());
-    const double mine = defect("batch norm counts ranks alike") ? 1 : context->saved_data["mine"].toDouble();
+    const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
+    const double weight = loss_weight(context, *ranks);
     const double count = context->saved_data["count"].toDouble();
     const torch::Tensor dy = gradients[0].to(torch::kFloat64);
     const torch::Tensor y = saved[0].to(torch::kFloat64);
     const auto dimensions = summed_dimensions(dy);
-    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * mine;
-    const torch::Tensor means = summed_over_ranks(world, sums, 0).first / (count * mine);
+    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
+    const torch::Tensor means = summed_over_ranks(ranks->world, sums, 0).first / (count * (weight > 0 ? weight : 1));
     const torch::Tensor dx =
         per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
     return {dx.to(gradients[0].scalar_type()), {}, {}};
@@ -80,8 +109,9 @@ class Normalise : public torch::autograd::Function<Normalise> {
 
 }  // namespace
 
-std::vector<torch::Tensor> normalise_over_ranks(World& world, const torch::Tensor& input, double eps) {
-  return Normalise::apply(input, &world, eps);
+std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch::Tensor& input, double eps,
+                                                const std::function<double()>& loss_weight) {
+  return Normalise::apply(input, c10::make_intrusive<Ranks>(world, loss_weight), eps);
 }
 
 // In a group of its own its collectives keep their order, even while gradients are exchanged during backward.

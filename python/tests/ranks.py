@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that stay: processes which run one function after another, each in process groups of its own."""
 
+import atexit
 import faulthandler
 import os
 import tempfile
@@ -21,7 +22,8 @@ def _serve(rank, store, connection):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
     while (call := connection.recv()) is not None:
-        function, size, arguments = call
+        function, size, machines, arguments = call
+        os.environ["GROUP_RANK"] = str(machines[rank]) if machines and rank < size else "0"
         group = dist.new_group(list(range(size)))
         faulthandler.dump_traceback_later(LATE, exit=True)
         try:
@@ -35,10 +37,20 @@ def _serve(rank, store, connection):
 
 
 class RanksTestCase(unittest.TestCase):
-    """Tests whose functions run on ranks 0 ... size - 1 of three, with a process group of these as their first argument."""
+    """Tests whose functions run on ranks 0 ... size - 1 of three, with a process group of these as their first argument. The
+    ranks are the same for all such classes."""
+
+    folder = None
 
     @classmethod
     def setUpClass(cls):
+        if RanksTestCase.folder is None:
+            RanksTestCase.start()
+
+    @staticmethod
+    def start():
+        """Of the base class, so that all classes find them there."""
+        cls = RanksTestCase
         cls.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(SIZE)]
@@ -47,9 +59,12 @@ class RanksTestCase(unittest.TestCase):
         cls.ranks = [context.Process(target=_serve, args=(rank, store, pipes[rank][1])) for rank in range(SIZE)]
         for rank in cls.ranks:
             rank.start()
+        atexit.register(cls.end)
 
-    @classmethod
-    def tearDownClass(cls):
+    @staticmethod
+    def end():
+        cls = RanksTestCase
+        atexit.unregister(cls.end)
         for rank, connection in zip(cls.ranks, cls.connections):
             if rank.is_alive():
                 connection.send(None)
@@ -58,10 +73,10 @@ class RanksTestCase(unittest.TestCase):
             rank.kill()
         cls.folder.cleanup()
 
-    def on_ranks(self, size, function, *arguments):
-        """Fails with what every rank raised."""
+    def on_ranks(self, size, function, *arguments, machines=None):
+        """Fails with what every rank raised. machines: the machine that each rank counts as."""
         for connection in self.connections:
-            connection.send((function, size, arguments))
+            connection.send((function, size, machines, arguments))
         texts = []
         for rank, connection in enumerate(self.connections):
             try:
@@ -73,6 +88,7 @@ class RanksTestCase(unittest.TestCase):
         if texts:  # the next test begins with new ranks
             for rank in self.ranks:
                 rank.kill()
-            self.folder.cleanup()
-            self.setUpClass()
+                rank.join()
+            self.end()
+            self.start()
             self.fail("\n".join(texts))

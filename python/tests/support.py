@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function once per rank, each rank a process with a process group of its own."""
+"""What several tests use: ranks as new processes, a small classification task, comparisons."""
 
 import os
 import tempfile
@@ -8,6 +8,8 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep  # noqa: F401  registers the backend
 
@@ -46,3 +48,30 @@ def run_ranks(size, function, *arguments, backend="lockstep", machines=None):
     if late or texts or any(rank.exitcode for rank in ranks):
         codes = [rank.exitcode for rank in ranks]
         raise AssertionError(f"exit codes {codes}, {len(late)} ranks did not end\n" + "\n".join(texts))
+
+
+def expect(actual, expected, tolerance=0):
+    """Tensors, or lists of them."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def expect_error(kind, text, call):
+    """Returns the error."""
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), f"{text!r} is not in: {error}"
+        return error
+    raise AssertionError(f"no error with {text!r}")
+
+
+def samples():
+    """Of a classification task with 20 numbers and 5 classes."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
+
+
+def layers(normalisation=nn.Identity):
+    """A model for it."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 64), normalisation(64), nn.ReLU(), nn.Linear(64, 5))

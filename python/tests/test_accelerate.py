@@ -9,23 +9,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lockstep
-from support import run_ranks
-
+from support import layers, run_ranks, samples
 
 MAX_NORM = 0.1
-
-
-def samples():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
-
-
-def layers():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
 def accelerator(**options):

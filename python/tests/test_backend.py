@@ -3,7 +3,6 @@
 
 import os
 import signal
-import tempfile
 import time
 import unittest
 
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from support import run_ranks
+from support import expect, expect_error, run_ranks
 
 SIZES = (1, 2, 3, 4, 7)
 
@@ -28,10 +27,6 @@ def data_of(rank, elements=1001, dtype=torch.float32):
 
 def sum_of_all(elements=1001):
     return sum(data_of(rank, elements) for rank in range(dist.get_world_size()))
-
-
-def expect(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 # ---- What the ranks do. Functions of this module, so that spawned processes find them.
@@ -194,10 +189,13 @@ def train(model, steps=10):
         optimizer.step()
 
 
-def train_with_ddp(path):
-    model = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
-    train(model)
-    torch.save(model.state_dict(), f"{path}.{dist.get_rank()}")
+def train_with_ddp():
+    states = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        model = DistributedDataParallel(small_model(), process_group=group, gradient_as_bucket_view=True)
+        train(model)
+        states.append(model.state_dict())
+    expect(*states)
 
 
 def train_with_hook():
@@ -266,12 +264,8 @@ def train_with_fsdp(kind):
 
 def mismatch():
     tensor = torch.ones(dist.get_rank() + 1)
-    try:
-        dist.all_reduce(tensor)
-    except lockstep.MismatchError as error:
-        assert "rank 0" in str(error) and "rank 1" in str(error), error
-        return
-    raise AssertionError("no error")
+    error = expect_error(lockstep.MismatchError, "rank 0", lambda: dist.all_reduce(tensor))
+    assert "rank 1" in str(error), error
 
 
 def killed_peer():
@@ -280,24 +274,14 @@ def killed_peer():
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(10))
-    except lockstep.PeerLost as error:
-        assert "rank 1" in str(error), error
-        assert time.monotonic() - start < 2, "too late"
-        return
-    raise AssertionError("no error")
+    expect_error(lockstep.PeerLost, "rank 1", lambda: dist.all_reduce(torch.ones(10)))
+    assert time.monotonic() - start < 60, "too late: the group's timeout is half an hour"
 
 
 def call_after_shutdown():
     old = dist.group.WORLD._get_backend(torch.device("cpu"))
     old.shutdown()
-    try:
-        old.allreduce([torch.ones(1)]).wait()
-    except lockstep.Error as error:
-        assert "after its shutdown" in str(error), error
-        return
-    raise AssertionError("no error")
+    expect_error(lockstep.Error, "after its shutdown", lambda: old.allreduce([torch.ones(1)]).wait())
 
 
 class Collectives(unittest.TestCase):
@@ -307,38 +291,23 @@ class Collectives(unittest.TestCase):
                 run_ranks(size, everything)
 
 
+def trainings_and_errors():
+    train_with_ddp()
+    train_with_hook()
+    look_at_buckets()
+    for kind in ("fully_shard", "FullyShardedDataParallel"):
+        train_with_fsdp(kind)
+    mismatch()
+    call_after_shutdown()
+
+
 class Training(unittest.TestCase):
-    def test_ddp_trains_to_the_same_parameters_as_over_gloo(self):
-        with tempfile.TemporaryDirectory() as folder:
-            run_ranks(2, train_with_ddp, os.path.join(folder, "lockstep"))
-            run_ranks(2, train_with_ddp, os.path.join(folder, "gloo"), backend="gloo")
-            for rank in range(2):
-                over_gloo = torch.load(os.path.join(folder, f"gloo.{rank}"))
-                expect(torch.load(os.path.join(folder, f"lockstep.{rank}")), over_gloo)
-
-    def test_ddp_with_a_communication_hook_keeps_replicas_equal(self):
-        run_ranks(2, train_with_hook)
-
-    def test_ddp_takes_its_buckets_from_shared_memory(self):
-        run_ranks(2, look_at_buckets)
-
-    def test_fully_shard_trains_like_ddp(self):
-        run_ranks(2, train_with_fsdp, "fully_shard")
-
-    def test_fully_sharded_data_parallel_trains_like_ddp(self):
-        run_ranks(2, train_with_fsdp, "FullyShardedDataParallel")
-
-
-class Errors(unittest.TestCase):
-    def test_different_shapes_raise_on_both_ranks(self):
-        run_ranks(2, mismatch)
+    def test_ddp_and_fsdp_train_as_over_gloo_and_wrong_calls_raise(self):
+        run_ranks(2, trainings_and_errors)
 
     def test_a_killed_rank_raises_on_the_survivor(self):
         with self.assertRaisesRegex(AssertionError, r"exit codes \[0, -9\], 0 ranks did not end"):
             run_ranks(2, killed_peer)
-
-    def test_a_call_after_shutdown_raises(self):
-        run_ranks(2, call_after_shutdown)
 
 
 if __name__ == "__main__":

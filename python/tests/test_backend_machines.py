@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from support import run_ranks
-from test_backend import everything, expect, small_model, train
+from support import expect, run_ranks
+from test_backend import everything, small_model, train
 
 
 def late_for_the_barrier():

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lockstep
 from lockstep.lightning import LockstepStrategy
-from support import run_ranks
+from support import expect_error, layers, run_ranks, samples
 
 EPOCHS = 2
 GLOBAL_BATCH = 16
@@ -42,18 +42,6 @@ CASES = {
 }
 
 
-def samples():
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(128, 20, generator=generator), torch.randint(5, (128,), generator=generator))
-
-
-def layers(normalised):
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(20, 64), nn.BatchNorm1d(64) if normalised else nn.Identity(), nn.ReLU(), nn.Linear(64, 5)
-    )
-
-
 def as_torch(optimizer):
     """The optimizer of torch that does the same."""
     if isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("torch."):
@@ -67,7 +55,7 @@ def as_torch(optimizer):
 class Classifier(LightningModule):
     def __init__(self, make_optimizer, normalised=False):
         super().__init__()
-        self.layers = layers(normalised)
+        self.layers = layers(nn.BatchNorm1d if normalised else nn.Identity)
         self.make_optimizer = make_optimizer
 
     def loss(self, batch):
@@ -99,7 +87,7 @@ def trainer(folder, **options):
 
 def state_of_plain_torch(name):
     make_optimizer, options = CASES[name]
-    model = layers("sync_batchnorm" in options)
+    model = layers(nn.BatchNorm1d if "sync_batchnorm" in options else nn.Identity)
     optimizer = as_torch(make_optimizer(model.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     every = options.get("accumulate_grad_batches", 1)
@@ -169,18 +157,9 @@ class ManualOptimization(Classifier):
 
 
 def refuse(folder):
-    try:
-        trainer(folder).fit(ManualOptimization(), loader())
-    except lockstep.UsageError as error:
-        assert "manual optimization in ManualOptimization" in error.what, error
-    else:
-        raise AssertionError("no error")
-    try:
-        LockstepStrategy(ddp_comm_hook=print)
-    except lockstep.UsageError as error:
-        assert "ddp_comm_hook" in error.what, error
-    else:
-        raise AssertionError("no error")
+    fit = lambda: trainer(folder).fit(ManualOptimization(), loader())
+    expect_error(lockstep.UsageError, "manual optimization in ManualOptimization", fit)
+    expect_error(lockstep.UsageError, "ddp_comm_hook", lambda: LockstepStrategy(ddp_comm_hook=print))
 
 
 class Failing(Classifier):

@@ -3,7 +3,6 @@
 
 import copy
 import itertools
-import pickle
 import unittest
 import warnings
 
@@ -43,6 +42,14 @@ def parts_of(batch, group, sizes=None):
     return [tensor.split(sizes)[rank] for tensor in batch]
 
 
+def global_batches(steps=STEPS):
+    return [global_batch(step) for step in range(steps)]
+
+
+def parts_of_batches(group, steps=STEPS, sizes=None):
+    return [parts_of(batch, group, sizes) for batch in global_batches(steps)]
+
+
 def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -67,7 +74,17 @@ def expect_learning(losses, group):
     assert total[-1] < total[0], f"the loss is {total}"
 
 
-def train_alone(model, optimizer, batches):
+def wrapped_module(net, group, optimizer=lockstep.SGD, **wrapping):
+    made = optimizer(net.parameters(), lr=0.1)
+    return net, made, lockstep.DistributedDataParallel(net, made, process_group=group, **wrapping)
+
+
+def wrapped(group, **wrapping):
+    return wrapped_module(make_model(), group, **wrapping)
+
+
+def train(model, optimizer, batches):
+    """The loop of every program: returns the model."""
     for batch in batches:
         loss_of(model, batch).backward()
         optimizer.step()
@@ -81,15 +98,12 @@ def train_alone(model, optimizer, batches):
 def two_lines(group, name, options, sizes=None, **wrapping):
     alone = make_model()
     make = getattr(torch.optim, name, None) or getattr(lockstep, name)
-    train_alone(alone, make(alone.parameters(), **options), [global_batch(step) for step in range(STEPS)])
+    train(alone, make(alone.parameters(), **options), global_batches())
     net = make_model()
     optimizer = getattr(lockstep, name)(net.parameters(), **options)
     model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, **wrapping)
-    for step in range(STEPS):
-        loss_of(model, parts_of(global_batch(step), group, sizes)).backward()
-        assert model.samples_of_last_batch == 6
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, parts_of_batches(group, sizes=sizes))
+    assert model.samples_of_last_batch == 6
     expect_equal(net, alone)
     expect_same_on_all_ranks(net, group)
     assert model.statistics["exchanges"] == STEPS
@@ -115,9 +129,9 @@ def one_rank_like_torch(group):
     for name, options in LIKE_TORCH.items():
         nets = make_model(torch.float32), make_model(torch.float32)
         batches = [global_batch(step, dtype=torch.float32) for step in range(STEPS)]
-        train_alone(nets[0], getattr(torch.optim, name)(nets[0].parameters(), **options), batches)
+        train(nets[0], getattr(torch.optim, name)(nets[0].parameters(), **options), batches)
         optimizer = getattr(lockstep, name)(nets[1].parameters(), **options)
-        train_alone(lockstep.DistributedDataParallel(nets[1], optimizer, process_group=group), optimizer, batches)
+        train(lockstep.DistributedDataParallel(nets[1], optimizer, process_group=group), optimizer, batches)
         expect_equal(nets[1], nets[0], 1e-6)
 
 
@@ -174,12 +188,12 @@ def checkpoints(group, name):
     """Half of the steps with one, half with the other, in both directions; loaded before and after wrapping."""
     options = LIKE_TORCH[name]
     theirs, ours = getattr(torch.optim, name), getattr(lockstep, name)
-    batches = [global_batch(step) for step in range(STEPS)]
+    batches = global_batches()
     whole = make_model()
-    train_alone(whole, theirs(whole.parameters(), **options), batches)
+    train(whole, theirs(whole.parameters(), **options), batches)
     half = make_model()
     optimizer = theirs(half.parameters(), **options)
-    train_alone(half, optimizer, batches[: STEPS // 2])
+    train(half, optimizer, batches[: STEPS // 2])
     saved = copy.deepcopy((half.state_dict(), optimizer.state_dict()))
     for before in (True, False):
         net = make_model()
@@ -191,10 +205,7 @@ def checkpoints(group, name):
         if not before:
             model.load_state_dict({f"module.{key}": value for key, value in saved[0].items()})
             optimizer.load_state_dict(saved[1])
-        for batch in batches[STEPS // 2 :]:
-            loss_of(model, parts_of(batch, group)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, [parts_of(batch, group) for batch in batches[STEPS // 2 :]])
         expect_equal(net, whole)
     # and back
     net = make_model()
@@ -208,7 +219,7 @@ def checkpoints(group, name):
     again.load_state_dict({key.removeprefix("module."): value for key, value in model.state_dict().items()})
     plain = theirs(again.parameters(), **options)
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train_alone(again, plain, batches[-1:])
+    train(again, plain, batches[-1:])
     expect_equal(again, whole)
 
 
@@ -241,7 +252,7 @@ def joining(group):
     plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
     for step in range(size):
         batch = [tensor[2 * step :] for tensor in global_batch(step)]
-        train_alone(alone, plain, [batch])
+        train(alone, plain, [batch])
     for make, zero_first in itertools.product((lockstep.AdamW, torch.optim.AdamW), (True, False)):
         net = make_model()
         optimizer = make(net.parameters(), lr=0.01)
@@ -261,7 +272,7 @@ def skipping(group):
     """A rank without a batch takes part without forward and backward."""
     alone, net = make_model(), make_model()
     batches = [[tensor[:3] for tensor in global_batch(step)] for step in range(2)]
-    train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches)
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches)
     optimizer = lockstep.SGD(net.parameters(), lr=0.1)
     model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
     for batch in batches:
@@ -323,7 +334,7 @@ def scaling(group):
             scaler.update()
             optimizer.zero_grad()
     assert scaler.get_scale() == 512, scaler.get_scale()
-    train_alone(alone, plain, [global_batch(0), global_batch(2)])
+    train(alone, plain, [global_batch(0), global_batch(2)])
     expect_equal(net, alone)
 
 
@@ -347,29 +358,25 @@ def autocast(group):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, net, reentrant):
+    """twice: the checkpointed layers are used outside of the checkpoint, too."""
+
+    def __init__(self, net, reentrant, twice=False):
         super().__init__()
-        self.net, self.reentrant = net, reentrant
+        self.net, self.reentrant, self.twice = net, reentrant, twice
 
     def forward(self, x):
         hidden = checkpoint(self.net[:2], x.requires_grad_(), use_reentrant=self.reentrant)
-        return self.net[2](hidden)
+        return self.net[2](hidden + self.net[:2](x) if self.twice else hidden)
 
 
 def activation_checkpointing(group):
-    batches = [global_batch(step) for step in range(STEPS)]
-    alone = train_alone(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    batches = global_batches()
+    alone = train(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.1), batches)
     for reentrant in (False, True):
-        for wrapping in ({}, {"mean_in_grad": True, "static_graph": True}):
+        for wrapping in ({}, {"mean_in_grad": True}, {"mean_in_grad": True, "static_graph": True}):
             net = make_model()
-            optimizer = lockstep.SGD(net.parameters(), lr=0.1)
-            model = lockstep.DistributedDataParallel(
-                Checkpointed(net, reentrant), optimizer, process_group=group, **wrapping
-            )
-            for batch in batches:
-                loss_of(model, parts_of(batch, group)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            _, optimizer, model = wrapped_module(Checkpointed(net, reentrant), group, **wrapping)
+            train(model, optimizer, parts_of_batches(group))
             assert model.statistics["exchanges"] == STEPS
             expect_equal(net, alone)
 
@@ -386,17 +393,31 @@ def synchronised_batch_norm(group):
             torch.randn(6, 2, generator=generator, dtype=torch.float64),
         )
 
-    alone, net = with_norm(), lockstep.SyncBatchNorm.convert_sync_batchnorm(with_norm(), group)
-    assert isinstance(net[1], lockstep.SyncBatchNorm)
-    train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [batch_of(step) for step in range(STEPS)])
-    optimizer = lockstep.SGD(net.parameters(), lr=0.1)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
-    for step in range(STEPS):
-        loss_of(model, parts_of(batch_of(step), group, [4, 2])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expect_equal(net, alone, 1e-9)
-    expect_equal(net.buffers(), alone.buffers(), 1e-9)
+    def trained_alone(sizes, weights):
+        """One forward of the global batch; the loss is the mean of its parts' losses, by these weights."""
+        net = with_norm()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(STEPS):
+            x, y = batch_of(step)
+            losses = [nn.functional.mse_loss(*part) for part in zip(net(x).split(sizes), y.split(sizes))]
+            sum(weight * loss for weight, loss in zip(weights, losses) if weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net
+
+    for sizes, weights, wrapping in (
+        ([4, 2], [4 / 6, 2 / 6], {}),
+        ([6, 0], [1, 0], {}),
+        ([4, 2], [1 / 2, 1 / 2], {"weights": "equal"}),
+        ([4, 2], [4 / 6, 2 / 6], {"mean_in_grad": True}),
+    ):
+        alone, net = trained_alone(sizes, weights), lockstep.SyncBatchNorm.convert_sync_batchnorm(with_norm(), group)
+        assert isinstance(net[1], lockstep.SyncBatchNorm)
+        optimizer = lockstep.SGD(net.parameters(), lr=0.1)
+        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, **wrapping)
+        train(model, optimizer, [parts_of(batch_of(step), group, sizes) for step in range(STEPS)])
+        expect_equal(net, alone, 1e-9)
+        expect_equal(net.buffers(), alone.buffers(), 1e-9)
     net.eval(), alone.eval()
     expect_equal([net(batch_of(9)[0])], [alone(batch_of(9)[0])], 1e-9)
 
@@ -472,27 +493,6 @@ def another_optimizer(group):
         expect_equal(net, alone)
 
 
-def copies(group):
-    """A deep copy, and one through pickle, are models of their own that can be trained on all ranks."""
-    net = make_model()
-    optimizer = lockstep.Adam(net.parameters(), lr=0.01)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
-    loss_of(model, parts_of(global_batch(0), group)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    # The default process group of these processes has three ranks; all of them are here.
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        expect_equal(other, model, 0)
-        loss_of(other, parts_of(global_batch(1), group)).backward()
-        assert other.mean_in_grad and other.module[0].weight.grad is not None
-        assert other.module[0].weight.data_ptr() != net[0].weight.data_ptr()
-    both = copy.deepcopy((net, optimizer))
-    train_alone(both[0], both[1], [global_batch(1)])
-    loss_of(model, parts_of(global_batch(1), group)).backward()
-    optimizer.step()
-    expect_equal(net, both[0])
-
-
 def hooks(group):
     for hook, amount in (("fp16", 0), ("bf16", 0), ("powersgd", 2), ("topk", 0.5), ("2bit", 0.01)):
         net = make_model(torch.float32)
@@ -545,7 +545,7 @@ def equal_weights(group):
     model.samples(len(x))
     loss.backward()
     optimizer.step()
-    train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
     expect_equal(net.net, alone)
 
 
@@ -585,6 +585,31 @@ def shapes_of_models(group):
     assert net.blocks["unused"][0].weight not in optimizer.state
 
 
+def sparse_gradients(group):
+    """Of an embedding, with zero_grad() of both kinds: an entry that is 0 stays, a mean is not added to the last one."""
+    for kept, wrapping in itertools.product((False, True), ({}, {"mean_in_grad": True})):
+        nets = [nn.Embedding.from_pretrained(torch.eye(6, 4).double(), freeze=False, sparse=True) for _ in range(2)]
+        plain, optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.1), lockstep.SGD(nets[1].parameters(), lr=0.1)
+        model = lockstep.DistributedDataParallel(nets[1], optimizer, process_group=group, **wrapping)
+        for step in range(STEPS):
+            rows = torch.randint(6, (6,), generator=torch.Generator().manual_seed(step))
+            nets[0](rows).square().sum(1).mean().backward()
+            model(rows.split([4, 2])[dist.get_rank(group)]).square().sum(1).mean().backward()
+            plain.step(), optimizer.step()
+            plain.zero_grad(), optimizer.zero_grad(set_to_none=not kept)
+        expect_equal(nets[1], nets[0])
+
+
+def reached_twice(group):
+    """A layer inside and outside of a checkpointed part: its gradient is ready twice in a backward()."""
+    alone = Checkpointed(make_model(), True, twice=True)
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), global_batches())
+    for wrapping in ({}, {"mean_in_grad": True, "static_graph": True}):
+        net, optimizer, model = wrapped_module(Checkpointed(make_model(), True, twice=True), group, **wrapping)
+        train(model, optimizer, parts_of_batches(group))
+        expect_equal(net, alone)
+
+
 def closures_and_hooks(group):
     alone, net = make_model(), make_model()
     optimizer = lockstep.SGD(net.parameters(), lr=0.1)
@@ -599,7 +624,7 @@ def closures_and_hooks(group):
         return loss
 
     assert optimizer.step(closure).item() > 0 and calls == [1]
-    train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
     expect_equal(net, alone)
 
 
@@ -680,6 +705,10 @@ class TwoLines(RanksTestCase):
 
     def test_activation_checkpointing(self):
         self.on_ranks(2, activation_checkpointing)
+        self.on_ranks(2, reached_twice)
+
+    def test_sparse_gradients(self):
+        self.on_ranks(2, sparse_gradients)
 
     def test_synchronised_batch_norm_sees_the_global_batch(self):
         self.on_ranks(2, synchronised_batch_norm)
@@ -692,9 +721,6 @@ class TwoLines(RanksTestCase):
 
     def test_torchs_optimizers_find_the_mean_in_grad(self):
         self.on_ranks(2, another_optimizer)
-
-    def test_copies_train_on_their_own(self):
-        self.on_ranks(3, copies)
 
     def test_lossy_hooks_keep_ranks_equal_and_learn(self):
         self.on_ranks(2, hooks)

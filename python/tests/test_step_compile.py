@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import lockstep
 from ranks import RanksTestCase
-from test_step import expect_equal, expect_same_on_all_ranks, global_batch, loss_of, parts_of, train_alone
+from test_step import expect_equal, expect_same_on_all_ranks, global_batch, parts_of, train
 
 BACKEND = "inductor" if shutil.which("g++") else "aot_eager"  # Inductor needs a compiler
 
@@ -29,7 +29,7 @@ def compiled(group, cache):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     batches = [global_batch(step, dtype=torch.float32) for step in range(3)]
     alone = make_model()
-    train_alone(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), batches)
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), batches)
     for before in (True, False):
         net = make_model()
         optimizer = lockstep.AdamW(net.parameters(), lr=0.01)
@@ -37,10 +37,7 @@ def compiled(group, cache):
             model = lockstep.DistributedDataParallel(torch.compile(net, backend=BACKEND), optimizer, process_group=group)
         else:
             model = torch.compile(lockstep.DistributedDataParallel(net, optimizer, process_group=group), backend=BACKEND)
-        for batch in batches:
-            loss_of(model, parts_of(batch, group)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, [parts_of(batch, group) for batch in batches])
         assert model.statistics["exchanges"] == 3 and model.samples_of_last_batch == 6
         expect_equal(net, alone, 1e-4)
         expect_same_on_all_ranks(net, group)

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a training step that are wrong: each is an error on every rank, and nothing hangs."""
 
+import os
+import signal
 import unittest
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 import lockstep
 from ranks import RanksTestCase
-from test_step import expect_equal, global_batch, loss_of, make_model, parts_of
-
-
-def wrapped(group, optimizer=lockstep.SGD, **wrapping):
-    net = make_model()
-    made = optimizer(net.parameters(), lr=0.1)
-    return net, made, lockstep.DistributedDataParallel(net, made, process_group=group, **wrapping)
-
-
-def expect_error(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), f"{text!r} is not in: {error}"
-        return error
-    raise AssertionError(f"no error with {text!r}")
+from support import expect_error, run_ranks
+from test_step import (
+    Checkpointed,
+    expect_equal,
+    global_batch,
+    loss_of,
+    make_model,
+    parts_of,
+    train,
+    wrapped,
+    wrapped_module,
+)
 
 
 # ---- What the ranks do
@@ -195,6 +194,95 @@ def not_in_the_group(group):
         expect_error(lockstep.UsageError, "a process group that this rank is not in", call)
 
 
+def reached_twice_without_a_static_graph(group):
+    """The error of a hook of autograd's is lockstep's own."""
+    _, _, model = wrapped_module(Checkpointed(make_model(), True, twice=True), group, mean_in_grad=True)
+    call = lambda: loss_of(model, parts_of(global_batch(0), group)).backward()
+    error = expect_error(lockstep.UsageError, "became ready again after it was sent", call)
+    assert "static_graph" in error.next
+
+
+def killed_in_backward():
+    """Through buckets, where hooks of autograd wait for the others."""
+    _, _, model = wrapped(None, mean_in_grad=True)
+    loss = loss_of(model, [tensor[:2] for tensor in global_batch(0)])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    expect_error(lockstep.PeerLost, "rank 1", loss.backward)
+
+
+def synchronised_layers(group):
+    """What would make other ranks wait for this one's forward() is refused on every rank."""
+    make = lambda: nn.Sequential(lockstep.SyncBatchNorm(4, process_group=group).double(), make_model())
+    _, _, model = wrapped_module(make(), group)
+    for name, call in (("skip_batch()", model.skip_batch), ("join()", model.join().__enter__)):
+        error = expect_error(lockstep.UsageError, f"{name} of a model with SyncBatchNorm", call)
+        assert "(0, ...)" in error.next
+    x = global_batch(0)[0].requires_grad_()
+    twice = lambda: torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    expect_error(lockstep.UsageError, "a second derivative of SyncBatchNorm", twice)
+    model.module.eval()
+    with model.join():
+        pass
+
+
+def moved_away(group, change):
+    """Of those that the ranks share; the same is said in every layout."""
+    net, optimizer, model = wrapped(group)
+    train(model, optimizer, [parts_of(global_batch(0), group)])
+    change(net)
+    dtype = net[0].weight.dtype
+
+    def step():
+        train(model, optimizer, [[tensor.to(net[0].weight.device, dtype) for tensor in parts_of(global_batch(1), group)]])
+
+    text = "parameter 0.weight is another one than when DistributedDataParallel was made: it was torch.float64 on cpu"
+    error = expect_error(lockstep.UsageError, text, step)
+    assert "change the model first" in error.next, error
+
+
+def to_meta(net):
+    net.to("meta")
+
+
+def another_parameter(net):
+    net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+
+
+def without_cuda(group):
+    """Tensors that say they are on a GPU, as on a machine that has one."""
+    with FakeTensorMode():
+        net = nn.Linear(4, 2, device="cuda")
+    call = lambda: lockstep.DistributedDataParallel(net, process_group=group)
+    error = expect_error(lockstep.DeviceError, "built without CUDA", call)
+    assert "cuda" in error.next
+    over_lockstep = dist.new_group(backend="lockstep")
+    expect_error(RuntimeError, "cuda", lambda: over_lockstep._get_backend(torch.device("cuda")))
+
+
+def a_step_in_a_forked_child(group):
+    """The child is not a rank: it says so, and the ranks go on."""
+    net, optimizer, model = wrapped(group)
+    train(model, optimizer, [parts_of(global_batch(0), group)])
+    context = torch.multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def child():
+        try:
+            train(model, optimizer, [parts_of(global_batch(1), group)])
+            answers.put("no error")
+        except lockstep.Error as error:
+            answers.put(str(error))
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(60)
+    assert "forked child" in answers.get()
+    train(model, optimizer, [parts_of(global_batch(1), group)])
+
+
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
         return 6
@@ -219,9 +307,6 @@ class Errors(RanksTestCase):
 
     def test_models_that_differ(self):
         self.on_ranks(2, different_models)
-
-    def test_another_dtype_after_wrapping(self):
-        self.on_ranks(2, moved_parameters, to_float, "has left the memory that the ranks of this machine share")
 
     def test_parameters_written_by_hand(self):
         self.on_ranks(2, moved_parameters, write_data, "was written between two steps")
@@ -264,6 +349,25 @@ class Errors(RanksTestCase):
 
     def test_data_loaders_fork_after_wrapping(self):
         self.on_ranks(2, workers_that_fork)
+
+    def test_a_step_in_a_forked_child(self):
+        self.on_ranks(2, a_step_in_a_forked_child)
+
+    def test_parameters_that_moved_away(self):
+        for change in (to_float, to_meta, another_parameter):
+            with self.subTest(change=change.__name__):
+                self.on_ranks(2, moved_away, change)
+
+    def test_errors_in_hooks_of_autograd_are_locksteps(self):
+        self.on_ranks(2, reached_twice_without_a_static_graph)
+        with self.assertRaisesRegex(AssertionError, r"exit codes \[0, -9\], 0 ranks did not end"):
+            run_ranks(2, killed_in_backward)
+
+    def test_batches_left_out_with_synchronised_layers(self):
+        self.on_ranks(2, synchronised_layers)
+
+    def test_cuda_tensors_without_the_cuda_build(self):
+        self.on_ranks(3, without_cuda)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same program started by lockstep run, torchrun and torch.multiprocessing.spawn, with and without a process group."""
+"""The same program started by lockstep run, torchrun, mpirun, Slurm's variables and torch.multiprocessing.spawn, with and
+without a process group."""
 
 import os
 import shutil
@@ -13,16 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lockstep
-from test_step import expect_equal, global_batch, loss_of, make_model, train_alone
+from test_step import expect_equal, global_batch, global_batches, make_model, train
 
 PROGRAM = os.path.abspath(__file__)
 
 
-def train(backend, fails):
-    """The program: two lines, no matter who has started it. Prints what shows that it is right."""
-    torch.set_num_threads(1)
-    if backend != "none":
-        dist.init_process_group(backend)
+def two_lines(fails=False):
+    """Two lines, no matter who has started the ranks. Prints what shows that it is right."""
     net, alone = make_model(), make_model()
     optimizer = lockstep.AdamW(net.parameters(), lr=0.01)
     model = lockstep.DistributedDataParallel(net, optimizer)
@@ -31,26 +29,54 @@ def train(backend, fails):
         if fails and step == 1 and rank == 1:
             raise ValueError("rank 1 has had enough")
         part = [tensor[rank * 3 : rank * 3 + 3] for tensor in global_batch(step)]
-        loss_of(model, part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    train_alone(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), [global_batch(step) for step in range(3)])
+        train(model, optimizer, [part])
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), global_batches(3))
     expect_equal(net, alone)
-    print(f"rank {rank} of {size} has trained", flush=True)
-    if backend != "none":
+    machines = "several machines" if model.mean_in_grad else "one machine"
+    print(f"rank {rank} of {size} has trained on {machines}", flush=True)
+
+
+def program(fails, backend, store=None):
+    """With a process group, unless backend is "none". store: a file in which ranks meet, by default where the launcher says;
+    Slurm's variables number them then. Where the store outlives a group of lockstep's there is a second group over it."""
+    torch.set_num_threads(1)
+    if backend == "none":
+        return two_lines(fails)
+    arguments = {}
+    if store is not None:
+        ranks = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
+        arguments = {"store": dist.FileStore(store, 2), **ranks}
+    store_stays = store is not None or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    for _ in range(2 if store_stays and backend == "lockstep" else 1):
+        dist.init_process_group(backend, **arguments)
+        two_lines(fails)
         dist.destroy_process_group()
 
 
-def spawned(rank, store, backend):
+def spawned(rank, store):
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
-    train("none", fails=False)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    two_lines()
     dist.destroy_process_group()
 
 
 def started(*command):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment)
+
+
+def by_slurms_variables(nodes, *arguments):
+    """What srun sets, and no more: two ranks on these nodes. Returns exit codes and outputs."""
+    of_job = {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    of_job["SLURM_TASKS_PER_NODE"] = "2" if nodes == (0, 0) else "1(x2)"
+    ranks = []
+    for rank, node in enumerate(nodes):
+        of_rank = {"SLURM_PROCID": f"{rank}", "SLURM_NODEID": f"{node}", "SLURM_LOCALID": f"{rank - node}"}
+        command = [sys.executable, PROGRAM, *arguments]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, env={**os.environ, **of_job, **of_rank}, **output))
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
+    return max(rank.returncode for rank in ranks), "".join(texts)
 
 
 def lockstep_run(*arguments):
@@ -61,24 +87,37 @@ def lockstep_run(*arguments):
 
 
 class Launchers(unittest.TestCase):
-    def expect_trained(self, result):
-        self.assertEqual(result.returncode, 0, result.stdout)
+    def expect_trained(self, code, output, times=1, machines="one machine"):
+        self.assertEqual(code, 0, output)
         for rank in range(2):
-            self.assertIn(f"rank {rank} of 2 has trained", result.stdout)
+            self.assertEqual(output.count(f"rank {rank} of 2 has trained on {machines}"), times, output)
 
     def test_lockstep_run(self):
         for backend in ("none", "gloo"):
-            self.expect_trained(lockstep_run("train", backend))
+            result = lockstep_run("train", backend)
+            self.expect_trained(result.returncode, result.stdout)
 
     def test_torchrun(self):
-        for backend in ("none", "gloo"):
-            self.expect_trained(
-                started(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM, "train", backend)
-            )
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM)
+        for backend, times in (("none", 1), ("gloo", 1), ("lockstep", 2)):
+            result = started(*torchrun, "train", backend)
+            self.expect_trained(result.returncode, result.stdout, times)
+
+    def test_mpirun(self):
+        mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, PROGRAM)
+        result = started(*mpirun, "train", "none")
+        self.expect_trained(result.returncode, result.stdout)
+
+    def test_slurms_variables(self):
+        self.expect_trained(*by_slurms_variables((0, 0), "train", "none"))
+        for backend, times in (("gloo", 1), ("lockstep", 2)):
+            with tempfile.TemporaryDirectory() as folder:
+                several = by_slurms_variables((0, 1), "train", backend, os.path.join(folder, "store"))
+                self.expect_trained(*several, times, machines="several machines")
 
     def test_spawn(self):
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(spawned, (os.path.join(folder, "store"), "gloo"), nprocs=2)
+            mp.spawn(spawned, (os.path.join(folder, "store"),), nprocs=2)
 
     def test_a_rank_that_raises_ends_the_job_and_is_named(self):
         result = lockstep_run("fail", "none")
@@ -106,6 +145,6 @@ def alone(queue):
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["train"], ["fail"]):
-        train(sys.argv[2], fails=sys.argv[1] == "fail")
+        program(sys.argv[1] == "fail", *sys.argv[2:])
     else:
         unittest.main()

@@ -2,7 +2,6 @@
 #include "lockstep/collective/c10d/backend.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -24,10 +23,9 @@ using c10d::OpType;
 using Tensor = C10dBackend::Tensor;
 using WorkPtr = C10dBackend::WorkPtr;
 
-std::string C10dBackend::this_machine() {
-  const char* node = std::getenv("GROUP_RANK");
-  return machine_id(node != nullptr ? node : "");
-}
+C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                         std::chrono::milliseconds timeout)
+    : C10dBackend(store, rank, size, timeout, this_machine()) {}
 
 C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                          std::chrono::milliseconds timeout, std::string machine)

@@ -54,12 +54,12 @@ class C10dBackend final : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   // Blocks until all `size` ranks are connected; the store carries addresses and is not used afterwards. A store, or a
-  // prefix of one, serves one backend. Ranks with the same `machine` share memory. Throws RendezvousError: ranks that did
-  // not come, machines that can't reach each other; SystemError.
+  // prefix of one, serves several backends if all ranks make them in the same order. Ranks with the same `machine` share
+  // memory; left out, it is this_machine() of connect.h. Throws RendezvousError: ranks that did not come, machines that
+  // can't reach each other; SystemError.
+  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
   C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
-              std::string machine = this_machine());
-  // The running kernel, and where a launcher numbers its machines (torchrun, lockstep run: GROUP_RANK) that number.
-  static std::string this_machine();
+              std::string machine);
 
   // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
   ~C10dBackend() override;

@@ -108,6 +108,41 @@ TEST(Backend, a_wait_with_a_timeout_ends_and_the_call_goes_on) {
   });
 }
 
+// Calls, a message among them, are begun by whoever waits first, with a timeout or without.
+class SeveralThreads : public ::testing::TestWithParam<Machines> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, SeveralThreads, ::testing::Values(Machines{0, 0}, Machines{0, 1}),
+                         [](const auto& test) { return "ranks_on_" + join(test.param, ""); });
+
+TEST_P(SeveralThreads, wait_for_one_call) {
+  run_group(GetParam(), [](const GroupPtr& group) {
+    const int peer = 1 - group->getRank();
+    for (int round = 0; round < 50; ++round) {
+      Tensors sum{torch::ones({10})}, sent{torch::ones({100000})}, received{torch::zeros({100000})};
+      const std::vector<C10dBackend::WorkPtr> works{group->allreduce(sum), group->send(sent, peer, 0),
+                                                    group->recv(received, peer, 0)};
+      std::vector<std::thread> threads;
+      for (const auto timeout : {kNoTimeout, std::chrono::milliseconds(kTimeout), std::chrono::milliseconds(kTimeout)})
+        threads.emplace_back([&works, timeout] {
+          for (const auto& work : works) EXPECT_TRUE(work->wait(timeout));
+        });
+      for (std::thread& thread : threads) thread.join();
+      expect_equal(sum[0], torch::full({10}, 2.0));
+      expect_equal(received[0], sent[0]);
+    }
+  });
+}
+
+TEST(Backend, every_thread_that_waits_gets_the_error) {
+  run_group(2, [](const GroupPtr& group) {
+    Tensors tensors{torch::ones({group->getRank() + 1})};
+    const auto work = group->allreduce(tensors);
+    std::thread other([&] { EXPECT_THROW(work->wait(kTimeout), MismatchError); });
+    EXPECT_THROW(work->wait(), MismatchError);
+    other.join();
+    group->barrier()->wait();
+  });
+}
+
 TEST(Backend, the_timeout_of_a_call_ends_it_and_names_who_is_missing) {
   run_group(2, [](const GroupPtr& group) {
     if (group->getRank() == 1) {
@@ -157,7 +192,7 @@ TEST(Backend, arguments_that_make_no_sense_are_refused_at_once) {
 
 TEST(Backend, rank_0_that_goes_away_before_it_gives_its_address_is_an_error_within_the_timeout) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  store->set("lockstep/machine/0", std::string("machine 0"));
+  store->set("lockstep/connection/1/lockstep/machine/0", std::string("machine 0"));
   const auto join = [&] { C10dBackend(store, 1, 2, std::chrono::milliseconds(50), "machine 0"); };
   store->setTimeout(kTimeout);
   EXPECT_TRUE(contains(message_of<RendezvousError>(join), "not all ranks have come"));

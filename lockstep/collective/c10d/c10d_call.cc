@@ -5,6 +5,7 @@
 #include <chrono>
 #include <future>
 #include <mutex>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -70,35 +71,32 @@ class C10dMessages::UnderWay : public Future {
  public:
   explicit UnderWay(C10dMessage message)
       : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
-    if (message.in_background) result_by(std::launch::async);
+    if (message.in_background) begin_in_background();
   }
 
-  // A future of std::async waits for its thread.
   ~UnderWay() override {
-    if (result_.valid() && !settled()) abort();
+    if (begun_ && !settled()) abort();  // the thread ends then
   }
 
-  bool settled() {
-    const std::lock_guard lock(mutex_);
-    return result_.valid() && is_ready(result_);
-  }
+  bool settled() { return result_.done(); }
 
   void wait() override {
-    const Result result = result_by(std::launch::deferred);
-    try {
-      result.get();
-    } catch (const Error&) {  // of next_ and finish
-      throw;
-    } catch (const std::exception& error) {
-      throw peer_lost(call_, error);
-    }
+    if (begin()) carry_out();
+    result_.wait();
   }
   void wait(Deadline deadline) override {
-    if (result_by(std::launch::async).wait_for(deadline.left()) != std::future_status::ready)
-      throw not_finished_by_deadline(call_.here, call_.operation);
-    wait();
+    begin_in_background();
+    try {
+      result_.wait(deadline);
+    } catch (const std::exception&) {
+      if (!result_.done()) throw not_finished_by_deadline(call_.here, call_.operation);
+      result_.wait();
+    }
   }
-  bool done() override { return is_ready(result_by(std::launch::async)); }
+  bool done() override {
+    begin_in_background();
+    return result_.done();
+  }
   int source() const override { return first_->sourceRank(); }
 
   void abort() {
@@ -109,18 +107,31 @@ class C10dMessages::UnderWay : public Future {
   }
 
  private:
-  using Result = std::shared_future<void>;
-
-  static bool is_ready(const Result& result) { return result.wait_for(milliseconds(0)) == std::future_status::ready; }
-
-  // By the first that wants it: on the thread that waits, or on one beside.
-  Result result_by(std::launch how) {
+  // The first that wants the result carries the message out: a thread that waits, or one beside. False: not the first.
+  bool begin() {
     const std::lock_guard lock(mutex_);
-    if (!result_.valid()) result_ = std::async(how, [this] { carry_out(); }).share();
-    return result_;
+    return !std::exchange(begun_, true);
+  }
+
+  void begin_in_background() {
+    const std::lock_guard lock(mutex_);
+    if (begun_) return;
+    thread_ = std::async(std::launch::async, [this] { carry_out(); });
+    begun_ = true;
   }
 
   void carry_out() {
+    try {
+      transfer();
+      result_.complete();
+    } catch (const Error&) {  // of next_ and finish
+      result_.complete(std::current_exception());
+    } catch (const std::exception& error) {
+      result_.complete(std::make_exception_ptr(peer_lost(call_, error)));
+    }
+  }
+
+  void transfer() {
     wait_for(*first_);
     if (next_) begin_second(next_(*first_));
     if (second_) wait_for(*second_);
@@ -140,10 +151,12 @@ class C10dMessages::UnderWay : public Future {
   C10dCall call_;
   std::function<C10dWork(c10d::Work&)> next_;
   std::mutex mutex_;
-  bool aborted_ = false;  // guarded by mutex_, like second_ and result_; second_ is written by the thread that waits
+  bool begun_ = false;  // guarded by mutex_, like the next two; second_ is written by who carries the message out
+  bool aborted_ = false;
   C10dWork second_;
   C10dWork first_;
-  Result result_;  // last: its thread uses the others
+  Completion result_;
+  std::future<void> thread_;  // last: it uses the others, and the destructor waits for it
 };
 
 FuturePtr C10dMessages::start(C10dMessage message) {

@@ -43,6 +43,8 @@ Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
   auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options.rank, options.size, gloo_options);
   issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
   return gloo;
+} catch (const Error&) {
+  throw;
 } catch (const std::exception& error) {
   throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", split(error.what(), '\n').front()),
                          .here = concat(options.describe, " at ", options.address),

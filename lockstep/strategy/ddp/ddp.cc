@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <atomic>
 #include <unordered_set>
 
 #include "lockstep/base/defects.h"
@@ -69,6 +70,15 @@ Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Opti
   return options.share_parameters && world.device().is_cpu() ? dynamic_cast<Optimizer*>(optimizer) : nullptr;
 }
 
+// A number that no other DistributedDataParallel of these ranks has. Each counts its own; the highest of all ranks grows
+// with each one, whatever other ranks the members have worked with. Collective.
+double agree_on_number(const World& world) {
+  static std::atomic<std::int64_t> made{0};
+  const torch::Tensor number = torch::full({1}, ++made, torch::kInt64).to(world.device());
+  world.all_reduce(number, ReduceOp::kMax);
+  return number.item<double>();
+}
+
 // What shows that parameters were written: how often, by their version counters; and a hash of 16 elements of each,
 // because torch's optimizers write through data(), which counts nothing. On a GPU, where reading elements would wait, of none.
 struct Values {
@@ -109,6 +119,7 @@ class DistributedDataParallel::Impl {
     buffers_ = without(options.ignored, named_buffers(module));
     options_.sparse_parameters.merge(sparse_parameters(module));
     take_values_of_rank_0();
+    number_ = agree_on_number(world_);
     if (!options.broadcast_buffers) buffers_.clear();
     frozen_ = parameters_;
     std::erase_if(frozen_, [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); });
@@ -301,6 +312,7 @@ class DistributedDataParallel::Impl {
     } else if (optimizer_ != nullptr) {
       settings = settings_of(*optimizer_);
     }
+    settings.push_back({"the number of the DistributedDataParallel", number_});
     settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
                         values_of(parameters_) == values_ ? 0.0 : 1.0});
     if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
@@ -339,6 +351,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
+  double number_ = 0;                     // tells it from others of the same ranks, when they exchange through buckets
   Values values_;                         // through buckets: of parameters_ after the last exchange
   double steps_ = 0;                      // step() of lockstep's optimizer until then; kStepCalls
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,18 +13,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import _C
 from lockstep._compiler import not_compiled
-from lockstep.ddp import world_of
+from lockstep._worlds import group_of, reference_to, world_of
 
 __all__ = ["SyncBatchNorm"]
 
-_worlds: dict[int, tuple[_C.World, _C.World]] = {}  # by id of a world: that, and a copy of it for batch normalisation
+_copies: WeakKeyDictionary[_C.World, _C.World] = WeakKeyDictionary()  # of worlds, for batch normalisation
 
 
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.SyncBatchNorm, on the CPU too: mean and variance are taken over the batches of all ranks.
 
     Each forward in training sends 2 C + 1 values for C channels and blocks until all ranks are there; each backward
-    sends 2 C. Every rank calls it with one sample at least. In eval mode nothing is sent. Input: (B, C, ...).
+    sends 2 C. In eval mode nothing is sent. Input: (B, C, ...). A rank's batch may be empty, but every rank calls forward
+    and backward: skip_batch() and join() of DistributedDataParallel refuse a model with such layers.
+
+    Gradients are those of the mean that DistributedDataParallel makes: by samples, or of all ranks alike. Where no
+    lockstep.DistributedDataParallel's backward() is under way ranks count alike, as with torch's. Second derivatives are
+    a UsageError.
     """
 
     def __init__(
@@ -37,6 +45,12 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": reference_to(self.process_group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "process_group": group_of(state["process_group"])})
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
@@ -88,6 +102,6 @@ class SyncBatchNorm(_BatchNorm):
 def _world_for(process_group: dist.ProcessGroup | None, device: torch.device) -> _C.World:
     """A world of its own: its collectives keep their order while gradients are exchanged during backward()."""
     world = world_of(process_group, device)
-    if id(world) not in _worlds:
-        _worlds[id(world)] = world, world.split(0)
-    return _worlds[id(world)][1]
+    if world not in _copies:
+        _copies[world] = world.split(0)
+    return _copies[world]

@@ -13,8 +13,4 @@ void bind_world(pybind11::module_& module);       // World, and batch normalisat
 void bind_optimizers(pybind11::module_& module);  // SGD, Adam, AdamW, LAMB, LARS
 void bind_replica(pybind11::module_& module);     // DistributedDataParallel
 
-// Calls `call` in a hook of autograd, which does not hold the GIL. An Error that it throws becomes a Python exception of
-// its kind: autograd itself would make a RuntimeError of it.
-void in_autograd(const std::function<void()>& call);
-
 }  // namespace lockstep::python

@@ -33,7 +33,6 @@ validation data gets no transform but the one you give it.
 Errors: lockstep.DataError (a file that is missing or damaged; names file and sample), lockstep.UsageError (arguments).
 """
 
-import multiprocessing
 import os
 import pathlib
 import warnings
@@ -47,6 +46,7 @@ import torch.utils.data
 
 from lockstep._C import data as _native
 from lockstep._C import usage_error as _refuse
+from lockstep._worlds import warn_of_lone_process
 
 __all__ = [
     "CIFAR10",
@@ -310,12 +310,7 @@ def _rank_and_size(rank, world_size):
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = _native.rank_of_job()
-    if world_size == 1 and multiprocessing.parent_process() is not None:
-        warnings.warn(
-            "lockstep: this process loads all samples: no launcher has started it, and torch.distributed is not initialised. "
-            "Call torch.distributed.init_process_group() in spawned processes, or give rank= and world_size=",
-            stacklevel=5,
-        )
+    warn_of_lone_process(world_size, "loads all samples", next=", or give rank= and world_size=", stacklevel=5)
     return rank, world_size
 
 

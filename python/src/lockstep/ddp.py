@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,44 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from lockstep import _C
 from lockstep._compiler import not_compiled
+from lockstep._worlds import group_of, reference_to, world_of
+from lockstep.batch_norm import SyncBatchNorm
 from lockstep.optim import _Optimizer
 
 __all__ = ["DistributedDataParallel"]
-
-_worlds: dict[Any, _C.World] = {}  # by process group, None for the launcher's, and device
-
-
-def world_of(process_group: dist.ProcessGroup | None, device: torch.device) -> _C.World:
-    """The ranks of a process group: given, else the default one, else those that the launcher started. Blocks at first."""
-    if process_group is None and dist.is_initialized():
-        process_group = dist.group.WORLD
-    key = process_group, device.type
-    if key not in _worlds:
-        _worlds[key] = _launched_world(device) if process_group is None else _world_of_group(process_group, device)
-    return _worlds[key]
-
-
-def _launched_world(device: torch.device) -> _C.World:
-    world = _C.World.from_env(device)
-    if world.size == 1 and multiprocessing.parent_process() is not None:
-        warnings.warn(
-            "lockstep: this process trains alone: no launcher has started it, and torch.distributed is not initialised. "
-            "Call torch.distributed.init_process_group() in spawned processes",
-            stacklevel=4,
-        )
-    return world
-
-
-def _world_of_group(group: dist.ProcessGroup, device: torch.device) -> _C.World:
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        _C.usage_error("a process group that this rank is not in", next="make DistributedDataParallel on its ranks only")
-    store = dist.PrefixStore(f"lockstep/world/{device.type}", distributed_c10d._world.pg_map[group][1])
-    return _C.World.over_store(store, dist.get_rank(group), dist.get_world_size(group), device)
-
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
@@ -129,16 +97,18 @@ class DistributedDataParallel(nn.Module):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
         self.module = module
+        self.process_group = process_group
         self._arguments = {name: value for name, value in locals().items() if name in _KEPT_ARGUMENTS}
-        self._connect(optimizer, process_group)
+        self._connect(optimizer)
 
-    def _connect(self, optimizer: torch.optim.Optimizer | None, process_group: dist.ProcessGroup | None) -> None:
+    def _connect(self, optimizer: torch.optim.Optimizer | None) -> None:
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         buffers = list(self.module.named_buffers(remove_duplicate=False))
         self.device = parameters[0][1].device if parameters else torch.device("cpu")
-        self._world = world_of(process_group, self.device)
+        self._world = world_of(self.process_group, self.device)
         self._optimizer = optimizer
         self._buffers_known = dict(buffers)
+        self._parameters_known = list(_parameters_with_owners(self.module))
         own = isinstance(optimizer, _Optimizer)
         native = optimizer._make_native() if own else None
         if optimizer is not None and not own:
@@ -168,12 +138,26 @@ class DistributedDataParallel(nn.Module):
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks in nothing and sends nothing."""
+        self._require_same_parameters()
         self._require_same_buffers()
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else None)
         return output
+
+    def _require_same_parameters(self) -> None:
+        for name, owner, key, parameter, dtype, device in self._parameters_known:
+            now = owner.get(key)
+            if now is parameter and now.dtype == dtype and now.device == device:
+                continue
+            is_now = "gone" if now is None else f"{now.dtype} on {now.device}"
+            _C.usage_error(
+                f"parameter {name} is another one than when DistributedDataParallel was made: "
+                f"it was {dtype} on {device} and is {is_now}",
+                likely="model.to(), half() or float(), or an assignment to the parameter, after that",
+                next="change the model first, then make optimizer and DistributedDataParallel",
+            )
 
     def _require_same_buffers(self) -> None:
         now = dict(self.module.named_buffers(remove_duplicate=False))
@@ -192,7 +176,8 @@ class DistributedDataParallel(nn.Module):
     def skip_batch(self) -> None:
         """Instead of forward and backward() on a rank that has no batch for this step. step() follows as on every rank.
 
-        Blocks as backward() does."""
+        Blocks as backward() does. Raises UsageError for a model with SyncBatchNorm."""
+        self._require_no_sync_batch_norm("skip_batch()")
         self._replica.skip_batch()
 
     @contextmanager
@@ -210,9 +195,12 @@ class DistributedDataParallel(nn.Module):
         """For ranks that may have different numbers of batches: around the loop, with one step() per batch.
 
         A rank that leaves the loop takes part in the steps of the others without samples, until none has any. The
-        learning rate has to be the same on all ranks then, too. Needs the optimizer."""
+        learning rate has to be the same on all ranks then, too. Needs the optimizer. Raises UsageError for a model with
+        SyncBatchNorm."""
         if enable and self._optimizer is None:
             _C.usage_error("join() without an optimizer", next="give DistributedDataParallel the optimizer as well")
+        if enable:
+            self._require_no_sync_batch_norm("join()")
         yield
         if enable and not self._replica.accumulates:
             self._optimizer.zero_grad()  # a loop that begins with zero_grad() leaves gradients that a step() has used
@@ -222,6 +210,15 @@ class DistributedDataParallel(nn.Module):
                 return
             self._optimizer.step()
             self._optimizer.zero_grad()
+
+    def _require_no_sync_batch_norm(self, call: str) -> None:
+        synchronised = (each for each in self.module.modules() if isinstance(each, SyncBatchNorm) and each.training)
+        if self.size > 1 and any(synchronised):
+            _C.usage_error(
+                f"{call} of a model with SyncBatchNorm",
+                likely="the layers of the other ranks would wait for this rank's forward()",
+                next="give a rank without a batch an empty one, (0, ...), and call forward() and backward() as the others do",
+            )
 
     # ---- Parameters
 
@@ -274,12 +271,15 @@ class DistributedDataParallel(nn.Module):
     # ---- Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without connections and optimizer. Copying or loading it makes new ones: every rank does so at the same time."""
-        return {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
+        """Without connections and optimizer. Copying or loading it makes new ones: every rank does so at the same time, with
+        the process group that was given, which is known by its name and ranks."""
+        state = {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
+        return {**state, "process_group": reference_to(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._connect(None, None)
+        self.process_group = group_of(state["process_group"])
+        self._connect(None)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Not here: give DistributedDataParallel the name of a hook."""
@@ -290,7 +290,16 @@ _KEPT_ARGUMENTS = (
     "weights", "broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
     "share_parameters", "mean_in_grad", "hook", "hook_amount", "algorithm",
 )  # fmt: skip
-_CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known")
+_CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known", "_parameters_known")
+
+
+def _parameters_with_owners(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """(name, its module's parameters by name, name there, parameter, dtype, device) of each."""
+    for path, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                yield name, owner._parameters, key, parameter, parameter.dtype, parameter.device
 
 
 def _require_parameters_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "bindings.h"
+#include "lockstep/base/in_autograd.h"
 
 namespace py = pybind11;
 
@@ -56,12 +57,23 @@ PyObject* add_class(py::module_& module, const char* name, PyObject* base) {
   return made;
 }
 
+// For hooks of autograd, which do not hold the GIL. An Error becomes a Python exception of its kind: autograd itself would
+// make a RuntimeError of it.
+void raising_in_python(const std::function<void()>& call) try { call(); } catch (const Error& error) {
+  const py::gil_scoped_acquire gil;
+  set_python_error(error);
+  python_error raised;
+  raised.persist();
+  throw raised;  // NOLINT(misc-throw-by-value-catch-by-reference): a copy takes references of its own
+}
+
 }  // namespace
 
 void bind_errors(py::module_& module) {
   PyObject* const base = classes()[""] = add_class(module, "Error", PyExc_RuntimeError);
   for (const char* kind : kKinds) classes()[kind] = add_class(module, kind, base);
   py::register_exception_translator(&translate);
+  set_autograd_runner(&raising_in_python);
   module.def(
       "usage_error",
       [](const std::string& what, const std::string& here, const std::string& likely, const std::string& next) {
@@ -69,14 +81,6 @@ void bind_errors(py::module_& module) {
       },
       py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "",
       "Raises a UsageError.");
-}
-
-void in_autograd(const std::function<void()>& call) try { call(); } catch (const Error& error) {
-  const py::gil_scoped_acquire gil;
-  set_python_error(error);
-  python_error raised;
-  raised.persist();
-  throw raised;  // NOLINT(misc-throw-by-value-catch-by-reference): a copy takes references of its own
 }
 
 }  // namespace lockstep::python

@@ -7,10 +7,11 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
 
-#include "bindings.h"
+#include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -69,7 +70,11 @@ UsageError past_the_wrapper(const World& world) {
                "model.samples(n) before backward(), or make the model with weights='equal'"});
 }
 
+std::atomic<double> weight_of_this_backward{1};  // read on autograd's threads
+
 }  // namespace
+
+double loss_weight() { return weight_of_this_backward; }
 
 class Replica::Hook : public torch::autograd::FunctionPreHook {
  public:
@@ -102,6 +107,7 @@ class Replica::Backward {
   ~Backward() {
     replica_->in_backward_ = false;
     replica_->factor_ = 1;
+    weight_of_this_backward = 1;
     if (!ended_) replica_->ddp_.cancel_backward("an exception in it");
   }
 
@@ -173,6 +179,7 @@ void Replica::begin(const Output* reached) {
     const auto forwards = forwards_of_this_backward(reached);
     accumulates_ = !forwards.empty() && std::ranges::none_of(forwards, &Forward::exchanges);
     const std::int64_t samples = count(forwards);
+    weight_of_this_backward = static_cast<double>(samples);
     const NoSyncGuard guard = accumulates_ ? begin_no_sync() : nullptr;
     factor_ = ddp_.begin_backward(samples);
   } catch (const std::exception& error) {

@@ -30,6 +30,10 @@ namespace lockstep::python {
 
 using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 
+// What this rank's loss counts in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
+// DistributedDataParallel counts.
+double loss_weight();
+
 enum class Weights { kUndecided, kSamples, kEqual };
 
 class Replica : public std::enable_shared_from_this<Replica> {
