@@ -27,19 +27,40 @@ class ReplicaStrategy : public Strategy {
     return devices_ ? devices_->names() : std::vector<std::string>();
   }
 
+  bool prefetches() const override { return devices_ && devices_->on_gpus(); }
+  void prefetch(const Batch& next) override { ahead_ = {next, start_parts(*devices_, next)}; }
+
  protected:
   ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
       : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
+
+  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there.
+  std::vector<Batch> parts_for_devices(const Batch& batch) {
+    const bool under_way = ahead_.batch.data.defined() && ahead_.batch.data.is_same(batch.data);
+    auto parts = under_way ? std::exchange(ahead_.parts, {}) : start_parts(*devices_, batch);
+    if (under_way) ahead_.batch = {};
+    return receive_parts(std::move(parts));
+  }
 
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
   Replicas replicas_;                 // never empty
   PhaseTimes phases_;
+
+ private:
+  struct {
+    Batch batch;
+    std::vector<CopiedBatch> parts;
+  } ahead_;  // of the next step
 };
 
 inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
   return std::make_unique<Devices>(
-      DevicesOptions{.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = teams});
+      DevicesOptions{.count = options.devices,
+                     .cores = world.cores(),
+                     .timeout = options.timeout,
+                     .teams = teams,
+                     .places = options.places});
 }
 
 // The sum over all ranks of `world`.
