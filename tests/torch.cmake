@@ -131,3 +131,4 @@ add_test(NAME gradient.step_protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/s
 set_tests_properties(gradient.step_protocol_model PROPERTIES TIMEOUT 300)
 
 include(simulated_cuda.cmake)
+include(gpus.cmake)

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <vector>
 
 #include "tests/simulated_cuda/happens_before.h"
 #include "tests/simulated_cuda/host_memory.h"
@@ -161,9 +162,14 @@ struct Hooks final : at::CUDAHooksInterface {
                 "The specified pointer resides on host memory and is not registered with any CUDA device.");
     return device_of(device);
   }
-  // The generator of the host: a device gives the numbers that a CPU gives.
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  // Each device has a seed of its own; the numbers are those of the host's generator, which operators on it fall back to.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    static auto* const kAll = [] {
+      auto* const all = new std::vector<at::Generator>;
+      for (int i = 0; i < device_count(); ++i) all->push_back(at::detail::createCPUGenerator());
+      return all;
+    }();
+    return kAll->at(static_cast<std::size_t>(or_current(device)));
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
