@@ -58,7 +58,9 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
 
 // GPUs that all devices of this machine can be. In the process that starts the ranks it must not initialise CUDA.
 int gpus_before_start(const TrainOptions& options) {
-  return wanted_kind(options) == torch::kCPU ? 0 : cuda_device_count_before_fork();
+  const auto wanted = wanted_kind(options);
+  const bool cores = wanted ? *wanted == torch::kCPU : options.strategy.kind == StrategyKind::kPipeline;
+  return cores ? 0 : cuda_device_count_before_fork();
 }
 
 // Every device there is.

@@ -2,7 +2,6 @@
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
-#include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
@@ -31,7 +30,6 @@ class DdpStrategy : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     optimizer().zero_grad();
-    if (!world_.device().is_cpu()) seed_gpu(world_.device(), draw_seed());  // a resumed run draws the same
     if (options_.ddp.virtual_shards > 0)
       compute_shards(batch);
     else

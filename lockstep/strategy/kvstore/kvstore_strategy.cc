@@ -178,7 +178,11 @@ class WorkerStrategy : public StoreStrategy {
     setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.workers.front());
     if (update_in_store_ || workers_.rank() > 0) return;
     TensorSender sender(setting_.world, 0, /*tag=*/0);
-    for (const torch::Tensor& parameter : parameters_.front()) sender.send(message_of(optimizer().state_of(parameter)));
+    for (const torch::Tensor& parameter : parameters_.front()) {
+      auto state = optimizer().state_of(parameter);
+      for (auto& [name, tensor] : state) tensor = tensor.cpu();
+      sender.send(message_of(state));
+    }
     sender.finish();
   }
 

@@ -141,6 +141,7 @@ DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key)
   }
   devices_->run([values, copies](Device& device) {
     const torch::NoGradGuard no_grad;
+    if (device.index() >= std::ssize(values)) return;
     const auto& from = values[device.index()];
     for (std::size_t i = 0; i < from.size(); ++i)
       if (from[i].defined()) copy_between((*copies)[device.index()][i], from[i]);
