@@ -52,7 +52,7 @@ struct DevicesOptions {
 class Device {
  public:
   int index() const { return index_; }
-  std::string name() const;  // "cpu:1", "cuda:1"
+  std::string name() const;     // "cpu:1", "cuda:1"
   torch::Device where() const;  // what its tensors belong to: cpu, or a GPU, which is the thread's current device
 
   // The sum over the team, on all of its devices. `root` counts within the team.

@@ -35,8 +35,9 @@ void hint_at_unused_gpus() {
   static std::once_flag once;
   std::call_once(once, [] {
     if (std::filesystem::exists("/dev/nvidia0"))
-      log_warning("this machine has GPUs, but this lockstep was built without CUDA: it trains on cores (`make cuda` "
-                  "builds it with CUDA)");
+      log_warning(
+          "this machine has GPUs, but this lockstep was built without CUDA: it trains on cores (`make cuda` "
+          "builds it with CUDA)");
   });
 }
 

@@ -45,7 +45,7 @@ LoaderOptions loader_options(const TrainOptions& options, bool has_data = true) 
   return loader;
 }
 
-LoaderPlace place_of(const World& world, const Strategy& strategy) {
+LoaderPlace loader_place(const World& world, const Strategy& strategy) {
   return {world.rank(), world.size(), world.device(), world.cores(), strategy.prefetches()};
 }
 
@@ -75,7 +75,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(place_of(strategy.data_world(world), strategy), datasets.train,
+      loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {

@@ -58,7 +58,9 @@ std::vector<Option> device_table(TrainOptions& o) {
           "--strategy", names_in(strategies()), [&s] { return strategy_info(s.kind).name; },
           [&s](const std::string& name) { s.kind = strategy_named(name); }, kMayChange,
           "how the replicas stay one model, see below"),
-      option("--ranks", o.ranks, kMayChange, "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of --devices"),
+      option("--ranks", o.ranks, kMayChange,
+             "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
+             "--devices"),
       option("--devices-per-worker", o.devices_per_worker, kMayChange,
              "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
       option("--threads", o.threads, kMayChange, "threads per rank; 0: cores / ranks",

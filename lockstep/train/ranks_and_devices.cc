@@ -51,8 +51,8 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
                                  : options.devices == "cuda" ? torch::kCUDA
                                                              : torch::kCPU;
   if (options.device && *options.device != kind)
-    throw UsageError({.what = concat("--devices ", options.devices, " with another --device"),
-                      .next = "leave out --device"});
+    throw UsageError(
+        {.what = concat("--devices ", options.devices, " with another --device"), .next = "leave out --device"});
   return kind;
 }
 
@@ -141,8 +141,8 @@ bool takes_gpus(const TrainOptions& options, const JobEnvironment& job, const Sh
 
 // Where a launcher lets each rank see its own GPUs only, these are what it takes.
 Places share_of_gpus(const JobEnvironment& job, const Share& share) {
-  const bool own_only = job.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr &&
-                        cuda_device_count() == share.mine;
+  const bool own_only =
+      job.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && cuda_device_count() == share.mine;
   const int before = own_only ? 0 : share.before;
   const Places gpus = even_places(torch::kCUDA, before + share.mine);
   return {gpus.begin() + before, gpus.end()};
@@ -180,10 +180,10 @@ std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEn
   const Places list = listed(options);
   if (list.empty())
     return takes_gpus(options, job, share) ? share_of_gpus(job, share) : even_places(torch::kCPU, share.mine);
-  if (std::ssize(list) < share.before + share.mine)
-    throw UsageError({.what = concat("--devices ", options.devices, " has ", list.size(), " devices, but this machine's ranks need ",
-                                     share.all),
-                      .next = "name more devices, or start fewer ranks"});
+  if (std::ssize(list) != share.all)
+    throw UsageError({.what = concat("--devices ", options.devices, " has ", list.size(),
+                                     " devices, but the ranks of this machine have ", share.all),
+                      .next = "name one for each of them; strategy single has one, ddp one in each rank"});
   return {list.begin() + share.before, list.begin() + share.before + share.mine};
 }
 

@@ -20,11 +20,12 @@ using testing::with_variables;
 using testing::operator+;
 using testing::Words;
 
-const Words kTrain = {LOCKSTEP_COMMAND, "train",  "--threads", "1",   "--max-steps", "4", "--batch-size",
-                      "30",             "--quiet", "--momentum", "0", "--metrics"};
+const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",          "--max-steps", "4",
+                      "--batch-size",   "30",    "--quiet",   "--momentum", "0",           "--metrics"};
 
 Ended on_gpus(int gpus, const Words& words) {
-  return run(with_variables({{"LD_PRELOAD", SIMULATED_CUDA}, {"LOCKSTEP_SIMULATED_GPUS", std::to_string(gpus)}}, words));
+  return run(
+      with_variables({{"LD_PRELOAD", SIMULATED_CUDA}, {"LOCKSTEP_SIMULATED_GPUS", std::to_string(gpus)}}, words));
 }
 
 struct Arrangement {
@@ -87,14 +88,15 @@ TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
 TEST(GpuCommand, says_what_is_wrong_with_devices) {
   const TempFolder folder;
   const auto refusal = [&](const Words& more) {
-    const Ended ended = on_gpus(2, kTrain + Words{folder / "m", "--strategy", "towers"} + more);
+    const Ended ended = on_gpus(2, kTrain + Words{folder / "m", "--strategy"} + more);
     EXPECT_NE(ended.exit_code, 0);
     return ended.error;
   };
-  EXPECT_TRUE(contains(refusal({"--devices", "cuda:0,cuda:5"}), "there is no GPU cuda:5: 2 visible"));
-  EXPECT_TRUE(contains(refusal({"--devices", "cuda:0,cuda:1", "--ranks", "3"}), "--ranks 3 with 2 devices"));
-  EXPECT_TRUE(contains(refusal({"--devices", "cuda:0", "--device", "cpu"}), "with another --device"));
-  EXPECT_TRUE(contains(refusal({"--devices", "cuda:0,cuda:1", "--strategy", "pipeline"}), "cores only"));
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0,cuda:5"}), "there is no GPU cuda:5: 2 visible"));
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0,cuda:1", "--ranks", "3"}), "--ranks 3 with 2 devices"));
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0", "--device", "cpu"}), "with another --device"));
+  EXPECT_TRUE(contains(refusal({"single", "--devices", "cuda:0,cuda:1"}), "the ranks of this machine have 1"));
+  EXPECT_TRUE(contains(refusal({"pipeline", "--devices", "cuda:0,cuda:1"}), "cores only"));
 }
 
 TEST(GpuCommand, lists_gpus_with_memory_and_links) {

@@ -54,8 +54,7 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
 void parallel_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
   devices.run([outputs, gradient, parts = devices.size()](Device& device) {
     const torch::Tensor& output = for_device(outputs, device);
-    if (output.defined())
-      output.backward(part_of({gradient, gradient}, device.index(), parts).data.to(device.where()));
+    if (output.defined()) output.backward(part_of({gradient, gradient}, device.index(), parts).data.to(device.where()));
   });
 }
 

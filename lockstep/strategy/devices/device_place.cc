@@ -45,8 +45,8 @@ std::vector<DevicePlace> parse_device_places(const std::string& text) {
   if (places.empty()) throw no_device(text);
   for (const DevicePlace& place : places)
     if (place.device.type() != places.front().device.type())
-      throw UsageError({.what = concat("--devices ", text, " has GPUs beside cores"),
-                        .next = "give devices of one kind"});
+      throw UsageError(
+          {.what = concat("--devices ", text, " has GPUs beside cores"), .next = "give devices of one kind"});
   return places;
 }
 

@@ -98,7 +98,8 @@ TEST_P(DevicesOfSize, reduce_onto_one_and_broadcast_from_one) {
 TEST(Devices, refuse_a_tensor_of_another_device_and_name_both) {
   Devices devices({.count = 1, .places = test_places(1)});
   const auto mixed = [&] { devices.run([](Device& device) { device.all_reduce(torch::empty({2}, torch::kMeta)); }); };
-  EXPECT_TRUE(contains(message_of<DeviceError>(mixed), concat("is on meta, but ", devices.where(0).str(), " is needed")));
+  EXPECT_TRUE(
+      contains(message_of<DeviceError>(mixed), concat("is on meta, but ", devices.where(0).str(), " is needed")));
 }
 
 TEST(Devices, disagree_about_a_collective_with_an_error) {

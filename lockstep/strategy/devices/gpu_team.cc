@@ -9,9 +9,7 @@
 namespace lockstep {
 namespace {
 
-torch::Tensor part_of_flat(const torch::Tensor& flat, const Range& part) {
-  return flat.slice(0, part.begin, part.end);
-}
+torch::Tensor part_of_flat(const torch::Tensor& flat, const Range& part) { return flat.slice(0, part.begin, part.end); }
 
 // A copy of `there` on the GPU of `here`; `there` itself where that is the same.
 torch::Tensor brought_to(const torch::Tensor& here, const torch::Tensor& there) {

@@ -41,7 +41,8 @@ class ReplicaStrategy : public Strategy {
   std::vector<Batch> parts_for_devices(const Batch& batch) {
     constexpr std::size_t kAhead = 2;  // this batch and the next: what is older was never asked for
     while (ahead_.size() > kAhead) ahead_.pop_front();
-    const auto found = std::ranges::find_if(ahead_, [&](const Ahead& each) { return each.batch.data.is_same(batch.data); });
+    const auto found =
+        std::ranges::find_if(ahead_, [&](const Ahead& each) { return each.batch.data.is_same(batch.data); });
     if (found == ahead_.end()) return receive_parts(start_parts(*devices_, batch));
     auto parts = std::move(found->parts);
     ahead_.erase(ahead_.begin(), std::next(found));
@@ -62,12 +63,11 @@ class ReplicaStrategy : public Strategy {
 };
 
 inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
-  return std::make_unique<Devices>(
-      DevicesOptions{.count = options.devices,
-                     .cores = world.cores(),
-                     .timeout = options.timeout,
-                     .teams = teams,
-                     .places = options.places});
+  return std::make_unique<Devices>(DevicesOptions{.count = options.devices,
+                                                  .cores = world.cores(),
+                                                  .timeout = options.timeout,
+                                                  .teams = teams,
+                                                  .places = options.places});
 }
 
 // The sum over all ranks of `world`.

@@ -128,8 +128,8 @@ ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int dev
                                                      : concat(links->not_linked, " don't reach each other's memory");
   const auto largest =
       std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
-  const std::string weight =
-      concat(slow, "; the largest weight, ", largest->name, ", has ", with_thousands(largest->tensor.numel()), " elements");
+  const std::string weight = concat(slow, "; the largest weight, ", largest->name, ", has ",
+                                    with_thousands(largest->tensor.numel()), " elements");
   constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: where MXNet stops to update in its store
   if (largest->tensor.numel() < kLargeWeight)
     return {KVStoreKind::kLocalUpdateCpu, concat(weight, ": small ones are updated once")};
