@@ -174,8 +174,11 @@ std::vector<Batch> parts_of(const Batch& batch, int parts) {
 
 std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch) {
   std::vector<CopiedBatch> parts;
-  for (int i = 0; i < devices.size(); ++i)
-    parts.push_back(start_copy(part_of(batch, i, devices.size()), copy_stream(devices.where(i))));
+  for (int i = 0; i < devices.size(); ++i) {
+    Batch part = part_of(batch, i, devices.size());
+    if (!devices.on_gpus()) part = {part.data.to(torch::kCPU), part.target.to(torch::kCPU)};
+    parts.push_back(start_copy(std::move(part), copy_stream(devices.where(i))));
+  }
   return parts;
 }
 

@@ -44,6 +44,14 @@ void require_rows(const Key& key, const torch::Tensor& rows) {
                     .next = concat("give int64 numbers from 0 to ", key.rows - 1)});
 }
 
+// Without threads for the devices, the calling thread copies what is not on the host.
+DeviceTensors without_devices(DeviceTensors values) {
+  for (auto& device : values)
+    for (torch::Tensor& value : device)
+      if (value.defined()) value = value.cpu();
+  return values;
+}
+
 }  // namespace
 
 void Store::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
@@ -126,7 +134,8 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
 }
 
 DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
-  if (sums_on_device() || devices_ == nullptr || !devices_->on_gpus()) return values;
+  if (sums_on_device()) return values;
+  if (devices_ == nullptr || !devices_->on_gpus()) return without_devices(values);
   host_.resize(values.size());
   const auto copies = std::make_shared<DeviceTensors>(values);
   for (std::size_t device = 0; device < values.size(); ++device) {
