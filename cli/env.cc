@@ -50,6 +50,14 @@ void print(const std::vector<Setting>& settings) {
               << std::setw(static_cast<int>(value)) << setting.value << "  " << setting.source << '\n';
 }
 
+// By a program that has torch, which takes its time to start: only where there are GPUs. Does not return if it can start.
+void list_gpus() {
+  if (::access("/dev/nvidia0", F_OK) != 0 && std::getenv("LOCKSTEP_SIMULATED_GPUS") == nullptr) return;
+  std::cout << std::flush;
+  const std::string program = (installation_prefix() / "libexec" / "lockstep" / "lockstep-gpus").string();
+  ::execl(program.c_str(), program.c_str(), nullptr);
+}
+
 void print_env_help() {
   std::cout << "usage: lockstep env                  every resolved setting and where it came from\n"
                "       lockstep env --cmake-prefix   what CMAKE_PREFIX_PATH needs for find_package(lockstep)\n";
@@ -74,8 +82,10 @@ int env_command(int argc, char** argv) {
     print_cmake_prefix();
   else if (argc == 2)
     print_env_help();
-  else
+  else {
     print(all_settings());
+    list_gpus();
+  }
   return 0;
 }
 

@@ -10,8 +10,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <string>
 #include <vector>
 
+#include "lockstep/collective/gpus.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 
@@ -81,7 +84,7 @@ struct Course {
 
 inline std::vector<torch::Tensor> values_of(torch::nn::Module& model) {
   std::vector<torch::Tensor> values;
-  for (const torch::Tensor& parameter : model.parameters()) values.push_back(parameter.detach().clone());
+  for (const torch::Tensor& parameter : model.parameters()) values.push_back(parameter.detach().cpu().clone());
   return values;
 }
 
@@ -96,16 +99,37 @@ inline Course course_of(Strategy& strategy, int steps = kSteps, std::int64_t sam
   return course;
 }
 
+// With LOCKSTEP_TEST_DEVICES=cuda in the environment, devices are GPUs: those that there are, in turn.
+inline bool on_gpus() {
+  const char* told = std::getenv("LOCKSTEP_TEST_DEVICES");
+  return told != nullptr && std::string(told) == "cuda";
+}
+
+inline std::vector<DevicePlace> test_places(int devices) {
+  if (!on_gpus()) return {};
+  const int gpus = cuda_device_count();
+  std::vector<DevicePlace> places;
+  for (int i = 0; i < devices; ++i)
+    places.push_back({.device = {torch::kCUDA, static_cast<c10::DeviceIndex>(gpus > 0 ? i % gpus : i)}});
+  return places;
+}
+
+// A strategy of one process.
+inline std::unique_ptr<Strategy> strategy_of(const Task& task, StrategyOptions options) {
+  options.places = test_places(options.devices);
+  return make_strategy(World::single(), task, options);
+}
+
 inline Course course_of(const Task& task, const StrategyOptions& options, int steps = kSteps,
                         std::int64_t samples = kBatch) {
-  return course_of(*make_strategy(World::single(), task, options), steps, samples);
+  return course_of(*strategy_of(task, options), steps, samples);
 }
 
 inline Course on_one_device(const Task& task, StrategyOptions options, int steps = kSteps,
                             std::int64_t samples = kBatch) {
   options.kind = StrategyKind::kSingle;
   options.devices = 1;
-  return course_of(task, options, steps, samples);
+  return course_of(*make_strategy(World::single(), task, options), steps, samples);
 }
 
 // Each tensor within `tolerance` of its norm, each loss within it.

@@ -129,3 +129,6 @@ find_program(SPIN spin REQUIRED)
 add_test(NAME gradient.step_protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/shm/check_protocol.sh
   ${PROJECT_SOURCE_DIR}/lockstep/gradient/step_protocol.pml)
 set_tests_properties(gradient.step_protocol_model PROPERTIES TIMEOUT 300)
+
+include(simulated_cuda.cmake)
+include(gpus.cmake)

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/devices.h: the devices of one process. A device is a set of cores with a thread of its own.
+// lockstep/devices.h: the devices of one process. A device is a set of cores, or a GPU, with a thread of its own.
 //
 //   scheduling thread (the caller's) --run(body)--> body on N device threads at the same time --> back to the caller
 //
 // Flow:    towers, data_parallel, averaging, pipeline, kvstore -> here -> a model's forward, backward and update
-// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1
+// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1; where devices are GPUs, each thread has one as its
+//          current device, and works on that GPU's default stream
 // Threads: call Devices from one thread; use a Device only on its own thread
 // Ranks:   inside one process; World connects processes
 //
@@ -31,6 +32,7 @@
 
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"
+#include "lockstep/device_place.h"
 
 namespace lockstep {
 
@@ -41,6 +43,7 @@ struct DevicesOptions {
   CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
+  std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };
 
 // What a function sees of the device that it runs on. Collectives are called by all devices of a team, in the same
@@ -49,7 +52,8 @@ struct DevicesOptions {
 class Device {
  public:
   int index() const { return index_; }
-  std::string name() const;  // "cpu:1"
+  std::string name() const;     // "cpu:1", "cuda:1"
+  torch::Device where() const;  // what its tensors belong to: cpu, or a GPU, which is the thread's current device
 
   // The sum over the team, on all of its devices. `root` counts within the team.
   void all_reduce(const torch::Tensor& tensor, Algorithm algorithm = Algorithm::kDirect);
@@ -79,8 +83,10 @@ class Devices {
 
   int size() const { return static_cast<int>(threads_.size()); }
   std::vector<std::string> names() const;
+  torch::Device where(int index) const;  // of device `index`
+  bool on_gpus() const { return !where(0).is_cpu(); }
 
-  // Runs `body` on every device at the same time. Blocks until all are done, or the timeout has passed. Throws the
+  // Runs `body` on every device at the same time. Blocks until all are done, GPUs with all that was put on their streams, or the timeout has passed. Throws the
   // first exception of any device; PeerLost.
   void run(Body body);
 

@@ -42,6 +42,7 @@ struct LoaderPlace {
   int ranks = 1;
   torch::Device device = torch::kCPU;  // of the batches
   CoreSet cores{};                     // where the workers run; empty: where the calling thread does
+  bool pinned = false;                 // batches on the CPU lie in pinned memory, from which GPUs copy
 };
 
 // Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.

@@ -34,6 +34,7 @@
 
 // Devices of one process, and strategies by name:
 #include "lockstep/devices.h"             // a thread for each device, and their collectives
+#include "lockstep/device_place.h"        // where a device is: a GPU, or cores
 #include "lockstep/towers.h"              // data parallel training in four steps
 #include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
 #include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses

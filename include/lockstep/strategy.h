@@ -17,6 +17,7 @@
 
 #include "lockstep/batch_totals.h"
 #include "lockstep/communication_hook.h"
+#include "lockstep/device_place.h"
 #include "lockstep/layout.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/optimizers.h"
@@ -103,6 +104,7 @@ struct StrategyOptions {
   Precision precision = Precision::kFloat32;
   std::optional<Layout> layout{};                               // none: preferred_layout()
   int devices = 1;                                              // threads of this process; `single` and `ddp` have one
+  std::vector<DevicePlace> places{};                            // where each of these is; empty: cores
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
   Algorithm algorithm = Algorithm::kDirect;                     // towers, ddp: how gradients are summed
   CompressionOptions compression{};                             // ddp, kvstore dist_*: of gradients between ranks
@@ -124,6 +126,11 @@ class Strategy {
   // Forward, backward and exchange for this rank's part of the global batch (which may be empty). The parameters stay
   // as they are. Returns the samples and the mean loss of the global batch: the same on every rank.
   virtual BatchTotals forward_backward(const Batch& batch) = 0;
+
+  // Called before forward_backward(), with the batch after that: begins to bring it to the devices while the step runs.
+  // Does not block. Only where prefetches(): the loop then asks for batches in pinned memory.
+  virtual void prefetch(const Batch& /*next*/) {}
+  virtual bool prefetches() const { return false; }
 
   // Applies what forward_backward() found.
   virtual void update() = 0;

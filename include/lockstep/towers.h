@@ -37,9 +37,11 @@ struct Replica {
   ModulePtr model;
   Layout layout = Layout::kContiguous;
   std::shared_ptr<Optimizer> optimizer;
+  torch::Device device = torch::kCPU;
 
+  // data: on any device.
   torch::Tensor forward(const Task& task, const torch::Tensor& data) const {
-    return task.forward(*model, in_layout(data, layout));
+    return task.forward(*model, in_layout(data.to(device), layout));
   }
 };
 using Replicas = std::vector<Replica>;  // one per device
@@ -53,7 +55,7 @@ enum class Uneven {
   kRefuse  // an error
 };
 
-// A part of the batch for every device, in order; a part may be empty. Throws UsageError: Uneven::kRefuse, and the
+// A part of the batch for every device, in order, and on it; a part may be empty. Throws UsageError: Uneven::kRefuse, and the
 // devices do not divide the batch.
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
@@ -65,7 +67,8 @@ std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, cons
 void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards);
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
-// without a gradient on any device keeps none. Copies nothing between devices: each reads the others' memory.
+// without a gradient on any device keeps none. Sets of cores copy nothing: each reads the
+// others' memory.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm = Algorithm::kDirect);
 
 // The optimizer's step on every device.

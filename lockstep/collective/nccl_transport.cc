@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/c10d_transport.h"
 
-#include <cstdlib>
-
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #ifdef LOCKSTEP_WITH_CUDA
-#include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#else
+#include <dlfcn.h>
 #endif
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/c10d_call.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 
-#ifdef LOCKSTEP_WITH_CUDA
-
 namespace {
 
-using Nccl = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+using Nccl = c10::intrusive_ptr<c10d::Backend>;
 using Splits = std::vector<std::int64_t>;
 
 // c10d's options for a call: its reduction and root, where they have those.
@@ -32,11 +30,26 @@ Options options_of(const Call& call) {
   return options;
 }
 
+#ifdef LOCKSTEP_WITH_CUDA
+
 Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
   auto nccl = c10d::ProcessGroupNCCL::Options::create();
   nccl->timeout = options.timeout;
   return c10::make_intrusive<c10d::ProcessGroupNCCL>(with_prefix(store, "nccl"), options.rank, options.size, nccl);
 }
+
+#else
+
+// A library that brings GPUs of its own, as the tests' simulator does, brings a backend between them, too.
+Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  using Make = c10d::Backend*(const c10::intrusive_ptr<c10d::Store>&, int rank, int size, std::chrono::milliseconds);
+  const auto make = reinterpret_cast<Make*>(::dlsym(RTLD_DEFAULT, "lockstep_simulated_nccl"));
+  require_gpus(0);
+  if (make == nullptr) throw DeviceError({.what = "this lockstep was built without NCCL"});
+  return Nccl::reclaim(make(with_prefix(store, "nccl"), options.rank, options.size, options.timeout));
+}
+
+#endif
 
 class NcclTransport : public Transport {
  public:
@@ -113,34 +126,5 @@ class NcclTransport : public Transport {
 std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
   return std::make_unique<NcclTransport>(store, options);
 }
-
-int cuda_device_count() { return c10::cuda::device_count(); }
-
-int cuda_device_index(int local_rank) {
-  const int devices = c10::cuda::device_count();
-  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-  if (local_rank < devices) return local_rank;
-  throw DeviceError({.what = concat("local rank ", local_rank, " has no GPU: ", devices, " visible"),
-                     .here = concat("CUDA_VISIBLE_DEVICES=", visible != nullptr ? visible : "(not set)"),
-                     .likely = "more ranks on this machine than GPUs, or none is visible",
-                     .next = "start fewer ranks, change CUDA_VISIBLE_DEVICES, or use --device cpu"});
-}
-
-#else
-
-std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>&, const TransportOptions&) {
-  cuda_device_index(0);
-  return {};
-}
-
-int cuda_device_count() { return 0; }
-
-int cuda_device_index(int) {
-  throw DeviceError({.what = "this lockstep was built without CUDA",
-                     .likely = "--device cuda with the release preset",
-                     .next = "build the cuda preset (`make cuda`), or use --device cpu"});
-}
-
-#endif
 
 }  // namespace lockstep

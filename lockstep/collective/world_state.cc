@@ -15,14 +15,19 @@
 #include "lockstep/collective/c10d/c10d_transport.h"
 #include "lockstep/collective/connect.h"
 #include "lockstep/collective/connecting_store.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-torch::Device device_of_rank(torch::DeviceType type, int local_rank) {
-  if (type == torch::kCPU) return torch::kCPU;
+torch::Device device_of_rank(torch::Device device, int local_rank) {
+  if (device.is_cpu()) return torch::kCPU;
+  if (device.has_index()) {
+    require_gpus(device.index());
+    return device;
+  }
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(cuda_device_index(local_rank))};
 }
 
@@ -91,9 +96,12 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   return state;
 }
 
-World World::from_env(const WorldOptions& options) {
+World World::from_env(const WorldOptions& options) { return WorldState::from_env_on(options.device, options.timeout); }
+
+World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
   const JobEnvironment job = read_job_environment();
-  auto state = make_world_state(job, options);
+  auto state = make_world_state(job, {.timeout = timeout});
+  state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   return World(std::move(state));

@@ -46,6 +46,9 @@ class WorldState {
   static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           const WorldOptions& options = {});
 
+  // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
+  static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
+
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
   int rank() const { return caller.rank; }

@@ -5,7 +5,7 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 

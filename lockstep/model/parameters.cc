@@ -93,7 +93,8 @@ void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tenso
   std::map<torch::ScalarType, std::vector<torch::Tensor>> by_dtype;
   for (const auto& [name, tensor] : tensors) by_dtype[tensor.scalar_type()].push_back(dense_view(tensor));
   for (auto& [dtype, views] : by_dtype) {
-    const torch::Tensor flat = torch::cat(views);
+    torch::Tensor flat = torch::cat(views);
+    if (world.device().is_cpu()) flat = flat.cpu();  // several GPUs in each rank: by way of the host
     world.broadcast(flat, root);
     at::_foreach_copy_(views, torch::utils::unflatten_dense_tensors(flat, views));
   }

@@ -7,6 +7,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/optimizer/device_update.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizer/rule.h"
 #include "lockstep/world.h"
@@ -35,6 +36,7 @@ struct Optimizer::Layout : OptimizerState {
   std::size_t given = 0;                                  // number of parameters in the groups, duplicates included
   std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
   std::unique_ptr<FlatUpdate> flat;                       // on the CPU
+  std::unique_ptr<DeviceUpdate> on_device;                // on a GPU
   double calls = 0;                                       // of step()
   double last_settings = 0;                               // their hash, of the last one
 
@@ -76,8 +78,7 @@ void Optimizer::make_state(Layout& all) {
     all.flat = std::make_unique<FlatUpdate>(source_->memory(), all);
     return;
   }
-  for (auto& array : all.arrays)
-    for (const torch::Tensor& parameter : all.parameters) array.push_back(torch::zeros_like(parameter.detach()));
+  all.on_device = std::make_unique<DeviceUpdate>(all);
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {
@@ -138,25 +139,13 @@ StepSettings Optimizer::settings() const {
 }
 
 void Optimizer::step_on_device(Layout& all) {
-  if (clipping_.max_norm > 0 || clipping_.max_value > 0 || loss_scale_ || ema_decay_ > 0)
-    throw UsageError(
-        {.what = "clipping, loss scaling and averages inside step() work on CPU tensors only",
-         .next = "use torch::nn::utils::clip_grad_norm_ between backward() and step(): on a GPU .grad is the mean"});
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    WholeTensors tensors;
-    tensors.state.resize(all.arrays.size());
-    for (std::size_t i = 0; i < all.parameters.size(); ++i) {
-      if (all.group_of[i] != group || !all.parameters[i].grad().defined()) continue;
-      tensors.parameters.push_back(all.parameters[i]);
-      tensors.gradients.push_back(gradient_like(all.parameters[i]));
-      for (std::size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(all.arrays[s][i]);
-      tensors.steps.push_back(++all.steps[i]);
-    }
-    if (!tensors.parameters.empty()) rule_->update_on_device(param_groups_[group], tensors);
-  }
+  skipped_ = !all.on_device->run(*rule_, param_groups_, clipping_, loss_scale_);
 }
 
-double Optimizer::gradient_norm() const { return layout_ && layout_->flat ? layout_->flat->gradient_norm() : 0; }
+double Optimizer::gradient_norm() const {
+  if (!layout_) return 0;
+  return layout_->flat ? layout_->flat->gradient_norm() : layout_->on_device->gradient_norm();
+}
 
 void Optimizer::set_loss_scale(std::optional<double> scale) {
   if (scale && refuses_loss_scale_)
@@ -217,7 +206,7 @@ void Optimizer::broadcast_state(const World& world, int root) {
   world.broadcast(torch::from_blob(all.steps.data(), static_cast<std::int64_t>(all.steps.size()), torch::kInt64), root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (all.steps[i] == 0) continue;
-    for (const auto& [name, tensor] : state_tensors(all, i)) world.broadcast(dense_view(tensor), root);
+    for (const auto& [name, tensor] : state_tensors(all, i)) broadcast_tensors(world, {{name, tensor}}, root);
   }
 }
 

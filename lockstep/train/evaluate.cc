@@ -13,8 +13,9 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
     if (batch.size() == 0) continue;
     const auto samples = static_cast<double>(batch.size());
     const torch::Tensor output = strategy.forward(batch.data);
-    const double loss = task.loss(output, batch.target).item<double>() * samples;
-    const double correct = task.correct ? task.correct(output, batch.target).item<double>() : std::nan("");
+    const torch::Tensor target = batch.target.to(output.device());
+    const double loss = task.loss(output, target).item<double>() * samples;
+    const double correct = task.correct ? task.correct(output, target).item<double>() : std::nan("");
     sums += torch::tensor({loss, correct, samples}, torch::kFloat64);
   }
   return sums;

@@ -45,6 +45,10 @@ LoaderOptions loader_options(const TrainOptions& options, bool has_data = true) 
   return loader;
 }
 
+LoaderPlace loader_place(const World& world, const Strategy& strategy) {
+  return {world.rank(), world.size(), world.device(), world.cores(), strategy.prefetches()};
+}
+
 std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   std::vector<NamedTensor> gradients;
   for (const auto& [name, parameter] : named_parameters(model))
@@ -71,7 +75,8 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(strategy.data_world(world), datasets.train, loader_options(options, strategy.has_data())),
+      loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
+              loader_options(options, strategy.has_data())),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
@@ -98,10 +103,16 @@ void TrainingLoop::train_epoch() {
   const LoadingStatistics before = loader_.statistics();
   const Stopwatch epoch;
   Stopwatch since_last_step;
-  for (Batch& batch : loader_.epoch(position_.epoch, position_.step_in_epoch)) {
+  const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
+  const bool ahead = strategy_.prefetches();
+  for (auto next = batches.begin(); next != batches.end();) {
+    Batch batch = std::move(*next);
+    if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
     if (position_.step >= last_step()) break;
     since_last_step = Stopwatch();
+    batch = {};  // its memory serves a later one
+    if (!ahead) ++next;
   }
   hint_at_loading(before, epoch.seconds());
   if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();

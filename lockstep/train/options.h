@@ -47,9 +47,11 @@ struct TrainOptions {
   LearningRateOptions learning_rate;
   std::int64_t epochs = 5;
 
-  std::string ranks = "1";                    // a number, or "auto": one per core; no launcher has started any
+  std::string ranks;                          // a number, or "auto": one per core or GPU; empty: 1, or one for each of
+                                              // `devices`. Where no launcher has started any
   std::vector<int> devices_per_worker{};      // empty: --ranks counts the devices of this process
-  std::optional<torch::DeviceType> device{};  // none: a GPU for every rank if there are as many, else the CPU
+  std::string devices = "auto";               // of this machine: auto, cpu, cuda (all GPUs), or a list of them
+  std::optional<torch::DeviceType> device{};  // none: a GPU for every device if there are as many, else the CPU
   int threads = 0;                            // per rank; 0: cores / ranks
 
   std::string metrics;

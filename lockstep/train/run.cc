@@ -7,11 +7,12 @@
 #include <iostream>
 
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <CLI/CLI.hpp>
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_transport.h"
+#include "lockstep/collective/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
@@ -23,16 +24,12 @@
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
+#include "lockstep/train/ranks_and_devices.h"
 
 namespace lockstep {
 namespace {
 
 using MakeTask = std::function<Task(const TrainOptions&)>;
-
-// --device, or a GPU for every rank of this machine if it has as many, else the CPU for all.
-torch::DeviceType chosen_device(const TrainOptions& options, int local_size) {
-  return options.device.value_or(cuda_device_count() >= local_size ? torch::kCUDA : torch::kCPU);
-}
 
 // --threads, else what OMP_NUM_THREADS says (a launcher's doing), else a thread for each of this rank's cores.
 void use_threads(const TrainOptions& options, const World& world) {
@@ -45,65 +42,22 @@ void use_threads(const TrainOptions& options, const World& world) {
   at::set_num_threads(threads);
 }
 
-// The ranks that are servers, beside the workers that --ranks counts.
-int server_count(const TrainOptions& options) {
-  const StrategyOptions& strategy = options.strategy;
-  const bool servers = strategy.kind == StrategyKind::kKVStore && has_servers(strategy.kvstore.kind);
-  return servers ? strategy.kvstore.servers : 0;
-}
-
-// --devices-per-worker of a worker: 0 if it is not given.
-int devices_of_worker(const TrainOptions& options, int worker) {
-  const auto& devices = options.devices_per_worker;
-  if (devices.empty()) return 0;
-  if (devices.size() == 1) return devices.front();
-  if (worker < std::ssize(devices)) return *std::next(devices.begin(), worker);
-  throw UsageError(
-      {.what = concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
-       .next = "give one number for all workers, or one for each"});
-}
-
-// "auto" is the number of cores that this process may use.
-int rank_count(const TrainOptions& options) {
-  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
-  int ranks = 0;
-  if (parse_int(options.ranks, ranks) && ranks > 0) return ranks;
-  throw UsageError({.what = concat("--ranks ", options.ranks, " is not a number of ranks"),
-                    .next = "give a positive number, or auto for one per core"});
-}
-
-// Where devices are threads of one process, --ranks counts them.
-bool ranks_are_devices(const TrainOptions& options) {
-  return strategy_info(options.strategy.kind).threads && options.devices_per_worker.empty() &&
-         server_count(options) == 0;
-}
-
-// The first ranks of each machine that the launcher started as servers, or the first of all.
-bool is_server(const TrainOptions& options, const JobEnvironment& job) {
-  if (job.local_servers > 0) return job.local_rank < job.local_servers;
-  return job.rank < server_count(options);
-}
-
-// A worker's number where the servers are the first ranks of its machine, or of all.
-int worker_number(const TrainOptions& options, const JobEnvironment& job) {
-  if (job.local_servers == 0) return job.rank - server_count(options);
-  return job.rank - (job.node_rank + 1) * job.local_servers;
-}
-
-int devices_of_rank(const TrainOptions& options, const JobEnvironment& job) {
-  if (!strategy_info(options.strategy.kind).threads || is_server(options, job)) return 1;
-  if (ranks_are_devices(options)) return job.launcher == "none" ? rank_count(options) : 1;
-  return std::max(1, devices_of_worker(options, worker_number(options, job)));
-}
-
-int ranks_to_start(const TrainOptions& options) {
-  return ranks_are_devices(options) ? 1 : server_count(options) + rank_count(options);
+// Where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
+// places of their own, and the rank is on the CPU.
+torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>& places) {
+  if (strategy_info(options.strategy.kind).threads) return torch::kCPU;
+  const DevicePlace& place = places.front();
+  if (!place.cores.empty()) pin_this_thread(place.cores);
+  if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
+  return place.device;
 }
 
 // With what depends on this rank.
-StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job) {
+StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job,
+                                 const std::vector<DevicePlace>& places) {
   StrategyOptions strategy = options.strategy;
-  strategy.devices = devices_of_rank(options, job);
+  strategy.devices = static_cast<int>(places.size());
+  strategy.places = places;
   strategy.kvstore.serves = is_server(options, job);
   return strategy;
 }
@@ -114,10 +68,10 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const Task task = make_task(options);
   const Datasets datasets = load_datasets(options.source, task);
   const JobEnvironment job = read_job_environment();
-  const World world =
-      World::from_env({.device = chosen_device(options, job.local_size), .timeout = options.strategy.timeout});
+  const auto places = places_of_rank(options, job);
+  const World world = WorldState::from_env_on(settle(options, places), options.strategy.timeout);
   use_threads(options, world);
-  const auto strategy = make_strategy(world, task, strategy_options(options, job));
+  const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
   TrainingLoop(world, task, datasets, *strategy, options).run();
   return 0;
 }
@@ -133,16 +87,6 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
   const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   return result.exit_code;
-}
-
-// That share a global batch.
-int devices_in_all(const TrainOptions& options, int ranks) {
-  if (!strategy_info(options.strategy.kind).threads) return ranks;
-  if (ranks_are_devices(options)) return ranks == 1 ? rank_count(options) : ranks;
-  int devices = 0;
-  for (int worker = 0; worker < ranks - server_count(options); ++worker)
-    devices += std::max(1, devices_of_worker(options, worker));
-  return devices;
 }
 
 // What every rank would complain about is said once, before any is started.

@@ -20,10 +20,8 @@ namespace lockstep {
 
 class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made by std::make_shared
  public:
-  // Keeps at most `spare_blocks` free blocks. With a device that is not the CPU, memory is pinned, and the allocator of
-  // that device reuses it.
-  BatchMemory(std::size_t spare_blocks, torch::Device device)
-      : spare_blocks_(spare_blocks), pinned_(!device.is_cpu()) {}
+  // Keeps at most `spare_blocks` free blocks. Pinned memory is reused by the GPUs' own allocator.
+  BatchMemory(std::size_t spare_blocks, bool pinned) : spare_blocks_(spare_blocks), pinned_(pinned) {}
 
   // An uninitialised, contiguous tensor on the CPU. Throws what torch throws when there is no memory.
   torch::Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);

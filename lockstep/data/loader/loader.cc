@@ -136,7 +136,8 @@ struct Loader::State {
         cores(place.cores),
         dataset(std::move(data)),
         sampler(sampler_options(place, *dataset, options)),
-        memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)), device)) {
+        memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)),
+                                             place.pinned || !device.is_cpu())) {
     check_loader(options);
   }
 

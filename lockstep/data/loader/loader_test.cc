@@ -152,7 +152,7 @@ TEST(Loader, reuses_the_memory_of_released_batches) {
 TEST(BatchMemory, outlives_its_pool_and_gives_no_block_out_twice) {
   torch::Tensor first;
   {
-    const auto memory = std::make_shared<BatchMemory>(2, torch::kCPU);
+    const auto memory = std::make_shared<BatchMemory>(2, /*pinned=*/false);
     first = memory->allocate({16}, torch::kFloat32);
     const torch::Tensor second = memory->allocate({16}, torch::kFloat32);
     EXPECT_NE(first.data_ptr(), second.data_ptr());

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/loader/prefetch.h"
 
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -15,49 +11,11 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
-
-struct CopiedBatch {
-  Batch batch;
-  std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
-};
-
-namespace {
-
-// For copies from pinned memory to the device during another step; none on the CPU.
-std::optional<c10::Stream> copy_stream(torch::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
-// Does not block.
-CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
-  if (!stream) return {std::move(batch), nullptr};
-  const c10::StreamGuard guard(*stream);
-  const torch::Device device = stream->device();
-  CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
-                     std::make_shared<c10::Event>(device.type())};
-  result.copied->record(*stream);
-  return result;
-}
-
-// The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not
-// block.
-Batch receive(CopiedBatch arriving) {
-  if (!arriving.copied) return std::move(arriving.batch);
-  const torch::Device device = arriving.batch.data.device();
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  arriving.copied->block(stream);
-  // The allocator must not hand the memory out again on the copying stream while the step still reads it.
-  arriving.batch.data.record_stream(stream);
-  arriving.batch.target.record_stream(stream);
-  return std::move(arriving.batch);
-}
-
-}  // namespace
 
 // The queue between the workers and the training thread: a ring of `prefetch` places; the batch of step s goes to place
 // s % prefetch. Workers claim steps in order, and a step only when its place is free, that is, when step s - prefetch

@@ -82,7 +82,7 @@ class OuterStep {
 class Averaging : public ReplicaStrategy {
  public:
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
+      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
         world_(world),
         average_every_(options.averaging.every),
         samples_(replicas_.size()) {
@@ -99,7 +99,7 @@ class Averaging : public ReplicaStrategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    const auto parts = parts_of(batch, devices_->size());
+    const auto parts = parts_for_devices(batch);
     const auto losses = timed(phases_.backward, [&] {
       return run_replicas(*devices_, replicas_, parts, [task = task_](const Replica& replica, const Batch& part) {
         const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
@@ -169,7 +169,7 @@ class Averaging : public ReplicaStrategy {
       batches_since_average_ = 0;
       if (all == 0) return;
       collect_in_block_0(all);
-      world_.all_reduce(blocks_.front());
+      all_reduce_block_0();
       if (outer_) outer_->apply(blocks_.front());
       copy_back();
       std::ranges::fill(samples_, 0);
@@ -186,6 +186,16 @@ class Averaging : public ReplicaStrategy {
     });
   }
 
+  // Ranks exchange blocks of GPUs over the host.
+  void all_reduce_block_0() {
+    const torch::Tensor& block = blocks_.front();
+    if (block.is_cpu() || world_.size() == 1) return world_.all_reduce(block);
+    if (!host_.defined()) host_ = world_.allocate({block.numel()}, block.scalar_type());
+    host_.copy_(block);
+    world_.all_reduce(host_);
+    block.copy_(host_);
+  }
+
   void copy_back() {
     if (replicas_.size() > 1)
       devices_->run([blocks = blocks_](Device& device) { device.broadcast(for_device(blocks, device)); });
@@ -194,6 +204,7 @@ class Averaging : public ReplicaStrategy {
   World world_;
   std::int64_t average_every_;
   std::vector<torch::Tensor> blocks_;  // of each replica's parameters
+  torch::Tensor host_;                 // of several ranks with GPUs: block 0 on its way
   std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
   std::optional<OuterStep> outer_;     // none: the average is taken as it is
   std::int64_t batches_since_average_ = 0;

@@ -41,7 +41,7 @@ std::vector<torch::Tensor> local_sgd_by_hand(int replicas, int every, int steps)
   for (int i = 0; i < replicas; ++i) {
     StrategyOptions single = options;
     single.kind = StrategyKind::kSingle;
-    all.push_back(make_strategy(World::single(), small_task(), single));
+    all.push_back(strategy_of(small_task(), single));
   }
   const torch::NoGradGuard no_grad;
   for (int step = 0; step < steps; ++step) {
@@ -69,7 +69,7 @@ TEST(Averaging, is_local_sgd_when_it_averages_every_5_batches) {
 
 TEST(Averaging, averages_h_times_less_often) {
   const auto averages = [](std::int64_t every) {
-    const auto strategy = make_strategy(World::single(), small_task(), averaging(2, every));
+    const auto strategy = strategy_of(small_task(), averaging(2, every));
     course_of(*strategy);
     const Report report = strategy->report();
     return std::map<std::string, double>(report.begin(), report.end())["averages"];
@@ -132,7 +132,7 @@ TEST(Averaging, refuses_parameters_of_16_bits) {
     net->to(torch::kBFloat16);
     return net.ptr();
   };
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, averaging(2)); }),
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { strategy_of(task, averaging(2)); }),
                        "parameters of BFloat16 can't be averaged"));
 }
 
@@ -144,7 +144,7 @@ TEST(Averaging, takes_the_outer_step_of_diloco) {
   // By hand: two rounds of ten steps of one replica.
   StrategyOptions single = options;
   single.kind = StrategyKind::kSingle;
-  const auto inner = make_strategy(World::single(), small_task(), single);
+  const auto inner = strategy_of(small_task(), single);
   auto anchor = values_of(inner->model());
   std::vector<torch::Tensor> velocity;
   for (const auto& value : anchor) velocity.push_back(torch::zeros_like(value));
@@ -170,13 +170,13 @@ TEST(Averaging, ends_all_threads_with_the_exception_of_one) {
     if (data.size(0) == 4) throw DataError({.what = "thrown on the device with 4 samples"});
     return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
   };
-  const auto strategy = make_strategy(World::single(), task, averaging(3));
+  const auto strategy = strategy_of(task, averaging(3));
   EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "with 4 samples"));
 }
 
 TEST(Averaging, refuses_options_out_of_range) {
   const auto refusal = [](const StrategyOptions& options) {
-    return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
+    return message_of<UsageError>([&] { strategy_of(small_task(), options); });
   };
   EXPECT_TRUE(contains(refusal(averaging(2, 0)), "--average-every 0"));
   StrategyOptions options = averaging(2);

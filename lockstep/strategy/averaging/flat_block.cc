@@ -38,7 +38,9 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
                         .next = "give all parameters one dtype"});
     values = place_after(values, tensor);
   }
-  const torch::Tensor block = world.allocate({values}, dtype);
+  const torch::Device device = parameters.front().tensor.device();
+  const torch::Tensor block = device.is_cpu() ? world.allocate({values}, dtype)
+                                              : torch::empty({values}, torch::TensorOptions(dtype).device(device));
   block.zero_();
   std::int64_t offset = 0;
   for (auto& [name, tensor] : parameters) {

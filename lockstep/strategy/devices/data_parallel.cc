@@ -26,11 +26,11 @@
 namespace lockstep {
 namespace {
 
-// A new leaf: each device's graph ends at its own outputs.
-torch::Tensor gather(const Tensors& outputs) {
+// A new leaf on `device`: each device's graph ends at its own outputs.
+torch::Tensor gather(const Tensors& outputs, torch::Device device) {
   Tensors defined;
   for (const torch::Tensor& output : outputs)
-    if (output.defined()) defined.push_back(output.detach());
+    if (output.defined()) defined.push_back(output.detach().to(device));
   return torch::cat(defined).requires_grad_();
 }
 
@@ -43,7 +43,7 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
   const auto found = std::make_shared<Loss>();
   devices.run([found, task, gathered, target](Device& device) {
     if (device.index() != 0) return;
-    const torch::Tensor loss = task.loss(gathered, target);
+    const torch::Tensor loss = task.loss(gathered, target.to(device.where()));
     loss.backward();
     *found = {loss.item<double>(), gathered.grad()};
   });
@@ -54,15 +54,15 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
 void parallel_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
   devices.run([outputs, gradient, parts = devices.size()](Device& device) {
     const torch::Tensor& output = for_device(outputs, device);
-    if (output.defined()) output.backward(part_of({gradient, gradient}, device.index(), parts).data);
+    if (output.defined()) output.backward(part_of({gradient, gradient}, device.index(), parts).data.to(device.where()));
   });
 }
 
 class DataParallel : public ReplicaStrategy {
  public:
   DataParallel(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
-        gradients_(share_parameters(*devices_, replicas_)) {  // replicates once and for all
+      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)) {
+    if (!devices_->on_gpus()) gradients_ = share_parameters(*devices_, replicas_);  // replicates once and for all
     seed_steps(options.seed + 1);
   }
 
@@ -70,9 +70,9 @@ class DataParallel : public ReplicaStrategy {
     Tensors outputs;
     const Loss loss = timed(phases_.forward, [&] {
       outputs = run_replicas(
-          *devices_, replicas_, parts_of(batch, devices_->size()),
+          *devices_, replicas_, parts_for_devices(batch),
           [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
-      const torch::Tensor gathered = gather(outputs);
+      const torch::Tensor gathered = gather(outputs, devices_->where(0));
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch.target);
     });
@@ -80,9 +80,11 @@ class DataParallel : public ReplicaStrategy {
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
-  // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them.
+  // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them. GPUs: the
+  // gradients are summed on device 0, which updates; its parameters are copied to the others.
   void update() override {
     timed(phases_.update, [&] {
+      if (!gradients_) return update_on_gpus();
       gradients_->set(gradients_of(replicas_));
       optimizer().step();
     });
@@ -90,13 +92,13 @@ class DataParallel : public ReplicaStrategy {
 
   void restored(std::int64_t) override { follow_model(replicas_); }
 
-  // Every device holds gradients. Device 0 also holds the parameters, the optimizer's state, and the gathered outputs
-  // with their gradient.
+  // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and the
+  // gathered outputs with their gradient.
   Report report() const override {
     const Replica& first = replicas_.front();
     std::size_t gradients = 0, alone = 2 * gathered_bytes_;
     for (const auto& [name, parameter] : named_parameters(*first.model)) {
-      alone += parameter.nbytes();
+      (gradients_ ? alone : gradients) += parameter.nbytes();
       if (parameter.grad().defined()) gradients += parameter.grad().nbytes();
       for (const auto& [key, state] : first.optimizer->state_of(parameter))
         if (state.dim() > 0) alone += state.nbytes();  // without the number of steps
@@ -110,7 +112,16 @@ class DataParallel : public ReplicaStrategy {
   }
 
  private:
-  std::shared_ptr<LocalGradients> gradients_;
+  void update_on_gpus() {
+    const ParameterLists updated = with_gradients(replicas_);
+    devices_->run([updated, replicas = replicas_](Device& device) {
+      for (const torch::Tensor& parameter : for_device(updated, device)) device.reduce(parameter.grad());
+      if (device.index() == 0) replicas.front().optimizer->step();
+      for (const torch::Tensor& parameter : for_device(updated, device)) device.broadcast(parameter.detach());
+    });
+  }
+
+  std::shared_ptr<LocalGradients> gradients_;  // where devices are cores, which share the parameters
   std::size_t gathered_bytes_ = 0;
 };
 

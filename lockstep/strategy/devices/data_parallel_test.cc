@@ -43,7 +43,7 @@ TEST(DataParallel, trains_with_fewer_samples_than_devices) {
 }
 
 TEST(DataParallel, reports_how_much_more_device_0_holds) {
-  const auto strategy = make_strategy(World::single(), small_task(), data_parallel(2));
+  const auto strategy = strategy_of(small_task(), data_parallel(2));
   course_of(*strategy);
   const Report report = strategy->report();
   std::map<std::string, double> numbers(report.begin(), report.end());
@@ -60,7 +60,7 @@ TEST(DataParallel, passes_on_what_the_loss_throws) {
   task.loss = [](const torch::Tensor&, const torch::Tensor&) -> torch::Tensor {
     throw DataError({.what = "thrown in the loss"});
   };
-  const auto strategy = make_strategy(World::single(), task, data_parallel(2));
+  const auto strategy = strategy_of(task, data_parallel(2));
   EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the loss"));
 }
 

@@ -6,6 +6,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
@@ -13,7 +14,9 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/devices_state.h"
+#include "lockstep/strategy/devices/gpu_team.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {
@@ -25,15 +28,28 @@ DType dtype_of(const torch::Tensor& tensor) {
 
 std::size_t elements_of(const torch::Tensor& tensor) { return to_size(tensor.numel()); }
 
+// Throws DeviceError: it is elsewhere.
+torch::Tensor own_flat(const Device& device, const torch::Tensor& tensor) {
+  require_device(tensor, device.where(), concat("the tensor given to a collective on ", device.name()));
+  static_cast<void>(dtype_of(tensor));
+  return dense_view(tensor);
+}
+
 }  // namespace
 
-std::string Device::name() const { return device_name(index_); }
+std::string Device::name() const { return state_.name(index_); }
 
-void Device::seed(std::uint64_t seed) { ThreadGenerator::seed(seed); }
+torch::Device Device::where() const { return state_.where(index_); }
+
+void Device::seed(std::uint64_t seed) {
+  ThreadGenerator::seed(seed);
+  if (!where().is_cpu()) seed_gpu(where(), seed);
+}
 
 void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
-  const torch::Tensor flat = dense_view(tensor);
+  const torch::Tensor flat = own_flat(*this, tensor);
   const Waiting waiting(state_.seat(index_));
+  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).all_reduce(flat, algorithm);
   state_.group(index_).all_reduce({.input = flat.const_data_ptr(),
                                    .output = flat.mutable_data_ptr(),
                                    .count = elements_of(flat),
@@ -42,8 +58,9 @@ void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
 }
 
 void Device::reduce(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = dense_view(tensor);
+  const torch::Tensor flat = own_flat(*this, tensor);
   const Waiting waiting(state_.seat(index_));
+  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).reduce(flat, root);
   shm::Group& team = state_.group(index_);
   team.reduce({.input = flat.const_data_ptr(),
                .output = team.rank() == root ? flat.mutable_data_ptr() : nullptr,
@@ -53,8 +70,9 @@ void Device::reduce(const torch::Tensor& tensor, int root) {
 }
 
 void Device::broadcast(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = dense_view(tensor);
+  const torch::Tensor flat = own_flat(*this, tensor);
   const Waiting waiting(state_.seat(index_));
+  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).broadcast(flat, root);
   state_.group(index_).broadcast(
       {.output = flat.mutable_data_ptr(), .count = elements_of(flat), .dtype = dtype_of(flat), .root = root});
 }
@@ -68,6 +86,10 @@ Devices::Devices(const DevicesOptions& options) {
   if (options.count < 1) throw UsageError({.what = concat(options.count, " devices"), .next = "give at least 1"});
   if (options.teams < 1 || options.count % options.teams != 0)
     throw UsageError({.what = concat(options.count, " devices in ", options.teams, " teams")});
+  if (!options.places.empty() && std::ssize(options.places) != options.count)
+    throw UsageError({.what = concat(options.count, " devices at ", options.places.size(), " places")});
+  for (const DevicePlace& place : options.places)
+    if (!place.device.is_cpu()) require_gpus(place.device.index());
   state_ = std::make_shared<DevicesState>(options);
   for (int i = 0; i < options.count; ++i) threads_.emplace_back([state = state_, i] { state->serve(i); });
 }
@@ -83,7 +105,7 @@ Devices::~Devices() {
     if (state_->wait_for_end(index)) {
       thread.join();
     } else {
-      log_warning(concat("device ", device_name(index), " is still at work and is left behind"));
+      log_warning(concat("device ", state_->name(index), " is still at work and is left behind"));
       state_->leave_behind(index);
       thread.detach();
     }
@@ -93,9 +115,11 @@ Devices::~Devices() {
 
 std::vector<std::string> Devices::names() const {
   std::vector<std::string> names;
-  for (int i = 0; i < size(); ++i) names.push_back(device_name(i));
+  for (int i = 0; i < size(); ++i) names.push_back(state_->name(i));
   return names;
 }
+
+torch::Device Devices::where(int index) const { return state_->where(index); }
 
 void Devices::run(Body body) {
   state_->post(std::move(body));

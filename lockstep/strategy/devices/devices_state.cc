@@ -2,8 +2,11 @@
 #include "lockstep/strategy/devices/devices_state.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
@@ -39,22 +42,31 @@ bool sleep_until(shm::Flag& flag, std::chrono::nanoseconds longest, const Done& 
 
 }  // namespace
 
-std::string device_name(int index) { return concat("cpu:", index); }
-
 int Devices::left_behind() { return threads_left_behind.load(); }
 
 DevicesState::DevicesState(const DevicesOptions& options) : options_(options) {
   if (options_.cores.empty()) options_.cores = usable_cores();
+  if (options_.places.empty()) options_.places = even_places(torch::kCPU, count());
+  for (std::string& each : names_of(options_.places)) names_.push_back(std::move(each));
   for (int i = 0; i < count(); ++i) seats_.push_back(std::make_unique<DeviceSeat>());
   for (int team = 0; team < options.teams; ++team)
     teams_.push_back(shm::make_thread_group(count() / options.teams, {.timeout = options.timeout}));
+  for (int team = 0; team < options.teams; ++team) tables_.emplace_back(to_size(count() / options.teams));
+}
+
+// The thread's cores, and its current device. Every thread works on the default stream of its GPU: devices on the same
+// GPU then take turns, and a copy between two GPUs is in the order of all work on both.
+void DevicesState::settle(int index) const {
+  const DevicePlace& place = options_.places[to_size(index)];
+  const CoreSet cores = place.cores.empty() ? cores_of_rank(options_.cores, index, count()) : place.cores;
+  pin_this_thread(cores);
+  at::set_num_threads(static_cast<int>(cores.size()));
+  if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
 }
 
 void DevicesState::serve(int index) {
   try {
-    const CoreSet cores = cores_of_rank(options_.cores, index, count());
-    pin_this_thread(cores);
-    at::set_num_threads(static_cast<int>(cores.size()));
+    settle(index);
     const ThreadGenerator generator(seed_of(0, index));
     Device device(*this, index);
     for (std::uint32_t job = 1; wait_for_job(job); ++job) {
@@ -81,6 +93,7 @@ void DevicesState::do_job(Device& device) {
   const Stopwatch watch;
   try {
     if (!failed()) body_(device);
+    wait_for_device(device.where());  // so that a time is that of the work, and one that hangs is named
   } catch (...) {
     fail(device.index(), std::current_exception());
   }
@@ -152,7 +165,7 @@ void DevicesState::fail(int index, std::exception_ptr error) {
     error_ = std::move(error);
   }
   failed_.store(true, std::memory_order_release);
-  for (auto& team : teams_) team.front().poison(concat(device_name(index), " failed"));
+  for (auto& team : teams_) team.front().poison(concat(name(index), " failed"));
 }
 
 void DevicesState::fail_as_late() {
@@ -163,7 +176,7 @@ void DevicesState::fail_as_late() {
 }
 
 PeerLost DevicesState::late_error(int late, const std::string& here) const {
-  return PeerLost({.what = concat("device ", device_name(late), " is not done within ",
+  return PeerLost({.what = concat("device ", name(late), " is not done within ",
                                   human_seconds(std::chrono::duration<double>(options_.timeout).count())),
                    .here = here,
                    .likely = "a function of the task that hangs, or a step that takes longer than that",

@@ -31,8 +31,6 @@
 
 namespace lockstep {
 
-std::string device_name(int index);  // "cpu:1"
-
 // One device's side of the signals, on cache lines of its own.
 struct alignas(64) DeviceSeat {
   enum class Thread { kServes, kEnded, kLeftBehind };
@@ -52,6 +50,14 @@ class DevicesState {
   const OwnProcess process;  // that has the threads
 
   DeviceSeat& seat(int index) { return *seats_[index]; }
+  // "cpu:1"; and its place.
+  const std::string& name(int index) const { return names_[index]; }
+  torch::Device where(int index) const { return options_.places[static_cast<std::size_t>(index)].device; }
+  bool on_gpus() const { return !where(0).is_cpu(); }
+
+  // What the GPUs of a team show each other (gpu_team.h).
+  std::vector<torch::Tensor>& table(int index) { return tables_[index % tables_.size()]; }
+
   shm::Group& group(int index) { return teams_[index % teams_.size()][index / teams_.size()]; }
 
   // What a device's thread does from its start to its end.
@@ -69,6 +75,7 @@ class DevicesState {
   void wait_on(Device& device, shm::Flag& flag, const std::string& what, const std::function<bool()>& done);
 
  private:
+  void settle(int index) const;
   void do_job(Device& device);
   bool wait_for_job(std::uint32_t job);
   bool wait_until(const Deadline& deadline, const std::function<bool()>& done);
@@ -83,7 +90,9 @@ class DevicesState {
 
   DevicesOptions options_;
   IntVector<std::unique_ptr<DeviceSeat>> seats_;
+  IntVector<std::string> names_;
   IntVector<IntVector<shm::Group>> teams_;
+  IntVector<std::vector<torch::Tensor>> tables_;  // of each team
   Devices::Body body_;
   std::uint32_t jobs_ = 0;  // posted so far
   shm::Flag posted_;        // number of the last job

@@ -10,9 +10,11 @@
 #include <thread>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "tests/strategies.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -20,6 +22,7 @@ namespace {
 
 using testing::contains;
 using testing::message_of;
+using testing::test_places;
 
 using namespace std::chrono_literals;
 
@@ -67,12 +70,13 @@ TEST(Devices, divide_a_range_among_the_cores_of_a_device) {
 }
 
 TEST_P(DevicesOfSize, reduce_with_every_algorithm) {
-  Devices devices({.count = GetParam()});
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
   const double sum = GetParam() * (GetParam() + 1) / 2;
   using enum Algorithm;
   for (const auto algorithm : {kDirect, kCentral, kRing, kTree}) {
     devices.run([sum, algorithm](Device& device) {
-      const torch::Tensor tensor = torch::full({3, 5}, device.index() + 1, torch::kFloat64);
+      const torch::Tensor tensor =
+          torch::full({3, 5}, device.index() + 1, torch::TensorOptions(torch::kFloat64).device(device.where()));
       device.all_reduce(tensor, algorithm);
       EXPECT_TRUE(tensor.eq(sum).all().item<bool>());
     });
@@ -80,15 +84,30 @@ TEST_P(DevicesOfSize, reduce_with_every_algorithm) {
 }
 
 TEST_P(DevicesOfSize, reduce_onto_one_and_broadcast_from_one) {
-  Devices devices({.count = GetParam()});
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
   devices.run([n = GetParam()](Device& device) {
-    const torch::Tensor tensor = torch::full({4}, device.index() + 1);
+    const torch::Tensor tensor = torch::full({4}, device.index() + 1, torch::TensorOptions().device(device.where()));
     device.reduce(tensor);
     EXPECT_TRUE(tensor.eq(device.index() == 0 ? n * (n + 1) / 2 : device.index() + 1).all().item<bool>());
     device.barrier();
     device.broadcast(tensor, n - 1);
     EXPECT_TRUE(tensor.eq(n == 1 ? 1 : n).all().item<bool>());
   });
+}
+
+TEST(Devices, refuse_a_tensor_of_another_device_and_name_both) {
+  Devices devices({.count = 1, .places = test_places(1)});
+  const auto mixed = [&] { devices.run([](Device& device) { device.all_reduce(torch::empty({2}, torch::kMeta)); }); };
+  EXPECT_TRUE(
+      contains(message_of<DeviceError>(mixed), concat("is on meta, but ", devices.where(0).str(), " is needed")));
+}
+
+TEST(Devices, disagree_about_a_collective_with_an_error) {
+  Devices devices({.count = 2, .places = test_places(2)});
+  const auto differ = [](Device& device) {
+    device.all_reduce(torch::ones({2 + device.index()}, torch::TensorOptions().device(device.where())));
+  };
+  EXPECT_TRUE(contains(message_of<MismatchError>([&] { devices.run(differ); }), "all_reduce of 2"));
 }
 
 TEST(Devices, are_disjoint_sets_of_cores_with_names) {

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
@@ -55,7 +56,7 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 }
 
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
-  Replica replica{.model = make_seeded_model(task, options.seed)};
+  Replica replica{.model = make_seeded_model(task, options.seed), .device = device};
   replica.model->to(device);
   replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
   set_layout(*replica.model, replica.layout);
@@ -63,13 +64,25 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   return replica;
 }
 
-Replicas make_replicas(int count, const Task& task, const StrategyOptions& options) {
+Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options) {
   Replicas replicas;
-  for (int i = 0; i < count; ++i) {
-    replicas.push_back(make_replica(task, options));
+  for (const torch::Device device : where) {
+    if (!device.is_cpu()) require_gpus(device.index());
+    replicas.push_back(make_replica(task, options, device));
     copy_model(*replicas.front().model, *replicas.back().model);
   }
   return replicas;
+}
+
+Replicas make_replicas(int count, const Task& task, const StrategyOptions& options) {
+  return make_replicas(std::vector<torch::Device>(to_size(count), torch::kCPU), task, options);
+}
+
+std::vector<torch::Device> devices_of(const StrategyOptions& options) {
+  std::vector<torch::Device> where;
+  for (const DevicePlace& place : options.places) where.push_back(place.device);
+  if (where.empty()) where.resize(to_size(std::max(options.devices, 0)), torch::kCPU);
+  return where;
 }
 
 void seed_steps(std::uint64_t seed) {
@@ -157,6 +170,22 @@ std::vector<Batch> parts_of(const Batch& batch, int parts) {
   std::vector<Batch> all;
   for (int i = 0; i < parts; ++i) all.push_back(part_of(batch, i, parts));
   return all;
+}
+
+std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch) {
+  std::vector<CopiedBatch> parts;
+  for (int i = 0; i < devices.size(); ++i) {
+    Batch part = part_of(batch, i, devices.size());
+    if (!devices.on_gpus()) part = {part.data.to(torch::kCPU), part.target.to(torch::kCPU)};
+    parts.push_back(start_copy(std::move(part), copy_stream(devices.where(i))));
+  }
+  return parts;
+}
+
+std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts) {
+  std::vector<Batch> received;
+  for (CopiedBatch& part : parts) received.push_back(receive(std::move(part)));
+  return received;
 }
 
 std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/loader/device_copy.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/kvstore.h"
 #include "lockstep/towers.h"
@@ -29,11 +30,18 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 // Throws UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
 
-// On the CPU, all with the parameters and buffers of the first.
+// One for each place, or as many on the CPU, all with the parameters and buffers of the first.
+Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options);
 Replicas make_replicas(int count, const Task& task, const StrategyOptions& options);
+
+// Where options.devices are.
+std::vector<torch::Device> devices_of(const StrategyOptions& options);
 
 // Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
 void seed_steps(std::uint64_t seed);
+
+// Throws UsageError: Uneven::kRefuse, and the devices do not divide the batch.
+void require_even(const Batch& batch, const Devices& devices, Uneven uneven);
 
 // Throws UsageError if `world` has several ranks.
 void require_one_process(const World& world, const StrategyOptions& options);
@@ -70,6 +78,12 @@ ParameterLists gradients_of(const ParameterLists& all);
 ParameterLists gradients_of(const Replicas& replicas);
 
 // ---- Batches and losses
+
+// A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned memory.
+std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch);
+
+// For what the calling thread, or the devices' from now on, put on the GPUs' default streams.
+std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts);
 
 // Part `index` of `parts`: contiguous, as even as possible, maybe empty; a view of the batch.
 Batch part_of(const Batch& batch, int index, int parts);

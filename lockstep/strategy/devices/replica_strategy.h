@@ -7,6 +7,8 @@
 // Ranks:   as the strategy says
 #pragma once
 
+#include <algorithm>
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,19 +29,45 @@ class ReplicaStrategy : public Strategy {
     return devices_ ? devices_->names() : std::vector<std::string>();
   }
 
+  bool prefetches() const override { return devices_ && devices_->on_gpus(); }
+  void prefetch(const Batch& next) override { ahead_.push_back({next, start_parts(*devices_, next)}); }
+
  protected:
   ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
       : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
+
+  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for a step
+  // before is dropped.
+  std::vector<Batch> parts_for_devices(const Batch& batch) {
+    constexpr std::size_t kAhead = 2;  // this batch and the next: what is older was never asked for
+    while (ahead_.size() > kAhead) ahead_.pop_front();
+    const auto found =
+        std::ranges::find_if(ahead_, [&](const Ahead& each) { return each.batch.data.is_same(batch.data); });
+    if (found == ahead_.end()) return receive_parts(start_parts(*devices_, batch));
+    auto parts = std::move(found->parts);
+    ahead_.erase(ahead_.begin(), std::next(found));
+    return receive_parts(std::move(parts));
+  }
 
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
   Replicas replicas_;                 // never empty
   PhaseTimes phases_;
+
+ private:
+  struct Ahead {
+    Batch batch;
+    std::vector<CopiedBatch> parts;
+  };
+  std::deque<Ahead> ahead_;  // batches of the steps to come
 };
 
 inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
-  return std::make_unique<Devices>(
-      DevicesOptions{.count = options.devices, .cores = world.cores(), .timeout = options.timeout, .teams = teams});
+  return std::make_unique<Devices>(DevicesOptions{.count = options.devices,
+                                                  .cores = world.cores(),
+                                                  .timeout = options.timeout,
+                                                  .teams = teams,
+                                                  .places = options.places});
 }
 
 // The sum over all ranks of `world`.

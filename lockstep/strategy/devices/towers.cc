@@ -8,18 +8,22 @@
 namespace lockstep {
 
 Replicas get_params(const Devices& devices, const Task& task, const StrategyOptions& options) {
-  return make_replicas(devices.size(), task, options);
+  std::vector<torch::Device> where;
+  for (int i = 0; i < devices.size(); ++i) where.push_back(devices.where(i));
+  return make_replicas(where, task, options);
 }
 
-std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven) {
+void require_even(const Batch& batch, const Devices& devices, Uneven uneven) {
   if (uneven == Uneven::kRefuse && batch.size() % devices.size() != 0)
     throw UsageError({.what = concat("a batch of ", batch.size(), " samples does not divide evenly over ",
                                      devices.size(), " devices"),
                       .likely = "the last batch of an epoch, or a --batch-size that is no multiple of the devices",
                       .next = "leave out --refuse-uneven: an uneven split is exact"});
-  std::vector<Batch> shards = parts_of(batch, devices.size());
-  for (Batch& shard : shards) shard = {shard.data.to(torch::kCPU), shard.target.to(torch::kCPU)};
-  return shards;
+}
+
+std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven) {
+  require_even(batch, devices, uneven);
+  return receive_parts(start_parts(devices, batch));
 }
 
 std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,

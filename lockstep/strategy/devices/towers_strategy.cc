@@ -3,12 +3,14 @@
 //
 //   update on every device   a copy of the parameters and an optimizer per device, as in "Dive into Deep Learning"
 //   update on the CPU        one set of parameters and one optimizer; gradients are summed in the pass that updates, as in
-//                            TensorFlow's multi-tower CIFAR-10 example
+//                            TensorFlow's multi-tower CIFAR-10 example. Where devices are GPUs this is
+//                            kvstore local_update_cpu: gradients and parameters go over pinned memory
 //
 // Owns:    the devices' threads, a replica per device
 // Threads: one scheduling thread
 // Ranks:   inside one process
 #include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
@@ -17,7 +19,7 @@ namespace {
 class Towers : public ReplicaStrategy {
  public:
   Towers(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
+      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
         algorithm_(options.algorithm),
         update_on_cpu_(options.towers.update == UpdatePlace::kCpu) {
@@ -26,7 +28,8 @@ class Towers : public ReplicaStrategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    const auto shards = split_and_load(batch, *devices_, uneven_);
+    require_even(batch, *devices_, uneven_);
+    const auto shards = parts_for_devices(batch);
     const auto losses = timed(phases_.forward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     timed(phases_.backward, [&] { backward(*devices_, losses, shards); });
     timed(phases_.exchange, [&] { combine_gradients(); });
@@ -64,6 +67,11 @@ class Towers : public ReplicaStrategy {
 
 std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
+  if (options.towers.update == UpdatePlace::kCpu && !devices_of(options).front().is_cpu()) {
+    StrategyOptions in_store = options;  // the same by another name: a store in the host's memory
+    in_store.kvstore = {.kind = KVStoreKind::kLocalUpdateCpu};
+    return make_kvstore_strategy(world, task, in_store);
+  }
   return std::make_unique<Towers>(world, task, options);
 }
 

@@ -107,7 +107,7 @@ TEST(Towers, pass_on_what_the_task_throws) {
   task.forward = [](torch::nn::Module&, const torch::Tensor&) -> torch::Tensor {
     throw DataError({.what = "thrown in forward"});
   };
-  const auto strategy = make_strategy(World::single(), task, towers(2));
+  const auto strategy = strategy_of(task, towers(2));
   EXPECT_TRUE(contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in forward"));
 }
 
@@ -129,7 +129,7 @@ TEST(Towers, repeat_training_with_dropout_to_the_bit) {
 
 TEST(Towers, refuse_unknown_options) {
   const auto refusal = [](const StrategyOptions& options) {
-    return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
+    return message_of<UsageError>([&] { strategy_of(small_task(), options); });
   };
   EXPECT_TRUE(contains(refusal(towers(0)), "0 devices"));
   const auto make = [](World& world) { make_strategy(world, small_task(), towers(2)); };

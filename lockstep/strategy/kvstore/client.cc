@@ -123,7 +123,7 @@ StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const D
   const CompressionOptions& compression = setting_.options.compression;
   const double threshold = compression.amount == 0 ? 0.5 : compression.amount;
   return {.keys = keys,
-          .values = sum(values, keys.first),
+          .values = sum(on_host(values, keys.first), keys.first),
           .header = {.request = request,
                      .trained = trained,
                      .push = options,

@@ -47,7 +47,8 @@ class StoreStrategy : public ReplicaStrategy {
  public:
   BatchTotals forward_backward(const Batch& batch) override {
     before_step();
-    const auto shards = split_and_load(batch, *devices_);
+    require_even(batch, *devices_, uneven_);
+    const auto shards = parts_for_devices(batch);
     const auto losses = timed(phases_.forward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     timed(phases_.backward, [&] { backward(*devices_, losses, shards); });
     last_ = mean_of(losses, shards);
@@ -75,8 +76,9 @@ class StoreStrategy : public ReplicaStrategy {
 
  protected:
   StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
-      : ReplicaStrategy(task, make_replicas(options.devices, task, options), make_devices(world, options)),
-        update_in_store_(update_in_store) {
+      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
+        update_in_store_(update_in_store),
+        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit) {
     for (const Replica& replica : replicas_) {
       parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
       buffers_.push_back(tensors_of(named_buffers(*replica.model)));
@@ -99,6 +101,7 @@ class StoreStrategy : public ReplicaStrategy {
   bool update_in_store_;
 
  private:
+  Uneven uneven_;
   BatchTotals last_;  // of this worker
 };
 
@@ -113,7 +116,7 @@ class LocalStrategy : public StoreStrategy {
     store_.init(trained_parameters(model()));
     if (update_in_store_) {
       store_.set_optimizer(update_options(options));
-      share_values();
+      if (!devices_->on_gpus()) share_values();
     }
     seed_steps(options.seed + 1);
   }
@@ -175,7 +178,11 @@ class WorkerStrategy : public StoreStrategy {
     setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.workers.front());
     if (update_in_store_ || workers_.rank() > 0) return;
     TensorSender sender(setting_.world, 0, /*tag=*/0);
-    for (const torch::Tensor& parameter : parameters_.front()) sender.send(message_of(optimizer().state_of(parameter)));
+    for (const torch::Tensor& parameter : parameters_.front()) {
+      auto state = optimizer().state_of(parameter);
+      for (auto& [name, tensor] : state) tensor = tensor.cpu();
+      sender.send(message_of(state));
+    }
     sender.finish();
   }
 
@@ -249,8 +256,12 @@ class WorkerStrategy : public StoreStrategy {
 
 KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
   if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
-  const auto [kind, reason] =
-      choose_local_kind(trained_parameters(*make_replica(task, options).model), options.devices, world.device());
+  const Replica replica = make_replica(task, options);
+  const auto parameters = trained_parameters(*replica.model);
+  std::optional<LinkTimes> links;
+  if (options.devices > 1 && !devices_of(options).front().is_cpu())
+    links = measure_links(*make_devices(world, options), parameters);
+  const auto [kind, reason] = choose_local_kind(parameters, options.devices, links);
   log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }

@@ -3,16 +3,24 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 
 void LocalStore::create(const std::vector<torch::Tensor>& values) {
-  for (const torch::Tensor& value : values)
-    values_.push_back(value.to(torch::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  for (const torch::Tensor& value : values) {
+    if (sums_on_device() || value.is_cpu())
+      values_.push_back(value.clone());
+    else
+      values_.push_back(value.to(torch::kCPU).pin_memory());
+  }
 }
 
 void LocalStore::set_optimizer(const UpdateOptions& options) {
@@ -25,7 +33,7 @@ void LocalStore::set_optimizer(const UpdateOptions& options) {
 
 void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
-  DeviceTensors left = values;
+  DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
   const std::vector<torch::Tensor> sums = sum(left, range.first);
   for (std::size_t i = 0; i < range.size(); ++i)
@@ -54,22 +62,78 @@ void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
     const torch::NoGradGuard no_grad;
     for (std::size_t key = range.first; key < range.last; ++key)
       if (torch::Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))
-        to.copy_(values[key]);
+        copy_between(to, values[key]);
   });
 }
 
-ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where) {
+namespace {
+
+// The shortest of a few rounds.
+double seconds_of(Devices& devices, const Devices::Body& body) {
+  constexpr int kRounds = 3;
+  double shortest = std::numeric_limits<double>::infinity();
+  for (int round = 0; round <= kRounds; ++round) {
+    const Stopwatch watch;
+    devices.run(body);
+    if (round > 0) shortest = std::min(shortest, watch.seconds());
+  }
+  return shortest;
+}
+
+std::string first_not_linked(const Devices& devices) {
+  for (int i = 0; i < devices.size(); ++i)
+    for (int j = 0; j < devices.size(); ++j)
+      if (!gpus_reach_each_other(devices.where(i), devices.where(j)))
+        return concat(devices.names()[to_size(i)], " and ", devices.names()[to_size(j)]);
+  return {};
+}
+
+}  // namespace
+
+LinkTimes measure_links(Devices& devices, const std::vector<NamedTensor>& parameters) {
+  DeviceTensors values, host;
+  for (int i = 0; i < devices.size(); ++i) {
+    values.emplace_back();
+    host.emplace_back();
+    for (const auto& [name, parameter] : parameters) {
+      values.back().push_back(torch::zeros_like(parameter.detach(), parameter.options().device(devices.where(i))));
+      host.back().push_back(pinned_like(parameter));
+    }
+  }
+  const auto between = [values](Device& device) {
+    for (const torch::Tensor& value : for_device(values, device)) device.reduce(value);
+    for (const torch::Tensor& value : for_device(values, device)) device.broadcast(value);
+  };
+  const auto over_host = [values, host](Device& device) {
+    for (std::size_t i = 0; i < values.front().size(); ++i) {
+      copy_between(for_device(host, device)[i], for_device(values, device)[i]);
+      copy_between(for_device(values, device)[i], for_device(host, device)[i]);
+    }
+  };
+  return {.between_devices = seconds_of(devices, between),
+          .over_host = seconds_of(devices, over_host),
+          .not_linked = first_not_linked(devices)};
+}
+
+ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
+                             const std::optional<LinkTimes>& links) {
   if (devices == 1) return {KVStoreKind::kLocalUpdateCpu, "there is one device, and nothing to add up"};
-  if (where.is_cpu())
+  if (!links)
     return {KVStoreKind::kLocalUpdateCpu, "devices that are cores read the weights where the store updates them, once"};
+  const std::string times = concat("between the devices ", human_seconds(links->between_devices), ", over the host ",
+                                   human_seconds(links->over_host));
+  if (links->not_linked.empty() && links->between_devices < links->over_host)
+    return {KVStoreKind::kLocalAllReduceDevice, concat("gradients take ", times)};
+  const std::string slow = links->not_linked.empty() ? concat("gradients take ", times)
+                                                     : concat(links->not_linked, " don't reach each other's memory");
   const auto largest =
       std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
-  const std::string weight =
-      concat("the largest weight, ", largest->name, ", has ", with_thousands(largest->tensor.numel()), " elements");
+  const std::string weight = concat(slow, "; the largest weight, ", largest->name, ", has ",
+                                    with_thousands(largest->tensor.numel()), " elements");
   constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: where MXNet stops to update in its store
   if (largest->tensor.numel() < kLargeWeight)
     return {KVStoreKind::kLocalUpdateCpu, concat(weight, ": small ones are updated once")};
-  return {KVStoreKind::kLocalAllReduceDevice, concat(weight, ", and devices reach each other's memory")};
+  return {KVStoreKind::kLocalAllReduceCpu, concat(weight, ": large ones are updated on every device")};
 }
 
 }  // namespace lockstep

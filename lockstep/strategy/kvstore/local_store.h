@@ -10,6 +10,8 @@
 // Ranks:   one process
 #pragma once
 
+#include <optional>
+
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/strategy/kvstore/store.h"
 
@@ -46,11 +48,22 @@ class LocalStore : public Store {
   std::shared_ptr<LocalGradients> gradients_;
 };
 
-// local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses.
+// Seconds to sum zeros of the parameters' sizes on device 0 and copy the sum to all devices; and to copy as much from all
+// devices to the host's pinned memory and back.
+struct LinkTimes {
+  double between_devices = 0;
+  double over_host = 0;
+  std::string not_linked{};  // two devices that don't reach each other's memory: "cuda:0 and cuda:2"; empty: all do
+};
+LinkTimes measure_links(Devices& devices, const std::vector<NamedTensor>& parameters);
+
+// local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses. links: between
+// GPUs.
 struct ChosenKind {
   KVStoreKind kind;
   std::string reason;
 };
-ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices, torch::Device where);
+ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
+                             const std::optional<LinkTimes>& links = std::nullopt);
 
 }  // namespace lockstep

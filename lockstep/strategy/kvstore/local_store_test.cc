@@ -36,7 +36,7 @@ TEST_P(LocalKindOfSize, trains_as_one_device_does) {
 
 TEST_P(LocalKindOfSize, takes_b_over_k_examples_per_device_and_b_per_update_without_delay) {
   const auto [kind, devices] = GetParam();
-  const auto strategy = make_strategy(World::single(), small_task(), local(kind, devices));
+  const auto strategy = strategy_of(small_task(), local(kind, devices));
   course_of(*strategy, 3, 12);
   const Report report = strategy->report();
   std::map<std::string, double> numbers(report.begin(), report.end());
@@ -49,11 +49,11 @@ TEST_P(LocalKindOfSize, takes_b_over_k_examples_per_device_and_b_per_update_with
 
 TEST_P(LocalKindOfSize, goes_on_from_a_checkpoint_with_the_same_bits) {
   const auto [kind, devices] = GetParam();
-  const auto whole = make_strategy(World::single(), small_task(), local(kind, devices));
+  const auto whole = strategy_of(small_task(), local(kind, devices));
   const Course course = course_of(*whole);
-  const auto before = make_strategy(World::single(), small_task(), local(kind, devices));
+  const auto before = strategy_of(small_task(), local(kind, devices));
   course_of(*before, 7);
-  const auto after = make_strategy(World::single(), small_task(), local(kind, devices));
+  const auto after = strategy_of(small_task(), local(kind, devices));
   const auto from = before->model().parameters();
   const auto into = after->model().parameters();
   for (std::size_t i = 0; i < from.size(); ++i) {
@@ -69,20 +69,22 @@ TEST_P(LocalKindOfSize, goes_on_from_a_checkpoint_with_the_same_bits) {
   expect_same_bits({values_of(after->model()), {}}, {course.parameters, {}});
 }
 
-TEST(LocalKind, chooses_by_the_largest_weight_and_says_why) {
-  const auto choice = [](const std::string& model, int devices, torch::Device where) {
-    return choose_local_kind(named_parameters(*model_task(model).make_model()), devices, where);
-  };
-  const torch::Device gpu(torch::kCUDA, 0);
-  EXPECT_EQ(choice("lenet", 2, torch::kCPU).kind, KVStoreKind::kLocalUpdateCpu);
-  EXPECT_TRUE(contains(choice("lenet", 2, torch::kCPU).reason, "devices that are cores"));
-  EXPECT_EQ(choice("lenet", 2, gpu).kind, KVStoreKind::kLocalUpdateCpu);
-  EXPECT_TRUE(contains(choice("lenet", 2, gpu).reason, "small ones are updated once"));
+TEST(LocalKind, chooses_by_links_and_by_the_largest_weight_and_says_why) {
+  const auto lenet = named_parameters(*model_task("lenet").make_model());
   const auto alexnet = named_parameters(*model_task("alexnet").make_model());
-  EXPECT_EQ(choose_local_kind(alexnet, 2, torch::kCPU).kind, KVStoreKind::kLocalUpdateCpu);
-  EXPECT_EQ(choose_local_kind(alexnet, 2, gpu).kind, KVStoreKind::kLocalAllReduceDevice);
-  EXPECT_TRUE(contains(choose_local_kind(alexnet, 2, gpu).reason, "37,748,736 elements"));
-  EXPECT_TRUE(contains(choose_local_kind(alexnet, 1, torch::kCPU).reason, "one device"));
+  const auto expect = [](const ChosenKind& choice, KVStoreKind kind, const std::string& reason) {
+    EXPECT_EQ(choice.kind, kind) << choice.reason;
+    EXPECT_TRUE(contains(choice.reason, reason));
+  };
+  expect(choose_local_kind(alexnet, 1), KVStoreKind::kLocalUpdateCpu, "one device");
+  expect(choose_local_kind(alexnet, 2), KVStoreKind::kLocalUpdateCpu, "devices that are cores");
+  const LinkTimes fast{.between_devices = 0.001, .over_host = 0.002};
+  expect(choose_local_kind(lenet, 2, fast), KVStoreKind::kLocalAllReduceDevice, "over the host 2.0 ms");
+  const LinkTimes slow{.between_devices = 0.003, .over_host = 0.002};
+  expect(choose_local_kind(lenet, 2, slow), KVStoreKind::kLocalUpdateCpu, "small ones are updated once");
+  expect(choose_local_kind(alexnet, 2, slow), KVStoreKind::kLocalAllReduceCpu, "37,748,736 elements");
+  const LinkTimes none{.between_devices = 0.001, .over_host = 0.002, .not_linked = "cuda:0 and cuda:1"};
+  expect(choose_local_kind(alexnet, 2, none), KVStoreKind::kLocalAllReduceCpu, "cuda:0 and cuda:1 don't reach");
 }
 
 // The store by itself.
@@ -135,7 +137,7 @@ TEST(KVStoreStrategy, refuses_options_without_sense) {
   const auto refusal = [](const std::function<void(StrategyOptions&)>& change) {
     StrategyOptions options = local("local", 2);
     change(options);
-    return message_of<UsageError>([&] { make_strategy(World::single(), small_task(), options); });
+    return message_of<UsageError>([&] { strategy_of(small_task(), options); });
   };
   EXPECT_TRUE(contains(refusal([](auto& o) { o.compression.kind = Compression::kTwoBit; }),
                        "--compression 2bit with kvstore local"));

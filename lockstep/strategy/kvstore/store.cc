@@ -4,6 +4,7 @@
 #include <span>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 
@@ -41,6 +42,14 @@ void require_rows(const Key& key, const torch::Tensor& rows) {
   if (good) return;
   throw UsageError({.what = concat("rows of ", key.name, " that it does not have"),
                     .next = concat("give int64 numbers from 0 to ", key.rows - 1)});
+}
+
+// Without threads for the devices, the calling thread copies what is not on the host.
+DeviceTensors without_devices(DeviceTensors values) {
+  for (auto& device : values)
+    for (torch::Tensor& value : device)
+      if (value.defined()) value = value.cpu();
+  return values;
 }
 
 }  // namespace
@@ -122,6 +131,31 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
   const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
   run(wide.mutable_data_ptr<float>());
   into.copy_(wide);
+}
+
+DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
+  if (sums_on_device()) return values;
+  if (devices_ == nullptr || !devices_->on_gpus()) return without_devices(values);
+  host_.resize(values.size());
+  const auto copies = std::make_shared<DeviceTensors>(values);
+  for (std::size_t device = 0; device < values.size(); ++device) {
+    auto& buffers = host_[device];
+    buffers.resize(std::max(buffers.size(), first_key + values[device].size()));
+    for (std::size_t i = 0; i < values[device].size(); ++i) {
+      const torch::Tensor& value = values[device][i];
+      torch::Tensor& buffer = buffers[first_key + i];
+      if (value.defined() && !buffer.defined()) buffer = pinned_like(value);
+      (*copies)[device][i] = value.defined() ? buffer : torch::Tensor();
+    }
+  }
+  devices_->run([values, copies](Device& device) {
+    const torch::NoGradGuard no_grad;
+    if (device.index() >= std::ssize(values)) return;
+    const auto& from = values[device.index()];
+    for (std::size_t i = 0; i < from.size(); ++i)
+      if (from[i].defined()) copy_between((*copies)[device.index()][i], from[i]);
+  });
+  return *copies;
 }
 
 std::vector<torch::Tensor> Store::sum(const DeviceTensors& values, std::size_t first_key) {

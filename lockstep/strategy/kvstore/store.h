@@ -47,6 +47,12 @@ class Store : public KVStore {
   // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
   Store(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
 
+  bool sums_on_device() const { return where_ == SumOn::kDevice; }
+
+  // Values of GPUs that are summed on the CPU, copied to pinned memory of the host; other values as they are. Valid until the
+  // next call for the same keys. Blocks.
+  DeviceTensors on_host(const DeviceTensors& values, std::size_t first_key);
+
   // Sums over devices, key by key, in the order of the devices; with one device its own tensors. first_key: number of
   // the first key. Valid until the next sum of the same keys. Blocks. Throws what Devices::run() throws.
   std::vector<torch::Tensor> sum(const DeviceTensors& values, std::size_t first_key);
@@ -72,6 +78,7 @@ class Store : public KVStore {
   SumOn where_;
   Devices* devices_;
   std::vector<torch::Tensor> buffers_;  // [key]
+  DeviceTensors host_;                  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
   std::map<std::string, std::size_t> numbers_;  // by name
 };

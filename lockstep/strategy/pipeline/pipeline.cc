@@ -45,6 +45,9 @@ namespace {
 void require_possible(const World& world, const StrategyOptions& options) {
   if (options.pipeline.micro_batches < 1)
     throw UsageError({.what = concat("--micro-batches ", options.pipeline.micro_batches), .next = "give at least 1"});
+  if (std::ranges::any_of(options.places, [](const DevicePlace& place) { return !place.device.is_cpu(); }))
+    throw UsageError({.what = "strategy pipeline on GPUs: its stages run on cores only",
+                      .next = "give --devices cpu, or choose another strategy"});
   if (world.size() == 1) return;
   if (options.devices != 1)
     throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),

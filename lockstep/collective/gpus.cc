@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/gpus.h"
+
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+std::string visible_devices() {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return concat("CUDA_VISIBLE_DEVICES=", visible != nullptr ? visible : "(not set)");
+}
+
+// The launcher lets this rank see one GPU of its own, as Slurm's --gpus-per-task does.
+bool sees_its_own_only(int count) { return count == 1 && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr; }
+
+// Once, where the machine has GPUs that this build can't use.
+void hint_at_unused_gpus() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (std::filesystem::exists("/dev/nvidia0"))
+      log_warning(
+          "this machine has GPUs, but this lockstep was built without CUDA: it trains on cores (`make cuda` "
+          "builds it with CUDA)");
+  });
+}
+
+// Through the CUDA runtime, which libtorch_cpu loads in every build. nullptr: it has no such function.
+template <class Function>
+Function* cuda_runtime(const char* name) {
+  return reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name));
+}
+
+}  // namespace
+
+int cuda_device_count() {
+  if (c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return c10::impl::VirtualGuardImpl(torch::kCUDA).deviceCount();
+  hint_at_unused_gpus();
+  return 0;
+}
+
+int cuda_device_count_before_fork() {
+  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return cuda_device_count();
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw system_error("open", "a pipe");
+  const UniqueFd read_end(ends[0]);
+  UniqueFd write_end(ends[1]);
+  const pid_t child = ::fork();
+  if (child < 0) throw system_error("fork", "a process that counts GPUs");
+  if (child == 0) {
+    const int count = cuda_device_count();
+    const auto written = ::write(write_end.get(), &count, sizeof(count));
+    ::_exit(written == sizeof(count) ? 0 : 1);
+  }
+  write_end.reset();
+  int count = 0;
+  const auto got = ::read(read_end.get(), &count, sizeof(count));
+  ::waitpid(child, nullptr, 0);
+  return got == sizeof(count) ? count : 0;
+}
+
+void require_gpus(int index) {
+  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA))
+    throw DeviceError({.what = "this lockstep was built without CUDA",
+                       .likely = "--devices cuda with the release preset",
+                       .next = "build the cuda preset (`make cuda`), or use --devices cpu"});
+  if (const int count = cuda_device_count(); index >= count)
+    throw DeviceError({.what = concat("there is no GPU cuda:", index, ": ", count, " visible"),
+                       .here = visible_devices(),
+                       .likely = "more devices or ranks on this machine than GPUs, or none is visible",
+                       .next = "name fewer devices, change CUDA_VISIBLE_DEVICES, or use --devices cpu"});
+}
+
+int cuda_device_index(int local_rank) {
+  require_gpus(0);
+  if (sees_its_own_only(cuda_device_count())) return 0;
+  require_gpus(local_rank);
+  return local_rank;
+}
+
+bool gpus_reach_each_other(torch::Device one, torch::Device other) {
+  if (one == other) return true;
+  int can = 0;
+  const auto ask = cuda_runtime<int(int*, int, int)>("cudaDeviceCanAccessPeer");
+  return ask != nullptr && ask(&can, one.index(), other.index()) == 0 && can != 0;
+}
+
+GpuMemory memory_of(torch::Device gpu) {
+  const auto [free, all] = c10::getDeviceAllocator(gpu.type())->getMemoryInfo(gpu.index());
+  return {static_cast<std::int64_t>(free), static_cast<std::int64_t>(all)};
+}
+
+void wait_for_device(torch::Device device) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl of(device.type());
+  of.synchronizeStream(of.getStream(device));
+}
+
+void seed_gpu(torch::Device gpu, std::uint64_t seed) {
+  at::Generator generator = at::globalContext().defaultGenerator(gpu);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+torch::Tensor pinned_like(const torch::Tensor& tensor) {
+  return torch::empty(tensor.sizes(), torch::TensorOptions(tensor.scalar_type()).pinned_memory(true));
+}
+
+void copy_between(const torch::Tensor& into, const torch::Tensor& from) {
+  const bool between_gpus = into.is_cuda() && from.is_cuda();
+  if (!between_gpus || gpus_reach_each_other(into.device(), from.device())) {
+    into.copy_(from, /*non_blocking=*/true);
+    return;
+  }
+  const c10::impl::VirtualGuardImpl of(from.device().type());
+  const torch::Tensor host = pinned_like(from);
+  host.copy_(from, /*non_blocking=*/true);
+  c10::Event arrived(from.device().type());
+  arrived.record(of.getStream(from.device()));
+  arrived.block(of.getStream(into.device()));
+  into.copy_(host, /*non_blocking=*/true);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Tests whose devices are simulated GPUs. The simulator is preloaded, so not beside a sanitizer, which has to come first.
+if(LOCKSTEP_CUDA OR LOCKSTEP_SANITIZE)
+  return()
+endif()
+
+# Tests of strategies that run on cores, once more: 20 steps in float64 on 1 to 4 GPUs, compared with one core.
+set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
+  "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/AveragingOfSize.*" "Averaging.*"
+  "Kinds/LocalKindOfSize.*")
+list(JOIN gpu_tests ":" gpu_filter)
+# `local` chooses by times, so two runs may choose differently.
+string(APPEND gpu_filter ":-Kinds/LocalKindOfSize.goes_on*/1:Kinds/LocalKindOfSize.goes_on*/2:Kinds/LocalKindOfSize.goes_on*/3")
+add_test(NAME strategy.simulated_gpus COMMAND strategy_test --gtest_filter=${gpu_filter})
+set_tests_properties(strategy.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
+  "LD_PRELOAD=$<TARGET_FILE:lockstep_simulated_cuda>;LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_TEST_DEVICES=cuda")
+
+lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600
+  SOURCES train/gpu_command_test.cc launch/child.cc)
+target_link_libraries(gpu_command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(gpu_command_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"
+  SIMULATED_CUDA="$<TARGET_FILE:lockstep_simulated_cuda>")
+add_dependencies(gpu_command_test lockstep_command lockstep_train lockstep_gpus lockstep_simulated_cuda)

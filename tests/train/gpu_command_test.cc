@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md).
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/text.h"
+#include "tests/launch/child.h"
+#include "tests/support.h"
+#include "tests/train/command.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::Ended;
+using testing::losses_in;
+using testing::metrics_in;
+using testing::run;
+using testing::TempFolder;
+using testing::with_variables;
+using testing::operator+;
+using testing::Words;
+
+const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",          "--max-steps", "4",
+                      "--batch-size",   "30",    "--quiet",   "--momentum", "0",           "--metrics"};
+
+Ended on_gpus(int gpus, const Words& words) {
+  return run(
+      with_variables({{"LD_PRELOAD", SIMULATED_CUDA}, {"LOCKSTEP_SIMULATED_GPUS", std::to_string(gpus)}}, words));
+}
+
+struct Arrangement {
+  std::string name;
+  Words words;
+};
+void PrintTo(const Arrangement& arrangement, std::ostream* out) { *out << arrangement.name; }
+
+class GpuStrategy : public ::testing::TestWithParam<Arrangement> {};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, GpuStrategy,
+    ::testing::Values(
+        Arrangement{"towers", {"--strategy", "towers"}},
+        Arrangement{"towers_update_cpu", {"--strategy", "towers", "--update", "cpu"}},
+        Arrangement{"data_parallel", {"--strategy", "data_parallel"}},
+        Arrangement{"averaging", {"--strategy", "averaging"}},
+        Arrangement{"kvstore_update_cpu", {"--strategy", "kvstore", "--kvstore", "local_update_cpu"}},
+        Arrangement{"kvstore_allreduce_cpu", {"--strategy", "kvstore", "--kvstore", "local_allreduce_cpu"}},
+        Arrangement{"kvstore_allreduce_device", {"--strategy", "kvstore", "--kvstore", "local_allreduce_device"}}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(GpuStrategy, trains_on_two_as_one_core_does) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "one"}).exit_code, 0);
+  const Ended ended = on_gpus(2, kTrain + Words{folder / "two", "--devices", "cuda:0,cuda:1"} + GetParam().words);
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto one = losses_in(folder / "one"), two = losses_in(folder / "two");
+  ASSERT_EQ(one.size(), 4U);
+  ASSERT_EQ(two.size(), 4U);
+  for (std::size_t step = 0; step < one.size(); ++step) EXPECT_NEAR(two[step], one[step], 1e-4 * one[step]) << step;
+  EXPECT_EQ(metrics_in(folder / "two").back()["devices"], (Words{"cuda:0", "cuda:1"}));
+}
+
+TEST(GpuCommand, trains_on_one_gpu) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const Ended ended = on_gpus(2, kTrain + Words{folder / "gpu", "--strategy", "single", "--devices", "cuda:1"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto core = losses_in(folder / "core"), gpu = losses_in(folder / "gpu");
+  ASSERT_EQ(core.size(), gpu.size());
+  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpu[step], core[step], 1e-4 * core[step]) << step;
+  EXPECT_EQ(metrics_in(folder / "gpu").back()["devices"], Words{"cuda:1"});
+}
+
+TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
+  const TempFolder folder;
+  const Words towers = kTrain + Words{folder / "m", "--strategy", "towers"};
+  const auto devices = [&](const Words& more) {
+    const Ended ended = on_gpus(3, towers + more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    return metrics_in(folder / "m").back()["devices"];
+  };
+  EXPECT_EQ(devices({"--devices", "cuda"}), (Words{"cuda:0", "cuda:1", "cuda:2"}));
+  EXPECT_EQ(devices({"--ranks", "auto"}), (Words{"cuda:0", "cuda:1", "cuda:2"}));
+  EXPECT_EQ(devices({"--ranks", "2"}), (Words{"cuda:0", "cuda:1"}));
+  EXPECT_EQ(devices({"--devices", "cuda:2,cuda:2"}), (Words{"cuda:2", "cuda:2 (device 1)"}));
+  EXPECT_EQ(devices({"--devices", "cpu", "--ranks", "2"}), (Words{"cpu:0", "cpu:1"}));
+}
+
+TEST(GpuCommand, says_what_is_wrong_with_devices) {
+  const TempFolder folder;
+  const auto refusal = [&](const Words& more) {
+    const Ended ended = on_gpus(2, kTrain + Words{folder / "m", "--strategy"} + more);
+    EXPECT_NE(ended.exit_code, 0);
+    return ended.error;
+  };
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0,cuda:5"}), "there is no GPU cuda:5: 2 visible"));
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0,cuda:1", "--ranks", "3"}), "--ranks 3 with 2 devices"));
+  EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0", "--device", "cpu"}), "with another --device"));
+  EXPECT_TRUE(contains(refusal({"single", "--devices", "cuda:0,cuda:1"}), "the ranks of this machine have 1"));
+  EXPECT_TRUE(contains(refusal({"pipeline", "--devices", "cuda:0,cuda:1"}), "cores only"));
+}
+
+TEST(GpuCommand, lists_gpus_with_memory_and_links) {
+  const Ended ended = on_gpus(2, {LOCKSTEP_COMMAND, "env"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.output, "cuda:1  16.0 GiB free of 16.0 GiB, reaches cuda:0"));
+}
+
+}  // namespace
+}  // namespace lockstep
