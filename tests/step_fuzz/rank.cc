@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cmath>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -154,15 +153,7 @@ class Trainer {
     if (plan_.norm == Norm::kOfRank)
       network_->add_norm(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(width).eps(kNormEps)), plan_);
     if (plan_.norm == Norm::kSynchronised)
-      network_->add_norm(SyncBatchNorm(norm_world(), SyncBatchNormOptions{.features = width, .eps = kNormEps}), plan_);
-  }
-
-  // Its own, where buckets are sent in the midst of the normalisation's backward().
-  World norm_world() const {
-    if (in_shared_memory(plan_)) return *world_;
-    std::vector<int> everyone(static_cast<std::size_t>(world_->size()));
-    std::iota(everyone.begin(), everyone.end(), 0);
-    return *world_->group(everyone);
+      network_->add_norm(SyncBatchNorm(*world_, SyncBatchNormOptions{.features = width, .eps = kNormEps}), plan_);
   }
 
   void build() {

@@ -186,11 +186,25 @@ class WorldOfTrainer {
     }
     if (ranks != members_ || samples.contains(0))
       return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ());
+    if (!equal_need_of_hidden(operation)) return outside("synchronised batch normalisation of what needs no gradient");
     uneven_ = uneven_ || samples.size() > 1;
     const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
     if (uneven_ && (several || operation.action == Action::kPlainBackward))
       return outside("synchronised batch normalisation of uneven batches, not once per step");
     if (members_ == (members_ & -members_) && samples.contains(1)) outside("a single sample has no variance");
+  }
+
+  // Whether what is normalised needs a gradient on all ranks or on none: its backward() is collective.
+  bool equal_need_of_hidden(const Operation& operation) const {
+    std::set<bool> needs;
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      if (!has(members_, rank)) continue;
+      const unsigned unused = operation.unused[static_cast<std::size_t>(rank)];
+      const unsigned frozen = ranks_[static_cast<std::size_t>(rank)].frozen;
+      const bool words = plan_.words && (unused & 8) == 0 && !has(frozen, 5);
+      needs.insert(!has(frozen, 0) || ((unused & 2) == 0 && !has(frozen, 1)) || words);
+    }
+    return needs.size() == 1;
   }
 
   void exchange(Ranks ranks) {
