@@ -2,6 +2,7 @@
 #include "lockstep/collective/c10d/backend.h"
 
 #include <atomic>
+#include <future>
 #include <thread>
 #include <vector>
 
@@ -144,15 +145,17 @@ TEST(Backend, every_thread_that_waits_gets_the_error) {
 }
 
 TEST(Backend, the_timeout_of_a_call_ends_it_and_names_who_is_missing) {
-  run_group(2, [](const GroupPtr& group) {
+  std::promise<void> ended;
+  run_group(2, [&, over = ended.get_future().share()](const GroupPtr& group) {
     if (group->getRank() == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      EXPECT_EQ(over.wait_for(kTimeout), std::future_status::ready);
       return group->getBackend(c10::kCPU)->abort();
     }
     c10d::BarrierOptions options;
     options.timeout = std::chrono::milliseconds(50);
     const auto message = message_of<PeerLost>([&] { group->barrier(options)->wait(); });
     EXPECT_TRUE(contains(message, "rank 1 did not answer within 50.0 ms"));
+    ended.set_value();
   });
 }
 
