@@ -75,11 +75,14 @@ int cuda_device_count_before_fork() {
   return got == sizeof(count) ? count : 0;
 }
 
+DeviceError built_without_cuda() {
+  return DeviceError({.what = "this lockstep was built without CUDA",
+                      .likely = "--devices cuda with the release preset",
+                      .next = "build the cuda preset (`make cuda`), or use --devices cpu"});
+}
+
 void require_gpus(int index) {
-  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA))
-    throw DeviceError({.what = "this lockstep was built without CUDA",
-                       .likely = "--devices cuda with the release preset",
-                       .next = "build the cuda preset (`make cuda`), or use --devices cpu"});
+  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) throw built_without_cuda();
   if (const int count = cuda_device_count(); index >= count)
     throw DeviceError({.what = concat("there is no GPU cuda:", index, ": ", count, " visible"),
                        .here = visible_devices(),

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <string>
 
+#include "lockstep/error.h"
+
 namespace lockstep {
 
 // Initialises CUDA: a process that has called it must not fork ranks that use a GPU.
@@ -23,6 +25,8 @@ int cuda_device_count_before_fork();
 // The GPU of a local rank: that of its number; the only one, where the launcher lets each rank see one. Throws DeviceError: a
 // build without CUDA, no GPU, fewer GPUs than ranks; the message shows CUDA_VISIBLE_DEVICES.
 int cuda_device_index(int local_rank);
+
+DeviceError built_without_cuda();
 
 // Throws DeviceError: there is no GPU `index`.
 void require_gpus(int index);

@@ -44,8 +44,8 @@ Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
 Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
   using Make = c10d::Backend*(const c10::intrusive_ptr<c10d::Store>&, int rank, int size, std::chrono::milliseconds);
   const auto make = reinterpret_cast<Make*>(::dlsym(RTLD_DEFAULT, "lockstep_simulated_nccl"));
+  if (make == nullptr) throw built_without_cuda();
   require_gpus(0);
-  if (make == nullptr) throw DeviceError({.what = "this lockstep was built without NCCL"});
   return Nccl::reclaim(make(with_prefix(store, "nccl"), options.rank, options.size, options.timeout));
 }
 

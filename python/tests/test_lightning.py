@@ -140,7 +140,7 @@ def resume(folder):
     assert os.path.getsize(path) < 200_000, "more than the tensors of the module and the optimizer"
     checkpoint = torch.load(path, weights_only=True)
     torch.testing.assert_close(checkpoint["state_dict"], first.state_dict(), rtol=0, atol=0)
-    torch.optim.AdamW(layers(False).parameters()).load_state_dict(checkpoint["optimizer_states"][0])
+    torch.optim.AdamW(layers().parameters()).load_state_dict(checkpoint["optimizer_states"][0])
 
     (result,) = trainer(folder).validate(second, loader(), verbose=False)
     with torch.no_grad():
