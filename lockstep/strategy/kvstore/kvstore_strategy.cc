@@ -130,8 +130,12 @@ class LocalStrategy : public StoreStrategy {
 
   void restored(std::int64_t) override {
     if (!update_in_store_) return follow_first(replicas_);
-    for (std::size_t i = 0; i < store_.values().size(); ++i)
-      store_.optimizer()->set_state(store_.values()[i], optimizer().state_of(parameters_.front()[i]));
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < store_.values().size(); ++i) {
+      const torch::Tensor &value = store_.values()[i], &parameter = parameters_.front()[i];
+      if (!value.is_alias_of(parameter)) value.copy_(parameter);
+      store_.optimizer()->set_state(value, optimizer().state_of(parameter));
+    }
     follow_model(replicas_);
   }
 
