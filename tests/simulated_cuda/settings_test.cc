@@ -87,13 +87,13 @@ TEST_F(SimulatedSettings, hang_until_they_recover) {
   EXPECT_EQ(sum.get(), 8);
 }
 
-TEST_F(SimulatedSettings, trap_a_host_that_touches_device_memory) {
+TEST(SimulatedGpusDeathTest, trap_a_host_that_touches_device_memory) {
   const Tensor there = torch::ones({4}, gpu(0));
   EXPECT_EXIT(std::printf("%f", static_cast<double>(*there.const_data_ptr<float>())),
               ::testing::KilledBySignal(SIGSEGV), "");
 }
 
-TEST_F(SimulatedSettings, refuse_libtorch_cuda) {
+TEST(SimulatedGpusDeathTest, refuse_libtorch_cuda) {
   EXPECT_EXIT(::dlopen("libtorch_cuda.so", RTLD_NOW), ::testing::ExitedWithCode(1), "libtorch_cuda is loaded");
 }
 

@@ -70,6 +70,21 @@ TEST(GpuCommand, trains_on_one_gpu) {
   EXPECT_EQ(metrics_in(folder / "gpu").back()["devices"], Words{"cuda:1"});
 }
 
+TEST(GpuCommand, trains_with_servers_as_one_core_does) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const auto core = losses_in(folder / "core");
+  for (const char* in_store : {"true", "false"}) {
+    const Ended ended =
+        on_gpus(4, kTrain + Words{folder / "gpus", "--strategy", "kvstore", "--kvstore", "dist_sync", "--ranks", "2",
+                                  "--devices-per-worker", "2", "--devices", "cuda", "--update-on-kvstore", in_store});
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    const auto gpus = losses_in(folder / "gpus");
+    ASSERT_EQ(core.size(), gpus.size());
+    for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+  }
+}
+
 TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
   const TempFolder folder;
   const Words towers = kTrain + Words{folder / "m", "--strategy", "towers"};
