@@ -37,10 +37,18 @@ bool one_device_per_rank(const TrainOptions& options) {
   return ranks_are_devices(options) || !strategy_info(options.strategy.kind).threads;
 }
 
+void require_same_kind(const TrainOptions& options, torch::DeviceType kind) {
+  if (options.device && *options.device != kind)
+    throw UsageError(
+        {.what = concat("--devices ", options.devices, " with another --device"), .next = "leave out --device"});
+}
+
 // The list of --devices; empty where it names a kind.
 Places listed(const TrainOptions& options) {
-  const bool kind = options.devices == "auto" || options.devices == "cpu" || options.devices == "cuda";
-  return kind ? Places() : parse_device_places(options.devices);
+  if (options.devices == "auto" || options.devices == "cpu" || options.devices == "cuda") return {};
+  const Places list = parse_device_places(options.devices);
+  require_same_kind(options, list.front().device.type());
+  return list;
 }
 
 // What --devices or --device says; nothing: GPUs if there are enough.
@@ -50,9 +58,7 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
   const torch::DeviceType kind = !list.empty()               ? list.front().device.type()
                                  : options.devices == "cuda" ? torch::kCUDA
                                                              : torch::kCPU;
-  if (options.device && *options.device != kind)
-    throw UsageError(
-        {.what = concat("--devices ", options.devices, " with another --device"), .next = "leave out --device"});
+  require_same_kind(options, kind);
   return kind;
 }
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md).
+#include <algorithm>
+#include <map>
+
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/text.h"
@@ -59,6 +62,40 @@ TEST_P(GpuStrategy, trains_on_two_as_one_core_does) {
   EXPECT_EQ(metrics_in(folder / "two").back()["devices"], (Words{"cuda:0", "cuda:1"}));
 }
 
+// Bytes between host and device in one step, both directions, by device.
+std::map<int, std::pair<std::int64_t, std::int64_t>> crossing(const Words& words) {
+  const TempFolder folder;
+  std::map<int, std::pair<std::int64_t, std::int64_t>> bytes;
+  for (const int steps : {4, 2}) {
+    const std::string file = folder / std::to_string(steps);
+    Words train = kTrain + Words{folder / "metrics", "--devices", "cuda:0,cuda:1"} + words;
+    *std::next(std::ranges::find(train, "--max-steps")) = std::to_string(steps);
+    EXPECT_EQ(on_gpus(2, with_variables({{"LOCKSTEP_SIMULATED_COUNTERS", file}}, train)).exit_code, 0);
+    for (const auto& line : metrics_in(file)) {
+      auto& [up, down] = bytes[line["device"]];
+      up += (steps == 4 ? 1 : -1) * line["host_to_device"].get<std::int64_t>();
+      down += (steps == 4 ? 1 : -1) * line["device_to_host"].get<std::int64_t>();
+    }
+  }
+  for (auto& [device, both] : bytes) both = {both.first / 2, both.second / 2};
+  return bytes;
+}
+
+// docs/design/gpus.md: "What crosses to the host". LeNet's parameters take kModel bytes, a device's part of the batch kBatch.
+TEST_P(GpuStrategy, moves_the_bytes_of_the_table_over_the_host) {
+  constexpr std::int64_t kModel = 516'272, kBatch = 15 * (28 * 28 * 4 + 8), kTargets = 15 * 8, kLoss = 4;
+  const std::string& name = GetParam().name;
+  const bool over_host = name.ends_with("cpu");
+  const bool first_takes_losses = name == "data_parallel";
+  const auto bytes = crossing(GetParam().words);
+  ASSERT_EQ(bytes.size(), 2U);
+  for (const auto& [device, both] : bytes) {
+    const std::int64_t targets = first_takes_losses && device == 0 ? 2 * kTargets : 0;  // of the whole batch, too
+    EXPECT_EQ(both.first, kBatch + targets + (over_host ? kModel : 0)) << device;
+    EXPECT_EQ(both.second, (first_takes_losses && device == 1 ? 0 : kLoss) + (over_host ? kModel : 0)) << device;
+  }
+}
+
 TEST(GpuCommand, trains_on_one_gpu) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
@@ -68,6 +105,21 @@ TEST(GpuCommand, trains_on_one_gpu) {
   ASSERT_EQ(core.size(), gpu.size());
   for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpu[step], core[step], 1e-4 * core[step]) << step;
   EXPECT_EQ(metrics_in(folder / "gpu").back()["devices"], Words{"cuda:1"});
+}
+
+TEST(GpuCommand, trains_with_servers_as_one_core_does) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const auto core = losses_in(folder / "core");
+  for (const char* in_store : {"true", "false"}) {
+    const Ended ended =
+        on_gpus(4, kTrain + Words{folder / "gpus", "--strategy", "kvstore", "--kvstore", "dist_sync", "--ranks", "2",
+                                  "--devices-per-worker", "2", "--devices", "cuda", "--update-on-kvstore", in_store});
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    const auto gpus = losses_in(folder / "gpus");
+    ASSERT_EQ(core.size(), gpus.size());
+    for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+  }
 }
 
 TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {

@@ -189,7 +189,8 @@ class Averaging : public ReplicaStrategy {
   // Ranks exchange blocks of GPUs over the host.
   void all_reduce_block_0() {
     const torch::Tensor& block = blocks_.front();
-    if (block.is_cpu() || world_.size() == 1) return world_.all_reduce(block);
+    if (world_.size() == 1) return;
+    if (block.is_cpu()) return world_.all_reduce(block);
     if (!host_.defined()) host_ = world_.allocate({block.numel()}, block.scalar_type());
     host_.copy_(block);
     world_.all_reduce(host_);

@@ -130,8 +130,12 @@ class LocalStrategy : public StoreStrategy {
 
   void restored(std::int64_t) override {
     if (!update_in_store_) return follow_first(replicas_);
-    for (std::size_t i = 0; i < store_.values().size(); ++i)
-      store_.optimizer()->set_state(store_.values()[i], optimizer().state_of(parameters_.front()[i]));
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < store_.values().size(); ++i) {
+      const torch::Tensor &value = store_.values()[i], &parameter = parameters_.front()[i];
+      if (!value.is_alias_of(parameter)) value.copy_(parameter);
+      store_.optimizer()->set_state(value, optimizer().state_of(parameter));
+    }
     follow_model(replicas_);
   }
 
@@ -254,6 +258,12 @@ class WorkerStrategy : public StoreStrategy {
   StoreClient store_;
 };
 
+// Whether some worker's devices are GPUs.
+bool any_on_gpus(const World& world, const StrategyOptions& options) {
+  const auto where = devices_of(options);
+  return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
+}
+
 KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
   if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const Replica replica = make_replica(task, options);
@@ -289,6 +299,7 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
   }
   StrategyOptions known = options;
   if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
+  if (!known.layout && any_on_gpus(world, options)) known.layout = Layout::kContiguous;  // as GPUs prefer; servers, too
   const DistSetting setting = connect_store(world, known);
   const World peers = *world.split(setting.serves() ? 0 : 1);
   if (setting.serves()) return make_server_strategy(setting, task);
