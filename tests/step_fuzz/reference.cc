@@ -217,7 +217,13 @@ class Reference {
 
   void step_with_mean() {
     exchange();
-    if (overflow_) return;
+    if (!overflow_) update();
+    if (plan_.shards == 0) return;
+    for (torch::Tensor& weight : network_.weights) weight.mutable_grad() = torch::Tensor();
+    overflow_ = false;  // it was in gradients that are gone
+  }
+
+  void update() {
     const Tensors gradients = current_gradients();
     Tensors& weights = network_.weights;
     for (torch::Tensor& weight : weights)
@@ -226,7 +232,7 @@ class Reference {
     optimizer_->step();
     for (std::size_t i = 0; i < weights.size(); ++i) {
       if (weights[i].grad().defined()) move_average(averages_[i], weights[i].detach());
-      weights[i].mutable_grad() = plan_.shards > 0 ? torch::Tensor() : gradients[i];
+      weights[i].mutable_grad() = gradients[i];
     }
   }
 
@@ -252,7 +258,6 @@ class Reference {
   }
 
   void clip_by_hand(double norm, double value) {
-    if (plan_.shards > 0 && norm + value > 0 && !network_.weights[0].grad().defined()) return;
     if (norm > 0) torch::nn::utils::clip_grad_norm_(network_.weights, norm);
     if (value > 0) torch::nn::utils::clip_grad_value_(network_.weights, value);
   }

@@ -386,7 +386,8 @@ class WorldOfTrainer {
     for (int rank = 0; rank < program_.ranks; ++rank)
       if (has(ranks, rank) && !needs_first_layer(operation, rank)) return outside("a backward() that does not fail");
     illegal("a program that goes on after a failed backward()",
-            {"thrown by the program in backward()", "that failed half-way", "in a step with as many shards"});
+            {"thrown by the program in backward()", "that failed half-way", "in a step with as many shards",
+             "that were not exchanged"});
     if (in_shared_memory(plan_) && plain_ && any([](const Rank& rank) { return rank.backwards > 0; }))
       illegal_mixture();
     if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
