@@ -308,6 +308,7 @@ class Trainer {
       if (own_ == nullptr) continue;
       for (const auto& [name, tensor] : own_->state_of(weight)) state[name] = tensor.clone();
     }
+    if (shares_parameters(plan_)) world_->barrier();  // before another rank writes what this one reads
   }
 
   // Where nothing was saved, as after what is illegal, nothing is written.
