@@ -86,8 +86,8 @@ class Devices {
   torch::Device where(int index) const;  // of device `index`
   bool on_gpus() const { return !where(0).is_cpu(); }
 
-  // Runs `body` on every device at the same time. Blocks until all are done, GPUs with all that was put on their streams, or the timeout has passed. Throws the
-  // first exception of any device; PeerLost.
+  // Runs `body` on every device at the same time. Blocks until all are done, GPUs with all that was put on their
+  // streams, or the timeout has passed. Throws the first exception of any device; PeerLost.
   void run(Body body);
 
   // Divides [begin, end) among the devices, which call part(first, last) on their cores for pieces of at least `grain`.

@@ -55,8 +55,8 @@ enum class Uneven {
   kRefuse  // an error
 };
 
-// A part of the batch for every device, in order, and on it; a part may be empty. Throws UsageError: Uneven::kRefuse, and the
-// devices do not divide the batch.
+// A part of the batch for every device, in order, and on it; a part may be empty. Throws UsageError: Uneven::kRefuse,
+// and the devices do not divide the batch.
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
 // Forward: a mean loss per device; undefined where a device has no samples. Clears the gradients of the last step.
@@ -67,8 +67,7 @@ std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, cons
 void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards);
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
-// without a gradient on any device keeps none. Sets of cores copy nothing: each reads the
-// others' memory.
+// without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm = Algorithm::kDirect);
 
 // The optimizer's step on every device.

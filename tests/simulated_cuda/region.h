@@ -14,7 +14,7 @@
 
 namespace simulated_cuda {
 
-// What is freed is full of 0xff, which is NaN, and is not used again before 64 MiB more are freed or memory is short.
+// Freed memory is filled with 0xff, which is NaN. It is used again once 64 MiB more are freed, or when memory is short.
 class Region {
  public:
   explicit Region(int device);

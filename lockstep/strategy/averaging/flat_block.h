@@ -16,8 +16,9 @@
 
 namespace lockstep {
 
-// Moves every trained parameter into one new block of shape (values), on the CPU from world.allocate(), and returns it. Names, shapes, strides and
-// values stay; each parameter begins on a cache line. Throws UsageError: parameters of several dtypes, or of 16 bits.
+// Moves every trained parameter into one new block of shape (values), on the CPU from world.allocate(), and returns it.
+// Names, shapes, strides and values stay; each parameter begins on a cache line. Throws UsageError: parameters of several
+// dtypes, or of 16 bits.
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world);
 
 // Throws UsageError if a parameter has 16 bits: optimizers keep a float32 copy of it, which would not see the average.
