@@ -38,7 +38,7 @@ target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Random programs over the API of a step; and the same beside deliberate defects, for which some sources of the library are
 # compiled again into the test (lockstep/base/defects.h).
-set(step_fuzz_sources generator processes program rank reference reference_hook reference_optimizer rules run)
+set(step_fuzz_sources generator meetings processes program rank reference reference_hook reference_optimizer rules run)
 list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
 lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
   step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)

@@ -6,13 +6,17 @@
 //   ddp.backward(scaler.scale(loss), samples);
 //   scaler.step(optimizer);
 //
+// Owns:    the scale, together with the optimizer that it was given: each step() of that one adjusts it, also those in
+//          DistributedDataParallel::join()
 // Threads: one thread
-// Ranks:   every rank makes the same calls; all decide alike, from the mean gradient
+// Ranks:   every rank makes the same calls; all decide alike, from the mean gradient. A rank that calls join() before its
+//          first step() has no scale yet: all ranks get MismatchError
 #pragma once
 
 #include <torch/types.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "lockstep/optimizer.h"
 
@@ -29,18 +33,17 @@ class GradientScaler {
  public:
   explicit GradientScaler(const GradientScalerOptions& options = {});  // throws UsageError
 
-  torch::Tensor scale(const torch::Tensor& loss) const { return loss * scale_; }
+  torch::Tensor scale(const torch::Tensor& loss) const { return loss * current_scale(); }
 
-  // Calls optimizer.step() with gradients divided by the scale, then adjusts the scale. Returns false if the step was
+  // Calls optimizer.step() with gradients divided by the scale; the scale is then adjusted. Returns false if the step was
   // skipped.
   bool step(Optimizer& optimizer);
 
-  double current_scale() const { return scale_; }
+  double current_scale() const;
 
  private:
-  GradientScalerOptions options_;
-  double scale_;
-  std::int64_t good_steps_ = 0;  // since the scale last changed
+  struct State;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep

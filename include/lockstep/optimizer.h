@@ -16,10 +16,12 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/error.h"
@@ -73,6 +75,9 @@ class Optimizer : public torch::optim::Optimizer {
   // refuse_loss_scale().
   void set_loss_scale(std::optional<double> scale);
 
+  // Until the next set_loss_scale(): after each step() the scale becomes adjust(skipped()).
+  void adjust_loss_scale(std::function<double(bool)> adjust) { adjust_loss_scale_ = std::move(adjust); }
+
   // Called by DistributedDataParallel with a CommunicationHook that keeps a residual.
   void refuse_loss_scale() { refuses_loss_scale_ = true; }
 
@@ -117,6 +122,7 @@ class Optimizer : public torch::optim::Optimizer {
   ClippingOptions clipping_;
   double ema_decay_ = 0;
   std::optional<double> loss_scale_;
+  std::function<double(bool)> adjust_loss_scale_;
   bool refuses_loss_scale_ = false;
   bool skipped_ = false;
   std::shared_ptr<GradientSource> source_;  // set by attach(), else in the first step

@@ -10,12 +10,14 @@ namespace lockstep {
 namespace {
 
 // Where each number is.
+// kCalls: twice the number of backward(), and 1 more for loss.backward().
 enum Sum : std::uint8_t { kSamples, kCounting, kCalls, kCallsSquared, kLow, kLowSquared, kHigh, kHighSquared, kLoss };
 
 constexpr std::size_t kGathered = 128;  // settings that can be named
 
 // Not of ranks whose first batches were empty: what they counted the others may have dropped since.
 const char* const kBackwards = "the number of backward() since the last exchange";
+const char* const kPlain = "loss.backward() instead of ddp.backward()";
 
 bool equal(double ranks, double sum, double sum_of_squares) { return ranks * sum_of_squares == sum * sum; }
 
@@ -26,8 +28,10 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   const std::uint64_t hash = hash_of(settings_);
   const auto low = static_cast<double>(hash & 0xffff), high = static_cast<double>(hash >> 16 & 0xffff);
   const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0;
-  const double calls = counting * static_cast<double>(batches.backwards);
-  settings_.insert(settings_.begin(), {kBackwards, counting > 0 ? calls : std::numeric_limits<double>::quiet_NaN()});
+  const auto backwards = static_cast<double>(batches.backwards);
+  const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
+  const double calls = counting * (2 * backwards + plain);
+  settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
       batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
@@ -49,7 +53,7 @@ std::optional<std::int64_t> ExchangeTotals::backwards() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[kCounting] == 0 || !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared])) return std::nullopt;
-  return static_cast<std::int64_t>(sum[kCalls] / sum[kCounting]);
+  return static_cast<std::int64_t>(sum[kCalls] / sum[kCounting]) / 2;
 }
 
 BatchTotals ExchangeTotals::wait() {

@@ -40,7 +40,7 @@ class ExchangeTotals {
   std::optional<std::int64_t> backwards();
 
   // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
-  // last exchange; PeerLost.
+  // last exchange, or loss.backward() on some of them only; PeerLost.
   BatchTotals wait();
 
  private:

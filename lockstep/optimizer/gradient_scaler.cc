@@ -6,8 +6,25 @@
 
 namespace lockstep {
 
+struct GradientScaler::State {
+  GradientScalerOptions options;
+  double scale;
+  std::int64_t good_steps = 0;  // since the scale last changed
+
+  double after_step(bool skipped) {
+    if (skipped)
+      scale *= options.backoff;
+    else if (++good_steps == options.growth_interval)
+      scale *= options.growth;
+    else
+      return scale;
+    good_steps = 0;
+    return scale;
+  }
+};
+
 GradientScaler::GradientScaler(const GradientScalerOptions& options)
-    : options_(options), scale_(options.initial_scale) {
+    : state_(std::make_shared<State>(State{options, options.initial_scale})) {
   if (options.initial_scale <= 0 || options.growth <= 1 || options.backoff <= 0 || options.backoff >= 1 ||
       options.growth_interval < 1)
     throw UsageError(
@@ -17,18 +34,12 @@ GradientScaler::GradientScaler(const GradientScalerOptions& options)
 }
 
 bool GradientScaler::step(Optimizer& optimizer) {
-  optimizer.set_loss_scale(scale_);
+  optimizer.set_loss_scale(state_->scale);
+  optimizer.adjust_loss_scale([state = state_](bool skipped) { return state->after_step(skipped); });
   optimizer.step();
-  if (optimizer.skipped()) {
-    scale_ *= options_.backoff;
-    good_steps_ = 0;
-    return false;
-  }
-  if (++good_steps_ == options_.growth_interval) {
-    scale_ *= options_.growth;
-    good_steps_ = 0;
-  }
-  return true;
+  return !optimizer.skipped();
 }
+
+double GradientScaler::current_scale() const { return state_->scale; }
 
 }  // namespace lockstep

@@ -97,6 +97,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   else
     step_on_device(all);
   all.note_step(settings());
+  if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
 }
 
@@ -155,6 +156,7 @@ void Optimizer::set_loss_scale(std::optional<double> scale) {
                           "keep an old scale, or an overflow for ever",
                       .next = "train without loss scaling, for instance in bfloat16, or with sixteen_bit_hook()"});
   loss_scale_ = scale;
+  adjust_loss_scale_ = nullptr;
 }
 
 void Optimizer::keep_average(double decay) {

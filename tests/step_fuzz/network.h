@@ -119,7 +119,7 @@ struct Network : torch::nn::Module {
 // The batch of one rank, and of one of its shards, rounded to the dtype of the plan and given in `as`.
 inline Part part_of(const Operation& operation, int rank, int shard, int samples, const TrainerPlan& plan,
                     torch::ScalarType as) {
-  const double key = 1 + 31.0 * operation.id + 7.0 * rank + 3.0 * shard;
+  const double key = 1 + 31.0 * id_of(operation, rank) + 7.0 * rank + 3.0 * shard;
   const auto given = [&](torch::IntArrayRef sizes, double of) { return waves(sizes, of).to(plan.dtype).to(as); };
   Part part{.data = given({samples, 3}, key),
             .target = given({samples, 2}, key + 0.5),

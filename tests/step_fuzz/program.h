@@ -83,6 +83,7 @@ struct Operation {
   int trainer = 0;
   Ranks ranks = 0;  // which make it
   int id = 0;       // seeds its inputs: stays when others are removed
+  std::array<int, kMaxRanks> ids{};  // of each rank, where ranks meet from several operations; 0: id
   double value = 0;
   int parameter = 0;
   std::array<int, kMaxRanks> samples{};
@@ -109,6 +110,10 @@ inline constexpr std::size_t kEnd = 6;
 // Samples of shard `shard` of this rank: shards of a rank differ.
 inline int samples_of_shard(const Operation& operation, int rank, int shard) {
   return (operation.samples[static_cast<std::size_t>(rank)] + 2 * shard) % 5;
+}
+inline int id_of(const Operation& operation, int rank) {
+  const int own = operation.ids[static_cast<std::size_t>(rank)];
+  return own != 0 ? own : operation.id;
 }
 inline bool is_backward(Action action) {
   return action == Action::kBackward || action == Action::kNoSyncBackward || action == Action::kPlainBackward;

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "tests/step_fuzz/network.h"
 #include "tests/step_fuzz/reference_hook.h"
 #include "tests/step_fuzz/reference_optimizer.h"
+#include "tests/step_fuzz/rules.h"
 
 namespace lockstep::fuzz {
 namespace {
@@ -40,7 +42,8 @@ class Reference {
       if (operation.trainer == trainer_ &&
           std::ranges::any_of(members_, [&](int rank) { return has(operation.ranks, rank); }))
         run(operation);
-    return {copies(network_.weights), averages_, network_.stats, totals_, hook_ && hook_->undecided()};
+    note_undecided();
+    return {copies(network_.weights), averages_, network_.stats, undecided_, totals_};
   }
 
  private:
@@ -49,6 +52,7 @@ class Reference {
     Tensors gradients;   // of the sum of samples * loss
     double samples = 0;  // loss.backward() counts as one
     double first = 0;    // samples of the first batch
+    int backwards = 0;
   };
 
   void begin() {
@@ -60,10 +64,13 @@ class Reference {
     std::vector<std::size_t> exchanged;
     for (std::size_t i = 0; i < network_.weights.size(); ++i)
       if (network_.weights[i].requires_grad() && !is_sparse(i)) exchanged.push_back(i);
+    note_undecided();
     if (keeps_residual(plan_) && members_.size() > 1)
       hook_ = std::make_unique<ReferenceHook>(plan_, network_.weights, exchanged, static_cast<int>(members_.size()));
     drop_pending();
   }
+
+  void note_undecided() { undecided_ = undecided_ || (hook_ && hook_->undecided()); }
 
   bool is_sparse(std::size_t parameter) const { return plan_.words && parameter == kWords; }
   bool first_makes(const Operation& operation) const { return has(operation.ranks, members_[0]); }
@@ -74,7 +81,7 @@ class Reference {
       case Action::kBackward:
       case Action::kNoSyncBackward:
       case Action::kPlainBackward: return backward(operation);
-      case Action::kStep: return step();
+      case Action::kStep: return first || joined_ != 0 || shares_parameters(plan_) ? step() : void();
       case Action::kZeroGrad: return zero_grad(true);
       case Action::kZeroGradToZeros: return zero_grad(false);
       case Action::kSetLr: return first ? set_lr(operation.value) : void();
@@ -89,6 +96,7 @@ class Reference {
       case Action::kResume: return resume_();
       case Action::kWriteParameter:
       case Action::kWriteData: return halve(operation);
+      case Action::kJoin: return join(operation);
       case Action::kRebuild: return begin();
       default: return;
     }
@@ -101,10 +109,17 @@ class Reference {
     const bool plain = operation.action == Action::kPlainBackward;
     if (backwards_ == 0) before_ = take_gradients();
     plan_.norm == Norm::kSynchronised ? add_together(operation, plain) : add_each(operation, plain);
-    ++backwards_;
-    if (operation.action == Action::kBackward && backwards_ == 1 && !overflow_)
-      totals_[operation.id] = {static_cast<int>(all_samples()), loss_ / all_samples()};
+    for (std::size_t member = 0; member < members_.size(); ++member)
+      if (has(operation.ranks, members_[member]))
+        backwards_ = std::max(backwards_, ++pending_[member].backwards);
+    if (operation.action == Action::kBackward && backwards_ == 1 && !overflow_) note_totals(operation);
     if (plain || (operation.action == Action::kBackward && !in_shared_memory(plan_))) exchange();
+  }
+
+  void note_totals(const Operation& operation) {
+    const Totals totals{static_cast<int>(all_samples()), operation.halves ? NAN : loss_ / all_samples()};
+    for (const int rank : members_)
+      if (has(operation.ranks, rank)) totals_[{rank, id_of(operation, rank)}] = totals;
   }
 
   // Buffers are those of rank 0, of its first shard.
@@ -257,6 +272,14 @@ class Reference {
     drop_pending();
   }
 
+  // The last one drops what a step() has left in .grad.
+  void join(const Operation& operation) {
+    for (const int rank : members_) joined_ |= operation.ranks & 1U << rank;
+    if (static_cast<std::size_t>(std::popcount(joined_)) < members_.size()) return;
+    joined_ = 0;
+    zero_grad(true);
+  }
+
   void clip_by_hand(double norm, double value) {
     if (norm > 0) torch::nn::utils::clip_grad_norm_(network_.weights, norm);
     if (value > 0) torch::nn::utils::clip_grad_value_(network_.weights, value);
@@ -343,13 +366,16 @@ class Reference {
   bool overflow_ = false;
   Tensors averages_;
   std::function<void()> resume_ = [] {};
-  std::map<int, Totals> totals_;
+  std::map<std::pair<int, int>, Totals> totals_;
+  Ranks joined_ = 0;
+  bool undecided_ = false;
 };
 
 }  // namespace
 
 Expected expected_of(const Program& program, std::size_t trainer, int color) {
-  return Reference(program, trainer, color).run();
+  const Program executed = as_executed(program, trainer, color);
+  return Reference(executed, trainer, color).run();
 }
 
 }  // namespace lockstep::fuzz

@@ -16,7 +16,7 @@ namespace lockstep::fuzz {
 
 struct Totals {
   int samples = 0;
-  double mean_loss = 0;
+  double mean_loss = 0;  // NaN: not known
 };
 
 // Of one trainer in one of its worlds, at the end.
@@ -24,8 +24,10 @@ struct Expected {
   std::vector<torch::Tensor> weights;
   std::vector<torch::Tensor> averages;  // undefined: never updated
   std::vector<torch::Tensor> stats;     // buffers
-  std::map<int, Totals> totals;         // by the id of a backward() that exchanges a single batch
   bool undecided = false;               // a lossy hook's choice hung on rounding: nothing to compare
+
+  // Of each rank, by the id of a backward() that exchanges a single batch.
+  std::map<std::pair<int, int>, Totals> totals;
 };
 
 Expected expected_of(const Program& program, std::size_t trainer, int color);

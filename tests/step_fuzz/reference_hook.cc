@@ -130,10 +130,12 @@ torch::Tensor ReferenceHook::product_of_rank_1(Tensors matrices, torch::Tensor& 
   torch::Tensor all = torch::zeros_like(matrices[0]);
   for (const torch::Tensor& matrix : matrices) all += matrix;
   torch::Tensor p = all.mm(basis);
-  const double length = p.norm().item<double>(), longest = (all.norm() * basis.norm()).item<double>();
+  const double length = p.norm().item<double>(), size = all.norm().item<double>(), of_basis = basis.norm().item<double>();
   const double noise = plan_.dtype == torch::kFloat64 ? 1e-6 : 0.05;
-  undecided_ = undecided_ || length <= noise * longest || all.norm().item<double>() < noise;
+  const bool nothing = size == 0 || of_basis == 0;  // exactly: then the first unit vector is taken
+  undecided_ = undecided_ || (!nothing && (length <= noise * size * of_basis || size < noise));
   if (length > 0) p = p / length;
+  if (nothing) p[0] = 1;
   basis = all.t().mm(p);
   const torch::Tensor product = p.mm(basis.t());
   for (torch::Tensor& matrix : matrices) matrix -= product / static_cast<double>(matrices.size());

@@ -2,9 +2,13 @@
 #include "tests/step_fuzz/rules.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <optional>
 #include <set>
+#include <utility>
+
+#include "tests/step_fuzz/meetings.h"
 
 namespace lockstep::fuzz {
 namespace {
@@ -14,22 +18,27 @@ using Causes = std::vector<std::string>;
 const Causes kCallsDiffer{"left out a backward(), step()",
                           "backward() since the last exchange",
                           "called backward()",
+                          "loss.backward() instead of ddp.backward()",
                           "the ranks differ",
                           "parameters written since the last exchange",
                           " wants ",
                           "step() number",
                           "did not answer within"};  // with what every rank is doing, where they wait in two groups
 
+const std::string kLeftOutBackward = "a backward() that some ranks leave out";
+
 // What one rank has done to one trainer.
 struct Rank {
   bool joined = false;
   double lr = 0, norm = 0, value = 0;
-  double scale = 0;             // that its next step() divides by
-  double optimizers_scale = 0;  // that its optimizer would divide by in join()
+  double scale = 0;              // that its next step() divides by
+  bool optimizer_scales = false;  // it knows the scale, from the first step() on: also in join()
   unsigned frozen = 0;
   int backwards = 0;     // since the last exchange; of shared gradients, since the last zero_grad()
   int samples = 0;       // in these
   int leading = 0;       // of these, those before the first with samples
+  int unseen = 0;        // those without samples before them: a zero_grad() that drops no gradient is not seen
+  bool published = false;  // of shared gradients: by the last backward(), since the last step()
   int written = 0;       // parameters written by hand, since the last exchange
   bool defined = false;  // .grad
   bool touched = false;  // .grad changed by hand since the exchange
@@ -68,7 +77,7 @@ class WorldOfTrainer {
     });
     begun_ = true;
     stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = zeros_ = overflow_ =
-        uneven_ = false;
+        uneven_ = accumulates_ = data_written_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
@@ -119,14 +128,13 @@ class WorldOfTrainer {
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
     if (plan_.norm != Norm::kNone) normalise(operation, ranks);
     if (judgement_.verdict != Verdict::kLegal) return;
-    if (!syncs && in_shared_memory(plan_) && exchanged_ && ranks != members_)
-      return illegal("a backward() that some ranks leave out", calls_differ());
     if (plain && in_shared_memory(plan_) && exchanged_) {
       if (ranks != active())
         return outside("loss.backward() on some ranks only, after a ddp.backward() without a step()");
       mixed_ = true;
     }
     plain_ = plain;
+    if (!plain) accumulates_ = !syncs;
     int total = 0;
     for (int index = 0; index < program_.ranks; ++index) {
       if (!has(ranks, index)) continue;
@@ -143,6 +151,7 @@ class WorldOfTrainer {
         return outside("gradients of zero on a rank without samples");
       if (samples > 0 && has(operation.overflow, index)) overflow_ = true;
       rank.touched = false;
+      rank.published = rank.published && syncs;
       rank.defined = rank.defined || samples > 0;
       total += samples;
     }
@@ -210,8 +219,7 @@ class WorldOfTrainer {
   void exchange(Ranks ranks) {
     if (plain_ && in_shared_memory(plan_)) return;  // the exchange is in step()
     if (ranks != active()) {
-      if (!shares_parameters(plan_) && others_join(ranks)) return outside("a join() after a step() without gradients");
-      return illegal("a backward() that some ranks leave out", calls_differ());
+      return illegal(kLeftOutBackward, calls_differ(/*far=*/true));
     }
     if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", calls_differ());
     if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
@@ -225,16 +233,15 @@ class WorldOfTrainer {
     }
     exchanged_ = mean_ = true;
     for_each(ranks, [](Rank& rank) { rank.touched = false; });
+    for_each(members_, [](Rank& rank) { rank.published = true; });
     if (in_shared_memory(plan_)) return;
     require_equal_counts();
     require_equal_settings();
-    if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; })) {
-      if (stepped_since_exchange_) return outside("a parameter written on some ranks only, beside a step()");
+    if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; }))
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
-    }
-    stepped_since_exchange_ = uneven_ = false;
+    stepped_since_exchange_ = uneven_ = data_written_ = false;
     for_each(members_, [&](Rank& rank) {
-      rank.backwards = rank.samples = rank.leading = 0;
+      rank.backwards = rank.samples = rank.leading = rank.unseen = 0;
       if (!shares_parameters(plan_)) rank.written = 0;
       rank.defined = true;
     });
@@ -243,11 +250,17 @@ class WorldOfTrainer {
   void step(Ranks ranks) {
     const bool nothing = !any([](const Rank& rank) { return rank.defined; });
     if (ranks != active()) {
-      if (!shares_parameters(plan_) && nothing) return outside("a step() without gradients on some ranks only");
-      if (plan_.layout == Layout::kTorch && (stepped_since_exchange_ || written_before_exchange() || steps_again()))
+      if (plan_.layout == Layout::kTorch && nothing) return;  // it does nothing
+      if (in_shared_memory(plan_) && plain_ && others_join(ranks))
+        return outside("a join() after loss.backward() without a step()");
+      if (made_anew_before_exchange()) return has(ranks, first()) ? make_step(nothing) : void();
+      if (plan_.layout == Layout::kTorch &&
+          (stepped_since_exchange_ || data_written_ || written_before_exchange() || steps_again()))
         return outside("a step() of torch's optimizer that some ranks leave out, beside other writes");
       return illegal("a step() that some ranks leave out", calls_differ());
     }
+    if (in_shared_memory(plan_) && exchanged_ && !equal([](const Rank& rank) { return rank.published; }))
+      return illegal(kLeftOutBackward, calls_differ(/*far=*/true));
     const bool pending = in_shared_memory(plan_) && any([](const Rank& rank) { return rank.samples > 0; });
     if (joined() && !exchanged_ && !plain_ && !pending) {
       if (plan_.layout == Layout::kTorch || nothing) return outside("a step() without a backward() beside a join()");
@@ -255,6 +268,10 @@ class WorldOfTrainer {
     }
     if (plan_.scaled && stale_ && !nothing) return outside("two step() with the same scaled gradient");
     if (plan_.shards > 0 && !exchanged_) return illegal("a step() without shards", {"step() before all of the"});
+    make_step(nothing);
+  }
+
+  void make_step(bool nothing) {
     step_with_gradients();
     if (judgement_.verdict != Verdict::kLegal) return;
     stepped_ = stepped_since_exchange_ = true;
@@ -263,9 +280,10 @@ class WorldOfTrainer {
     if (!in_shared_memory(plan_)) plain_ = uneven_ = false;
     for_each(members_, [&](Rank& rank) {
       adjust_scale(rank);
-      if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = rank.leading = 0;
+      if (rank.joined || plan_.shards > 0) rank.backwards = rank.samples = rank.leading = rank.unseen = 0;
       if (rank.joined || plan_.shards > 0) rank.defined = false;
-      rank.touched = false;
+      if (plain_) rank.unseen = 0;
+      rank.touched = rank.published = false;
     });
   }
 
@@ -306,10 +324,10 @@ class WorldOfTrainer {
     return any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; });
   }
 
-  // As GradientScaler's documentation has it, with the options that run.cc gives it.
+  // As GradientScaler's documentation has it, with the options that rank.cc gives it.
   void adjust_scale(Rank& rank) {
-    if (!plan_.scaled || rank.joined) return;
-    rank.optimizers_scale = rank.scale;
+    if (!plan_.scaled) return;
+    rank.optimizer_scales = true;
     rank.good_steps = overflow_ ? 0 : rank.good_steps + 1;
     if (overflow_) rank.scale *= 0.5;
     if (rank.good_steps == 3) {
@@ -329,14 +347,17 @@ class WorldOfTrainer {
       if (empty) return outside("zero_grad() on some ranks only, which had no samples");
       if (!in_shared_memory(plan_) || plan_.scaled || plan_.shards > 0 || plain_ || mixed_)
         return outside("zero_grad() on some ranks only");
-      for_each(active(), [&](Rank& rank) { rank.backwards = rank.samples > 0 ? rank.backwards : 0; });
+      for_each(active(), [&](Rank& rank) {
+        if (rank.samples == 0) rank.unseen += std::exchange(rank.backwards, 0);
+      });
       partial_ = true;
     } else if (partial_) {
       if (exchanged_) return outside("zero_grad() on some ranks only");
       partial_ = false;
     }
     for_each(ranks, [&](Rank& rank) {
-      rank.touched = exchanged_ && rank.defined;
+      rank.touched = rank.published && (rank.touched || rank.defined);
+      rank.unseen = rank.samples > 0 ? 0 : rank.unseen + rank.backwards;
       rank.backwards = rank.samples = rank.leading = 0;
       rank.clipped = false;
       if (operation.action == Action::kZeroGrad) rank.defined = false;
@@ -346,14 +367,23 @@ class WorldOfTrainer {
   }
 
   void join(Ranks ranks) {
-    if (any([](const Rank& rank) { return rank.defined || rank.backwards > 0 || rank.written > 0; }) || exchanged_)
+    const bool used = stale_ && !in_shared_memory(plan_) && !accumulates_;  // what is in .grad, by a step()
+    if (any([&](const Rank& rank) { return (rank.defined && !used) || rank.backwards > 0 || rank.written > 0; }) ||
+        exchanged_)
       return outside("join() in the midst of a step");
-    for_each(ranks, [](Rank& rank) { rank.joined = true; });
+    for_each(ranks, [](Rank& rank) {
+      rank.joined = true;
+      rank.defined = false;
+    });
     if (active() == 0) {
       if (start_unfrozen())
         return illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
       if (!in_shared_memory(plan_)) require_equal_settings();
-      for_each(members_, [](Rank& rank) { rank.joined = false; });
+      for_each(members_, [](Rank& rank) {
+        rank.joined = rank.published = false;
+        rank.unseen = 0;
+      });
+      stale_ = mean_ = false;
     }
   }
 
@@ -363,6 +393,7 @@ class WorldOfTrainer {
     if (any([](const Rank& rank) { return rank.backwards > 0; }) && !(in_shared_memory(plan_) && exchanged_))
       return outside("parameters_written() between backward() and the exchange");
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
+    data_written_ = false;
   }
 
   void save(Ranks ranks) {
@@ -390,7 +421,12 @@ class WorldOfTrainer {
              "that were not exchanged"});
     if (in_shared_memory(plan_) && plain_ && any([](const Rank& rank) { return rank.backwards > 0; }))
       illegal_mixture();
-    if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);  // forward() waits
+    // forward() waits, and so does the first exchange.
+    if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);
+    if (in_shared_memory(plan_) || ranks == active()) return;
+    Causes causes = calls_differ();
+    std::erase(causes, "did not answer within");  // it fails at once, then
+    illegal("", causes);
   }
 
   void backward_of_old_graph(Operation operation, Ranks ranks) {
@@ -446,6 +482,7 @@ class WorldOfTrainer {
     if (shares_parameters(plan_)) return for_each(ranks, [](Rank& rank) { rank.written += 1; });
     if (ranks != active()) outside("a write through .data() on some ranks only");
     if (joined()) outside("a write while a rank is in join()");
+    data_written_ = true;
   }
 
   // ---- What comes until the next exchange
@@ -461,19 +498,22 @@ class WorldOfTrainer {
     return (is_backward(operation.action) && operation.action != Action::kNoSyncBackward) ||
            operation.action == Action::kJoin;
   }
-  bool any_before_exchange(const auto& is) const {
-    bool found = false;
+  // far: until the step() after it, as a rank that leaves out a backward() goes on with that of the others.
+  bool any_before_exchange(const auto& is, bool far = false) const {
+    bool found = false, met = false;
     see_next(active(), [&](const Operation& operation) {
       found = found || is(operation.action);
-      return !exchanges(operation);
+      met = met || exchanges(operation);
+      return far ? !met || operation.action != Action::kStep : !met;
     });
     return found;
   }
-  bool written_before_exchange() const {
-    return any([](const Rank& rank) { return rank.written > 0; }) || any_before_exchange([](Action action) {
-             return action == Action::kWriteParameter || action == Action::kWriteData ||
-                    action == Action::kLoadParameters || action == Action::kResume;
-           });
+  bool written_before_exchange(bool far = false) const {
+    const auto writes = [](Action action) {
+      return action == Action::kWriteParameter || action == Action::kWriteData || action == Action::kLoadParameters ||
+             action == Action::kResume;
+    };
+    return any([](const Rank& rank) { return rank.written > 0; }) || any_before_exchange(writes, far);
   }
   bool steps_again() const {
     return any_before_exchange([](Action action) { return action == Action::kStep; });
@@ -482,6 +522,18 @@ class WorldOfTrainer {
     return any_before_exchange([](Action action) {
       return action == Action::kSetLr || action == Action::kFreeze || action == Action::kUnfreeze;
     });
+  }
+
+  // Whether all ranks take the parameters of the first before it matters that they differ.
+  bool made_anew_before_exchange() const {
+    bool found = false;
+    see_next(members_, [&](const Operation& operation) {
+      found = operation.action == Action::kRebuild;
+      return !found && !exchanges(operation) && operation.action != Action::kNoSyncBackward &&
+             operation.action != Action::kSave && operation.action != Action::kKeepAverage &&
+             operation.action != Action::kFailingBackward && operation.action != Action::kOldGraph;
+    });
+    return found && !shares_parameters(plan_) && !joined();
   }
 
   // Whether one that is not among these goes on with join().
@@ -498,8 +550,22 @@ class WorldOfTrainer {
     return false;
   }
 
+  // Whether a ddp.backward() of some rank comes before its zero_grad().
+  bool adds_to_gradients() const {
+    bool any = false;
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      bool adds = false;
+      see_next(active() & 1U << rank, [&](const Operation& operation) {
+        adds = operation.action == Action::kBackward || operation.action == Action::kNoSyncBackward;
+        return !adds && operation.action != Action::kZeroGrad && operation.action != Action::kZeroGradToZeros;
+      });
+      any = any || adds;
+    }
+    return any;
+  }
+
   // Ranks that make different calls may come upon something else first that is illegal for one of them.
-  Causes calls_differ() const {
+  Causes calls_differ(bool far = false) const {
     Causes causes = kCallsDiffer;
     const auto add = [&](bool possible, const char* cause) {
       if (possible) causes.emplace_back(cause);
@@ -508,11 +574,15 @@ class WorldOfTrainer {
       return action == Action::kZeroGrad || action == Action::kZeroGradToZeros || action == Action::kClipNormByHand ||
              action == Action::kClipValueByHand || action == Action::kPlainBackward;
     };
-    add(shares_parameters(plan_) && written_before_exchange(), "was written between two steps");
-    add(in_shared_memory(plan_) && any_before_exchange(clips), "was changed between backward() and step()");
+    add(shares_parameters(plan_) && written_before_exchange(far), "was written between two steps");
+    add(in_shared_memory(plan_) && any_before_exchange(clips, far), "was changed between backward() and step()");
     add(!in_shared_memory(plan_) && shares_parameters(plan_) &&
             any([](const Rank& rank) { return rank.backwards > 0 && rank.samples > 0; }),
         "that were not exchanged");
+    add(in_shared_memory(plan_) && plain_ && adds_to_gradients(), "that it has not counted");
+    add(!in_shared_memory(plan_) && any([](const Rank& rank) { return rank.backwards > 0 && rank.samples > 0; }) &&
+            any_before_exchange([](Action action) { return action == Action::kPlainBackward; }),
+        "loss.backward() was called after ddp.backward()");
     add(program_.machines > 1, "Timed out waiting");
     add(plan_.shards > 0, "step() before all of the");
     add(plan_.shards > 0, "call step() after the last shard");
@@ -521,7 +591,7 @@ class WorldOfTrainer {
 
   // ---- What has to be equal
 
-  // Of the ranks that have samples.
+  // Of the ranks that have samples. Where a rank's first batches were empty, one that it leaves out may count as empty, too.
   void require_equal_counts() {
     std::set<int> counts;
     int least = 0, most = std::numeric_limits<int>::max();
@@ -530,10 +600,11 @@ class WorldOfTrainer {
       if (rank.samples == 0) return;
       counts.insert(rank.backwards);
       least = std::max(least, rank.backwards - rank.leading);
-      most = std::min(most, rank.backwards);
-      known = known || rank.leading == 0;
+      most = std::min(most, rank.backwards + rank.unseen);
+      known = known || rank.leading + rank.unseen == 0;
     });
     if (counts.size() <= 1) return;
+    if (least <= most && least == *counts.rbegin() && (known || in_shared_memory(plan_))) return;
     if (least <= most || (!known && !in_shared_memory(plan_)))
       return outside("empty batches that zero_grad() may have dropped");
     illegal("another number of backward() on some ranks", {"backward()"});
@@ -547,8 +618,7 @@ class WorldOfTrainer {
     require([](const Rank& rank) { return rank.norm; }, "clipping by norm");
     require([](const Rank& rank) { return rank.value; }, "clipping by value");
     require([](const Rank& rank) { return rank.frozen; }, "which parameters are frozen");
-    // The scale is the optimizer's from its step() on.
-    require([](const Rank& rank) { return rank.joined ? rank.optimizers_scale : rank.scale; }, "the loss scale");
+    require([](const Rank& rank) { return rank.joined && !rank.optimizer_scales ? 0 : rank.scale; }, "the loss scale");
   }
 
   // ---- Helpers
@@ -576,6 +646,7 @@ class WorldOfTrainer {
     return ranks;
   }
   bool joined() const { return active() != members_; }
+  int first() const { return std::countr_zero(members_); }
 
   void illegal(const std::string& rule, const Causes& causes) {
     judgement_.verdict = Verdict::kIllegal;
@@ -617,8 +688,22 @@ class WorldOfTrainer {
   bool mean_ = false;       // no zero_grad() since the last exchange
   bool zeros_ = false;      // in .grad, by zero_grad(false)
   bool overflow_ = false;   // in .grad
+  bool accumulates_ = false;   // the last ddp.backward() was under no_sync()
+  bool data_written_ = false;  // through .data(), on all ranks, since the last exchange
   Judgement judgement_;
 };
+
+// Where ranks have parameters of their own, a backward() that some of them leave out may meet their next one.
+Judgement judge(const Program& program, std::size_t trainer, int color) {
+  const Judgement judgement = WorldOfTrainer(program, trainer, color).judge();
+  if (judgement.rule != kLeftOutBackward || shares_parameters(program.trainers[trainer])) return judgement;
+  const auto other = as_ranks_meet(program, trainer, color);
+  if (!other) return judgement;
+  Judgement of_other = WorldOfTrainer(*other, trainer, color).judge();
+  if (of_other.verdict == Verdict::kIllegal)
+    of_other.causes.insert(of_other.causes.end(), judgement.causes.begin(), judgement.causes.end());
+  return of_other;
+}
 
 }  // namespace
 
@@ -629,7 +714,7 @@ Judgement judge(const Program& program) {
   for (std::size_t trainer = 0; trainer < program.trainers.size(); ++trainer) {
     const auto& color = program.trainers[trainer].color;
     for (const int each : std::set<int>(color.begin(), color.begin() + program.ranks)) {
-      const Judgement one = WorldOfTrainer(program, trainer, each).judge();
+      const Judgement one = judge(program, trainer, each);
       if (one.verdict == Verdict::kOutside) return one;
       if (one.verdict == Verdict::kLegal) continue;
       all.verdict = Verdict::kIllegal;
@@ -638,6 +723,12 @@ Judgement judge(const Program& program) {
     }
   }
   return all;
+}
+
+Program as_executed(const Program& program, std::size_t trainer, int color) {
+  const Judgement judgement = WorldOfTrainer(program, trainer, color).judge();
+  if (judgement.rule != kLeftOutBackward || shares_parameters(program.trainers[trainer])) return program;
+  return as_ranks_meet(program, trainer, color).value_or(program);
 }
 
 }  // namespace lockstep::fuzz

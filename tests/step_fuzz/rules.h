@@ -24,4 +24,7 @@ struct Judgement {
 
 Judgement judge(const Program& program);
 
+// The program with the operations of this trainer in one of its worlds as its ranks execute them together.
+Program as_executed(const Program& program, std::size_t trainer, int color);
+
 }  // namespace lockstep::fuzz

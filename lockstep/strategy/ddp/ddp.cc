@@ -313,8 +313,11 @@ class DistributedDataParallel::Impl {
       settings = settings_of(*optimizer_);
     }
     settings.push_back({"the number of the DistributedDataParallel", number_});
-    settings.push_back({"parameters written since the last exchange, by step() or otherwise,",
-                        values_of(parameters_) == values_ ? 0.0 : 1.0});
+    const Values values = values_of(parameters_);
+    settings.push_back(
+        {"parameters written since the last exchange, in place,", static_cast<double>(values.writes - values_.writes)});
+    settings.push_back(
+        {"parameters written since the last exchange, by step() or otherwise,", values == values_ ? 0.0 : 1.0});
     if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
     return settings;
   }

@@ -41,6 +41,29 @@ TEST(Ddp, halves_the_loss_scale_when_gradients_overflow_on_one_rank) {
   });
 }
 
+TEST(Ddp, adjusts_the_loss_scale_of_a_rank_in_join_as_that_of_the_others) {
+  for (const bool shares : {true, false})
+    run_ranks(2, [&](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.01});
+      DistributedDataParallel ddp(world, *net, sgd, {.share_parameters = shares});
+      GradientScaler scaler({.initial_scale = 8, .growth_interval = 2});
+      const auto step = [&] {
+        ddp.backward(scaler.scale(net->loss(batch_of_rank(0, 0, 2))), 2);
+        scaler.step(sgd);
+        sgd.zero_grad();
+      };
+      for (int i = 0; i < (world.rank() == 0 ? 3 : 1); ++i) step();
+      ddp.join(sgd);
+      EXPECT_EQ(scaler.current_scale(), 16);
+      step();
+      EXPECT_EQ(scaler.current_scale(), 32);
+      const std::vector<torch::Tensor> batch{batch_of_rank(0, 0, 2)};
+      EXPECT_TRUE(torch::allclose(net->w.detach(), trained_alone({batch, batch, batch, batch}), 1e-12, 0));
+      world.barrier();
+    });
+}
+
 TEST(Ddp, leaves_a_step_out_when_gradients_overflow_at_a_loss_scale_of_one) {
   run_ranks(2, [](World& world) {
     OneWeight net;

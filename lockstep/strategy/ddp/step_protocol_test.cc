@@ -83,6 +83,19 @@ TEST_P(AnyStep, with_another_loss_scale_on_one_rank_is_refused) {
   expect_refused(refused, "the loss scale");
 }
 
+TEST_P(AnyStep, with_a_plain_backward_on_one_rank_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, GetParam());
+    for (int i = 0; i < 2; ++i) {
+      world.rank() == 0 ? trainer.plain_backward() : trainer.backward();
+      trainer.step();
+    }
+  });
+  expect_refused(refused, GetParam() == Sharing::kShared
+                              ? "rank 1 is in backward(), rank 0 in step() after loss.backward()"
+                              : "loss.backward() instead of ddp.backward() is 1 on rank 0, 0 on rank 1");
+}
+
 TEST_P(AnyStep, with_a_parameter_frozen_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam());

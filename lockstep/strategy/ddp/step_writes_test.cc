@@ -142,6 +142,19 @@ TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
             IntVector<std::string>(2));
 }
 
+TEST(SeparateStep, refuses_a_parameter_that_one_rank_writes_once_more) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, Sharing::kSeparate);
+    trainer.train(1);
+    for (int i = 0; i <= world.rank(); ++i) {
+      const torch::NoGradGuard no_grad;
+      trainer.net->parameters()[0].mul_(0.5);
+    }
+    trainer.train(1);
+  });
+  expect_refused(refused, "parameters written since the last exchange, in place, is 1 on rank 0, 2 on rank 1");
+}
+
 TEST(SharedStep, refuses_clipping_of_what_no_sync_has_added) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, Sharing::kShared);
