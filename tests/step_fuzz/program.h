@@ -81,8 +81,8 @@ enum class Action : std::uint8_t {
 struct Operation {
   Action action = Action::kStep;
   int trainer = 0;
-  Ranks ranks = 0;  // which make it
-  int id = 0;       // seeds its inputs: stays when others are removed
+  Ranks ranks = 0;                   // which make it
+  int id = 0;                        // seeds its inputs: stays when others are removed
   std::array<int, kMaxRanks> ids{};  // of each rank, where ranks meet from several operations; 0: id
   double value = 0;
   int parameter = 0;

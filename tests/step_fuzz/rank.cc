@@ -144,7 +144,8 @@ class Trainer {
   bool possible(const Operation& operation) const {
     const bool of_own = operation.action == Action::kSetClipping || operation.action == Action::kSetValueClipping ||
                         operation.action == Action::kKeepAverage;
-    if (plan_.words && operation.action == Action::kClipValueByHand) return false;  // torch has no clamp_() of sparse ones
+    if (plan_.words && operation.action == Action::kClipValueByHand)
+      return false;  // torch has no clamp_() of sparse ones
     return (own_ != nullptr || !of_own) && static_cast<std::size_t>(operation.parameter) < network_->weights.size();
   }
 

@@ -110,8 +110,7 @@ class Reference {
     if (backwards_ == 0) before_ = take_gradients();
     plan_.norm == Norm::kSynchronised ? add_together(operation, plain) : add_each(operation, plain);
     for (std::size_t member = 0; member < members_.size(); ++member)
-      if (has(operation.ranks, members_[member]))
-        backwards_ = std::max(backwards_, ++pending_[member].backwards);
+      if (has(operation.ranks, members_[member])) backwards_ = std::max(backwards_, ++pending_[member].backwards);
     if (operation.action == Action::kBackward && backwards_ == 1 && !overflow_) note_totals(operation);
     if (plain || (operation.action == Action::kBackward && !in_shared_memory(plan_))) exchange();
   }

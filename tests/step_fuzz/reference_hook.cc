@@ -130,7 +130,8 @@ torch::Tensor ReferenceHook::product_of_rank_1(Tensors matrices, torch::Tensor& 
   torch::Tensor all = torch::zeros_like(matrices[0]);
   for (const torch::Tensor& matrix : matrices) all += matrix;
   torch::Tensor p = all.mm(basis);
-  const double length = p.norm().item<double>(), size = all.norm().item<double>(), of_basis = basis.norm().item<double>();
+  const double length = p.norm().item<double>(), size = all.norm().item<double>(),
+               of_basis = basis.norm().item<double>();
   const double noise = plan_.dtype == torch::kFloat64 ? 1e-6 : 0.05;
   const bool nothing = size == 0 || of_basis == 0;  // exactly: then the first unit vector is taken
   undecided_ = undecided_ || (!nothing && (length <= noise * size * of_basis || size < noise));

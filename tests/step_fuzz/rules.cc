@@ -31,18 +31,18 @@ const std::string kLeftOutBackward = "a backward() that some ranks leave out";
 struct Rank {
   bool joined = false;
   double lr = 0, norm = 0, value = 0;
-  double scale = 0;              // that its next step() divides by
+  double scale = 0;               // that its next step() divides by
   bool optimizer_scales = false;  // it knows the scale, from the first step() on: also in join()
   unsigned frozen = 0;
-  int backwards = 0;     // since the last exchange; of shared gradients, since the last zero_grad()
-  int samples = 0;       // in these
-  int leading = 0;       // of these, those before the first with samples
-  int unseen = 0;        // those without samples before them: a zero_grad() that drops no gradient is not seen
+  int backwards = 0;       // since the last exchange; of shared gradients, since the last zero_grad()
+  int samples = 0;         // in these
+  int leading = 0;         // of these, those before the first with samples
+  int unseen = 0;          // those without samples before them: a zero_grad() that drops no gradient is not seen
   bool published = false;  // of shared gradients: by the last backward(), since the last step()
-  int written = 0;       // parameters written by hand, since the last exchange
-  bool defined = false;  // .grad
-  bool touched = false;  // .grad changed by hand since the exchange
-  bool clipped = false;  // .grad of shared gradients changed by hand since zero_grad()
+  int written = 0;         // parameters written by hand, since the last exchange
+  bool defined = false;    // .grad
+  bool touched = false;    // .grad changed by hand since the exchange
+  bool clipped = false;    // .grad of shared gradients changed by hand since zero_grad()
   int good_steps = 0;
 };
 
@@ -680,14 +680,14 @@ class WorldOfTrainer {
   bool saved_ = false;
   bool uneven_ = false;  // batches of other sizes on some ranks, since the last exchange
   bool stepped_since_exchange_ = false;
-  bool exchanged_ = false;  // since the last step
-  bool plain_ = false;      // the last backward() was loss.backward()
-  bool partial_ = false;    // zero_grad() on some ranks only, in shared memory, and none on all since
-  bool mixed_ = false;      // loss.backward() after ddp.backward(), in shared memory
-  bool stale_ = false;      // no zero_grad() since the last step
-  bool mean_ = false;       // no zero_grad() since the last exchange
-  bool zeros_ = false;      // in .grad, by zero_grad(false)
-  bool overflow_ = false;   // in .grad
+  bool exchanged_ = false;     // since the last step
+  bool plain_ = false;         // the last backward() was loss.backward()
+  bool partial_ = false;       // zero_grad() on some ranks only, in shared memory, and none on all since
+  bool mixed_ = false;         // loss.backward() after ddp.backward(), in shared memory
+  bool stale_ = false;         // no zero_grad() since the last step
+  bool mean_ = false;          // no zero_grad() since the last exchange
+  bool zeros_ = false;         // in .grad, by zero_grad(false)
+  bool overflow_ = false;      // in .grad
   bool accumulates_ = false;   // the last ddp.backward() was under no_sync()
   bool data_written_ = false;  // through .data(), on all ranks, since the last exchange
   Judgement judgement_;
