@@ -6,8 +6,8 @@
 //   ddp.backward(scaler.scale(loss), samples);
 //   scaler.step(optimizer);
 //
-// Owns:    the scale, together with the optimizer that it was given: each step() of that one adjusts it, also those in
-//          DistributedDataParallel::join()
+// Owns:    the scale, together with its copies and the optimizer that it was given: each step() of that one adjusts it, also
+//          those in DistributedDataParallel::join()
 // Threads: one thread
 // Ranks:   every rank makes the same calls; all decide alike, from the mean gradient. A rank that calls join() before its
 //          first step() has no scale yet: all ranks get MismatchError
