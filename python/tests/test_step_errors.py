@@ -116,6 +116,32 @@ def one_rank_leaves_out_a_step(group):
     expect_error(lockstep.Error, "", train)
 
 
+def a_layer_added_late(group):
+    """With an optimizer of torch's, which takes the new parameters."""
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    net.append(nn.Linear(2, 2).double())
+    optimizer.add_param_group({"params": net[-1].parameters()})
+    call = lambda: train(model, optimizer, [parts_of(global_batch(0), group)])
+    expect_error(lockstep.UsageError, "the module has other parameters", call)
+
+
+def parameters_taken_out_of_a_group(group):
+    net, optimizer, model = wrapped(group)
+    optimizer.param_groups[0]["params"] = list(net.parameters())[1:]
+    call = lambda: train(model, optimizer, [parts_of(global_batch(0), group)])
+    expect_error(lockstep.UsageError, "param_groups[0]['params'] are other parameters", call)
+
+
+def a_state_changed_in_place(group):
+    net, optimizer, model = wrapped(group)
+    train(model, optimizer, [parts_of(global_batch(0), group)])
+    state = optimizer.state[net[0].weight]
+    change = lambda: state.__setitem__("momentum_buffer", torch.zeros_like(net[0].weight))
+    expect_error(lockstep.UsageError, "a change of optimizer.state[parameter]", change)
+
+
 def other_learning_rate(group):
     _, optimizer, model = wrapped(group)
     loss_of(model, parts_of(global_batch(0), group)).backward()
@@ -326,6 +352,15 @@ class Errors(RanksTestCase):
 
     def test_a_step_left_out_by_one_rank(self):
         self.on_ranks(2, one_rank_leaves_out_a_step)
+
+    def test_a_layer_that_is_added_late(self):
+        self.on_ranks(2, a_layer_added_late)
+
+    def test_parameters_taken_out_of_a_group(self):
+        self.on_ranks(2, parameters_taken_out_of_a_group)
+
+    def test_a_state_that_is_changed_in_place(self):
+        self.on_ranks(2, a_state_changed_in_place)
 
     def test_another_learning_rate_on_one_rank(self):
         self.on_ranks(2, other_learning_rate)
