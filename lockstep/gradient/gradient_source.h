@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient/parallel_for.h"
 #include "lockstep/gradient/step_agreement.h"
 
@@ -43,6 +44,22 @@ class GradientSource {
 
   // This rank has updated its slice. Blocks until all ranks have: afterwards every parameter is new. Throws PeerLost.
   virtual void end_update() = 0;
+
+  // The DistributedDataParallel that exchanged the gradients is gone: begin_update() throws UsageError from now on.
+  void close() { is_closed_ = true; }
+
+ protected:
+  void require_open() const {
+    if (is_closed_)
+      throw UsageError({.what = "step() of an optimizer whose DistributedDataParallel is gone",
+                        .likely =
+                            "a DistributedDataParallel that was not kept in a variable, or was destroyed too early: "
+                            "nothing exchanges the gradients",
+                        .next = "keep it as long as the optimizer steps, and call the model through it in Python"});
+  }
+
+ private:
+  bool is_closed_ = false;
 };
 
 }  // namespace lockstep

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lockstep/model/samples.h"
+
 namespace lockstep {
 namespace {
 
@@ -12,23 +14,27 @@ std::int64_t version_in_place(const torch::Tensor& gradient) { return gradient.d
 }  // namespace
 
 GradientWatch::Identity::Identity(const torch::Tensor& gradient)
-    : tensor(gradient.getIntrusivePtr()), version(version_in_place(gradient)) {}
+    : tensor(gradient.getIntrusivePtr()), version(version_in_place(gradient)), samples(hash_of_samples(gradient)) {}
 
 bool GradientWatch::Identity::is_of(const torch::Tensor& gradient) const {
   return tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl();
 }
 
 bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
-  return is_of(gradient) && version == version_in_place(gradient);
+  return is_of(gradient) && version == version_in_place(gradient) && samples == hash_of_samples(gradient);
 }
 
 void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
   parameters_.clear();
+  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
+  remember_again();
+}
+
+void GradientWatch::remember_again() {
   identities_.clear();
   std::vector<torch::Tensor> gradients;
-  gradients.reserve(parameters.size());
-  for (const auto& [name, parameter] : parameters) {
-    parameters_.push_back(parameter);
+  gradients.reserve(parameters_.size());
+  for (const torch::Tensor& parameter : parameters_) {
     identities_.emplace_back(parameter.grad());
     gradients.push_back(parameter.grad());
   }

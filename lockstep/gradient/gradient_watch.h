@@ -21,9 +21,11 @@ class GradientWatch {
  public:
   // From now on: every .grad as it is.
   void remember(const std::vector<NamedTensor>& parameters);
+  void remember_again();  // of the same parameters
   void forget();
 
-  // The first parameter, by its index, whose .grad is another tensor or has been written since.
+  // The first parameter, by its index, whose .grad is another tensor or has been written since. A write that torch's
+  // version counter does not see is found if it came through data() or changed the whole tensor (model/samples.h).
   std::optional<std::size_t> changed() const;
 
   // Whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
@@ -40,6 +42,7 @@ class GradientWatch {
     bool operator==(const torch::Tensor& gradient) const;
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
     std::int64_t version;
+    std::uint64_t samples;
   };
 
   std::vector<torch::Tensor> parameters_;

@@ -25,10 +25,12 @@ std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& p
 
 void require_no_gradient(const std::vector<torch::Tensor>& parameters) {
   if (!std::ranges::all_of(parameters, [](const torch::Tensor& p) { return is_zero(p.grad()); }))
-    throw UsageError({.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
-                      .likely = "no_sync() around the last backward() before step()",
-                      .next = "leave no_sync() before the last backward() of a step; or give DistributedDataParallel "
-                              "the option share_parameters = false"});
+    throw UsageError(
+        {.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
+         .likely = "no_sync() around the last backward() before step(), or a .grad that was set by hand, such as by "
+                   "torch.autograd.grad()",
+         .next = "let a backward() outside of no_sync() come before each step(); or give "
+                 "DistributedDataParallel the option share_parameters = false"});
 }
 
 }  // namespace
@@ -45,10 +47,15 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                const StepSettings& settings) {
-  if (block_) block_->require_in_place();
-  if (!is_exchanged_) require_no_gradient(parameters);
+  require_open();
+  if (block_) {
+    block_->require_in_place();
+    block_->require_same_samples();
+  }
+  const bool is_changed = watch_.changed().has_value();
+  if (!is_exchanged_ || (has_stepped_ && is_changed)) require_no_gradient(parameters);
   StepSettings all = settings;
-  mean_was_changed_ = watch_.changed().has_value();
+  mean_was_changed_ = is_changed && !has_stepped_;
   all.push_back({kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
   agreement_.step(all);
   if (block_) block_->begin_write();
@@ -75,7 +82,11 @@ void LocalGradients::end_update() {
   current_.clear();
   if (block_) block_->end_write();
   agreement_.end_step();
-  watch_.forget();
+  if (requires_exchanges_)
+    watch_.remember_again();
+  else
+    watch_.forget();
+  has_stepped_ = requires_exchanges_;
   if (defect("a version is not marked")) return;
   if (block_)
     block_->mark_written();

@@ -41,6 +41,13 @@ class LocalGradients : public GradientSource {
   void remember_mean(const std::vector<NamedTensor>& parameters) {
     watch_.remember(parameters);
     is_exchanged_ = true;
+    has_stepped_ = false;
+  }
+
+  // With several ranks: from now on a .grad that no remember_mean() has seen, and no step() has used, is this rank's own.
+  void require_exchanges() {
+    requires_exchanges_ = true;
+    is_exchanged_ = false;
   }
 
   // Whether it was, until the last step().
@@ -60,7 +67,9 @@ class LocalGradients : public GradientSource {
   std::shared_ptr<ParameterBlock> block_;
   StepAgreement agreement_;
   GradientWatch watch_;
-  bool is_exchanged_ = true;                         // what is in .grad
+  bool is_exchanged_ = true;  // what is in .grad
+  bool requires_exchanges_ = false;
+  bool has_stepped_ = false;                         // since the last exchange
   bool mean_was_changed_ = false;                    // by hand, before the last step
   std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
   std::vector<std::vector<torch::Tensor>> current_;  // of this step

@@ -285,8 +285,12 @@ void SharedGradients::require_unchanged_grads() const {
 
 WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>& parameters,
                                                 const StepSettings& settings) {
+  require_open();
   if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
-  if (options_.block) options_.block->require_in_place();
+  if (options_.block) {
+    options_.block->require_in_place();
+    options_.block->require_same_samples();
+  }
   if (!is_published_) exchange(/*in_step=*/true);
   require_unchanged_grads();
   WeightedGradients gradients{.weights = weights()};

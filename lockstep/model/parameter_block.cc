@@ -8,6 +8,7 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/samples.h"
 
 namespace lockstep {
 namespace {
@@ -55,7 +56,7 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> pa
     const std::size_t bytes = tensor.nbytes();
     if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
     if (bytes > 0) tensor.set_data(view_of_block(block, place, tensor));
-    entries_.push_back({std::move(parameter), place, 0});
+    entries_.push_back({std::move(parameter), place, 0, 0});
     place += round_up(bytes, kCacheLine);
   }
   memory.barrier();
@@ -76,23 +77,29 @@ void ParameterBlock::protect(const std::shared_ptr<std::byte>& memory) {
 }
 
 void ParameterBlock::require_not_moved() const {
-  for (const auto& [parameter, place, version] : entries_)
+  for (const auto& [parameter, place, version, samples] : entries_)
     if (parameter.tensor.numel() > 0 && parameter.tensor.const_data_ptr() != place) throw moved(parameter.name);
 }
 
 void ParameterBlock::require_in_place() const {
   require_not_moved();
-  for (const auto& [parameter, place, version] : entries_) {
+  for (const auto& [parameter, place, version, samples] : entries_) {
     if (parameter.tensor.numel() == 0) continue;
     if (version_of(parameter.tensor) != version) throw written(parameter.name);
   }
   if (const auto changed = watch_.changed()) throw written(entries_[*changed].parameter.name);
 }
 
+void ParameterBlock::require_same_samples() const {
+  for (const auto& [parameter, place, version, samples] : entries_)
+    if (hash_of_samples(parameter.tensor) != samples) throw written(parameter.name);
+}
+
 void ParameterBlock::mark_written() {
-  for (auto& [parameter, place, version] : entries_) {
+  for (auto& [parameter, place, version, samples] : entries_) {
     torch::autograd::impl::bump_version(parameter.tensor);
     version = version_of(parameter.tensor);
+    samples = hash_of_samples(parameter.tensor);
   }
   watch_.accept();
 }

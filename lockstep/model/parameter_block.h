@@ -39,6 +39,10 @@ class ParameterBlock {
   void require_in_place() const;
   void require_not_moved() const;  // the first half of it
 
+  // Throws UsageError naming a parameter that was written in a way that neither the version counters nor data() show. Only
+  // where no rank may be writing: between backward() and barrier 2.
+  void require_same_samples() const;
+
   // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
   void begin_write() { write_.emplace(); }
   void end_write() { write_.reset(); }
@@ -54,6 +58,7 @@ class ParameterBlock {
     NamedTensor parameter;
     const std::byte* place;
     std::uint32_t version;
+    std::uint64_t samples;
   };
   std::vector<Entry> entries_;
   DataWatch watch_;                    // of the same tensors

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizer.h"
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "lockstep/base/text.h"
@@ -21,6 +22,14 @@ CheckpointError no_such_state(const std::string& name, const torch::Tensor& like
                           .next = "resume with the options that the run was started with"});
 }
 
+UsageError state_written() {
+  return UsageError(
+      {.what = "the optimizer's state was written by hand, while all ranks of this machine share it",
+       .likely = "an operation in place on a tensor of state_of(), or of optimizer.state[parameter] in Python",
+       .next = "change a copy and set it on every rank: set_state(); optimizer.state[parameter] = {...} in "
+               "Python"});
+}
+
 // The tensor `name` of a saved state. Throws CheckpointError.
 const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
   const auto found = state.find(name);
@@ -39,6 +48,22 @@ struct Optimizer::Layout : OptimizerState {
   std::unique_ptr<DeviceUpdate> on_device;                // on a GPU
   double calls = 0;                                       // of step()
   double last_settings = 0;                               // their hash, of the last one
+  double states_set = 0;                                  // set_state() since broadcast_state()
+  std::int64_t noted_writes = 0;                          // see writes()
+
+  // How often the state was written, by its tensors' version counters: step() itself does not raise them.
+  std::int64_t writes() const {
+    if (!flat) return 0;
+    std::int64_t writes = 0;
+    const auto add = [&](const std::vector<torch::Tensor>& tensors) {
+      for (const torch::Tensor& tensor : tensors) writes += tensor.defined() ? tensor._version() : 0;
+    };
+    std::ranges::for_each(arrays, add);
+    add(averages);
+    add(masters);
+    return writes;
+  }
+  std::int64_t writes_by_hand() const { return writes() - noted_writes; }
 
   void note_step(StepSettings settings) {
     settings.resize(settings.size() - 2);  // without these two
@@ -65,6 +90,7 @@ Optimizer::Layout& Optimizer::layout() {
       layout->group_of.push_back(group);
     }
   make_state(*layout);
+  layout->noted_writes = layout->writes();
   layout_ = std::move(layout);
   return *layout_;
 }
@@ -96,6 +122,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     step_in_memory(all);
   else
     step_on_device(all);
+  all.noted_writes = all.writes();
   all.note_step(settings());
   if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
@@ -110,6 +137,7 @@ std::size_t Optimizer::number_of_parameters() const {
 // begin_update() waits until all ranks have published their gradients, if backward() has not done so; run() waits for
 // norms of all ranks if it needs them; end_update() waits until all ranks have updated their slice.
 void Optimizer::step_in_memory(Layout& all) try {
+  if (all.writes_by_hand() != 0 && source_->memory()->size() > 1) throw state_written();
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
   skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
   source_->end_update();
@@ -134,6 +162,9 @@ StepSettings Optimizer::settings() const {
     }
   }
   settings.push_back({"a checksum of which parameters are frozen", frozen});
+  settings.push_back({"how often the optimizer's state was set", layout_ ? layout_->states_set : 0});
+  settings.push_back({"how often the optimizer's state was written by hand since the last step()",
+                      layout_ ? static_cast<double>(layout_->writes_by_hand()) : 0});
   settings.push_back({kStepCalls, layout_ ? layout_->calls : 0});
   settings.push_back({kLastSettings, layout_ ? layout_->last_settings : 0});
   return settings;
@@ -196,8 +227,10 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   Layout& all = layout();
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
+  all.states_set += 1;
   for (auto& [name, tensor] : state_tensors(all, i))
     state.empty() ? torch::Tensor(tensor).zero_() : torch::Tensor(tensor).copy_(saved(state, name, tensor));
+  all.noted_writes = all.writes();
   if (state.empty()) return;  // as before its first update
   all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
 }
@@ -210,6 +243,8 @@ void Optimizer::broadcast_state(const World& world, int root) {
     if (all.steps[i] == 0) continue;
     for (const auto& [name, tensor] : state_tensors(all, i)) broadcast_tensors(world, {{name, tensor}}, root);
   }
+  all.states_set = 0;
+  all.noted_writes = all.writes();
 }
 
 void Optimizer::attach(std::shared_ptr<GradientSource> source) {

@@ -476,6 +476,34 @@ def several_backwards(group):
     expect_equal(net, alone)
 
 
+def hooks_of_parameters(group):
+    """The program's own hooks are called, whether they came before the wrapping or after it, and batches of different
+    sizes add up as without them."""
+
+    def trained(early, wrap, batches_of):
+        net = make_model()
+        optimizer = lockstep.SGD(net.parameters(), lr=0.1)
+        add_hooks = lambda: [parameter.register_hook(lambda gradient: 2 * gradient) for parameter in net.parameters()]
+        if early:
+            add_hooks()
+        model = wrap(net, optimizer)
+        if not early:
+            add_hooks()
+        for step in range(2):
+            for batch in batches_of(step):
+                loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net
+
+    alone = trained(True, lambda net, _: net, lambda step: [global_batch(step), global_batch(step + 9)])
+    parts = lambda step: [parts_of(global_batch(step), group, [2, 4]), parts_of(global_batch(step + 9), group, [6, 0])]
+    for early in (True, False):
+        for wrapping in ({}, {"mean_in_grad": True}):
+            wrap = lambda *it: lockstep.DistributedDataParallel(*it, process_group=group, **wrapping)
+            expect_equal(trained(early, wrap, parts), alone)
+
+
 def another_optimizer(group):
     """Of torch's: the mean is in .grad. The model may be given alone or with it."""
     for give in (False, True):
@@ -718,6 +746,9 @@ class TwoLines(RanksTestCase):
 
     def test_several_backwards_add_up(self):
         self.on_ranks(2, several_backwards)
+
+    def test_hooks_of_parameters_are_kept(self):
+        self.on_ranks(2, hooks_of_parameters)
 
     def test_torchs_optimizers_find_the_mean_in_grad(self):
         self.on_ranks(2, another_optimizer)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a training step that are wrong: each is an error on every rank, and nothing hangs."""
 
+import gc
 import os
 import signal
 import unittest
@@ -114,6 +115,63 @@ def one_rank_leaves_out_a_step(group):
             optimizer.zero_grad()
 
     expect_error(lockstep.Error, "", train)
+
+
+def a_layer_added_late(group):
+    """With an optimizer of torch's, which takes the new parameters."""
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    net.append(nn.Linear(2, 2).double())
+    optimizer.add_param_group({"params": net[-1].parameters()})
+    call = lambda: train(model, optimizer, [parts_of(global_batch(0), group)])
+    expect_error(lockstep.UsageError, "the module has other parameters", call)
+
+
+def parameters_taken_out_of_a_group(group):
+    net, optimizer, model = wrapped(group)
+    optimizer.param_groups[0]["params"] = list(net.parameters())[1:]
+    call = lambda: train(model, optimizer, [parts_of(global_batch(0), group)])
+    expect_error(lockstep.UsageError, "param_groups[0]['params'] are other parameters", call)
+
+
+def one_rank_loads_the_optimizer(group, before):
+    """Before wrapping or after it: the others would count other steps of the state that all share."""
+    net = make_model()
+    optimizer = lockstep.Adam(net.parameters(), lr=0.1)
+    loaded = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss_of(net, global_batch(0)).backward()
+    loaded.step()
+    loaded.zero_grad()
+    load = lambda: dist.get_rank(group) == 0 and optimizer.load_state_dict(loaded.state_dict())
+    if before:
+        load()
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    dist.barrier(group)
+    if not before:
+        load()
+    call = lambda: train(model, optimizer, [parts_of(global_batch(1), group)])
+    expect_error(lockstep.MismatchError, "how often the optimizer's state was set", call)
+
+
+def a_state_changed_in_place(group):
+    net, optimizer, model = wrapped(group)
+    train(model, optimizer, [parts_of(global_batch(0), group)])
+    state = optimizer.state[net[0].weight]
+    change = lambda: state.__setitem__("momentum_buffer", torch.zeros_like(net[0].weight))
+    expect_error(lockstep.UsageError, "a change of optimizer.state[parameter]", change)
+    state["momentum_buffer"].mul_(0.5)
+    call = lambda: train(model, optimizer, [parts_of(global_batch(1), group)])
+    expect_error(lockstep.UsageError, "the optimizer's state was written by hand", call)
+
+
+def not_kept(group):
+    net = make_model()
+    optimizer = lockstep.SGD(net.parameters(), lr=0.1)
+    lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    gc.collect()
+    call = lambda: train(net, optimizer, [parts_of(global_batch(0), group)])
+    expect_error(lockstep.UsageError, "whose DistributedDataParallel is gone", call)
 
 
 def other_learning_rate(group):
@@ -326,6 +384,22 @@ class Errors(RanksTestCase):
 
     def test_a_step_left_out_by_one_rank(self):
         self.on_ranks(2, one_rank_leaves_out_a_step)
+
+    def test_a_layer_that_is_added_late(self):
+        self.on_ranks(2, a_layer_added_late)
+
+    def test_parameters_taken_out_of_a_group(self):
+        self.on_ranks(2, parameters_taken_out_of_a_group)
+
+    def test_an_optimizer_that_one_rank_loads(self):
+        for before in (True, False):
+            self.on_ranks(2, one_rank_loads_the_optimizer, before)
+
+    def test_a_state_that_is_changed_in_place(self):
+        self.on_ranks(2, a_state_changed_in_place)
+
+    def test_a_wrapper_that_is_not_kept(self):
+        self.on_ranks(2, not_kept)
 
     def test_another_learning_rate_on_one_rank(self):
         self.on_ranks(2, other_learning_rate)

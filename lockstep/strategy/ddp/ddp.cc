@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/ddp.h"
 
-#include <xxhash.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +17,7 @@
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/model/samples.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/fitting.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
@@ -48,20 +51,33 @@ double lr_of(const torch::optim::OptimizerParamGroup& group) try {
   return 0;
 }
 
+// Of the optimizers that are used most; of others 0.
+double weight_decay_of(const torch::optim::OptimizerParamGroup& group) {
+  const torch::optim::OptimizerOptions* const options = &group.options();
+  if (const auto* const sgd = dynamic_cast<const torch::optim::SGDOptions*>(options)) return sgd->weight_decay();
+  if (const auto* const adam = dynamic_cast<const torch::optim::AdamOptions*>(options)) return adam->weight_decay();
+  if (const auto* const adamw = dynamic_cast<const torch::optim::AdamWOptions*>(options)) return adamw->weight_decay();
+  return 0;
+}
+
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
   StepSettings settings;
-  double number = 0, frozen = 0;
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
     settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
-    for (const torch::Tensor& parameter : group.params()) {
-      number += 1;
-      frozen += parameter.requires_grad() ? 0 : number * number;
-    }
+    settings.push_back({"weight_decay", weight_decay_of(group), static_cast<int>(i)});
   }
-  settings.push_back({"a checksum of which parameters are frozen", frozen});
   return settings;
+}
+
+double checksum_of_frozen(const std::vector<NamedTensor>& parameters) {
+  double number = 0, frozen = 0;
+  for (const auto& [name, parameter] : parameters) {
+    number += 1;
+    frozen += parameter.requires_grad() ? 0 : number * number;
+  }
+  return frozen;
 }
 
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
@@ -79,8 +95,8 @@ double agree_on_number(const World& world) {
   return number.item<double>();
 }
 
-// What shows that parameters were written: how often, by their version counters; and a hash of 16 elements of each,
-// because torch's optimizers write through data(), which counts nothing. On a GPU, where reading elements would wait, of none.
+// What shows that parameters were written: how often, by their version counters; and a hash of some elements of each,
+// because torch's optimizers write through data(), which counts nothing.
 struct Values {
   std::int64_t writes = 0;
   std::uint64_t samples = 0;
@@ -88,19 +104,11 @@ struct Values {
 };
 
 Values values_of(const std::vector<NamedTensor>& parameters) {
-  constexpr std::int64_t kElements = 16;
   Values values;
-  std::string bytes;
-  bytes.reserve(parameters.size() * kElements * sizeof(double));
   for (const auto& [name, parameter] : parameters) {
     values.writes += parameter._version();
-    if (!parameter.is_cpu() || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) continue;
-    const auto* const data = static_cast<const char*>(parameter.const_data_ptr());
-    for (std::int64_t i = 0; i < kElements; ++i)
-      bytes.append(data + (parameter.numel() - 1) * i / (kElements - 1) * parameter.element_size(),
-                   parameter.element_size());
+    values.samples = hash_of_samples(parameter, values.samples);
   }
-  values.samples = XXH3_64bits(bytes.data(), bytes.size());
   return values;
 }
 
@@ -124,6 +132,7 @@ class DistributedDataParallel::Impl {
     frozen_ = parameters_;
     std::erase_if(frozen_, [](const NamedTensor& parameter) { return parameter.tensor.requires_grad(); });
     optimizer_ = optimizer;
+    if (optimizer != nullptr) held_ = parameters_of(*optimizer).size();
     if (auto* const own = dynamic_cast<Optimizer*>(optimizer); own && options_.hook && options_.hook->keeps_residual())
       own->refuse_loss_scale();
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
@@ -273,6 +282,7 @@ class DistributedDataParallel::Impl {
       return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
                                       nullptr);
     mean_ = std::make_shared<LocalGradients>(on_own_cores, memory_, block_);
+    if (world_.size() > 1) mean_->require_exchanges();
     const auto on_mean = [this](const BatchTotals& totals) {
       finish_exchange(totals);
       mean_->remember_mean(parameters_);
@@ -303,6 +313,21 @@ class DistributedDataParallel::Impl {
                           .next = "make the optimizer and DistributedDataParallel anew after requires_grad_(true)"});
   }
 
+  // lockstep's own optimizers refuse a late group themselves.
+  void require_none_added() const {
+    if (optimizer_ == nullptr || dynamic_cast<const Optimizer*>(optimizer_) != nullptr) return;
+    if (parameters_of(*optimizer_).size() == held_) return;
+    std::unordered_set<const void*> known;
+    for (const NamedTensor& parameter : parameters_) known.insert(parameter.tensor.unsafeGetTensorImpl());
+    for (const torch::Tensor& parameter : parameters_of(*optimizer_))
+      if (!known.contains(parameter.unsafeGetTensorImpl()))
+        throw UsageError({.what = concat("the optimizer was given a parameter of shape ", parameter.sizes(),
+                                         " that was not in the module when DistributedDataParallel was made"),
+                          .here = world_.describe(),
+                          .likely = "a layer that was added during training: its gradient is not exchanged",
+                          .next = "add it first, then make DistributedDataParallel"});
+  }
+
   // What every rank must have alike when gradients go through buckets.
   StepSettings settings() const {
     StepSettings settings;
@@ -312,6 +337,7 @@ class DistributedDataParallel::Impl {
     } else if (optimizer_ != nullptr) {
       settings = settings_of(*optimizer_);
     }
+    settings.push_back({"a checksum of which parameters are frozen", checksum_of_frozen(parameters_)});
     settings.push_back({"the number of the DistributedDataParallel", number_});
     const Values values = values_of(parameters_);
     settings.push_back(
@@ -337,6 +363,7 @@ class DistributedDataParallel::Impl {
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     require_none_unfrozen();
+    require_none_added();
     if (block_) block_->require_in_place();  // what was written by hand has gone into these gradients
     check_.exchanged(parameters_);
     note_values();
@@ -354,6 +381,7 @@ class DistributedDataParallel::Impl {
   std::vector<NamedTensor> buffers_;
   std::vector<NamedTensor> frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_ = nullptr;
+  std::size_t held_ = 0;                  // parameters of the optimizer, when this was made
   double number_ = 0;                     // tells it from others of the same ranks, when they exchange through buckets
   Values values_;                         // through buckets: of parameters_ after the last exchange
   double steps_ = 0;                      // step() of lockstep's optimizer until then; kStepCalls

@@ -19,6 +19,7 @@ class ExchangeInSharedMemory : public GradientExchange {
     };
     gradients_ = std::make_shared<SharedGradients>(std::move(memory), std::move(parameters), std::move(options));
   }
+  ~ExchangeInSharedMemory() override { gradients_->close(); }
 
   double begin(std::int64_t samples, const torch::Tensor& loss, bool /*exchanges*/) override {
     return gradients_->begin(samples, loss);
@@ -54,6 +55,9 @@ class ExchangeThroughBuckets : public GradientExchange {
  public:
   ExchangeThroughBuckets(std::unique_ptr<Reducer> reducer, std::shared_ptr<LocalGradients> source)
       : reducer_(std::move(reducer)), source_(std::move(source)) {}
+  ~ExchangeThroughBuckets() override {
+    if (source_) source_->close();
+  }
 
   double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) override {
     if (!exchanges && source_) source_->not_exchanged();

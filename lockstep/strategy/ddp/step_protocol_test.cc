@@ -106,6 +106,32 @@ TEST_P(AnyStep, with_a_parameter_frozen_on_one_rank_is_refused) {
   expect_refused(refused, "which parameters are frozen");
 }
 
+TEST_P(AnyStep, after_a_state_was_set_on_one_rank_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    Trainer trainer(world, GetParam(), {.lr = 0.1, .momentum = 0.9});
+    trainer.train(2);
+    world.barrier();
+    if (world.rank() == 1) trainer.sgd.set_state(trainer.net->parameters()[0], {});
+    trainer.train(2);
+  });
+  expect_refused(refused, "how often the optimizer's state was set");
+}
+
+TEST_P(AnyStep, goes_on_after_a_state_was_set_on_every_rank) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     Trainer trainer(world, GetParam(), {.lr = 0.1, .momentum = 0.9});
+                     trainer.train(1);
+                     world.barrier();
+                     trainer.sgd.set_state(trainer.net->parameters()[3], {});
+                     world.barrier();
+                     const torch::Tensor before = trainer.values()[3];
+                     trainer.train(1);
+                     EXPECT_TRUE(torch::allclose(trainer.values()[3], before - 0.05));
+                   }),
+            IntVector<std::string>(2));
+}
+
 TEST_P(AnyStep, leaves_a_parameter_alone_that_every_rank_freezes) {
   EXPECT_EQ(errors(2,
                    [](World& world) {
@@ -186,6 +212,39 @@ TEST(StepOfTorch, with_another_learning_rate_on_one_rank_is_refused) {
     ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
   });
   expect_refused(refused, "lr of parameter group 0");
+}
+
+TEST(StepOfTorch, with_another_weight_decay_on_one_rank_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Linear net(3, 2);
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).weight_decay(world.rank() * 0.1));
+    DistributedDataParallel ddp(world, *net, sgd);
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+  });
+  expect_refused(refused, "weight_decay of parameter group 0");
+}
+
+TEST(StepOfTorch, of_a_layer_that_was_added_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 2));
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    DistributedDataParallel ddp(world, *net, sgd);
+    torch::nn::Linear added(2, 2);
+    net->push_back(added);
+    sgd.add_param_group(torch::optim::OptimizerParamGroup(added->parameters()));
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+  });
+  expect_refused(refused, "a parameter of shape [2, 2] that was not in the module");
+}
+
+TEST(StepOfTorch, that_the_ranks_were_not_told_of_needs_the_same_frozen_parameters) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Linear net(3, 2);
+    DistributedDataParallel ddp(world, *net);
+    if (world.rank() == 1) net->bias.requires_grad_(false);
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+  });
+  expect_refused(refused, "which parameters are frozen");
 }
 
 // ---- Gradients in shared memory: step() exchanges what backward() has not

@@ -10,6 +10,7 @@ namespace {
 using testing::contains;
 using testing::errors;
 using testing::expect_refused;
+using testing::options_of;
 using testing::Sharing;
 using testing::Trainer;
 
@@ -101,6 +102,80 @@ TEST(SharedStep, refuses_a_parameter_written_through_data) {
     });
     expect_refused(refused, "parameter 1.weight was written between two steps");
   }
+}
+
+TEST(SharedStep, refuses_a_whole_parameter_written_through_a_pointer) {
+  for (const Sharing sharing : {Sharing::kShared, Sharing::kSharedThroughBuckets})
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing);
+                            trainer.train(1);
+                            world.barrier();
+                            const torch::Tensor weight = trainer.net->parameters()[2];
+                            auto* const values = weight.data_ptr<float>();
+                            for (int i = 0; i < weight.numel(); ++i) values[i] += 1;
+                            trainer.train(1);
+                          }),
+                   "parameter 1.weight was written between two steps");
+}
+
+// A collective writes through a pointer, too.
+TEST(SharedStep, refuses_gradients_that_were_summed_by_hand) {
+  const std::string error = after_backward([](Trainer& trainer) {
+    for (const torch::Tensor& parameter : trainer.net->parameters()) trainer.world.all_reduce(parameter.mutable_grad());
+  });
+  EXPECT_TRUE(contains(error, "was changed between backward() and step()"));
+}
+
+TEST(SharedStep, refuses_gradients_that_no_backward_has_exchanged) {
+  for (const int steps : {0, 2})
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, Sharing::kSharedThroughBuckets);
+                            trainer.train(steps);
+                            for (torch::Tensor& parameter : trainer.net->parameters())
+                              parameter.mutable_grad() = torch::full_like(parameter, world.rank());
+                            trainer.step();
+                          }),
+                   "gradients that were not exchanged");
+}
+
+TEST(SharedStep, takes_the_same_mean_a_second_time) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     Trainer trainer(world, Sharing::kSharedThroughBuckets);
+                     const torch::Tensor before = trainer.values()[3];
+                     trainer.backward();
+                     trainer.sgd.step();
+                     trainer.sgd.step();
+                     EXPECT_TRUE(torch::allclose(trainer.values()[3], before - 0.1));
+                   }),
+            IntVector<std::string>(2));
+}
+
+TEST(SharedStep, refuses_a_state_that_was_written_by_hand) {
+  for (const Sharing sharing : {Sharing::kShared, Sharing::kSharedThroughBuckets})
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing, {.lr = 0.1, .momentum = 0.9});
+                            trainer.train(2);
+                            trainer.sgd.state_of(trainer.net->parameters()[0]).at("momentum_buffer").mul_(0.5);
+                            trainer.train(1);
+                          }),
+                   "the optimizer's state was written by hand");
+}
+
+TEST(SharedStep, after_the_end_of_its_exchange_is_refused) {
+  for (const Sharing sharing : {Sharing::kShared, Sharing::kSharedThroughBuckets})
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            torch::nn::Linear net(3, 2);
+                            SGD sgd(net->parameters(), {.lr = 0.1});
+                            { const DistributedDataParallel not_kept(world, *net, sgd, options_of(sharing)); }
+                            net->forward(torch::ones({4, 3})).mean().backward();
+                            sgd.step();
+                          }),
+                   "whose DistributedDataParallel is gone");
 }
 
 TEST(SharedStep, goes_on_after_parameters_were_only_read_through_data) {

@@ -159,6 +159,13 @@ class DistributedDataParallel(nn.Module):
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
 
+        if len(self._parameters_known) != sum(1 for _ in _parameters_with_owners(self.module)):
+            _C.usage_error(
+                "the module has other parameters than when DistributedDataParallel was made",
+                likely="a layer that was added or removed after that: each rank would train a new one alone",
+                next="change the model first, then make optimizer and DistributedDataParallel",
+            )
+
     def _require_same_buffers(self) -> None:
         now = dict(self.module.named_buffers(remove_duplicate=False))
         for name in now.keys() | self._buffers_known.keys():

@@ -51,6 +51,19 @@ class GradientNorm:
         return f"GradientNorm({'not known before step()' if self._value is None else self._value})"
 
 
+class _StateOfParameter(dict):
+    """optimizer.state[parameter]: a copy of what there is, so that a change would be lost."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        _C.usage_error(
+            "a change of optimizer.state[parameter]",
+            likely="a state that is set or dropped by its name; lockstep keeps it in C++",
+            next="optimizer.state[parameter] = {**optimizer.state[parameter], name: tensor} on every rank",
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
 class _State(MutableMapping):
     """optimizer.state: of each parameter that was updated, its tensors by name. They are views: the next step changes them."""
 
@@ -89,6 +102,7 @@ class _Optimizer:
     _unattached: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state while there is no C++ side
     _native: _C.Optimizer | None = None  # made by the first step(), or by DistributedDataParallel
     _pushed: list[dict[str, float]] = []  # the options that it has, of each group
+    _stepped: list[list[torch.Tensor]] = []  # the parameters that it has, of each group
     _attached = False  # to a DistributedDataParallel
     _mean_in_grad = True
     _norm: GradientNorm | None = None
@@ -191,10 +205,19 @@ class _Optimizer:
 
     def _push_options(self, native: _C.Optimizer) -> None:
         for i, group in enumerate(self.param_groups):
+            self._require_same_parameters(i, group["params"])
             values = self._values(group)
             if values != self._pushed[i]:
                 native.set_options(self._name, i, values)
                 self._pushed[i] = values
+
+    def _require_same_parameters(self, group: int, now: list[torch.Tensor]) -> None:
+        known = self._stepped[group] if group < len(self._stepped) else []
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known)):
+            _C.usage_error(
+                f"param_groups[{group}]['params'] are other parameters than at the first step() or in DistributedDataParallel",
+                next="make the groups before that; freeze a parameter with requires_grad_(False) instead of taking it out",
+            )
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -220,6 +243,7 @@ class _Optimizer:
         self._detach()
         self._native, self._attached, self._mean_in_grad = native, attached, mean_in_grad
         self._pushed = [self._values(group) for group in self.param_groups]
+        self._stepped = [list(group["params"]) for group in self.param_groups]
         state, self._unattached = self._unattached, {}
         for parameter, tensors in state.items():
             self._set_state(parameter, tensors)
@@ -257,7 +281,7 @@ class _Optimizer:
         state = self._native.state_of(parameter)
         if not self._keeps_step:
             state.pop("step", None)
-        return state
+        return _StateOfParameter(state)
 
     def _set_state(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         state = {name: value for name, value in state.items() if value is not None}
@@ -275,7 +299,8 @@ class _Optimizer:
     @not_compiled
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer, and in its format."""
-        return optimizer_method("state_dict")(self)
+        saved = optimizer_method("state_dict")(self)
+        return {**saved, "state": {number: dict(state) for number, state in saved["state"].items()}}
 
     @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

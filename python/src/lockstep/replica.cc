@@ -91,6 +91,25 @@ class Replica::Hook : public torch::autograd::FunctionPreHook {
   std::shared_ptr<const Output> output_;
 };
 
+// Of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
+// in one place for C++ and Python, so that those of the one displace those of the other.
+class Replica::GradientHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit GradientHook(std::weak_ptr<Replica> replica) : replica_(std::move(replica)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const auto replica = replica_.lock();
+    if (!replica) return gradients;
+    if (!replica->in_backward_) in_autograd([&] { replica->begin(nullptr); });
+    torch::autograd::variable_list scaled = gradients;
+    for (torch::Tensor& gradient : scaled) gradient = replica->scaled(gradient);
+    return scaled;
+  }
+
+ private:
+  std::weak_ptr<Replica> replica_;
+};
+
 // From begin() to the end of the same backward(). Autograd holds it; if it is gone without end(), backward() failed.
 class Replica::Backward {
  public:
@@ -135,23 +154,22 @@ std::shared_ptr<Replica> Replica::make(const World& world, const NamedTensors& p
 }
 
 Replica::~Replica() {
-  for (std::size_t i = 0; i < on_gradient_.size(); ++i) parameters_[i].remove_hook(on_gradient_[i]);
+  for (const auto& [accumulator, hook] : on_gradient_)
+    std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
 }
 
-// Autograd calls these before it adds to .grad.
 void Replica::watch_parameters() {
-  for (const torch::Tensor& parameter : parameters_)
-    on_gradient_.push_back(parameter.register_hook([weak = weak_from_this()](const torch::Tensor& gradient) {
-      const auto replica = weak.lock();
-      if (!replica) return gradient;
-      if (!replica->in_backward_) in_autograd([&] { replica->begin(nullptr); });
-      return replica->scaled(gradient);
-    }));
+  for (const torch::Tensor& parameter : parameters_) {
+    auto hook = std::make_unique<GradientHook>(weak_from_this());
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    on_gradient_.emplace_back(accumulator, hook.get());
+    accumulator->add_pre_hook(std::move(hook));
+  }
 }
 
 // A gradient of an empty batch may be NaN.
 torch::Tensor Replica::scaled(const torch::Tensor& gradient) {
-  if (factor_ == 1) return gradient;
+  if (factor_ == 1 || !gradient.defined()) return gradient;
   return factor_ == 0 ? torch::zeros_like(gradient) : gradient * factor_;
 }
 

@@ -80,6 +80,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   };
   using NoSyncGuard = std::unique_ptr<DistributedDataParallel::NoSync>;
   class Hook;
+  class GradientHook;
   class Backward;
 
   // Autograd has reached an output, or the gradient of a parameter (null).
@@ -103,8 +104,8 @@ class Replica : public std::enable_shared_from_this<Replica> {
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
   bool accumulates_ = false;
-  double factor_ = 1;                  // of the gradients of this backward()
-  std::vector<unsigned> on_gradient_;  // hooks of parameters_
+  double factor_ = 1;  // of the gradients of this backward()
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, GradientHook*>> on_gradient_;  // of parameters_
 };
 
 }  // namespace lockstep::python

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// model/samples.h: a few elements of a tensor, which show an operation over all of it however it was written: through
+// data(), numpy, a raw pointer or a collective of another library, none of which torch's version counter sees.
+//
+// Threads: any
+// Ranks:   no communication
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+
+namespace lockstep {
+
+// A hash of 16 elements, spread evenly. seed: what it goes on from. Of a tensor that is undefined, empty, sparse, not
+// dense in memory or on a GPU, where reading elements would wait, of none: then seed.
+std::uint64_t hash_of_samples(const torch::Tensor& tensor, std::uint64_t seed = 0);
+
+}  // namespace lockstep
