@@ -6,11 +6,13 @@
 //
 //   one shot   small arrays: copies K into its slot; arrives; reads all slots and reduces all that it wants by itself
 //   direct     arrives; reads its part (K/p) of every input in place, writes the result into every output in place;
-//              waits a second time, until all ranks are done
+//              waits a second time, until all ranks are done. Of a large array it takes chunk after chunk as long as
+//              there are any: who is busy elsewhere, with the end of backward for instance, leaves them to the others
 //   staged     memory that peers can't reach: chunk by chunk through memory that they can (all_reduce_staged.cc)
 //
 // After begin() all ranks see the same announcements, so all choose the same way.
 #include <algorithm>
+#include <atomic>
 
 #include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/copy.h"
@@ -53,7 +55,14 @@ class DirectReducer : ReduceTask {
   void one_shot();
   const std::byte* shown_by(int peer) const;
   bool all_within_reach() const;
+
+  // Large arrays that somebody wants whole. The counter belongs to this collective: rank 0 zeroes it before it arrives.
+  bool in_chunks() const { return !scatters() && bytes() >= kInChunksFromBytes; }
+  std::atomic_ref<std::uint64_t> chunks_taken() const { return std::atomic_ref(*group.counts(0)); }
+
   void direct();
+  void reduce_chunks();
+  void reduce_part(Part part);
   std::size_t find_outputs(std::size_t offset);
 };
 
@@ -69,6 +78,7 @@ void DirectReducer::announce() {
     show_bytes(group.slot(group.rank()), input(), bytes());
     source = {.kind = Place::Kind::kSlot};
   }
+  if (in_chunks() && group.rank() == 0) chunks_taken().store(0, std::memory_order_relaxed);
   group.arrive(source, target);
 }
 
@@ -110,17 +120,31 @@ bool DirectReducer::all_within_reach() const {
 }
 
 // Reads K/p of each of p inputs, writes K/p to each output. Ranks touch disjoint parts, so in place is safe: nobody else
-// reads or writes part r. The wait at the end says that all parts are written and that no input is read any more.
+// reads or writes a part. The wait at the end says that all parts are written and that no input is read any more.
 void DirectReducer::direct() {
-  const Part part = partition[group.rank()];
-  const std::size_t offset = part.begin * element;
-  if (part.count > 0) {
+  {
     const GroupState::PeerAccess access(group);
-    for (int peer = 0; peer < group.size(); ++peer)
-      group.sources[peer] = group.pointer(input_of(peer), bytes()) + offset;
-    reduce(part.count, find_outputs(offset));
+    if (in_chunks())
+      reduce_chunks();
+    else
+      reduce_part(partition[group.rank()]);
   }
   group.finish(1);
+}
+
+void DirectReducer::reduce_chunks() {
+  const Part all{0, partition.total()};
+  const std::size_t most = kReducedChunkBytes / element;
+  const std::size_t chunks = chunks_of(all.count, most);
+  const std::atomic_ref<std::uint64_t> taken = chunks_taken();
+  for (std::size_t mine = taken.fetch_add(1); mine < chunks; mine = taken.fetch_add(1))
+    reduce_part(all.chunk(mine, most));
+}
+
+void DirectReducer::reduce_part(Part part) {
+  const std::size_t offset = part.begin * element;
+  for (int peer = 0; peer < group.size(); ++peer) group.sources[peer] = group.pointer(input_of(peer), bytes()) + offset;
+  reduce(part.count, find_outputs(offset));
 }
 
 // Where the own part goes. Several ranks may name the same memory as their output: it is written once.

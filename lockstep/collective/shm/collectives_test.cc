@@ -8,6 +8,7 @@
 #include <string>
 
 #include "lockstep/collective/shm/reduce_kernels.h"
+#include "lockstep/collective/shm/thresholds.h"
 #include "tests/shm/support.h"
 
 namespace lockstep::shm {
@@ -196,6 +197,33 @@ TEST_P(Collectives, all_reduce_takes_any_size_and_a_separate_output) {
       EXPECT_TRUE(same(output.data(), expected_reduction(DType::kFloat32, ReduceOp::kSum, size(), count), "sum"));
     }
   });
+}
+
+// The third collective uses the counter that the first has used.
+void check_reductions_in_chunks(Group& group, MemoryKind kind, std::size_t count, const std::vector<std::byte>& sum) {
+  const Array input(group, kind, count * 4);
+  const Array output(group, kind, count * 4);
+  fill(DType::kFloat32, input.data(), group.rank(), count);
+  const int root = group.size() - 1;
+  group.reduce({.input = input.data(), .output = output.data(), .count = count, .root = root});
+  if (group.rank() == root) {
+    EXPECT_TRUE(same(output.data(), sum, "reduce"));
+  }
+  group.all_reduce({.input = input.data(), .output = output.data(), .count = count});
+  EXPECT_TRUE(same(output.data(), sum, "all_reduce"));
+  group.all_reduce({.input = input.data(), .output = input.data(), .count = count});
+  EXPECT_TRUE(same(input.data(), sum, "all_reduce in place"));
+}
+
+TEST(ReductionsInChunks, give_the_exact_result_in_memory_that_all_ranks_can_reach) {
+  const std::size_t count = kInChunksFromBytes / 4 + 4099;
+  for (const int size : {1, 2, 3, 4, 7}) {
+    const auto sum = expected_reduction(DType::kFloat32, ReduceOp::kSum, size, count);
+    for (const MemoryKind kind : {MemoryKind::kArena, MemoryKind::kShared}) {
+      const auto body = [&](Group& group) { check_reductions_in_chunks(group, kind, count, sum); };
+      expect_none(run_threads(size, body, options_for(kind)));
+    }
+  }
 }
 
 TEST_P(Collectives, all_reduce_by_every_algorithm) {

@@ -7,7 +7,8 @@
 //                      MessageHeader[N][kMessagesPerPair]
 //
 // Each part is written by its own rank only, except: MessageHeader (the sender fills it, the receiver answers),
-// Progress::bell (anyone rings) and Poison (whoever finds trouble first). Parts with [2] alternate: collective number s
+// Progress::bell (anyone rings), Poison (whoever finds trouble first) and, in a reduction of a large array, the first of
+// rank 0's counts (anyone takes a chunk). Parts with [2] alternate: collective number s
 // uses s % 2. Its owner overwrites them in collective s+2, which it enters only after all ranks have entered s+1 and
 // therefore left s.
 //
