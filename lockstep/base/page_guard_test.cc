@@ -40,6 +40,7 @@ TEST_F(GuardedDeathTest, gradient_is_named_and_so_is_the_phase) {
 }
 
 TEST_F(GuardedDeathTest, write_is_passed_on_to_the_handler_that_was_there_before) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process in which no test has installed the handler yet
   EXPECT_EXIT(
       {
         ::signal(SIGSEGV, [](int) { ::_exit(7); });

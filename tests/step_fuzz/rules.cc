@@ -389,7 +389,11 @@ class WorldOfTrainer {
 
   void load(Ranks ranks) {
     if (joined()) return outside("parameters_written() while a rank is in join()");
-    if (ranks != active()) return illegal("a parameters_written() that some ranks leave out", calls_differ());
+    if (ranks != active()) {
+      Causes causes = calls_differ();
+      if (shares_parameters(plan_)) causes.emplace_back("was written between two steps");  // by those that load
+      return illegal("a parameters_written() that some ranks leave out", causes);
+    }
     if (any([](const Rank& rank) { return rank.backwards > 0; }) && !(in_shared_memory(plan_) && exchanged_))
       return outside("parameters_written() between backward() and the exchange");
     for_each(ranks, [](Rank& rank) { rank.written = 0; });
