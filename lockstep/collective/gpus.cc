@@ -7,14 +7,17 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
@@ -47,6 +50,27 @@ Function* cuda_runtime(const char* name) {
   return reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name));
 }
 
+DeviceError no_count(const std::string& what) {
+  return DeviceError({.what = concat("the GPUs of this machine could not be counted: ", what),
+                      .here = visible_devices(),
+                      .likely = "the GPU driver hangs, or does not fit this CUDA",
+                      .next = "see whether nvidia-smi answers; or use --devices cpu"});
+}
+
+// Of the process that counts GPUs. One that hangs is ended; the kernel may keep it until the driver lets go of it.
+int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
+  if (!wait_for(POLLIN, read_end, Deadline::after(timeout))) {
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, WNOHANG);
+    throw no_count("no answer within " + human_seconds(std::chrono::duration<double>(timeout).count()));
+  }
+  int count = 0;
+  const auto got = ::read(read_end, &count, sizeof(count));
+  ::waitpid(child, nullptr, 0);
+  if (got != sizeof(count)) throw no_count("the process that counts them failed");
+  return count;
+}
+
 }  // namespace
 
 int cuda_device_count() {
@@ -55,7 +79,7 @@ int cuda_device_count() {
   return 0;
 }
 
-int cuda_device_count_before_fork() {
+int cuda_device_count_before_fork(std::chrono::milliseconds timeout) {
   if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return cuda_device_count();
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) throw system_error("open", "a pipe");
@@ -69,10 +93,7 @@ int cuda_device_count_before_fork() {
     ::_exit(written == sizeof(count) ? 0 : 1);
   }
   write_end.reset();
-  int count = 0;
-  const auto got = ::read(read_end.get(), &count, sizeof(count));
-  ::waitpid(child, nullptr, 0);
-  return got == sizeof(count) ? count : 0;
+  return answer_of(child, read_end.get(), timeout);
 }
 
 DeviceError built_without_cuda() {

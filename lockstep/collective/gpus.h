@@ -9,6 +9,7 @@
 
 #include <torch/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -19,8 +20,8 @@ namespace lockstep {
 // Initialises CUDA: a process that has called it must not fork ranks that use a GPU.
 int cuda_device_count();
 
-// The same without that: a child process counts. Throws SystemError.
-int cuda_device_count_before_fork();
+// The same without that: a child process counts. Blocks until it has. Throws SystemError; DeviceError: no answer in time.
+int cuda_device_count_before_fork(std::chrono::milliseconds timeout = std::chrono::minutes(1));
 
 // The GPU of a local rank: that of its number; the only one, where the launcher lets each rank see one. Throws DeviceError: a
 // build without CUDA, no GPU, fewer GPUs than ranks; the message shows CUDA_VISIBLE_DEVICES.

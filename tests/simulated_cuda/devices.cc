@@ -122,7 +122,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     record_stream(pointer.get(), stream);
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    before_count();
+    return static_cast<c10::DeviceIndex>(device_count());
+  }
 
  private:
   static void host_learns(const Clock& clock) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <map>
@@ -29,7 +30,7 @@ struct Faults {
 };
 
 bool parse(const std::string& text, std::vector<Fault>& faults) {
-  static const std::regex kFault("(operator|copy|memory|hang)@([0-9]+):([0-9]+)");
+  static const std::regex kFault("(operator|copy|memory|hang|count)@([0-9]+):([0-9]+)");
   std::istringstream list(text);
   for (std::string item; std::getline(list, item, ',');) {
     std::smatch parts;
@@ -89,6 +90,14 @@ void before_copy(const std::string& name, int device) { before("copy", name, dev
 bool allocation_fails(int device) {
   const std::lock_guard lock(faults().mutex);
   return strikes(faults(), "memory", device);
+}
+
+void before_count() {
+  const bool hangs = [] {
+    const std::lock_guard lock(faults().mutex);
+    return strikes(faults(), "count", 0);
+  }();
+  while (hangs) ::pause();
 }
 
 bool hangs(const c10::Stream& stream) {

@@ -50,6 +50,7 @@ bool peer_access(int device, int peer);
 void before_operator(const std::string& name, int device);
 void before_copy(const std::string& name, int device);
 bool allocation_fails(int device);
+void before_count();
 bool hangs(const c10::Stream& stream);
 void wait_while_it_hangs(const c10::Stream& stream);
 void hang_with(const c10::Stream& stream);  // it waits for a stream that hangs

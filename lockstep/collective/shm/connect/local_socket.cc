@@ -13,6 +13,7 @@
 #include <cstring>
 #include <thread>
 
+#include "lockstep/base/poll.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
@@ -96,16 +97,6 @@ bool well_formed(const Message& message, ssize_t bytes) {
   const Message expected;
   return bytes == static_cast<ssize_t>(sizeof message) && message.magic == expected.magic &&
          message.version == expected.version;
-}
-
-// False: not before the deadline. A socket whose other end is gone is ready, too: the call that follows says so.
-bool wait_for(short events, int socket, Deadline deadline) {
-  pollfd polled{.fd = socket, .events = events, .revents = 0};
-  while (true) {
-    const int result = ::poll(&polled, 1, static_cast<int>(deadline.left().count()));
-    if (result != 0 && !(result < 0 && errno == EINTR)) return true;
-    if (deadline.passed()) return false;
-  }
 }
 
 }  // namespace
