@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -57,6 +58,22 @@ void on_threads(int size, const std::function<void(int rank)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
   for (std::thread& thread : threads) thread.join();
+}
+
+TEST(ConnectingStore, waits_for_a_rank_that_comes_late_without_a_warning) {
+  const auto server = c10::make_intrusive<c10d::TCPStore>(
+      "127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false});
+  const auto client =
+      c10::make_intrusive<c10d::TCPStore>("127.0.0.1", c10d::TCPStoreOptions{.port = server->getPort()});
+  ConnectingStore early(client, 0);
+  ::testing::internal::CaptureStderr();
+  std::thread late([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    ConnectingStore(server, 1).set("key", "value");
+  });
+  EXPECT_EQ(early.get("key").size(), 5U);
+  late.join();
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(ConnectCpuRanks, makes_several_connections_over_one_store) {

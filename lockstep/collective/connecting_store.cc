@@ -2,6 +2,7 @@
 #include "lockstep/collective/connecting_store.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
@@ -10,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kLookEvery{200};  // for a failure; what is waited for is noticed at once
+constexpr std::chrono::milliseconds kLongestPause{50};  // of a rank that waits for another: between two looks
 constexpr const char* kFailure = "failure";
 
 std::string keys_of_next_connection(c10d::Store& store, int rank) {
@@ -37,14 +38,13 @@ void ConnectingStore::require_no_failure() {
                          .next = "look at its output"});
 }
 
+// By check(), since c10d would log a warning for each short wait() without an answer.
 void ConnectingStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  for (const Deadline deadline = Deadline::after(timeout);;) {
-    try {
-      return PrefixStore::wait(keys, std::clamp(deadline.left(), std::chrono::milliseconds(1), kLookEvery));
-    } catch (const std::exception&) {
-      require_no_failure();
-      if (deadline.passed()) throw;
-    }
+  const Deadline deadline = Deadline::after(timeout);
+  for (std::chrono::milliseconds pause{1}; !PrefixStore::check(keys); pause = std::min(2 * pause, kLongestPause)) {
+    require_no_failure();
+    if (deadline.passed()) return PrefixStore::wait(keys, std::chrono::milliseconds(1));  // its error
+    std::this_thread::sleep_for(std::min(pause, deadline.left()));
   }
 }
 

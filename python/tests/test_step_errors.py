@@ -155,13 +155,18 @@ def one_rank_loads_the_optimizer(group, before):
 
 
 def a_state_changed_in_place(group):
-    net, optimizer, model = wrapped(group)
+    net = make_model()
+    optimizer = lockstep.Adam(net.parameters(), lr=0.1)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
     train(model, optimizer, [parts_of(global_batch(0), group)])
     state = optimizer.state[net[0].weight]
-    change = lambda: state.__setitem__("momentum_buffer", torch.zeros_like(net[0].weight))
-    expect_error(lockstep.UsageError, "a change of optimizer.state[parameter]", change)
-    state["momentum_buffer"].mul_(0.5)
-    call = lambda: train(model, optimizer, [parts_of(global_batch(1), group)])
+    expect_error(lockstep.UsageError, "something was dropped", lambda: state.pop("exp_avg"))
+    state["exp_avg"] = torch.ones_like(net[0].weight)  # by its name: on every rank
+    train(model, optimizer, [parts_of(global_batch(1), group)])
+    state = optimizer.state[net[0].weight]
+    assert state["exp_avg"].min() > 0.5, state
+    state["exp_avg"].mul_(0.5)
+    call = lambda: train(model, optimizer, [parts_of(global_batch(2), group)])
     expect_error(lockstep.UsageError, "the optimizer's state was written by hand", call)
 
 

@@ -224,7 +224,8 @@ class WorldOfTrainer {
     if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", calls_differ());
     if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
       return illegal("a parameter that was frozen at first",
-                     {"requires a gradient, and did not when", "which parameters are frozen"});
+                     {"requires a gradient, and did not when", "which parameters are frozen",
+                      "was changed between backward() and step()"});  // if loss.backward() adds to a gradient used up
     if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; })) {
       illegal_write();
       if (in_shared_memory(plan_)) return;

@@ -52,16 +52,30 @@ class GradientNorm:
 
 
 class _StateOfParameter(dict):
-    """optimizer.state[parameter]: a copy of what there is, so that a change would be lost."""
+    """optimizer.state[parameter]: what is set by its name goes into the C++ side; nothing can be dropped by its name."""
+
+    def __init__(self, optimizer: _Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(state)
+        self._optimizer, self._parameter = optimizer, parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is self.get(name):
+            return
+        super().__setitem__(name, value)
+        self._optimizer._set_state(self._parameter, dict(self))
+
+    def update(self, *states: Any, **named: Any) -> None:
+        for name, value in dict(*states, **named).items():
+            self[name] = value
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         _C.usage_error(
-            "a change of optimizer.state[parameter]",
-            likely="a state that is set or dropped by its name; lockstep keeps it in C++",
-            next="optimizer.state[parameter] = {**optimizer.state[parameter], name: tensor} on every rank",
+            "something was dropped from optimizer.state[parameter]",
+            likely="del or pop; lockstep keeps the state in C++",
+            next="optimizer.state[parameter] = {name: tensor, …} on every rank, or = {} to begin anew",
         )
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = _refuse
 
 
 class _State(MutableMapping):
@@ -281,7 +295,7 @@ class _Optimizer:
         state = self._native.state_of(parameter)
         if not self._keeps_step:
             state.pop("step", None)
-        return _StateOfParameter(state)
+        return _StateOfParameter(self, parameter, state)
 
     def _set_state(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         state = {name: value for name, value in state.items() if value is not None}
