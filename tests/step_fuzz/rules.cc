@@ -222,10 +222,7 @@ class WorldOfTrainer {
       return illegal(kLeftOutBackward, calls_differ(/*far=*/true));
     }
     if (joined() && exchanged_) return illegal("two exchanges in a step while a rank is in join()", calls_differ());
-    if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; }))
-      return illegal("a parameter that was frozen at first",
-                     {"requires a gradient, and did not when", "which parameters are frozen",
-                      "was changed between backward() and step()"});  // if loss.backward() adds to a gradient used up
+    if (any([&](const Rank& rank) { return (start_frozen_ & ~rank.frozen) != 0; })) return illegal_unfrozen();
     if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; })) {
       illegal_write();
       if (in_shared_memory(plan_)) return;
@@ -300,7 +297,7 @@ class WorldOfTrainer {
         return outside("another number of loss.backward() on some ranks");
       if (!plain_) require_equal_counts();
       if (partial_ && judgement_.verdict == Verdict::kLegal) return outside("zero_grad() on some ranks only");
-      if (start_unfrozen()) illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
+      if (start_unfrozen()) illegal_unfrozen();
     } else {
       if (any([](const Rank& rank) { return rank.backwards > 0; })) {
         if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.samples > 0; }))
@@ -319,6 +316,13 @@ class WorldOfTrainer {
   void illegal_write() {
     illegal("a shared parameter written by hand",
             {"was written between two steps", "parameters written since the last exchange"});
+  }
+
+  // Or, where a later loss.backward() adds to a gradient that a step() has used, that gradient.
+  void illegal_unfrozen() {
+    illegal("a parameter that was frozen at first",
+            {"requires a gradient, and did not when", "which parameters are frozen",
+             "was changed between backward() and step()"});
   }
 
   bool start_unfrozen() const {
@@ -377,8 +381,7 @@ class WorldOfTrainer {
       rank.defined = false;
     });
     if (active() == 0) {
-      if (start_unfrozen())
-        return illegal("a parameter that was frozen at first", {"requires a gradient, and did not when"});
+      if (start_unfrozen()) return illegal_unfrozen();
       if (!in_shared_memory(plan_)) require_equal_settings();
       for_each(members_, [](Rank& rank) {
         rank.joined = rank.published = false;
