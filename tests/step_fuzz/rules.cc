@@ -318,11 +318,11 @@ class WorldOfTrainer {
             {"was written between two steps", "parameters written since the last exchange"});
   }
 
-  // Or, where a later loss.backward() adds to a gradient that a step() has used, that gradient.
+  // It is found at the next exchange: another mistake that is made before that may be found first.
   void illegal_unfrozen() {
     illegal("a parameter that was frozen at first",
             {"requires a gradient, and did not when", "which parameters are frozen",
-             "was changed between backward() and step()"});
+             "was changed between backward() and step()", "that it has not counted", "was written between two steps"});
   }
 
   bool start_unfrozen() const {
