@@ -165,6 +165,7 @@ def a_state_changed_in_place(group):
     train(model, optimizer, [parts_of(global_batch(1), group)])
     state = optimizer.state[net[0].weight]
     assert state["exp_avg"].min() > 0.5, state
+    dist.barrier(group)  # the state is shared: all have looked
     state["exp_avg"].mul_(0.5)
     call = lambda: train(model, optimizer, [parts_of(global_batch(2), group)])
     expect_error(lockstep.UsageError, "the optimizer's state was written by hand", call)
