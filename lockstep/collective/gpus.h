@@ -20,7 +20,8 @@ namespace lockstep {
 // Initialises CUDA: a process that has called it must not fork ranks that use a GPU.
 int cuda_device_count();
 
-// The same without that: a child process counts. Blocks until it has. Throws SystemError; DeviceError: no answer in time.
+// The same without that: a child process counts. Blocks until it has. Throws SystemError; DeviceError: it failed, or did
+// not answer in time.
 int cuda_device_count_before_fork(std::chrono::milliseconds timeout = std::chrono::minutes(1));
 
 // The GPU of a local rank: that of its number; the only one, where the launcher lets each rank see one. Throws DeviceError: a
