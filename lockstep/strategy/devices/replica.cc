@@ -72,6 +72,8 @@ Replicas make_replicas(int count, const Task& task, const StrategyOptions& optio
   return replicas;
 }
 
+std::unique_lock<std::mutex> hold_generator() { return std::unique_lock(generator_in_use); }
+
 void seed_steps(std::uint64_t seed) {
   const std::lock_guard lock(generator_in_use);
   torch::manual_seed(seed);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "lockstep/base/to_size.h"
@@ -31,6 +32,9 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
 
 // On the CPU, all with the parameters and buffers of the first.
 Replicas make_replicas(int count, const Task& task, const StrategyOptions& options);
+
+// Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
+std::unique_lock<std::mutex> hold_generator();
 
 // Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
 void seed_steps(std::uint64_t seed);
