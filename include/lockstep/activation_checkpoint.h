@@ -30,8 +30,8 @@ namespace lockstep {
 
 // Returns function(inputs). Where no gradient is needed, that is all. Tensors that the function uses and that require
 // gradients must be among the inputs, or leaves such as parameters.
-// Throws UsageError: the function uses a tensor that was computed outside, changes an input in place, or returns an
-// undefined tensor. Backward throws UsageError: the function returned something else the second time, or create_graph.
+// Throws UsageError: the function uses a tensor that was computed outside, changes an input in place (if the input requires
+// gradients, c10::Error), or returns an undefined tensor. Backward throws UsageError: the function returned something else the second time, or create_graph.
 std::vector<torch::Tensor> checkpoint(
     const std::function<std::vector<torch::Tensor>(const std::vector<torch::Tensor>&)>& function,
     const std::vector<torch::Tensor>& inputs);

@@ -255,9 +255,9 @@ TensorList checkpoint(const ListFunction& function, const TensorList& inputs) {
                                                 .inputs = inputs.size(),
                                                 .generators = GeneratorStates(inputs),
                                                 .autocast = AutocastSetting::now()});
-  TensorList given;  // with nodes of their own, at which the graph ends
+  TensorList given;  // leaves, at which the graph ends
   for (const torch::Tensor& input : inputs)
-    given.push_back(input.defined() && input.requires_grad() ? input.detach().requires_grad_().view_as(input) : input);
+    given.push_back(input.defined() ? input.detach().requires_grad_(input.requires_grad()) : input);
   const auto versions = versions_of(inputs);
   const std::uint64_t begin = at::sequence_number::peek();
   call->outputs = run_with(call->autocast, function, given);

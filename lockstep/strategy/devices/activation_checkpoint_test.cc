@@ -158,7 +158,7 @@ struct CheckpointMeter : c10::MemoryReportingInfoBase {
 
 std::int64_t peak_of(bool recompute) {
   torch::manual_seed(1);
-  Deep model(recompute, /*depth=*/12, /*width=*/32);
+  Deep model(recompute, /*depth=*/24, /*width=*/32);
   const torch::Tensor data = torch::randn({2048, 32});
   const auto meter = std::make_shared<CheckpointMeter>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
@@ -166,7 +166,7 @@ std::int64_t peak_of(bool recompute) {
   return meter->most;
 }
 
-TEST(Checkpoint, needs_less_memory) { EXPECT_LT(3 * peak_of(true), peak_of(false)); }
+TEST(Checkpoint, needs_less_memory) { EXPECT_LT(2 * peak_of(true), peak_of(false)); }
 
 TEST(Checkpoint, trains_with_ddp_to_the_bits_of_training_without_it) {
   const auto course = [](bool recompute) {
@@ -223,9 +223,11 @@ TEST(Checkpoint, refuses_what_it_can_not_do_right) {
   const torch::Tensor outside = layer->forward(x);
   EXPECT_TRUE(contains(refusal([&] { checkpoint([&](const torch::Tensor& in) { return in * outside; }, x); }),
                        "uses a tensor that was computed outside"));
-  EXPECT_TRUE(
-      contains(refusal([&] { checkpoint([](const torch::Tensor& in) { return torch::Tensor(in).relu_(); }, outside); }),
-               "changes input 0 in place"));
+  EXPECT_TRUE(contains(refusal([&] {
+                         checkpoint([](const torch::Tensor& in) { return torch::Tensor(in).relu_(); },
+                                    torch::randn({3}));
+                       }),
+                       "changes input 0 in place"));
   EXPECT_TRUE(contains(refusal([&] { checkpoint([](const torch::Tensor&) { return torch::Tensor(); }, x); }),
                        "output 0 of the function is undefined"));
   int calls = 0;

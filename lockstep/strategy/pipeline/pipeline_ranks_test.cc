@@ -144,7 +144,6 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(ModelCase{"sequential", small_task}, ModelCase{"tied", tied_task},
                                          ModelCase{"gpt", tiny_gpt}, ModelCase{"gpt_in_float64", gpt_in_float64},
                                          ModelCase{"resnet", [] { return model_task("resnet18-32"); }},
-                                         ModelCase{"alexnet", [] { return model_task("alexnet"); }},
                                          ModelCase{"inception", [] { return model_task("inception"); }}),
                        ::testing::Values(2, 4)),
     [](const auto& test) {
@@ -184,7 +183,8 @@ TEST(PipelineRanks, have_the_output_on_the_last_stage) {
   });
 }
 
-// The first arrangement goes by bytes: nearly all of them are in the last layer. The second one goes by time.
+// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last layer
+// is slow, and has a stage for itself.
 TEST(PipelineRanks, take_their_pieces_and_state_along_when_the_measured_cut_is_another) {
   Task task = small_task();
   task.make_model = [] {
