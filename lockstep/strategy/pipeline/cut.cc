@@ -120,12 +120,12 @@ Cut balanced_cut(const std::vector<double>& costs, int stages) {
   return cut;
 }
 
-std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model,
-                                   const torch::Tensor& data) {
+std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model, Tensors& tensors) {
   model.eval();
   std::vector<std::vector<double>> runs(pieces.size());
+  const Tensors inputs = std::move(tensors);
   for (int run = 0; run < kRuns; ++run) {
-    Tensors tensors = {data};
+    tensors = as_leaves(inputs);
     for (std::size_t i = 0; i < pieces.size(); ++i) runs[i].push_back(seconds_of(pieces[i], tensors));
   }
   model.train();

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/pipeline/add_in_place.h"
 
 namespace lockstep {
 
@@ -105,6 +107,8 @@ class StageRun {
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
+    std::optional<OperatorHandlerGuard> guard;
+    if (work_.is_alone) guard.emplace(large_weights_);
     for (const Piece& piece : work_.pieces) {
       ThreadGenerator::seed(seed_of(seed_of(work_.seed, index++), micro_batch));
       tensors = piece.forward(tensors);
@@ -135,6 +139,7 @@ class StageRun {
   const Task& task_;
   const StageWork& work_;
   const StageLinks& links_;
+  LargeWeights large_weights_;
   std::map<int, InFlight> in_flight_;
   StageResult result_;
 };

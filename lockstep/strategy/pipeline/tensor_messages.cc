@@ -44,10 +44,19 @@ torch::Tensor next_tensor(const std::int64_t*& word, torch::Device device) {
 }  // namespace
 
 void TensorSender::send(const Tensors& tensors) {
+  forget_received();
   under_way_.push_back(world_.send_async(header_of(tensors), to_, tag_));
   for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0)
       under_way_.push_back(world_.send_async(tensor.detach().contiguous(tensor.suggest_memory_format()), to_, tag_));
+}
+
+// What has been received need not stay in memory until finish().
+void TensorSender::forget_received() {
+  while (!under_way_.empty() && under_way_.front().done()) {
+    under_way_.front().wait();  // throws its error
+    under_way_.pop_front();
+  }
 }
 
 void TensorSender::finish() {
