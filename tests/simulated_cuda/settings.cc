@@ -87,8 +87,8 @@ const bool kChecked = [] {
 }  // namespace
 
 const Settings& settings() {
-  static const Settings kSettings = read();
-  return kSettings;
+  static const auto* const kSettings = new Settings(read());  // asked for until the very end
+  return *kSettings;
 }
 
 int device_count() { return static_cast<int>(settings().visible.size()); }
