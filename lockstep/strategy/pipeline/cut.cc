@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/pipeline/stage.h"
@@ -59,6 +60,8 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
   for (const torch::Tensor& output : outputs)
     gradients.push_back(output.requires_grad() ? torch::ones_like(output) : torch::Tensor());
   backward_from(outputs, gradients);
+  for (const torch::Tensor& output : outputs)
+    if (output.defined()) wait_for_device(output.device());
   const double seconds = watch.seconds();
   tensors = as_leaves(outputs);
   return seconds;

@@ -30,6 +30,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
@@ -46,9 +47,11 @@ namespace {
 void require_possible(const World& world, const StrategyOptions& options) {
   if (options.pipeline.micro_batches < 1)
     throw UsageError({.what = concat("--micro-batches ", options.pipeline.micro_batches), .next = "give at least 1"});
-  if (std::ranges::any_of(options.places, [](const DevicePlace& place) { return !place.device.is_cpu(); }))
-    throw UsageError({.what = "strategy pipeline on GPUs: its stages run on cores only",
-                      .next = "give --devices cpu, or choose another strategy"});
+  const auto on_gpu = [](const DevicePlace& place) { return !place.device.is_cpu(); };
+  if (world.size() == 1 && std::ranges::any_of(options.places, on_gpu))
+    throw UsageError(
+        {.what = "strategy pipeline: stages that are threads run on cores only",
+         .next = "give --devices-per-worker 1, so that each stage is a process with a GPU, or --devices cpu"});
   if (world.size() == 1) return;
   if (options.devices != 1)
     throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),
@@ -77,7 +80,7 @@ class Pipeline : public ReplicaStrategy {
   Pipeline(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, {}),
         options_(options),
-        ranks_{.all = world, .of_stage = world, .of_replica = world},
+        ranks_{.all = world, .of_stage = world, .of_replica = world, .back = world},
         schedule_(options.pipeline.schedule),
         micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches) {
     require_possible(world, options);
@@ -124,7 +127,7 @@ class Pipeline : public ReplicaStrategy {
   // output.
   torch::Tensor forward(const torch::Tensor& data) override {
     if (devices_) return ReplicaStrategy::forward(data);
-    const StageLinks links = message_links(ranks_.of_replica);
+    const StageLinks links = message_links(ranks_.of_replica, ranks_.back);
     const auto pieces = pieces_in(pieces_[0], cut_[own_stage()]);
     Tensors outputs;
     for (const torch::Tensor& part : data.tensor_split(std::min(data.size(0), micro_batches_ * replica_count_))) {
@@ -202,6 +205,7 @@ class Pipeline : public ReplicaStrategy {
     const int stage = own_stage();
     ranks_.of_stage = *world.split(stage, world.rank());
     ranks_.of_replica = *world.split(world.rank() / stages_, world.rank());
+    ranks_.back = world.device().is_cpu() ? ranks_.of_replica : *world.split(world.rank() / stages_, world.rank());
     move_to(world.device(), *own);
     const Layout layout = options_.layout.value_or(preferred_layout(*own, world.device()));
     set_layout(*own, layout);
@@ -263,7 +267,7 @@ class Pipeline : public ReplicaStrategy {
   Cut cut_of_ranks(const Batch& batch) {
     const torch::Tensor costs = torch::zeros({static_cast<std::int64_t>(pieces_[0].size())}, torch::kFloat64);
     if (ranks_.of_stage.rank() == 0) {
-      const StageLinks links = message_links(ranks_.of_replica);
+      const StageLinks links = message_links(ranks_.of_replica, ranks_.back);
       const Range& own = cut_[own_stage()];
       Tensors tensors = links.before ? links.before->receive() : Tensors{first_micro_batch(batch)};
       const auto seconds = measure_pieces(pieces_in(pieces_[0], own), model(), tensors);
@@ -283,7 +287,9 @@ class Pipeline : public ReplicaStrategy {
     const auto work = std::make_shared<const IntVector<StageWork>>(work_of_stages(batch, samples));
     if (!devices_) {
       const ThreadGenerator generator((*work)[0].seed);
-      return {run_stage(task_, (*work)[0], message_links(ranks_.of_replica))};
+      const StageResult result = run_stage(task_, (*work)[0], message_links(ranks_.of_replica, ranks_.back));
+      wait_for_device(ranks_.all.device());  // times are those of the work
+      return {result};
     }
     std::size_t most = 1;  // micro-batches of a replica
     for (const StageWork& each : *work) most = std::max(most, each.micro_batches.elements().size());
@@ -312,6 +318,7 @@ class Pipeline : public ReplicaStrategy {
                         .samples = samples,
                         .seed = seed_of(seed, first_replica + replica),
                         .first_piece = static_cast<int>(cut_[stage].begin),
+                        .device = ranks_.all.device(),
                         .is_alone = !devices_});
     }
     return work;

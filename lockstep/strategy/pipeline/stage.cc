@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -110,7 +111,9 @@ class StageRun {
     std::optional<OperatorHandlerGuard> guard;
     if (work_.is_alone) guard.emplace(large_weights_);
     for (const Piece& piece : work_.pieces) {
-      ThreadGenerator::seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      const std::uint64_t seed = seed_of(seed_of(work_.seed, index++), micro_batch);
+      ThreadGenerator::seed(seed);
+      if (!work_.device.is_cpu()) seed_gpu(work_.device, seed);
       tensors = piece.forward(tensors);
     }
     return tensors;

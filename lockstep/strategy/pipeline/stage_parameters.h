@@ -23,6 +23,7 @@ struct PipelineRanks {
   World all;
   World of_stage;    // the replicas of this rank's stage
   World of_replica;  // the stages of this rank's replica: stage s is its rank s
+  World back;        // the same for gradients: between GPUs a message holds up those behind it on its connection
 };
 
 // A parameter or buffer of the model.
