@@ -10,6 +10,7 @@ add_library(lockstep_simulated_cuda SHARED ${simulator_sources})
 target_include_directories(lockstep_simulated_cuda PUBLIC ${PROJECT_SOURCE_DIR})
 target_compile_options(lockstep_simulated_cuda PRIVATE -O1)
 target_precompile_headers(lockstep_simulated_cuda REUSE_FROM lockstep_pch)
+target_compile_definitions(lockstep_simulated_cuda PRIVATE USE_C10D_GLOO)
 target_link_libraries(lockstep_simulated_cuda PUBLIC lockstep::torch_cpu PRIVATE ${CMAKE_DL_LIBS})
 lockstep_unity(lockstep_simulated_cuda 2)
 

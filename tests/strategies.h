@@ -58,6 +58,60 @@ inline Task tied_task() {
   return task;
 }
 
+// A Siamese network: both halves of a sample go through the same two layers, and meet in a third one that has their
+// difference and their product. Six pieces; every cut but those at the ends is inside the branches.
+struct SiameseImpl : torch::nn::Module {
+  torch::nn::Linear first{register_module("first", torch::nn::Linear(3, 5))};
+  torch::nn::Linear second{register_module("second", torch::nn::Linear(5, 5))};
+  torch::nn::Linear head{register_module("head", torch::nn::Linear(10, 4))};
+
+  std::vector<Piece> pieces() {
+    const auto layer = [](const std::string& name, const torch::nn::Linear& linear) {
+      return make_piece(name, {linear.ptr().get()},
+                        [impl = linear.ptr()](const torch::Tensor& x) { return impl->forward(x).tanh(); });
+    };
+    const auto split = [](const Tensors& x) { return x[0].chunk(2, 1); };
+    const auto meet = [impl = head.ptr()](const Tensors& x) {
+      return Tensors{impl->forward(torch::cat({(x[0] - x[1]).abs(), x[0] * x[1]}, 1))};
+    };
+    return {{"split", {}, split},
+            on_tensor(0, layer("a.first", first)),
+            on_tensor(0, layer("a.second", second)),
+            on_tensor(1, layer("b.first", first)),
+            on_tensor(1, layer("b.second", second)),
+            {"meet", {head.ptr().get()}, meet}};
+  }
+};
+
+inline Task siamese_task() {
+  Task task = small_task();
+  task.make_model = [] {
+    const auto net = std::make_shared<SiameseImpl>();
+    net->to(torch::kFloat64);
+    return net;
+  };
+  task.stages = [](torch::nn::Module& model) { return dynamic_cast<SiameseImpl&>(model).pieces(); };
+  task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
+    return run_pieces(stages(model), data);
+  };
+  task.name = "siamese";
+  return task;
+}
+
+inline Task in_float64(Task task) {
+  task.make_model = [make = task.make_model] {
+    auto model = make();
+    model->to(torch::kFloat64);
+    return model;
+  };
+  return task;
+}
+
+inline StrategyOptions on_one(StrategyOptions options) {
+  options.kind = StrategyKind::kSingle;
+  return options;
+}
+
 inline Batch batch_of(int step, std::int64_t samples = kBatch) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + step));
   return {torch::randn({samples, 6}, generator, torch::TensorOptions().dtype(torch::kFloat64)),

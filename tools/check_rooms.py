@@ -30,7 +30,7 @@ PUBLIC = {
     "model": "task models layout named_tensor sync_batch_norm",
     "gradient": "communication_hook batch_totals",
     "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
-    "strategy": "strategy ddp device_place devices towers periodic_average kvstore verify",
+    "strategy": "activation_checkpoint strategy ddp device_place devices towers periodic_average kvstore verify",
     "checkpoint": "checkpoint",
     "train": "run lockstep",
 }

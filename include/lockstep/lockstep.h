@@ -21,6 +21,7 @@
 #include "lockstep/gradient_scaler.h"     // loss scaling for float16
 #include "lockstep/periodic_average.h"    // local SGD in a loop of your own
 #include "lockstep/layout.h"              // channels last or not
+#include "lockstep/activation_checkpoint.h"  // less memory for activations, which are computed twice
 
 // Data:
 #include "lockstep/loader.h"              // batches of this rank, loaded ahead

@@ -135,7 +135,11 @@ class Strategy {
   // Applies what forward_backward() found.
   virtual void update() = 0;
 
-  virtual torch::Tensor forward(const torch::Tensor& data) = 0;  // with the current parameters, for validation
+  // With the current parameters, for validation. Undefined where another rank has the output (a pipeline of ranks: the
+  // last stage has it); then all ranks of loop_world() call it, those of a pipeline's replica with the same data.
+  virtual torch::Tensor forward(const torch::Tensor& data) = 0;
+
+  // A pipeline of ranks: parameters and buffers of other stages are meta tensors.
   virtual torch::nn::Module& model() = 0;
   virtual Optimizer& optimizer() = 0;  // the one whose learning rate and state count; others follow it
   virtual const PhaseTimes& phases() const = 0;
@@ -155,6 +159,9 @@ class Strategy {
   // data, a rank's batches are empty.
   virtual World data_world(const World& world) const { return world; }
   virtual bool has_data() const { return true; }
+
+  // The ranks that share out the batches of validation.
+  virtual World validation_world(const World& world) const { return world; }
 
   // The ranks that take each step at the same time: validation and checkpoints are calls of all of them.
   // World::single() where every rank goes at its own pace; the first rank of `world` then validates and saves alone.

@@ -39,6 +39,10 @@ struct Piece {
 Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
                  std::function<torch::Tensor(const torch::Tensor&)> forward);
 
+// A piece of one tensor in and one out for tensor `index` of several; the others are passed on as they are. So branches that
+// run beside each other and meet again become a list of pieces: docs/strategies/pipeline.md shows a Siamese network.
+Piece on_tensor(std::size_t index, Piece piece);
+
 // A piece for each module that the Sequential holds; each has to take one tensor and return one.
 std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
 

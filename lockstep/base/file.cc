@@ -25,6 +25,13 @@ void flush_folder(const std::filesystem::path& file) {
   flush_to_disk(fd.get(), folder);
 }
 
+UniqueFd open_to_read(const std::filesystem::path& path) {
+  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+  UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!fd) throw system_error("read", path);
+  return fd;
+}
+
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path)
@@ -48,6 +55,13 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
   }
 }
 
+void AtomicFile::overwrite(std::size_t at, const void* data, std::size_t bytes) {
+  const off_t end = ::lseek(fd_.get(), 0, SEEK_CUR);
+  if (end < 0 || ::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
+  write(data, bytes);
+  if (::lseek(fd_.get(), end, SEEK_SET) < 0) throw system_error("write", path_);
+}
+
 void AtomicFile::commit() {
   flush_to_disk(fd_.get(), path_);
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) throw system_error("rename a finished file to", path_);
@@ -62,9 +76,7 @@ void write_file(const std::filesystem::path& path, const std::string& content) {
 }
 
 std::string read_file(const std::filesystem::path& path) {
-  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
-  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!fd) throw system_error("read", path);
+  const UniqueFd fd = open_to_read(path);
   std::string content;
   std::array<char, 64 * 1024> buffer;
   for (;;) {
@@ -72,6 +84,25 @@ std::string read_file(const std::filesystem::path& path) {
     if (bytes == 0) return content;
     if (bytes < 0 && errno != EINTR) throw system_error("read", path);
     if (bytes > 0) content.append(buffer.data(), to_size(bytes));
+  }
+}
+
+ReadableFile::ReadableFile(std::filesystem::path path) : path_(std::move(path)), fd_(open_to_read(path_)) {
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0) throw system_error("read", path_);
+  size_ = to_size(status.st_size);
+}
+
+void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
+  char* next = static_cast<char*>(into);
+  while (bytes > 0) {
+    const ssize_t got = ::pread(fd_.get(), next, bytes, static_cast<off_t>(at));
+    if (got < 0 && errno == EINTR) continue;
+    if (got == 0) errno = EIO;  // shorter than it was
+    if (got <= 0) throw system_error("read", path_);
+    next += got;
+    at += to_size(got);
+    bytes -= to_size(got);
   }
 }
 

@@ -22,7 +22,8 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, std::size_t bytes);
-  void commit();  // blocks until file and folder are on the disk
+  void overwrite(std::size_t at, const void* data, std::size_t bytes);  // what was written before
+  void commit();                                                        // blocks until file and folder are on the disk
 
  private:
   std::filesystem::path path_;
@@ -32,5 +33,18 @@ class AtomicFile {
 
 void write_file(const std::filesystem::path& path, const std::string& content);  // through an AtomicFile
 std::string read_file(const std::filesystem::path& path);
+
+// Reads parts of a file. Every call throws SystemError naming the path.
+class ReadableFile {
+ public:
+  explicit ReadableFile(std::filesystem::path path);
+  std::size_t size() const { return size_; }
+  void read(std::size_t at, void* into, std::size_t bytes) const;
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  std::size_t size_ = 0;
+};
 
 }  // namespace lockstep

@@ -62,9 +62,9 @@ std::vector<fs::path> CheckpointFolder::newest_first() const {
   return files;
 }
 
-void CheckpointFolder::save(std::int64_t step, const TensorFile& file) {
+void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const fs::path path = folder_ / file_name(step);
-  save_safetensors(path, file);
+  save_safetensors(path, file, fetch);
   int kept = 0;
   std::error_code ignored;  // a file that can't be removed is only a file too many
   for (const fs::path& each : newest_first())
@@ -75,9 +75,7 @@ std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() const {
   const auto files = newest_first();
   for (const fs::path& path : files) {
     try {
-      std::string bytes = read_file(path);
-      from_safetensors(bytes, path, Checksum::kRequired);
-      return Loaded{path, std::move(bytes)};
+      return Loaded{path, SafetensorsReader(bytes_in(path), path, Checksum::kRequired)};
     } catch (const Error& error) {
       log_warning(concat("passing over a checkpoint: ", error.text().what));
     }

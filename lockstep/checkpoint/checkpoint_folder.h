@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/safetensors.h"
 
 namespace lockstep {
 
@@ -25,13 +26,14 @@ class CheckpointFolder {
 
   // Writes the checkpoint of `step` atomically, then removes the older ones beyond `keep`, and later ones, which a run
   // that was resumed from an earlier step has left. If writing fails, all files stay as they are. Throws SystemError.
-  void save(std::int64_t step, const TensorFile& file);
+  // fetch: as for save_safetensors().
+  void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
   bool empty() const { return newest_first().empty(); }
 
   struct Loaded {
     std::filesystem::path path;
-    std::string bytes;  // whole and verified
+    SafetensorsReader file;  // whole and verified
   };
   // The newest checkpoint that is not damaged; a damaged one is named in a warning. Nothing if the folder has none.
   // Throws CheckpointError if it has some, but all of them are damaged.

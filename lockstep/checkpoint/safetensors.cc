@@ -8,6 +8,7 @@
 #include <bit>
 #include <cstring>
 #include <iomanip>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ constexpr const char* kMetadata = "__metadata__";
 constexpr const char* kChecksum = "lockstep.xxh3";
 constexpr const char* kNoChecksum = "0000000000000000";  // what the field holds while the checksum is computed
 constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kPartBytes = std::size_t{1} << 20;  // that are read at a time
 
 constexpr std::array<std::pair<torch::ScalarType, const char*>, 9> kDtypes = {{
     {torch::kFloat32, "F32"},
@@ -54,15 +56,27 @@ CheckpointError damaged(const std::string& origin, const std::string& what) {
                           .next = "remove it to resume from the checkpoint before it"});
 }
 
-std::string hash_of(const std::string& bytes) {
-  return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits(bytes.data(), bytes.size()));
-}
+// XXH3 of bytes that come in parts.
+class Hash {
+ public:
+  Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
+  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
+  std::string digits() const {
+    return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
+  }
+
+ private:
+  struct Frees {
+    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+  };
+  std::unique_ptr<XXH3_state_t, Frees> state_;
+};
 
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
-std::size_t checksum_position(const std::string& bytes, std::size_t header_end) {
+std::size_t checksum_position(const std::string& header) {
   const std::string key = concat('"', kChecksum, "\":\"");
-  const std::size_t found = bytes.find(key);
-  return found == std::string::npos || found + key.size() + 16 > header_end ? std::string::npos : found + key.size();
+  const std::size_t found = header.find(key);
+  return found == std::string::npos || found + key.size() + 16 > header.size() ? std::string::npos : found + key.size();
 }
 
 Json make_header(const TensorFile& file) {
@@ -80,22 +94,34 @@ Json make_header(const TensorFile& file) {
   return header;
 }
 
-void verify_checksum(std::string bytes, std::size_t header_end, const std::string& origin, Checksum checksum) {
-  const std::size_t position = checksum_position(bytes, header_end);
+void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
+  const std::size_t position = checksum_position(header);
   if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged(origin, "it has no checksum");
   if (position == std::string::npos) return;
-  const std::string recorded = bytes.substr(position, 16);
-  bytes.replace(position, 16, kNoChecksum);
-  if (hash_of(bytes) != recorded) throw damaged(origin, "its checksum does not match its content");
+  const std::string recorded = header.substr(position, 16);
+  header.replace(position, 16, kNoChecksum);
+  const std::uint64_t length = header.size();
+  Hash hash;
+  hash.add(&length, kLengthBytes);
+  hash.add(header.data(), header.size());
+  std::string part;
+  for (std::size_t at = kLengthBytes + header.size(); at < source.size; at += part.size()) {
+    part.resize(std::min(kPartBytes, source.size - at));
+    source.read(at, part.data(), part.size());
+    hash.add(part.data(), part.size());
+  }
+  if (hash.digits() != recorded) throw damaged(origin, "its checksum does not match its content");
 }
 
-std::size_t read_header_length(const std::string& bytes, const std::string& origin) {
+std::string read_header(const ByteSource& source, const std::string& origin) {
   std::uint64_t length = 0;
-  if (bytes.size() < kLengthBytes) throw damaged(origin, concat("only ", bytes.size(), " bytes long"));
-  std::memcpy(&length, bytes.data(), kLengthBytes);
-  if (length > bytes.size() - kLengthBytes)
-    throw damaged(origin, concat("its header should have ", length, " bytes, the file has ", bytes.size()));
-  return length;
+  if (source.size < kLengthBytes) throw damaged(origin, concat("only ", source.size, " bytes long"));
+  source.read(0, &length, kLengthBytes);
+  if (length > source.size - kLengthBytes)
+    throw damaged(origin, concat("its header should have ", length, " bytes, the file has ", source.size));
+  std::string header(length, ' ');
+  source.read(kLengthBytes, header.data(), header.size());
+  return header;
 }
 
 torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
@@ -104,20 +130,18 @@ torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
   throw damaged(origin, concat("unknown dtype ", name));
 }
 
-torch::Tensor read_tensor(const Json& entry, const std::string& name, std::string_view data,
-                          const std::string& origin) {
+SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, std::size_t data_bytes,
+                                    const std::string& origin) {
   const auto shape = entry.at("shape").get<std::vector<std::int64_t>>();
   const auto offsets = entry.at("data_offsets").get<std::array<std::uint64_t, 2>>();
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);
   auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (const std::int64_t size : shape)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged(origin, concat("shape of ", name));
-  if (offsets[0] > offsets[1] || offsets[1] > data.size() ||
+  if (offsets[0] > offsets[1] || offsets[1] > data_bytes ||
       offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
     throw damaged(origin, concat(name, " lies outside of the file"));
-  torch::Tensor tensor = torch::empty(shape, dtype);
-  if (bytes > 0) std::memcpy(tensor.data_ptr(), data.data() + offsets[0], tensor.nbytes());
-  return tensor;
+  return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 
 // As the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
@@ -135,49 +159,99 @@ void check_layout(const Json& header, std::size_t data_bytes, const std::string&
   if (end != data_bytes) throw damaged(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
 }
 
-TensorFile read_entries(const Json& header, std::string_view data, const std::string& origin) {
-  TensorFile file;
-  check_layout(header, data.size(), origin);
-  for (const auto& [name, entry] : header.items())
-    if (name == kMetadata)
-      file.metadata = entry.get<std::map<std::string, std::string>>();
-    else
-      file.tensors[name] = read_tensor(entry, name, data, origin);
-  file.metadata.erase(kChecksum);
+TensorFile read_all(const SafetensorsReader& reader) {
+  TensorFile file{.tensors = {}, .metadata = reader.metadata()};
+  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name);
   return file;
+}
+
+// Writes the file, with zeros for its checksum; returns the checksum and its position.
+struct Written {
+  std::string checksum;
+  std::size_t position;
+};
+Written write_safetensors(const TensorFile& file, const FetchTensor& fetch,
+                          const std::function<void(const void*, std::size_t)>& write) {
+  std::string header = make_header(file).dump();
+  header.resize((header.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
+  const std::uint64_t length = header.size();
+  Hash hash;
+  const auto add = [&](const void* data, std::size_t bytes) {
+    hash.add(data, bytes);
+    write(data, bytes);
+  };
+  add(&length, kLengthBytes);
+  add(header.data(), header.size());
+  for (const auto& [name, tensor] : file.tensors) {
+    const torch::Tensor values = (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous();
+    add(values.const_data_ptr(), values.nbytes());
+  }
+  return {.checksum = hash.digits(), .position = kLengthBytes + checksum_position(header)};
 }
 
 }  // namespace
 
 std::string to_safetensors(const TensorFile& file) {
-  std::string header = make_header(file).dump();
-  header.resize((header.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
-  const std::uint64_t length = header.size();
-  std::string bytes(reinterpret_cast<const char*>(&length), kLengthBytes);
-  bytes += header;
-  for (const auto& [name, tensor] : file.tensors) {
-    const torch::Tensor values = tensor.detach().to(torch::kCPU).contiguous();
-    bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-  }
-  bytes.replace(checksum_position(bytes, kLengthBytes + length), 16, hash_of(bytes));
-  return bytes;
+  std::string bytes;
+  const auto append = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
+  const Written written = write_safetensors(file, nullptr, append);
+  return bytes.replace(written.position, written.checksum.size(), written.checksum);
 }
 
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin, Checksum checksum) {
-  const std::size_t length = read_header_length(bytes, origin);
-  const std::string_view all(bytes);
-  verify_checksum(bytes, kLengthBytes + length, origin, checksum);
+ByteSource bytes_in(const std::filesystem::path& path) {
+  const auto file = std::make_shared<ReadableFile>(path);
+  return {.size = file->size(),
+          .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); }};
+}
+
+SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)
+    : source_(std::move(source)) {
+  const std::string text = read_header(source_, origin);
+  verify_checksum(source_, text, origin, checksum);
+  const std::size_t data = kLengthBytes + text.size();
   try {
-    return read_entries(Json::parse(all.substr(kLengthBytes, length)), all.substr(kLengthBytes + length), origin);
+    const Json header = Json::parse(text);
+    check_layout(header, source_.size - data, origin);
+    for (const auto& [name, entry] : header.items()) {
+      if (name == kMetadata) {
+        metadata_ = entry.get<std::map<std::string, std::string>>();
+      } else {
+        entries_[name] = read_entry(entry, name, source_.size - data, origin);
+        entries_[name].at += data;
+      }
+    }
   } catch (const nlohmann::json::exception& error) {
     throw damaged(origin, concat("its header is not what the format says: ", error.what()));
   }
+  metadata_.erase(kChecksum);
+}
+
+torch::Tensor SafetensorsReader::read(const std::string& name) const {
+  const Entry& entry = entries_.at(name);
+  torch::Tensor tensor = torch::empty(entry.shape, entry.dtype);
+  if (tensor.nbytes() > 0) source_.read(entry.at, tensor.data_ptr(), tensor.nbytes());
+  return tensor;
+}
+
+TensorFile from_safetensors(const std::string& bytes, const std::string& origin, Checksum checksum) {
+  const auto read = [&](std::size_t at, void* into, std::size_t size) { std::memcpy(into, bytes.data() + at, size); };
+  return read_all(SafetensorsReader({.size = bytes.size(), .read = read}, origin, checksum));
+}
+
+void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch) {
+  AtomicFile atomic(path);
+  const Written written =
+      write_safetensors(file, fetch, [&](const void* data, std::size_t bytes) { atomic.write(data, bytes); });
+  atomic.overwrite(written.position, written.checksum.data(), written.checksum.size());
+  atomic.commit();
 }
 
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file) {
-  write_file(path, to_safetensors(file));
+  save_safetensors(path, file, nullptr);
 }
 
-TensorFile load_safetensors(const std::filesystem::path& path) { return from_safetensors(read_file(path), path); }
+TensorFile load_safetensors(const std::filesystem::path& path) {
+  return read_all(SafetensorsReader(bytes_in(path), path, Checksum::kOptional));
+}
 
 }  // namespace lockstep

@@ -116,6 +116,7 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   if (size == 1) return World(std::move(state));
   connect(*state, store);
   state->job = job_of_rank(state->job, rank, state->nodes);
+  state->caller.device = device_of_rank(options.device, state->job.local_rank);
   state->cores = cores_of(state->job, usable_cores());
   return World(std::move(state));
 }

@@ -13,6 +13,15 @@ Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
           .forward = [forward = std::move(forward)](const Tensors& in) { return Tensors{forward(in.at(0))}; }};
 }
 
+Piece on_tensor(std::size_t index, Piece piece) {
+  piece.forward = [index, forward = std::move(piece.forward)](const Tensors& in) {
+    Tensors out = in;
+    out.at(index) = forward({in.at(index)}).at(0);
+    return out;
+  };
+  return piece;
+}
+
 std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model) {
   const auto names = model.named_children().keys();
   std::vector<Piece> pieces;

@@ -29,6 +29,15 @@ TEST(Piece, passes_a_skip_connection_over_a_cut) {
   EXPECT_TRUE(torch::equal(run_pieces(pieces, data), inner(data) + data));
 }
 
+TEST(Piece, works_on_one_of_several_tensors) {
+  const Piece doubled = on_tensor(1, make_piece("twice", {}, [](const torch::Tensor& x) { return 2 * x; }));
+  const Tensors out = doubled.forward({torch::ones({2}), torch::ones({3}), torch::zeros({1})});
+  ASSERT_EQ(out.size(), 3U);
+  EXPECT_TRUE(torch::equal(out[0], torch::ones({2})));
+  EXPECT_TRUE(torch::equal(out[1], 2 * torch::ones({3})));
+  EXPECT_TRUE(torch::equal(out[2], torch::zeros({1})));
+}
+
 TEST(Piece, counts_a_tied_parameter_once_and_a_frozen_one_never) {
   torch::nn::Linear tied(3, 3);
   tied->bias.set_requires_grad(false);

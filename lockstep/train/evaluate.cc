@@ -13,6 +13,7 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
     if (batch.size() == 0) continue;
     const auto samples = static_cast<double>(batch.size());
     const torch::Tensor output = strategy.forward(batch.data);
+    if (!output.defined()) continue;  // another rank has it
     const torch::Tensor target = batch.target.to(output.device());
     const double loss = task.loss(output, target).item<double>() * samples;
     const double correct = task.correct ? task.correct(output, target).item<double>() : std::nan("");
@@ -28,9 +29,10 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
   const torch::NoGradGuard no_grad;
   strategy.synchronise();
   strategy.model().eval();
-  options.batch_size *= world.size();
+  const World sharing = strategy.validation_world(world);
+  options.batch_size *= sharing.size();
   options.shuffle = false;
-  Loader loader(world, dataset, options);
+  Loader loader(sharing, dataset, options);
   const torch::Tensor sums = evaluate_part(task, strategy, loader);
   strategy.model().train();
   world.all_reduce(sums);

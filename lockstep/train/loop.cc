@@ -211,8 +211,8 @@ bool TrainingLoop::stands_aside() const { return step_world_.size() < world_.siz
 
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
-  const TensorFile file = take_snapshot(step_world_, strategy_, position_, options_);
-  if (checkpoints_) checkpoints_->save(position_.step, file);
+  const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
+  checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
   saved_step_ = position_.step;
 }
 
@@ -227,16 +227,15 @@ void TrainingLoop::open_checkpoints() {
 // Rank 0 finds and reads the newest file and sends it to all ranks, so that machines need no shared disk.
 void TrainingLoop::resume() {
   auto newest = checkpoints_ ? checkpoints_->load_newest() : std::nullopt;
-  const std::string origin = newest ? newest->path : "the checkpoint of rank 0";
-  const std::string bytes = send_to_all(world_, newest ? std::move(newest->bytes) : "");
-  if (bytes.empty()) {
+  const SharedCheckpoint file(world_, newest ? std::optional(newest->file) : std::nullopt);
+  if (!file.is_there()) {
     if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
     return;
   }
-  position_ = restore_snapshot(from_safetensors(bytes, origin), world_, strategy_, options_);
+  position_ = restore_snapshot(file, world_, strategy_, options_);
   saved_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (checkpoints_) log_info(concat("resuming from ", origin, " at step ", position_.step));
+  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
 }
 
 Json TrainingLoop::summary(double seconds) const {

@@ -2,6 +2,8 @@
 #include "lockstep/train/loop.h"
 
 #include <torch/nn/functional/dropout.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include <cmath>
@@ -165,6 +167,75 @@ TEST_P(ResumingWith, continues_with_the_bits_of_an_uninterrupted_run) {
   expect_same_bits(run_alone(options, points()), uninterrupted);
 }
 
+// Three layers for dropout_task()'s points, without dropout, in five pieces. The first has no parameters.
+Task layered_task() {
+  Task task = dropout_task();
+  task.make_model = [] {
+    return torch::nn::Sequential(torch::nn::Tanh(), torch::nn::Linear(4, 40), torch::nn::Tanh(),
+                                 torch::nn::Linear(40, 40), torch::nn::Linear(40, 2))
+        .ptr();
+  };
+  task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+    return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
+  };
+  task.stages = nullptr;
+  return task;
+}
+
+// Trains on one device, or as a pipeline whose stages are ranks.
+Json run_on_stages(int stages, TrainOptions options) {
+  options.strategy.kind = StrategyKind::kPipeline;
+  Json metrics;
+  const auto train = [&](const World& world) {
+    const auto strategy = make_strategy(world, layered_task(), options.strategy);
+    const Json mine = TrainingLoop(world, layered_task(), points(), *strategy, options).run();
+    if (world.rank() == 0) metrics = mine;
+  };
+  stages == 1 ? train(World::single()) : run_ranks(stages, train);
+  return metrics;
+}
+
+class ResumingOnStages : public ::testing::TestWithParam<std::tuple<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Stages, ResumingOnStages,
+                         ::testing::Values(std::tuple{3, 1}, std::tuple{1, 3}, std::tuple{2, 4}));
+
+TEST_P(ResumingOnStages, continues_a_run_of_another_number_of_stages) {
+  const auto [before, after] = GetParam();
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.strategy.optimizer = AdamWOptions{.lr = 0.01};
+  const Json uninterrupted = run_on_stages(1, options);
+  options.checkpoint_dir = folder.path();
+  options.max_steps = 10;
+  run_on_stages(before, options);
+  options.max_steps = 0;
+  options.resume = true;
+  const Json resumed = run_on_stages(after, options);
+  EXPECT_EQ(resumed["steps"], uninterrupted["steps"]);
+  EXPECT_NEAR(resumed["train_loss"].get<double>(), uninterrupted["train_loss"].get<double>(), 1e-5);
+  EXPECT_NEAR(resumed["val_accuracy"].get<double>(), uninterrupted["val_accuracy"].get<double>(), 1e-9);
+}
+
+// Both files are of the same model after the same steps.
+TEST(TrainingLoop, saves_the_same_tensors_from_one_device_and_from_stages) {
+  const TempFolder one, four;
+  TrainOptions options = small_options();
+  options.max_steps = 3;
+  options.checkpoint_dir = one.path();
+  run_on_stages(1, options);
+  options.checkpoint_dir = four.path();
+  options.strategy.pipeline.stages = "0-0,1-1,2-3,4-4";  // rank 0 holds nothing
+  run_on_stages(4, options);
+  TensorFile expected = load_safetensors(one / "step-00000003.safetensors");
+  const TensorFile saved = load_safetensors(four / "step-00000003.safetensors");
+  for (const auto& [name, tensor] : expected.tensors) {
+    if (name.starts_with("rng.")) continue;
+    ASSERT_TRUE(saved.tensors.contains(name)) << name;
+    EXPECT_TRUE(torch::allclose(saved.tensors.at(name), tensor, 1e-4, 1e-6)) << name;
+  }
+  EXPECT_EQ(saved.tensors.size(), expected.tensors.size() + 3);  // generators
+}
+
 TEST(TrainingLoop, resumes_from_the_checkpoint_before_a_damaged_one) {
   const TempFolder folder;
   TrainOptions options = small_options();
@@ -219,7 +290,7 @@ TEST(TrainingLoop, stops_at_a_loss_that_is_not_finite_and_keeps_the_good_checkpo
   EXPECT_TRUE(contains(message, "the loss is nan at step "));
   EXPECT_TRUE(contains(message, "the first that is not finite is the gradient of weight"));
   const auto newest = CheckpointFolder(folder.path()).load_newest();
-  for (const auto& [name, tensor] : from_safetensors(newest->bytes, "newest").tensors)
+  for (const auto& [name, tensor] : load_safetensors(newest->path).tensors)
     EXPECT_TRUE(torch::isfinite(tensor).all().item<bool>()) << name;
 }
 

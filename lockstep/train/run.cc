@@ -43,9 +43,10 @@ void use_threads(const TrainOptions& options, const World& world) {
 }
 
 // Where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
-// places of their own, and the rank is on the CPU.
-torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>& places) {
-  if (strategy_info(options.strategy.kind).threads) return torch::kCPU;
+// places of their own, and the rank is on the CPU; a stage of a pipeline that is a process is one device.
+torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>& places, const JobEnvironment& job) {
+  const bool is_stage = options.strategy.kind == StrategyKind::kPipeline && job.world_size > 1;
+  if (strategy_info(options.strategy.kind).threads && !is_stage) return torch::kCPU;
   const DevicePlace& place = places.front();
   if (!place.cores.empty()) pin_this_thread(place.cores);
   if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
@@ -69,7 +70,7 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const Datasets datasets = load_datasets(options.source, task);
   const JobEnvironment job = read_job_environment();
   const auto places = places_of_rank(options, job);
-  const World world = WorldState::from_env_on(settle(options, places), options.strategy.timeout);
+  const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
   use_threads(options, world);
   const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
   TrainingLoop(world, task, datasets, *strategy, options).run();

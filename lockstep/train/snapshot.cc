@@ -12,8 +12,10 @@
 
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/model/partial_model.h"
 
 namespace lockstep {
 
@@ -25,6 +27,9 @@ namespace {
 // Keys of the file's metadata.
 constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
+
+const std::string kOptimizer = "optimizer.";
+constexpr int kTag = 0;  // no other messages are under way between two steps
 
 // What a rank draws from: the CPU's generator, and its GPU's where it has one.
 std::vector<torch::Device> devices_with_generators(const World& world) {
@@ -62,83 +67,196 @@ void require_same_fingerprint(const Json& saved, const Json& now) {
   }
 }
 
-void copy_saved(const TensorFile& file, const std::string& name, const torch::Tensor& into) {
-  const auto found = file.tensors.find(name);
-  if (found == file.tensors.end() || found->second.sizes() != into.sizes() || found->second.dtype() != into.dtype())
-    throw CheckpointError(
-        {.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
-         .likely = "a checkpoint of another model",
-         .next = "resume with the model that the run was started with"});
-  into.copy_(found->second);
+std::string send_to_all(const World& world, const std::string& text) {
+  const torch::Tensor size = torch::tensor({static_cast<std::int64_t>(text.size())});
+  world.broadcast(size);
+  torch::Tensor buffer = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
+  if (world.rank() == 0) std::memcpy(buffer.data_ptr(), text.data(), text.size());
+  world.broadcast(buffer);
+  return {static_cast<const char*>(buffer.const_data_ptr()), buffer.nbytes()};
 }
 
-Optimizer::StateTensors saved_state(const TensorFile& file, const std::string& prefix) {
-  Optimizer::StateTensors state;
-  for (auto it = file.tensors.lower_bound(prefix); it != file.tensors.end() && it->first.starts_with(prefix); ++it)
-    if (it->first.find('.', prefix.size()) == std::string::npos) state[it->first.substr(prefix.size())] = it->second;
-  return state;
+CheckpointError no_such_tensor(const std::string& name, const torch::Tensor& into) {
+  return CheckpointError(
+      {.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
+       .likely = "a checkpoint of another model",
+       .next = "resume with the model that the run was started with"});
+}
+
+using TensorsByName = std::map<std::string, torch::Tensor>;
+
+// Where the checkpoint's tensors go, but for the optimizer's. Throws CheckpointError if it lacks one.
+TensorsByName places_of(Strategy& strategy, const TensorFile& shapes) {
+  TensorsByName places;
+  for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) places["model." + name] = tensor;
+  for (const auto& [name, tensor] : strategy.state()) places["strategy." + name] = tensor;
+  for (const auto& [name, tensor] : places) {
+    const auto found = shapes.tensors.find(name);
+    if (found == shapes.tensors.end() || found->second.sizes() != tensor.sizes() ||
+        found->second.dtype() != tensor.dtype())
+      throw no_such_tensor(name, tensor);
+  }
+  return places;
+}
+
+// Every parameter in the checkpoint that has a state, and the keys of that.
+std::map<std::string, std::vector<std::string>> saved_states(const TensorFile& shapes) {
+  std::map<std::string, std::vector<std::string>> keys;
+  for (const auto& [name, tensor] : shapes.tensors)
+    if (name.starts_with(kOptimizer)) {
+      const std::size_t dot = name.rfind('.');
+      keys[name.substr(kOptimizer.size(), dot - kOptimizer.size())].push_back(name.substr(dot + 1));
+    }
+  return keys;
+}
+
+void restore_optimizer(const SharedCheckpoint& file, Strategy& strategy) {
+  const auto states = saved_states(file.shapes());
+  TensorsByName parameters;
+  for (const auto& [name, tensor] : held(named_parameters(strategy.model()))) {
+    parameters[name] = tensor;
+    if (!states.contains(name)) strategy.optimizer().set_state(tensor, {});
+  }
+  for (const auto& [name, keys] : states) {
+    Optimizer::StateTensors state;
+    for (const std::string& key : keys) state[key] = file.read(concat(kOptimizer, name, ".", key));
+    if (parameters.contains(name)) strategy.optimizer().set_state(parameters[name], state);
+  }
+}
+
+// What this rank has for a checkpoint, beside generators.
+TensorsByName own_tensors(Strategy& strategy) {
+  TensorsByName own;
+  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model()))) own["model." + name] = tensor;
+  for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
+    for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
+      own[concat(kOptimizer, name, ".", key)] = state;
+  for (const auto& [name, tensor] : strategy.state()) own["strategy." + name] = tensor;
+  return own;
+}
+
+// A tensor that rank 0 does not have: the first rank that has it, and what it looks like.
+struct Elsewhere {
+  int owner = 0;
+  torch::Tensor meta;
+};
+
+// In the order of their names, which is that of the file. The same on every rank. A rank that holds all sends null.
+std::map<std::string, Elsewhere> tensors_elsewhere(const World& world, Strategy& strategy, const TensorsByName& own) {
+  const auto all = parameters_and_buffers(strategy.model());
+  Json mine;
+  if (held(all).size() < all.size()) {
+    mine = Json::object();
+    for (const auto& [name, tensor] : own) mine[name] = {static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()};
+  }
+  const auto texts = world.exchange_texts(mine.dump());
+  const Json first = Json::parse(texts.front());
+  std::map<std::string, Elsewhere> elsewhere;
+  if (first.is_null()) return elsewhere;
+  for (int rank = 1; rank < world.size(); ++rank)
+    for (const auto& [name, looks] : Json::parse(texts[to_size(rank)]).items()) {
+      if (first.contains(name)) continue;
+      const auto options =
+          torch::TensorOptions(torch::kMeta).dtype(static_cast<torch::ScalarType>(looks[0].get<int>()));
+      elsewhere.try_emplace(name, rank, torch::empty(looks[1].get<std::vector<std::int64_t>>(), options));
+    }
+  return elsewhere;
+}
+
+void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position) {
+  for (const std::string& bad : world.exchange_texts(first_non_finite(named_parameters(strategy.model()))))
+    if (!bad.empty())
+      throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
+                            .likely = "a learning rate that is too high",
+                            .next = "go on from the checkpoint before with a lower --lr"});
 }
 
 }  // namespace
 
 std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
-  for (const auto& [name, tensor] : tensors)
+  for (const auto& [name, tensor] : held(tensors))
     if (tensor.is_floating_point() && !torch::isfinite(tensor).all().item<bool>()) return name;
   return {};
 }
 
-TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position,
-                         const TrainOptions& options) {
+Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
-  const std::string bad = first_non_finite(named_parameters(strategy.model()));
-  if (!bad.empty())
-    throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
-                          .likely = "a learning rate that is too high",
-                          .next = "go on from the checkpoint before with a lower --lr"});
+  require_finite_everywhere(world, strategy, position);
+  TensorsByName own = own_tensors(strategy);
+  const auto elsewhere = tensors_elsewhere(world, strategy, own);
   TensorFile file;
   for (const torch::Device device : devices_with_generators(world)) {
     const torch::Tensor states = world.all_gather(generator_state(device));
     for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
   }
-  if (world.rank() != 0) return {};
+  if (world.rank() != 0)
+    return {.file = {}, .fetch = nullptr, .send = [world, own = std::move(own), elsewhere] {
+              for (const auto& [name, tensor] : elsewhere)
+                if (tensor.owner == world.rank() && tensor.meta.numel() > 0)
+                  world.send(own.at(name).detach().to(torch::kCPU).contiguous(), 0, kTag);
+            }};
   file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
-  for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) file.tensors["model." + name] = tensor;
-  for (const auto& [name, tensor] : named_parameters(strategy.model()))
-    for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
-      file.tensors[concat("optimizer.", name, ".", key)] = state;
-  for (const auto& [name, tensor] : strategy.state()) file.tensors["strategy." + name] = tensor;
-  return file;
+  file.tensors.merge(own);
+  for (const auto& [name, tensor] : elsewhere) file.tensors[name] = tensor.meta;
+  const auto fetch = [world, elsewhere](const std::string& name) {
+    const Elsewhere& from = elsewhere.at(name);
+    const torch::Tensor tensor = torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
+    if (tensor.numel() > 0) world.receive(tensor, {.from = from.owner, .tag = kTag});
+    return tensor;
+  };
+  return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy,
+SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<SafetensorsReader> file)
+    : world_(world), file_(std::move(file)) {
+  Json header = {{"is_there", file_.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
+  if (file_) {
+    for (const auto& [name, entry] : file_->entries())
+      header["tensors"][name] = {static_cast<int>(entry.dtype), entry.shape};
+    header["metadata"] = file_->metadata();
+  }
+  const Json sent = Json::parse(send_to_all(world, header.dump()));
+  is_there_ = sent["is_there"].get<bool>();
+  metadata_ = sent["metadata"].get<std::map<std::string, std::string>>();
+  for (const auto& [name, looks] : sent["tensors"].items()) {
+    const auto options = torch::TensorOptions(torch::kMeta).dtype(static_cast<torch::ScalarType>(looks[0].get<int>()));
+    shapes_.tensors[name] = torch::empty(looks[1].get<std::vector<std::int64_t>>(), options);
+  }
+}
+
+torch::Tensor SharedCheckpoint::read(const std::string& name) const {
+  const torch::Tensor tensor =
+      file_ ? file_->read(name) : torch::empty_like(shapes_.tensors.at(name), torch::TensorOptions(torch::kCPU));
+  world_.broadcast(tensor);
+  return tensor;
+}
+
+// All ranks read the same tensors in the same order: those of the file, whatever a rank has.
+Position restore_snapshot(const SharedCheckpoint& file, const World& world, Strategy& strategy,
                           const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
-  require_same_fingerprint(Json::parse(file.metadata.at(kFingerprint)), resume_fingerprint(options));
-  for (const auto& [name, tensor] : parameters_and_buffers(strategy.model())) copy_saved(file, "model." + name, tensor);
-  for (const auto& [name, tensor] : named_parameters(strategy.model()))
-    strategy.optimizer().set_state(tensor, saved_state(file, concat("optimizer.", name, ".")));
-  for (const auto& [name, tensor] : strategy.state()) copy_saved(file, "strategy." + name, tensor);
-  const Position position = nlohmann::json::parse(file.metadata.at(kPosition));
+  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), resume_fingerprint(options));
+  const Position position = nlohmann::json::parse(file.metadata().at(kPosition));
+  const TensorsByName places = places_of(strategy, file.shapes());
+  TensorsByName generators;
+  for (const auto& [name, shape] : file.shapes().tensors) {
+    if (name.starts_with(kOptimizer)) continue;
+    const torch::Tensor value = file.read(name);
+    if (name.starts_with("rng.")) generators[name] = value;
+    if (const auto place = places.find(name); place != places.end() && is_held(place->second))
+      torch::Tensor(place->second).copy_(value);
+  }
+  restore_optimizer(file, strategy);
   strategy.restored(position.step);
   for (const torch::Device device : devices_with_generators(world)) {
-    const auto saved = file.tensors.find(generator_name(device, world.rank()));
-    if (saved != file.tensors.end()) set_generator_state(device, saved->second);
+    const auto saved = generators.find(generator_name(device, world.rank()));
+    if (saved != generators.end()) set_generator_state(device, saved->second);
   }
   return position;
 } catch (const std::out_of_range&) {
   throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
                          .next = "name the --checkpoint-dir of a run"});
-}
-
-std::string send_to_all(const World& world, const std::string& bytes) {
-  const torch::Tensor size = torch::tensor({static_cast<std::int64_t>(bytes.size())});
-  world.broadcast(size);
-  if (size.item<std::int64_t>() == 0) return {};
-  torch::Tensor buffer = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
-  if (world.rank() == 0) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
-  world.broadcast(buffer);
-  return {static_cast<const char*>(buffer.const_data_ptr()), buffer.nbytes()};
 }
 
 }  // namespace lockstep

@@ -8,33 +8,68 @@
 //   rng.DEVICE.RANK          the state of a rank's random generators
 //   metadata                 position in the run; the values of the options that must not change (resume_fingerprint())
 //
+// Where ranks hold parts of the model (a pipeline), the file is the same: a rank sends what rank 0 does not hold when its
+// turn to be written comes. So rank 0 never has more than one tensor of others in memory, and a checkpoint can be
+// read by any number of stages, and by one device.
+//
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
-// Ranks:   take_snapshot and send_to_all are collective
+// Ranks:   take_snapshot, Snapshot::send, share_checkpoint and restore_snapshot are collective
 #pragma once
 
+#include <functional>
+#include <map>
+#include <optional>
 #include <string>
 
 #include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
-// Gathers every rank's generator state (a few KB each). Rank 0 gets the whole file, the others an empty one. Blocks.
-// Throws NonFiniteError naming the first parameter that is not finite: such a model is not worth keeping.
-TensorFile take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+// What a checkpoint is made of. It refers to the strategy's tensors: save it before the next step.
+struct Snapshot {
+  TensorFile file;             // on rank 0: a meta tensor where another rank has the values
+  FetchTensor fetch;           // on rank 0: receives one of those
+  std::function<void()> send;  // on other ranks: sends what rank 0 fetches, in its order. Blocks
+};
 
-// Puts model, optimizer, generator and position back. A rank without a saved generator keeps its own.
+// Gathers every rank's generator state (a few KB each), and the names of what each rank holds, where rank 0 does not hold
+// all. Blocks. Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth
+// keeping.
+Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// A checkpoint that rank 0 has open, for all ranks.
+class SharedCheckpoint {
+ public:
+  // file: on rank 0, if there is one. Sends its header to all ranks. Blocks.
+  SharedCheckpoint(const World& world, std::optional<SafetensorsReader> file);
+
+  bool is_there() const { return is_there_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  const TensorFile& shapes() const { return shapes_; }  // its tensors on the meta device
+
+  // Every rank calls it with the same name, and gets the tensor. Blocks.
+  torch::Tensor read(const std::string& name) const;
+
+ private:
+  World world_;
+  std::optional<SafetensorsReader> file_;
+  bool is_there_ = false;
+  TensorFile shapes_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
 // Throws CheckpointError: a tensor that is missing or of another shape, another model,
 // or an option that must not change and has.
-Position restore_snapshot(const TensorFile& file, const World& world, Strategy& strategy, const TrainOptions& options);
+Position restore_snapshot(const SharedCheckpoint& file, const World& world, Strategy& strategy,
+                          const TrainOptions& options);
 
-// Rank 0's bytes on every rank.
-std::string send_to_all(const World& world, const std::string& bytes);
-
-// The first tensor that holds NaN or infinity: its name, or "" if there is none.
+// The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);
 
 }  // namespace lockstep

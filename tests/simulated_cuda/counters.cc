@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <fstream>
 #include <map>
 #include <set>
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "tests/simulated_cuda/simulator.h"
@@ -17,12 +19,19 @@ std::map<int, SimulatedCudaCounters>& all_counters() {
   return *kCounters;
 }
 
+// A forked child has its parent's counters, and does not write them.
+pid_t& counting_process() {
+  static pid_t process = 0;
+  return process;
+}
+
 void add(SimulatedCudaCounters& to, const SimulatedCudaCounters& from) {
   to.host_to_device += from.host_to_device;
   to.device_to_host += from.device_to_host;
   to.device_to_device += from.device_to_device;
   to.staged += from.staged;
   to.copies += from.copies;
+  to.collectives += from.collectives;
   to.operators += from.operators;
   to.host_waits += from.host_waits;
   to.stream_waits += from.stream_waits;
@@ -30,18 +39,22 @@ void add(SimulatedCudaCounters& to, const SimulatedCudaCounters& from) {
   to.peak += from.peak;
 }
 
-// One line per device, appended when the process ends; a process that used no device writes none.
+// One line per device, appended when the process ends, however; a process that used no device writes none.
+void write_counters() {
+  static std::atomic<bool> written{false};
+  if (settings().counters_file.empty() || counting_process() != ::getpid() || written.exchange(true)) return;
+  std::ofstream file(settings().counters_file, std::ios::app);
+  for (const auto& [device, of] : all_counters())
+    file << "{\"pid\": " << ::getpid() << ", \"device\": " << device << ", \"host_to_device\": " << of.host_to_device
+         << ", \"device_to_host\": " << of.device_to_host << ", \"device_to_device\": " << of.device_to_device
+         << ", \"staged\": " << of.staged << ", \"copies\": " << of.copies << ", \"collectives\": " << of.collectives
+         << ", \"operators\": " << of.operators << ", \"host_waits\": " << of.host_waits
+         << ", \"stream_waits\": " << of.stream_waits << ", \"peak\": " << of.peak
+         << ", \"races\": " << simulated_cuda_races() << "}" << std::endl;
+}
+
 struct AtExit {
-  ~AtExit() {
-    if (settings().counters_file.empty() || all_counters().empty()) return;
-    std::ofstream file(settings().counters_file, std::ios::app);
-    for (const auto& [device, of] : all_counters())
-      file << "{\"pid\": " << ::getpid() << ", \"device\": " << device << ", \"host_to_device\": " << of.host_to_device
-           << ", \"device_to_host\": " << of.device_to_host << ", \"device_to_device\": " << of.device_to_device
-           << ", \"staged\": " << of.staged << ", \"copies\": " << of.copies << ", \"operators\": " << of.operators
-           << ", \"host_waits\": " << of.host_waits << ", \"stream_waits\": " << of.stream_waits
-           << ", \"peak\": " << of.peak << ", \"races\": " << simulated_cuda_races() << "}" << std::endl;
-  }
+  ~AtExit() { write_counters(); }
 };
 const AtExit kAtExit;
 
@@ -65,13 +78,26 @@ std::set<std::pair<int, int>>& pairs_apart() {
 
 }  // namespace
 
-SimulatedCudaCounters& counters(int device) { return all_counters()[device]; }
+SimulatedCudaCounters& counters(int device) {
+  if (counting_process() == 0) counting_process() = ::getpid();
+  return all_counters()[device];
+}
+
+[[noreturn]] void end_process(int code) {
+  write_counters();
+  ::syscall(SYS_exit_group, code);
+  __builtin_unreachable();
+}
 
 bool peer_access(int device, int peer) { return !pairs_apart().contains({device, peer}); }
 
 }  // namespace simulated_cuda
 
 extern "C" {
+
+// A rank of `lockstep train` ends this way, without destructors.
+void _exit(int code) { simulated_cuda::end_process(code); }
+void _Exit(int code) noexcept { simulated_cuda::end_process(code); }
 
 void simulated_cuda_counters(int device, SimulatedCudaCounters* counters) {
   const simulated_cuda::Lock lock(simulated_cuda::mutex());

@@ -30,6 +30,12 @@ struct Event {
   steady_clock::time_point time = steady_clock::now();
 };
 
+// Another thread may record it again.
+Event copy_of(void* event) {
+  const Lock lock(mutex());
+  return *static_cast<Event*>(event);
+}
+
 int checked(int device) {
   TORCH_CHECK(device >= 0 && device < device_count(), "CUDA error: invalid device ordinal: cuda:", device, " of ",
               device_count(), " devices (simulated)");
@@ -61,10 +67,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device device) const override { return current_stream(or_current(device.index())); }
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    static std::atomic<c10::StreamId> next{1};
-    return c10::Stream(c10::Stream::UNSAFE, device_of(or_current(device.index())), next++);
-  }
+  c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(or_current(device.index())); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = getStream(stream.device());
     streams_of_thread[stream.device_index()] = stream.id();
@@ -88,14 +91,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    const Event& of = *static_cast<Event*>(event);
+    const Event of = copy_of(event);
     if (of.hangs && hangs(of.stream)) return false;
     host_learns(of.clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    const Event& of = *static_cast<Event*>(event);
+    const Event of = copy_of(event);
     if (of.hangs) wait_while_it_hangs(of.stream);
     host_waited(of.stream, of.clock);
   }
@@ -193,6 +196,11 @@ c10::Device device_of(int index) { return {kCuda, static_cast<c10::DeviceIndex>(
 c10::Stream current_stream(int device) {
   const auto found = streams_of_thread.find(device);
   return c10::Stream(c10::Stream::UNSAFE, device_of(device), found == streams_of_thread.end() ? 0 : found->second);
+}
+
+c10::Stream new_stream(int device) {
+  static std::atomic<c10::StreamId> next{1};
+  return c10::Stream(c10::Stream::UNSAFE, device_of(device), next++);
 }
 
 void wait_for(const c10::Stream& stream) {

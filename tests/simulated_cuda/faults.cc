@@ -76,7 +76,7 @@ void before(const std::string& kind, const std::string& name, int device) {
   throw_if_failed(of, device);
 }
 
-bool hangs(const Faults& of, const c10::Stream& stream) {
+bool is_hanging(const Faults& of, const c10::Stream& stream) {
   return of.hanging.contains(stream.device_index()) ||
          of.hanging_streams.contains({stream.device_index(), stream.id()});
 }
@@ -102,13 +102,13 @@ void before_count() {
 
 bool hangs(const c10::Stream& stream) {
   const std::lock_guard lock(faults().mutex);
-  return hangs(faults(), stream);
+  return is_hanging(faults(), stream);
 }
 
 void wait_while_it_hangs(const c10::Stream& stream) {
   Faults& of = faults();
   std::unique_lock lock(of.mutex);
-  of.recovered.wait(lock, [&] { return !hangs(of, stream); });
+  of.recovered.wait(lock, [&] { return !is_hanging(of, stream); });
   throw_if_failed(of, stream.device_index());
 }
 

@@ -5,12 +5,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <vector>
 
 #include "tests/simulated_cuda/region.h"
 #include "tests/simulated_cuda/simulator.h"
+#include "tests/simulated_cuda/traps.h"
 
 namespace simulated_cuda {
 namespace {
@@ -29,7 +31,10 @@ std::vector<std::unique_ptr<DeviceState>>& states() {
 
 DeviceState& state(int device) {
   auto& made = states().at(static_cast<std::size_t>(device));
-  if (!made) made = std::make_unique<DeviceState>(device);
+  if (!made) {
+    explain_faults();
+    made = std::make_unique<DeviceState>(device);
+  }
   return *made;
 }
 

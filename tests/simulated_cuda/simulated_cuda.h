@@ -22,6 +22,7 @@ struct SimulatedCudaCounters {
   std::uint64_t device_to_device;  // bytes that left this device over a peer link
   std::uint64_t staged;            // bytes that left this device for another through the host: no peer access
   std::uint64_t copies;            // calls behind the four numbers above
+  std::uint64_t collectives;       // bytes given to collectives and messages between ranks
   std::uint64_t operators;
   std::uint64_t host_waits;    // of a thread for this device: synchronize, blocking copies, item()
   std::uint64_t stream_waits;  // of this device's streams for events

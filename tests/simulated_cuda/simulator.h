@@ -40,6 +40,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 int current_device();
 c10::Device device_of(int index);
 c10::Stream current_stream(int device);
+c10::Stream new_stream(int device);
 void wait_for(const c10::Stream& stream);  // the host waits, and the wait is counted
 
 // ---- counters.cc. Needs mutex().

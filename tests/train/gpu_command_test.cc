@@ -107,6 +107,33 @@ TEST(GpuCommand, trains_on_one_gpu) {
   EXPECT_EQ(metrics_in(folder / "gpu").back()["devices"], Words{"cuda:1"});
 }
 
+// Gradients go over the simulator of NCCL.
+TEST(GpuCommand, trains_with_a_process_per_gpu_as_one_core_does) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const Ended ended =
+      on_gpus(2, kTrain + Words{folder / "gpus", "--strategy", "ddp", "--ranks", "2", "--devices", "cuda"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
+  ASSERT_EQ(core.size(), gpus.size());
+  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
+}
+
+TEST(GpuCommand, trains_a_pipeline_with_a_process_per_gpu_as_one_core_does) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const auto core = losses_in(folder / "core");
+  for (const char* schedule : {"1f1b", "gpipe"}) {
+    const Ended ended =
+        on_gpus(2, kTrain + Words{folder / "gpus", "--strategy", "pipeline", "--ranks", "2", "--devices-per-worker",
+                                  "1", "--devices", "cuda", "--pipeline-schedule", schedule});
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    const auto gpus = losses_in(folder / "gpus");
+    ASSERT_EQ(core.size(), gpus.size());
+    for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+  }
+}
+
 TEST(GpuCommand, trains_with_servers_as_one_core_does) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);

@@ -38,7 +38,7 @@ std::map<std::string, torch::Tensor> trained_in_shards(const testing::TempFolder
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto newest = CheckpointFolder(folder.path()).load_newest();
   if (!newest) throw std::runtime_error("no checkpoint was written");
-  return from_safetensors(newest->bytes, newest->path).tensors;
+  return load_safetensors(newest->path).tensors;
 }
 
 TEST(VirtualShards, resume_bit_exactly_on_another_number_of_ranks) {

@@ -2,9 +2,11 @@
 // N ranks train as one rank does, through the strategy.
 #include <mutex>
 
+#include "lockstep/collective/world_state.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy.h"
+#include "tests/backend_groups.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -32,15 +34,31 @@ Batch global_batch(int step, torch::ScalarType dtype) {
           torch::randint(0, 10, {kBatch}, generator, torch::kInt64)};
 }
 
+// Several ranks have a GPU each if the devices of the tests are GPUs; one rank trains on cores.
+void run_on_devices(int ranks, const std::function<void(World&)>& body) {
+  if (ranks == 1 || !testing::on_gpus()) return run_ranks(ranks, body);
+  testing::backend::run_threads(ranks, [&](int rank, const testing::backend::StorePtr& store) {
+    World world = WorldState::over_store(store, rank, ranks, {.device = torch::kCUDA});
+    EXPECT_EQ(world.device(), torch::Device(torch::kCUDA, static_cast<c10::DeviceIndex>(rank)));
+    body(world);
+    world.barrier();
+  });
+}
+
+Batch on_device(const Batch& batch, const World& world) {
+  return {batch.data.to(world.device()), batch.target.to(world.device())};
+}
+
 // Trains on `ranks` ranks and returns what rank 0 ended with; all ranks must agree to the bit.
 Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOptions& options) {
   Course course;
   std::mutex mutex;
-  run_ranks(ranks, [&](World& world) {
+  run_on_devices(ranks, [&](World& world) {
     const auto strategy = make_strategy(world, lenet_task(dtype), options);
     std::vector<double> losses;
     for (int step = 0; step < steps; ++step) {
-      losses.push_back(strategy->forward_backward(part_of(global_batch(step, dtype), world)).mean_loss);
+      losses.push_back(
+          strategy->forward_backward(on_device(part_of(global_batch(step, dtype), world), world)).mean_loss);
       strategy->update();
     }
     for (const auto& [name, tensor] : named_parameters(strategy->model())) {
@@ -50,7 +68,7 @@ Course train(int ranks, int steps, torch::ScalarType dtype, const StrategyOption
     const std::lock_guard lock(mutex);
     if (world.rank() != 0) return;
     course.losses = losses;
-    for (const auto& parameter : strategy->model().parameters()) course.parameters.push_back(parameter.detach());
+    for (const auto& parameter : strategy->model().parameters()) course.parameters.push_back(parameter.detach().cpu());
   });
   return course;
 }
@@ -60,14 +78,14 @@ INSTANTIATE_TEST_SUITE_P(Sizes, DdpOfSize, ::testing::Values(2, 3, 4, 7));
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_sgd) {
   const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = true}, .seed = 4};
-  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options), train(1, testing::kSteps, torch::kFloat64, options),
-                     1e-9);
+  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options),
+                     train(1, testing::kSteps, torch::kFloat64, options), 1e-9);
 }
 
 TEST_P(DdpOfSize, trains_as_one_rank_does_with_adamw) {
   const StrategyOptions options{.optimizer = AdamWOptions{.lr = 1e-3}, .seed = 4};
-  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options), train(1, testing::kSteps, torch::kFloat64, options),
-                     1e-9);
+  expect_same_course(train(GetParam(), testing::kSteps, torch::kFloat64, options),
+                     train(1, testing::kSteps, torch::kFloat64, options), 1e-9);
 }
 
 TEST_P(DdpOfSize, makes_one_step_as_one_rank_does_in_float32) {

@@ -85,6 +85,8 @@ std::vector<torch::Device> devices_of(const StrategyOptions& options) {
   return where;
 }
 
+std::unique_lock<std::mutex> hold_generator() { return std::unique_lock(generator_in_use); }
+
 void seed_steps(std::uint64_t seed) {
   const std::lock_guard lock(generator_in_use);
   torch::manual_seed(seed);

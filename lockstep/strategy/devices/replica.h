@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "lockstep/base/to_size.h"
@@ -36,6 +37,9 @@ Replicas make_replicas(int count, const Task& task, const StrategyOptions& optio
 
 // Where options.devices are.
 std::vector<torch::Device> devices_of(const StrategyOptions& options);
+
+// Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
+std::unique_lock<std::mutex> hold_generator();
 
 // Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
 void seed_steps(std::uint64_t seed);

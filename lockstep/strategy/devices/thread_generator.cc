@@ -39,6 +39,8 @@ ThreadGenerator::ThreadGenerator(std::uint64_t seed) {
 
 ThreadGenerator::~ThreadGenerator() { this_threads_generator.reset(); }
 
+std::optional<at::Generator> ThreadGenerator::current() { return this_threads_generator; }
+
 void ThreadGenerator::seed(std::uint64_t seed) { this_threads_generator->set_current_seed(seed); }
 
 std::uint64_t draw_seed() {

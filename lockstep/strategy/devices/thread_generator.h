@@ -16,7 +16,10 @@
 // training with dropout on several devices no longer repeats to the bit.
 #pragma once
 
+#include <ATen/core/Generator.h>
+
 #include <cstdint>
+#include <optional>
 
 namespace lockstep {
 
@@ -27,6 +30,7 @@ class ThreadGenerator {
   ThreadGenerator(const ThreadGenerator&) = delete;
   ThreadGenerator& operator=(const ThreadGenerator&) = delete;
 
+  static std::optional<at::Generator> current();  // of the calling thread, if it has one
   static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
 };
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/pipeline/stage.h"
@@ -59,6 +60,8 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
   for (const torch::Tensor& output : outputs)
     gradients.push_back(output.requires_grad() ? torch::ones_like(output) : torch::Tensor());
   backward_from(outputs, gradients);
+  for (const torch::Tensor& output : outputs)
+    if (output.defined()) wait_for_device(output.device());
   const double seconds = watch.seconds();
   tensors = as_leaves(outputs);
   return seconds;
@@ -120,12 +123,12 @@ Cut balanced_cut(const std::vector<double>& costs, int stages) {
   return cut;
 }
 
-std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model,
-                                   const torch::Tensor& data) {
+std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model, Tensors& tensors) {
   model.eval();
   std::vector<std::vector<double>> runs(pieces.size());
+  const Tensors inputs = std::move(tensors);
   for (int run = 0; run < kRuns; ++run) {
-    Tensors tensors = {data};
+    tensors = as_leaves(inputs);
     for (std::size_t i = 0; i < pieces.size(); ++i) runs[i].push_back(seconds_of(pieces[i], tensors));
   }
   model.train();

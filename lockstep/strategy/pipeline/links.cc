@@ -54,10 +54,15 @@ StageLink channel_link(Device& device, Channel& out, Channel& in) {
 constexpr int kForward = 0;  // tags
 constexpr int kBackward = 1;
 
-StageLink message_link(const World& world, int peer, int tag_out, int tag_in) {
-  const auto sender = std::make_shared<TensorSender>(world, peer, tag_out);
+struct Way {
+  World world;
+  int tag;
+};
+
+StageLink message_link(int peer, const Way& out, const Way& in) {
+  const auto sender = std::make_shared<TensorSender>(out.world, peer, out.tag);
   return {.send = [sender](const Tensors& tensors) { sender->send(tensors); },
-          .receive = [world, peer, tag_in] { return receive_tensors(world, peer, tag_in); },
+          .receive = [in, peer] { return receive_tensors(in.world, peer, in.tag); },
           .finish = [sender] { sender->finish(); }};
 }
 
@@ -75,11 +80,12 @@ std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::si
   };
 }
 
-StageLinks message_links(const World& stages) {
-  const int stage = stages.rank();
+StageLinks message_links(const World& forward, const World& back) {
+  const Way onward{.world = forward, .tag = kForward}, homeward{.world = back, .tag = kBackward};
+  const int stage = forward.rank();
   StageLinks links;
-  if (stage > 0) links.before = message_link(stages, stage - 1, kBackward, kForward);
-  if (stage + 1 < stages.size()) links.behind = message_link(stages, stage + 1, kForward, kBackward);
+  if (stage > 0) links.before = message_link(stage - 1, homeward, onward);
+  if (stage + 1 < forward.size()) links.behind = message_link(stage + 1, onward, homeward);
   return links;
 }
 

@@ -34,7 +34,7 @@ struct StageLinks {
 // as long as it is. capacity: messages in each direction.
 std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity);
 
-// Between ranks: rank i of `stages` has stage i.
-StageLinks message_links(const World& stages);
+// Between ranks: rank i of both worlds has stage i. Activations go over `forward`, gradients over `back`.
+StageLinks message_links(const World& forward, const World& back);
 
 }  // namespace lockstep

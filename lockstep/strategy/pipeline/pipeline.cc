@@ -13,9 +13,9 @@
 //
 //   a thread   in a world of one rank. Activations pass through channels without a copy; the replicas share parameters,
 //              and the optimizer sums gradients and updates on the cores of all devices
-//   a rank     in a world of several, on one machine or more. Activations travel as messages. Every rank has the whole
-//              model, but activations, gradients and updates only of its stage. synchronise() sends the parameters of all
-//              stages to all ranks, and the optimizer's state to rank 0, for validation and checkpoints
+//   a rank     in a world of several, on one machine or more. Activations travel as messages. A rank has parameters,
+//              gradients and optimizer state of its own stage only, from the start (model/partial_model.h): model()
+//              has meta tensors in place of the others, and checkpoints are gathered tensor by tensor (train/snapshot.h)
 //
 // Stages pass on tensors as the pieces return them: several where a skip connection crosses the cut. A piece must not
 // change its input in place. Batch normalisation sees one micro-batch at a time.
@@ -24,14 +24,16 @@
 // Owns:    the devices' threads and a replica per d; or this rank's replica
 // Threads: one scheduling thread
 // Ranks:   every rank makes the same calls. Per micro-batch a rank sends its activations forward and their gradients
-//          back; per step 2(d-1)/d K of its stage's parameters over d replicas; in synchronise() K
+//          back; per step 2(d-1)/d K of its stage's parameters over d replicas; in synchronise() its stage's buffers
 #include <algorithm>
 #include <optional>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/cut.h"
@@ -45,9 +47,11 @@ namespace {
 void require_possible(const World& world, const StrategyOptions& options) {
   if (options.pipeline.micro_batches < 1)
     throw UsageError({.what = concat("--micro-batches ", options.pipeline.micro_batches), .next = "give at least 1"});
-  if (std::ranges::any_of(options.places, [](const DevicePlace& place) { return !place.device.is_cpu(); }))
-    throw UsageError({.what = "strategy pipeline on GPUs: its stages run on cores only",
-                      .next = "give --devices cpu, or choose another strategy"});
+  const auto on_gpu = [](const DevicePlace& place) { return !place.device.is_cpu(); };
+  if (world.size() == 1 && std::ranges::any_of(options.places, on_gpu))
+    throw UsageError(
+        {.what = "strategy pipeline: stages that are threads run on cores only",
+         .next = "give --devices-per-worker 1, so that each stage is a process with a GPU, or --devices cpu"});
   if (world.size() == 1) return;
   if (options.devices != 1)
     throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),
@@ -58,37 +62,45 @@ void require_possible(const World& world, const StrategyOptions& options) {
                       .next = "leave out --devices-per-worker, so that stages are threads, or clip by value"});
 }
 
+std::vector<torch::Tensor> parameters_in(const std::vector<NamedTensor>& tensors) {
+  std::vector<torch::Tensor> parameters;
+  for (const auto& [name, tensor] : tensors) parameters.push_back(tensor);
+  return parameters;
+}
+
+void move_to(torch::Device device, const torch::nn::Module& model) {
+  for (const auto& tensors : {held(named_parameters(model)), held(named_buffers(model))})
+    for (const auto& [name, tensor] : tensors)
+      if (tensor.device() != device) put_data(tensor, tensor.to(device));
+}
+
 // Devices are numbered over all ranks: either one rank has them all, as threads, or each rank is one.
 class Pipeline : public ReplicaStrategy {
  public:
   Pipeline(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, {make_replica(task, options, world.size() > 1 ? world.device() : torch::kCPU)}),
-        ranks_{.all = world, .of_stage = world, .of_replica = world},
+      : ReplicaStrategy(task, {}),
+        options_(options),
+        ranks_{.all = world, .of_stage = world, .of_replica = world, .back = world},
         schedule_(options.pipeline.schedule),
         micro_batches_(schedule_ == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches) {
     require_possible(world, options);
-    pieces_ = {pieces_of(task, model())};
-    const int devices = world.size() * options.devices;
-    const auto [stages, cut] = parse_stages(options.pipeline.stages, devices, static_cast<int>(pieces_[0].size()));
-    stages_ = stages;
-    replica_count_ = devices / stages;
-    world.size() > 1 ? become_a_rank() : start_threads(options);
-    usage_ = torch::zeros({devices / world.size(), kUsages}, torch::kFloat64);
-    use(cut);
+    world.size() > 1 ? become_a_rank() : start_threads();
+    usage_ = torch::zeros({stages_ * replica_count_ / world.size(), kUsages}, torch::kFloat64);
     seed_steps(options.seed + 1);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    if (cut_.empty()) use(measured_cut(batch));
+    if (!cut_is_final_) use_measured_cut(batch);
     for (const Replica& replica : replicas_) replica.model->zero_grad();
     BatchTotals totals{.samples = sum_over(ranks_.of_stage, batch.size())};
     const Stopwatch watch;
     const auto results = run_stages(batch, totals.samples);
+    ++step_;
     record(results, watch.seconds());
     for (const StageResult& result : results) totals.mean_loss += result.loss;
     if (ranks_.all.size() == 1) return totals;
     timed(phases_.exchange, [&] {
-      parameters_->sum_gradients(ranks_);
+      parameters_->sum_gradients();
       totals.mean_loss = sum_over(ranks_.all, totals.mean_loss);
     });
     return totals;
@@ -101,13 +113,32 @@ class Pipeline : public ReplicaStrategy {
     });
   }
 
+  // Running statistics are of the samples that a replica has seen.
   void synchronise() override {
-    if (ranks_.all.size() == 1 || cut_.empty()) return;
-    parameters_->broadcast(ranks_);
-    parameters_->collect_state(ranks_, optimizer());
+    if (parameters_) parameters_->broadcast_buffers();
   }
 
-  void restored(std::int64_t) override { follow_model(replicas_); }
+  void restored(std::int64_t step) override {
+    follow_model(replicas_);
+    step_ = step;
+  }
+
+  // Of ranks: through all stages of this replica, whose ranks all call it with the same data. The last stage returns the
+  // output.
+  torch::Tensor forward(const torch::Tensor& data) override {
+    if (devices_) return ReplicaStrategy::forward(data);
+    const StageLinks links = message_links(ranks_.of_replica, ranks_.back);
+    const auto pieces = pieces_in(pieces_[0], cut_[own_stage()]);
+    Tensors outputs;
+    for (const torch::Tensor& part : data.tensor_split(std::min(data.size(0), micro_batches_ * replica_count_))) {
+      Tensors tensors = links.before ? links.before->receive() : Tensors{in_layout(part, replicas_.front().layout)};
+      for (const Piece& piece : pieces) tensors = piece.forward(tensors);
+      links.behind ? links.behind->send(tensors) : outputs.push_back(tensors.at(0));
+    }
+    if (links.behind) links.behind->finish();
+    return outputs.empty() ? torch::Tensor() : torch::cat(outputs);
+  }
+  World validation_world(const World&) const override { return ranks_.of_stage; }
   World data_world(const World&) const override { return ranks_.of_stage; }
 
   // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
@@ -131,47 +162,124 @@ class Pipeline : public ReplicaStrategy {
  private:
   enum Usage { kBusy, kWall, kInFlight, kBytes, kUsages };  // of a device: seconds, and the most so far
 
-  // The replicas share parameters; collectives are between the devices of a stage.
-  void start_threads(const StrategyOptions& options) {
-    devices_ = make_devices(ranks_.all, options, stages_);
-    if (replica_count_ > 1) replicas_ = make_replicas(replica_count_, task_, options);
+  int own_stage() const { return static_cast<int>(own_stages_.begin); }  // of a rank
+
+  // Reads --stages, for as many devices as there are in all.
+  void read_stages(int devices, std::size_t pieces) {
+    const auto option = parse_stages(options_.pipeline.stages, devices, static_cast<int>(pieces));
+    stages_ = option.stages;
+    replica_count_ = devices / stages_;
+    cut_ = option.cut;
+    cut_is_final_ = !cut_.empty();
+    if (cut_is_final_) log_debug(concat("pipeline stages: ", to_string(cut_)));
+  }
+
+  // One model: the replicas share parameters; collectives are between the devices of a stage.
+  void start_threads() {
+    replicas_ = {make_replica(task_, options_)};
+    read_stages(options_.devices, pieces_of(task_, model()).size());
+    devices_ = make_devices(ranks_.all, options_, stages_);
+    for (int replica = 1; replica < replica_count_; ++replica) add_replica();
     gradients_ = share_parameters(*devices_, replicas_);
-    pieces_.clear();
     for (const Replica& replica : replicas_) pieces_.push_back(pieces_of(task_, *replica.model));
     own_stages_ = {0, stages_};
   }
 
+  // Of the first replica it has the parameters, and copies of the buffers.
+  void add_replica() {
+    const auto generator = hold_generator();
+    const PartialModel partial(task_.make_model);
+    Replica replica = replicas_.front();
+    replica.model = partial.make_part(options_.seed, [](torch::nn::Module&) { return std::vector<torch::Tensor>(); });
+    const auto own = named_parameters(*replica.model), first = named_parameters(model());
+    for (std::size_t i = 0; i < own.size(); ++i) put_data(own[i].tensor, first[i].tensor);
+    const auto buffers = named_buffers(*replica.model), first_buffers = named_buffers(model());
+    for (std::size_t i = 0; i < buffers.size(); ++i) put_data(buffers[i].tensor, first_buffers[i].tensor.clone());
+    replicas_.push_back(replica);
+  }
+
+  // Until the stages have been measured, they have about as many bytes of parameters each.
   void become_a_rank() {
-    const World world = ranks_.all;
-    const int stage = world.rank() % stages_;
+    const World& world = ranks_.all;
+    const ModulePtr own = make_own_part();
+    const int stage = own_stage();
     ranks_.of_stage = *world.split(stage, world.rank());
     ranks_.of_replica = *world.split(world.rank() / stages_, world.rank());
-    own_stages_ = {stage, stage + 1};
+    ranks_.back = world.device().is_cpu() ? ranks_.of_replica : *world.split(world.rank() / stages_, world.rank());
+    move_to(world.device(), *own);
+    const Layout layout = options_.layout.value_or(preferred_layout(*own, world.device()));
+    set_layout(*own, layout);
+    replicas_ = {{.model = own, .layout = layout, .optimizer = nullptr}};
+    pieces_ = {pieces_of(task_, model())};
     auto tensors = named_parameters(model());
     for (auto& buffer : named_buffers(model())) tensors.push_back(buffer);
     require_same_model(world, tensors);
-    broadcast_tensors(world, tensors);
+    share_out({});
+    parameters_->broadcast();
   }
 
-  // Rank 0's measurement decides.
-  Cut measured_cut(const Batch& batch) {
-    torch::Tensor costs = torch::zeros({static_cast<std::int64_t>(pieces_[0].size())}, torch::kFloat64);
-    if (ranks_.all.rank() == 0) {
-      const auto parts = micro_batches_ * static_cast<std::int64_t>(replicas_.size());
-      const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / parts);
-      const torch::Tensor data = in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout);
-      costs = torch::tensor(measure_pieces(pieces_[0], model(), data), torch::kFloat64);
+  ModulePtr make_own_part() {
+    const auto generator = hold_generator();
+    const PartialModel partial(task_.make_model);
+    const auto pieces = pieces_of(task_, partial.skeleton());
+    read_stages(ranks_.all.size(), pieces.size());
+    if (!cut_is_final_) cut_ = balanced_cut(bytes_of(pieces), stages_);
+    const int stage = ranks_.all.rank() % stages_;
+    own_stages_ = {stage, stage + 1};
+    return partial.make_part(options_.seed, [&](torch::nn::Module& skeleton) {
+      return tensors_of(stage_tensors(skeleton, pieces, cut_), stage);
+    });
+  }
+
+  // Makes what a rank has beside its tensors. states: of the optimizer, before its first step in this arrangement.
+  void share_out(const OptimizerStates& states) {
+    parameters_.emplace(stage_tensors(model(), pieces_[0], cut_), ranks_);
+    const auto own = held(named_parameters(model()));
+    replicas_.front().optimizer = make_optimizer(parameters_in(own), update_options(options_));
+    for (const auto& [name, parameter] : own)
+      if (const auto found = states.find(parameter.unsafeGetTensorImpl()); found != states.end())
+        if (!found->second.empty()) optimizer().set_state(parameter, found->second);
+  }
+
+  void use_measured_cut(const Batch& batch) {
+    const Cut before = std::exchange(cut_, devices_ ? cut_of_threads(batch) : cut_of_ranks(batch));
+    cut_is_final_ = true;
+    log_debug(concat("pipeline stages: ", to_string(cut_)));
+    if (devices_ || to_string(before) == to_string(cut_)) return;
+    const auto staged = [&](const Cut& cut) { return stage_tensors(model(), pieces_[0], cut); };
+    const double lr = optimizer().param_groups().front().options().get_lr();
+    share_out(move_tensors(staged(before), staged(cut_), ranks_, optimizer()));
+    set_learning_rate(optimizer(), lr);
+  }
+
+  torch::Tensor first_micro_batch(const Batch& batch) const {
+    const auto parts = micro_batches_ * static_cast<std::int64_t>(replicas_.size());
+    const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / parts);
+    return in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout);
+  }
+
+  Cut cut_of_threads(const Batch& batch) {
+    Tensors tensors = {first_micro_batch(batch)};
+    return balanced_cut(measure_pieces(pieces_[0], model(), tensors), stages_);
+  }
+
+  // The stages of the first replica measure their pieces one after the other.
+  Cut cut_of_ranks(const Batch& batch) {
+    const torch::Tensor costs = torch::zeros({static_cast<std::int64_t>(pieces_[0].size())}, torch::kFloat64);
+    if (ranks_.of_stage.rank() == 0) {
+      const StageLinks links = message_links(ranks_.of_replica, ranks_.back);
+      const Range& own = cut_[own_stage()];
+      Tensors tensors = links.before ? links.before->receive() : Tensors{first_micro_batch(batch)};
+      const auto seconds = measure_pieces(pieces_in(pieces_[0], own), model(), tensors);
+      costs.slice(0, own.begin, own.end).copy_(torch::tensor(seconds, torch::kFloat64));
+      if (links.behind) {
+        links.behind->send(tensors);
+        links.behind->finish();
+      }
     }
-    ranks_.all.broadcast(costs);
+    ranks_.all.all_reduce(costs);
     const auto* cost = costs.const_data_ptr<double>();
     return balanced_cut({cost, cost + costs.numel()}, stages_);
-  }
-
-  void use(const Cut& cut) {
-    cut_ = cut;
-    if (cut.empty()) return;
-    log_debug(concat("pipeline stages: ", to_string(cut)));
-    if (ranks_.all.size() > 1) parameters_.emplace(pieces_[0], cut);
   }
 
   // Runs every stage of this process, all at the same time.
@@ -179,7 +287,9 @@ class Pipeline : public ReplicaStrategy {
     const auto work = std::make_shared<const IntVector<StageWork>>(work_of_stages(batch, samples));
     if (!devices_) {
       const ThreadGenerator generator((*work)[0].seed);
-      return {run_stage(task_, (*work)[0], message_links(ranks_.of_replica))};
+      const StageResult result = run_stage(task_, (*work)[0], message_links(ranks_.of_replica, ranks_.back));
+      wait_for_device(ranks_.all.device());  // times are those of the work
+      return {result};
     }
     std::size_t most = 1;  // micro-batches of a replica
     for (const StageWork& each : *work) most = std::max(most, each.micro_batches.elements().size());
@@ -194,7 +304,7 @@ class Pipeline : public ReplicaStrategy {
 
   // In the order of the devices: the stages of the first replica of this process, then those of the next.
   IntVector<StageWork> work_of_stages(const Batch& batch, std::int64_t samples) const {
-    const std::uint64_t seed = draw_seed();
+    const std::uint64_t seed = seed_of(options_.seed + 1, static_cast<int>(step_));
     const int first_replica = ranks_.of_stage.rank();
     const auto replicas = static_cast<int>(replicas_.size());
     IntVector<StageWork> work;
@@ -207,7 +317,9 @@ class Pipeline : public ReplicaStrategy {
                         .steps = steps_of_stage(schedule_, stage, stages_, micro_batches.size()),
                         .samples = samples,
                         .seed = seed_of(seed, first_replica + replica),
-                        .first_piece = static_cast<int>(cut_[stage].begin)});
+                        .first_piece = static_cast<int>(cut_[stage].begin),
+                        .device = ranks_.all.device(),
+                        .is_alone = !devices_});
     }
     return work;
   }
@@ -223,6 +335,7 @@ class Pipeline : public ReplicaStrategy {
     }
   }
 
+  StrategyOptions options_;
   PipelineRanks ranks_;  // all three are the world where it has one rank
   PipelineSchedule schedule_;
   std::int64_t micro_batches_;
@@ -230,7 +343,9 @@ class Pipeline : public ReplicaStrategy {
   int stages_ = 0;
   int replica_count_ = 0;                      // of all ranks
   Range own_stages_;                           // that this process has, of each of its replicas
-  Cut cut_;                                    // empty until the first batch has been measured
+  Cut cut_;                                    // of threads: empty until it is final
+  bool cut_is_final_ = false;                  // named, or the first batch has been measured
+  std::int64_t step_ = 0;                      // of which random numbers are those of the next batch
   std::shared_ptr<LocalGradients> gradients_;  // of threads
   std::optional<StageParameters> parameters_;  // of ranks
   torch::Tensor usage_;                        // [device of this process][Usage]

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "lockstep/model/partial_model.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -24,7 +25,22 @@ StrategyOptions pipeline(const std::string& schedule = "1f1b", const std::string
 
 using MakeBatch = std::function<Batch(int step)>;
 
-// The result of rank 0, after a check that every rank has the same parameters.
+// The parameters of all ranks, on each; those that several ranks hold must be the same.
+std::vector<torch::Tensor> gathered(const World& world, const torch::nn::Module& model) {
+  std::vector<torch::Tensor> values;
+  for (const torch::Tensor& parameter : model.parameters()) {
+    const auto holds = world.exchange_texts(is_held(parameter) ? "held" : "");
+    const auto owner = std::find(holds.begin(), holds.end(), "held") - holds.begin();
+    EXPECT_LT(owner, world.size()) << "a parameter that no rank holds";
+    values.push_back(is_held(parameter) ? parameter.detach().clone()
+                                        : torch::empty(parameter.sizes(), parameter.dtype()));
+    world.broadcast(values.back(), static_cast<int>(owner));
+    EXPECT_TRUE(!is_held(parameter) || torch::equal(values.back(), parameter));
+  }
+  return values;
+}
+
+// The result of rank 0.
 Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const StrategyOptions& options,
                        const MakeBatch& make_batch) {
   Course course;
@@ -39,11 +55,7 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
       strategy->update();
     }
     strategy->synchronise();
-    mine.parameters = lockstep::testing::values_of(strategy->model());
-    for (const torch::Tensor& value : mine.parameters) {
-      const torch::Tensor all = world.all_gather(value);
-      for (int rank = 1; rank < world.size(); ++rank) EXPECT_TRUE(torch::equal(all[rank], all[0]));
-    }
+    mine.parameters = gathered(world, strategy->model());
     static_cast<void>(strategy->report());
     const std::lock_guard lock(mutex);
     if (world.rank() == 0) course = mine;
@@ -94,21 +106,119 @@ TEST(PipelineRanks, train_a_gpt_with_a_shared_embedding) {
   expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, task, pipeline("gpipe", "2"), same_batch), one);
 }
 
-TEST(PipelineRanks, send_the_optimizers_state_to_rank_0) {
-  const auto one = make_strategy(World::single(), small_task(), [] {
-    StrategyOptions options = pipeline();
-    options.kind = StrategyKind::kSingle;
-    return options;
-  }());
+TEST(PipelineRanks, cut_branches_that_meet_again) {
+  const Course one = on_one_device(siamese_task(), pipeline());
+  for (const char* stages : {"0-1,2-3,4-5", "0-2,3-4,5-5"})
+    expect_same_course(course_of_ranks(Fabric::kSharedMemory, 3, siamese_task(), pipeline("1f1b", stages), ten), one);
+  expect_same_course(course_of_ranks(Fabric::kSharedMemory, 4, siamese_task(), pipeline("gpipe", "2"), ten), one);
+}
+
+TEST(PipelineRanks, have_the_optimizers_state_of_their_stage) {
+  const auto one = make_strategy(World::single(), small_task(), on_one(pipeline()));
   course_of(*one);
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), pipeline());
     course_of(*strategy);
-    if (world.rank() != 0) return;
     const auto parameters = strategy->model().parameters(), expected = one->model().parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i)
-      EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at("momentum_buffer"),
-                                  one->optimizer().state_of(expected[i]).at("momentum_buffer"), 1e-9, 1e-12));
+      if (is_held(parameters[i])) {
+        EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at("momentum_buffer"),
+                                    one->optimizer().state_of(expected[i]).at("momentum_buffer"), 1e-9, 1e-12));
+      }
+  });
+}
+
+struct ModelCase {
+  const char* name;
+  Task (*task)();
+};
+
+Task tiny_gpt() {
+  return gpt_task("gpt", {.vocabulary = 64, .context = 8, .layers = 3, .heads = 2, .width = 32, .dropout = 0});
+}
+Task gpt_in_float64() { return in_float64(tiny_gpt()); }
+
+class PipelineModel : public ::testing::TestWithParam<std::tuple<ModelCase, int>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Models, PipelineModel,
+    ::testing::Combine(::testing::Values(ModelCase{"sequential", small_task}, ModelCase{"tied", tied_task},
+                                         ModelCase{"gpt", tiny_gpt}, ModelCase{"gpt_in_float64", gpt_in_float64},
+                                         ModelCase{"resnet", [] { return model_task("resnet18-32"); }},
+                                         ModelCase{"inception", [] { return model_task("inception"); }}),
+                       ::testing::Values(2, 4)),
+    [](const auto& test) {
+      return std::string(std::get<0>(test.param).name) + "_in_" + std::to_string(std::get<1>(test.param));
+    });
+
+TEST_P(PipelineModel, begins_with_the_values_of_one_device_and_holds_its_own_pieces_only) {
+  const auto& [model, stages] = GetParam();
+  const auto one = make_strategy(World::single(), model.task(), on_one(pipeline()));
+  const auto expected = one->model().named_parameters().pairs();
+  const auto buffers = one->model().named_buffers().pairs();
+  run_ranks(stages, [&](World& world) {
+    const auto strategy = make_strategy(world, model.task(), pipeline());
+    auto& module = strategy->model();
+    const auto values = gathered(world, module);
+    ASSERT_EQ(values.size(), expected.size());
+    std::size_t foreign = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(torch::equal(values[i], expected[i].second)) << expected[i].first;
+      foreign += is_held(module.named_parameters()[i].value()) ? 0 : 1;
+    }
+    EXPECT_GT(foreign, 0U);
+    for (const auto& [name, buffer] : buffers)
+      EXPECT_TRUE(!is_held(module.named_buffers()[name]) || torch::equal(module.named_buffers()[name], buffer)) << name;
+  });
+}
+
+TEST(PipelineRanks, have_the_output_on_the_last_stage) {
+  const auto one = make_strategy(World::single(), small_task(), on_one(pipeline()));
+  const torch::Tensor expected = one->forward(batch_of(0).data);
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, small_task(), pipeline());
+    const torch::NoGradGuard no_grad;
+    const torch::Tensor output = strategy->forward(batch_of(0).data);
+    ASSERT_EQ(output.defined(), world.rank() == 2);
+    EXPECT_TRUE(!output.defined() || torch::allclose(output, expected, 1e-9, 1e-12));
+  });
+}
+
+// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last layer
+// is slow, and has a stage for itself.
+TEST(PipelineRanks, take_their_pieces_and_state_along_when_the_measured_cut_is_another) {
+  Task task = small_task();
+  task.make_model = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8), torch::nn::Tanh(),
+                              torch::nn::Linear(8, 4));
+    net->to(torch::kFloat64);
+    return net.ptr();
+  };
+  task.stages = [](torch::nn::Module& model) {
+    auto pieces = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    pieces[4].forward = [forward = pieces[4].forward](const Tensors& x) {
+      for (int i = 0; i < 2000; ++i) static_cast<void>(x[0].tanh());
+      return forward(x);
+    };
+    return pieces;
+  };
+  const auto train = [&](Strategy& strategy, const World& world) {
+    for (const torch::Tensor& parameter : strategy.model().parameters())
+      if (is_held(parameter))
+        strategy.optimizer().set_state(
+            parameter, {{"momentum_buffer", torch::ones_like(parameter.detach())}, {"step", torch::ones({})}});
+    for (int step = 0; step < 3; ++step) {
+      strategy.forward_backward(batch_of(step));
+      strategy.update();
+    }
+    return gathered(world, strategy.model());
+  };
+  const Course one{train(*make_strategy(World::single(), task, on_one(pipeline())), World::single()), {}};
+  run_ranks(2, [&](World& world) {
+    const auto strategy = make_strategy(world, task, pipeline());
+    const auto last_before = is_held(strategy->model().parameters()[2]);
+    expect_same_course({train(*strategy, world), {}}, one);
+    EXPECT_EQ(is_held(strategy->model().parameters()[2]), world.rank() == 0);
+    EXPECT_EQ(last_before, world.rank() == 1);
   });
 }
 

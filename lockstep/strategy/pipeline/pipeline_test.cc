@@ -95,6 +95,14 @@ TEST(Pipeline, passes_skip_connections_over_a_cut) {
   expect_same_course(course_of(with_skip(), pipeline(3)), on_one_device(with_skip(), pipeline(3)));
 }
 
+TEST(Pipeline, cuts_branches_that_meet_again) {
+  const Course one = on_one_device(siamese_task(), pipeline(3));
+  for (const char* stages : {"0-1,2-3,4-5", "0-2,3-4,5-5", "0-0,1-1,2-5"})
+    expect_same_course(course_of(siamese_task(), pipeline(3, "1f1b", stages)), one);
+  expect_same_course(course_of(siamese_task(), pipeline(6, "gpipe")), one);
+  expect_same_course(course_of(siamese_task(), pipeline(4, "1f1b", "2")), one);
+}
+
 Course course_on(const Task& task, const StrategyOptions& options, const Batch& batch, int steps) {
   const auto strategy = make_strategy(World::single(), task, options);
   Course course;
@@ -104,20 +112,6 @@ Course course_on(const Task& task, const StrategyOptions& options, const Batch& 
   }
   course.parameters = values_of(strategy->model());
   return course;
-}
-
-Task in_float64(Task task) {
-  task.make_model = [make = task.make_model] {
-    auto model = make();
-    model->to(torch::kFloat64);
-    return model;
-  };
-  return task;
-}
-
-StrategyOptions on_one(StrategyOptions options) {
-  options.kind = StrategyKind::kSingle;
-  return options;
 }
 
 TEST(Pipeline, trains_a_gpt_with_a_shared_embedding) {
@@ -287,7 +281,8 @@ TEST(PipelineCut, measures_every_piece_without_changing_the_model) {
   const Task task = small_task();
   const auto model = task.make_model();
   const auto before = values_of(*model);
-  const auto costs = measure_pieces(pieces_of(task, *model), *model, batch_of(0).data);
+  Tensors tensors = {batch_of(0).data};
+  const auto costs = measure_pieces(pieces_of(task, *model), *model, tensors);
   EXPECT_EQ(costs.size(), 7U);
   for (const double cost : costs) EXPECT_GT(cost, 0);
   for (const torch::Tensor& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());

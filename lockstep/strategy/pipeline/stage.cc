@@ -7,10 +7,13 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/pipeline/add_in_place.h"
 
 namespace lockstep {
 
@@ -105,8 +108,12 @@ class StageRun {
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
+    std::optional<OperatorHandlerGuard> guard;
+    if (work_.is_alone) guard.emplace(large_weights_);
     for (const Piece& piece : work_.pieces) {
-      ThreadGenerator::seed(seed_of(seed_of(work_.seed, index++), micro_batch));
+      const std::uint64_t seed = seed_of(seed_of(work_.seed, index++), micro_batch);
+      ThreadGenerator::seed(seed);
+      if (!work_.device.is_cpu()) seed_gpu(work_.device, seed);
       tensors = piece.forward(tensors);
     }
     return tensors;
@@ -135,6 +142,7 @@ class StageRun {
   const Task& task_;
   const StageWork& work_;
   const StageLinks& links_;
+  LargeWeights large_weights_;
   std::map<int, InFlight> in_flight_;
   StageResult result_;
 };

@@ -40,6 +40,8 @@ struct StageWork {
   std::int64_t samples = 0;  // of the whole batch, over all replicas
   std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
   int first_piece = 0;       // so that dropout is the same wherever the model is cut
+  torch::Device device = torch::kCPU;
+  bool is_alone = false;  // no other stage of this process uses its parameters (add_in_place.h)
 };
 
 struct StageResult {

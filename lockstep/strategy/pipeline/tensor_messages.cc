@@ -11,14 +11,14 @@ namespace {
 constexpr std::size_t kHeaderWords = 96;
 constexpr std::int64_t kUndefined = -1;
 
-// count; then dtype, requires_grad, memory format, dimensions and sizes of each
+// count; then dtype, whether it is on the host, requires_grad, memory format, dimensions and sizes of each
 torch::Tensor header_of(const Tensors& tensors) {
   std::vector<std::int64_t> words = {static_cast<std::int64_t>(tensors.size())};
   for (const torch::Tensor& tensor : tensors) {
     words.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
     const auto format = static_cast<std::int64_t>(tensor.suggest_memory_format());
-    words.insert(words.end(), {tensor.requires_grad(), format, tensor.dim()});
+    words.insert(words.end(), {tensor.is_cpu(), tensor.requires_grad(), format, tensor.dim()});
     words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
   }
   if (words.size() > kHeaderWords)
@@ -33,21 +33,32 @@ torch::Tensor header_of(const Tensors& tensors) {
 torch::Tensor next_tensor(const std::int64_t*& word, torch::Device device) {
   const std::int64_t dtype = *word++;
   if (dtype == kUndefined) return {};
+  const bool on_host = *word++ != 0;
   const bool requires_grad = *word++ != 0;
   const auto format = static_cast<torch::MemoryFormat>(*word++);
   const torch::IntArrayRef sizes(word + 1, to_size(*word));
   word += 1 + sizes.size();
-  const auto options = torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(device);
+  const auto options =
+      torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(on_host ? torch::kCPU : device);
   return torch::empty(sizes, options, format).requires_grad_(requires_grad);
 }
 
 }  // namespace
 
 void TensorSender::send(const Tensors& tensors) {
+  forget_received();
   under_way_.push_back(world_.send_async(header_of(tensors), to_, tag_));
   for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0)
       under_way_.push_back(world_.send_async(tensor.detach().contiguous(tensor.suggest_memory_format()), to_, tag_));
+}
+
+// What has been received need not stay in memory until finish().
+void TensorSender::forget_received() {
+  while (!under_way_.empty() && under_way_.front().done()) {
+    under_way_.front().wait();  // throws its error
+    under_way_.pop_front();
+  }
 }
 
 void TensorSender::finish() {

@@ -10,7 +10,7 @@
 // Ranks:   one sends, one receives, in the same order per tag
 #pragma once
 
-#include <vector>
+#include <deque>
 
 #include "lockstep/optimizer.h"
 #include "lockstep/task.h"
@@ -22,16 +22,19 @@ class TensorSender {
  public:
   TensorSender(World world, int to, int tag) : world_(std::move(world)), to_(to), tag_(tag) {}
 
-  // Does not block: two ranks may send to each other at the same time. Throws UsageError: shapes that no header holds.
+  // Does not block: two ranks may send to each other at the same time. Throws UsageError: shapes that no header holds;
+  // PeerLost, of an earlier message.
   void send(const Tensors& tensors);
 
   void finish();  // blocks until all that was sent has been received. Throws PeerLost
 
  private:
+  void forget_received();
+
   World world_;
   int to_;
   int tag_;
-  std::vector<Work> under_way_;
+  std::deque<Work> under_way_;
 };
 
 // Blocks until they are there. Throws PeerLost.

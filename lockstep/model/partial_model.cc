@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/model/partial_model.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/model/operator_handler.h"
+#include "lockstep/model/parameters.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::int64_t kSmall = 1024;  // elements: constants, which functions that make models also read
+
+using Stack = OperatorHandler::Stack;
+
+// `make` reads values that a meta tensor does not have, or is not deterministic.
+struct NotApart : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+const void* storage_of(const torch::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+template <class Change>
+void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
+  for (std::size_t i = from; i < stack.size(); ++i) {
+    if (stack[i].isTensor() && stack[i].toTensor().defined()) {
+      stack[i] = change(stack[i].toTensor(), i);
+    } else if (stack[i].isTensorList()) {
+      std::vector<torch::Tensor> tensors = stack[i].toTensorVector();
+      for (torch::Tensor& each : tensors) each = change(each, i);
+      stack[i] = c10::IValue(tensors);
+    }
+  }
+}
+
+// Sees every operator that a function calls on this thread while it runs.
+class Construction : public OperatorHandler {
+ public:
+  // is_wanted(n): whether the n-th tensor that is made keeps its memory.
+  explicit Construction(std::function<bool(std::size_t)> is_wanted, bool draws)
+      : is_wanted_(std::move(is_wanted)), draws_(draws) {}
+
+  ModulePtr run(const std::function<ModulePtr()>& make) {
+    const OperatorHandlerGuard guard(*this);
+    return make();
+  }
+
+  // The tensors that were made, in order. Their storages stay alive, so that no two have the same address.
+  std::vector<c10::Storage> made;
+  std::unordered_map<const void*, std::int64_t> number_of;
+  std::vector<std::vector<std::int64_t>> sources;
+
+  void call(const c10::OperatorHandle& op, Stack& stack) override {
+    const std::size_t begin = stack.size() - op.schema().arguments().size();
+    std::vector<std::int64_t> inputs;
+    bool any_meta = false;
+    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t) {
+      any_meta = any_meta || tensor.is_meta();
+      if (const auto found = number_of.find(storage_of(tensor)); found != number_of.end())
+        inputs.push_back(found->second);
+      return tensor;
+    });
+    note_writes(op, stack, begin, inputs);
+    if (any_meta) prepare_for_meta(op, stack, begin);
+    const std::set<const void*> given = storages_in(stack, begin);
+    op.callBoxed(stack);
+    for_each_tensor(stack, begin, [&](const torch::Tensor& result, std::size_t) {
+      return given.contains(storage_of(result)) ? result : noted(result, inputs);
+    });
+  }
+
+ private:
+  // What an operator writes into depends on its other inputs from now on.
+  void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin,
+                   const std::vector<std::int64_t>& inputs) {
+    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
+      const auto* alias = op.schema().arguments()[i - begin].alias_info();
+      const auto found = number_of.find(storage_of(tensor));
+      if (alias != nullptr && alias->isWrite() && found != number_of.end())
+        sources[to_size(found->second)].insert(sources[to_size(found->second)].end(), inputs.begin(), inputs.end());
+      return tensor;
+    });
+  }
+
+  // Makes all arguments meta tensors, as one of them is. A random operator first runs on scratch tensors.
+  void prepare_for_meta(const c10::OperatorHandle& op, Stack& stack, std::size_t begin) {
+    if (draws_ && op.hasTag(at::Tag::nondeterministic_seeded)) {
+      Stack scratch(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end());
+      for_each_tensor(scratch, 0, [](const torch::Tensor& tensor, std::size_t) {
+        return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kCPU)).zero_();
+      });
+      op.callBoxed(scratch);
+    }
+    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
+      const auto* alias = op.schema().arguments()[i - begin].alias_info();
+      if (!tensor.is_meta() && alias != nullptr && alias->isWrite())
+        throw NotApart(concat(toString(op.operator_name()), " writes what it computes from another parameter"));
+      return tensor.is_meta() ? tensor : on_meta(tensor);
+    });
+    for (std::size_t i = begin; i < stack.size(); ++i)
+      if (stack[i].isDevice()) stack[i] = c10::Device(torch::kMeta);
+  }
+
+  static std::set<const void*> storages_in(Stack& stack, std::size_t begin) {
+    std::set<const void*> storages;
+    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t) {
+      storages.insert(storage_of(tensor));
+      return tensor;
+    });
+    return storages;
+  }
+
+  // A tensor with memory of its own, or the meta tensor that takes its place.
+  torch::Tensor noted(const torch::Tensor& result, const std::vector<std::int64_t>& inputs) {
+    if (!result.has_storage() || number_of.contains(storage_of(result))) return result;
+    const std::size_t number = made.size();
+    const bool keep = result.is_meta() || result.numel() < kSmall || is_wanted_(number);
+    const torch::Tensor tensor = keep ? result : on_meta(result).set_requires_grad(result.requires_grad());
+    made.push_back(tensor.storage());
+    number_of[storage_of(tensor)] = static_cast<std::int64_t>(number);
+    sources.push_back(inputs);
+    return tensor;
+  }
+
+  std::function<bool(std::size_t)> is_wanted_;
+  bool draws_;
+};
+
+std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
+  std::vector<torch::Tensor> tensors;
+  for (const auto& [name, tensor] : named_parameters(model)) tensors.push_back(tensor);
+  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
+  return tensors;
+}
+
+using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
+
+// For each of the model's tensors: whether it is wanted.
+std::vector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
+  std::set<const void*> chosen;
+  for (const torch::Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());
+  std::vector<bool> is_wanted;
+  for (const torch::Tensor& tensor : tensors_of(model))
+    is_wanted.push_back(chosen.contains(tensor.unsafeGetTensorImpl()));
+  return is_wanted;
+}
+
+void free_others(const torch::nn::Module& model, const std::vector<bool>& is_wanted) {
+  const auto tensors = tensors_of(model);
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    if (!is_wanted[i] && is_held(tensors[i])) put_data(tensors[i], on_meta(tensors[i]));
+}
+
+bool same_shapes(const std::vector<torch::Tensor>& one, const std::vector<torch::Tensor>& other) {
+  return std::ranges::equal(one, other, [](const torch::Tensor& a, const torch::Tensor& b) {
+    return a.sizes() == b.sizes() && a.dtype() == b.dtype();
+  });
+}
+
+void warn_not_apart(const std::exception& reason) {
+  log_warning(concat("a stage makes the whole model before it frees the parts of other stages: ",
+                     split(reason.what(), '\n').front()));
+}
+
+}  // namespace
+
+std::vector<NamedTensor> held(const std::vector<NamedTensor>& tensors) {
+  std::vector<NamedTensor> found;
+  for (const NamedTensor& each : tensors)
+    if (is_held(each.tensor)) found.push_back(each);
+  return found;
+}
+
+// As set_data() does, which refuses to change between the meta device and another.
+void put_data(const torch::Tensor& tensor, const torch::Tensor& data) {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.detach().getIntrusivePtr());
+}
+
+torch::Tensor on_meta(const torch::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kMeta));
+}
+
+PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(make)) {
+  Construction construction([](std::size_t) { return false; }, /*draws=*/false);
+  try {
+    skeleton_ = construction.run(make_);
+  } catch (const std::exception& error) {
+    warn_not_apart(error);
+    apart_ = false;
+    skeleton_ = make_();
+  }
+  std::set<std::int64_t> registered;
+  for (const torch::Tensor& tensor : tensors_of(*skeleton_)) {
+    const auto found = construction.number_of.find(storage_of(tensor));
+    tensor_of_.push_back(found == construction.number_of.end() ? -1 : found->second);
+    registered.insert(tensor_of_.back());
+  }
+  for (std::size_t i = 0; i < construction.made.size(); ++i)
+    kept_.push_back(construction.made[i].use_count() > 1 && !registered.contains(static_cast<std::int64_t>(i)));
+  sources_ = std::move(construction.sources);
+  free_others(*skeleton_, std::vector<bool>(tensor_of_.size()));
+}
+
+ModulePtr PartialModel::make_part(std::uint64_t seed, const Wanted& wanted) const {
+  const std::vector<bool> is_wanted = choose(*skeleton_, wanted);
+  std::vector<bool> needed = kept_;
+  std::vector<std::int64_t> to_do;
+  for (std::size_t i = 0; i < is_wanted.size(); ++i)
+    if (is_wanted[i] && tensor_of_[i] >= 0) to_do.push_back(tensor_of_[i]);
+  for (std::size_t i = 0; i < kept_.size(); ++i)
+    if (kept_[i]) to_do.push_back(static_cast<std::int64_t>(i));
+  for (std::set<std::int64_t> seen; !to_do.empty();) {
+    const std::int64_t next = to_do.back();
+    to_do.pop_back();
+    if (!seen.insert(next).second) continue;
+    needed[to_size(next)] = true;
+    to_do.insert(to_do.end(), sources_[to_size(next)].begin(), sources_[to_size(next)].end());
+  }
+  if (apart_) try {
+      torch::manual_seed(seed);
+      Construction construction([&](std::size_t i) { return i < needed.size() && needed[i]; }, /*draws=*/true);
+      const ModulePtr model = construction.run(make_);
+      const auto tensors = tensors_of(*model);
+      if (!same_shapes(tensors, tensors_of(*skeleton_))) throw NotApart("its shapes differ from one time to the next");
+      for (std::size_t i = 0; i < tensors.size(); ++i)
+        if (is_wanted[i] && !is_held(tensors[i])) throw NotApart("a parameter can't be told apart from others");
+      free_others(*model, is_wanted);
+      return model;
+    } catch (const std::exception& error) {
+      warn_not_apart(error);
+    }
+  torch::manual_seed(seed);
+  ModulePtr model = make_();
+  free_others(*model, is_wanted);
+  return model;
+}
+
+}  // namespace lockstep

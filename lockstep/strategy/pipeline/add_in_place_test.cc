@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/strategy/pipeline/add_in_place.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include <optional>
+
+namespace lockstep {
+namespace {
+
+struct Tied {
+  torch::nn::Embedding embedding{50, 8};
+  torch::nn::Linear inner{8, 8};
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    return torch::linear(inner->forward(embedding->forward(tokens)).tanh(), embedding->weight);
+  }
+};
+
+// Two backwards add up.
+std::vector<torch::Tensor> gradients_of(Tied& model, bool in_place, torch::ScalarType dtype) {
+  LargeWeights large(1);
+  for (int step = 0; step < 2; ++step) {
+    const torch::Tensor tokens = (torch::arange(12).reshape({3, 4}) * 7 + step).remainder(50);
+    torch::Tensor output;
+    {
+      std::optional<OperatorHandlerGuard> guard;
+      if (in_place) guard.emplace(large);
+      output = model.forward(tokens);
+    }
+    (output * torch::linspace(0, 1, 50, dtype)).square().mean().backward();
+  }
+  std::vector<torch::Tensor> gradients;
+  for (torch::Tensor parameter : {model.embedding->weight, model.inner->weight, model.inner->bias}) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = torch::Tensor();
+  }
+  return gradients;
+}
+
+TEST(LargeWeights, have_the_gradients_of_plain_autograd) {
+  Tied model;
+  model.embedding->to(torch::kFloat64);
+  model.inner->to(torch::kFloat64);
+  const auto expected = gradients_of(model, false, torch::kFloat64), found = gradients_of(model, true, torch::kFloat64);
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
+}
+
+TEST(LargeWeights, leave_weights_with_hooks_to_autograd) {
+  torch::nn::Linear layer(8, 8);
+  int calls = 0;
+  layer->weight.register_hook([&](const torch::Tensor&) { ++calls; });
+  LargeWeights large(1);
+  for (int step = 0; step < 2; ++step) {
+    const OperatorHandlerGuard guard(large);
+    layer->forward(torch::ones({2, 8})).sum().backward();
+  }
+  EXPECT_EQ(calls, 2);
+}
+
+struct InPlaceMeter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+    now += size;
+    most = std::max(most, now);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::int64_t now = 0, most = 0;
+};
+
+TEST(LargeWeights, need_one_gradient_and_no_second) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(1024, 1024).bias(false));
+  LargeWeights large;
+  const auto meter = std::make_shared<InPlaceMeter>();
+  const c10::DebugInfoGuard debug(c10::DebugInfoKind::PROFILER_STATE, meter);
+  for (int step = 0; step < 3; ++step) {
+    const OperatorHandlerGuard guard(large);
+    layer->forward(torch::ones({1, 1024})).sum().backward();
+  }
+  EXPECT_LT(meter->most, 1024 * 1024 * 4 * 3 / 2);
+}
+
+}  // namespace
+}  // namespace lockstep
