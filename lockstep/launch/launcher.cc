@@ -105,7 +105,7 @@ class Job {
   void start_rank(int local, ProcessOptions what) {
     Rank& rank = ranks_[local];
     what.variables = variables(rank.rank, local);
-    if (options_.pin && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
+    if (options_.pin && cores_are_ours() && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
     what.group = guardian_.group(local);
     const UniqueFd output = open_output(rank.rank, rank.output, ".out");
@@ -131,11 +131,14 @@ class Job {
     result.emplace_back("LOCKSTEP_JOB",
                         only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
-    const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
+    const int share = std::max(1, allotted_ / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
       result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
   }
+
+  // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
+  bool cores_are_ours() const { return allotted_ == static_cast<int>(cores_.size()); }
 
   bool is_server(int local) const { return local < options_.servers; }
   int workers() const { return options_.ranks - options_.servers; }
@@ -266,6 +269,7 @@ class Job {
   Guardian guardian_;
   std::optional<ReservedPort> port_;
   CoreSet cores_ = usable_cores();
+  int allotted_ = allotted_cores();
   Sinks& sinks_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;

@@ -35,13 +35,13 @@ torch::DeviceType chosen_device(const TrainOptions& options, int local_size) {
 }
 
 // --threads, else what OMP_NUM_THREADS says (a launcher's doing), else a thread for each of this rank's cores.
-void use_threads(const TrainOptions& options, const World& world) {
+void use_threads(const TrainOptions& options, const World& world, const JobEnvironment& job) {
   const char* told = std::getenv("OMP_NUM_THREADS");
   int threads = options.threads;
   if (threads == 0 && options.strategy.ddp.virtual_shards > 0)
     threads = 1;  // the same in every arrangement: more change the bits
   if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
-    threads = static_cast<int>(world.cores().size());
+    threads = threads_of(job, world.cores());
   at::set_num_threads(threads);
 }
 
@@ -63,9 +63,9 @@ int devices_of_worker(const TrainOptions& options, int worker) {
        .next = "give one number for all workers, or one for each"});
 }
 
-// "auto" is the number of cores that this process may use.
+// "auto" is the number of cores that this process may keep busy.
 int rank_count(const TrainOptions& options) {
-  if (options.ranks == "auto") return static_cast<int>(usable_cores().size());
+  if (options.ranks == "auto") return allotted_cores();
   int ranks = 0;
   if (parse_int(options.ranks, ranks) && ranks > 0) return ranks;
   throw UsageError({.what = concat("--ranks ", options.ranks, " is not a number of ranks"),
@@ -116,7 +116,7 @@ int train_rank(const TrainOptions& options, const MakeTask& make_task) {
   const JobEnvironment job = read_job_environment();
   const World world =
       World::from_env({.device = chosen_device(options, job.local_size), .timeout = options.strategy.timeout});
-  use_threads(options, world);
+  use_threads(options, world, job);
   const auto strategy = make_strategy(world, task, strategy_options(options, job));
   TrainingLoop(world, task, datasets, *strategy, options).run();
   return 0;
