@@ -36,6 +36,7 @@
 #include "lockstep/devices.h"             // a thread for each device, and their collectives
 #include "lockstep/towers.h"              // data parallel training in four steps
 #include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
+#include "lockstep/stop.h"
 #include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses
 
 // What the others are made of:

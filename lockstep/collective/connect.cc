@@ -5,6 +5,7 @@
 #include <map>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/rendezvous.h"
@@ -36,6 +37,7 @@ std::string reachable_address(c10d::Store& store, const TransportOptions& option
 
 CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& machine,
                                 TransportOptions options) {
+  stop_together();
   const auto machine_of = number_by_first_appearance(exchange_texts(*store, "machine", machine, options));
   const Topology topology{machine_of};
   const auto here = topology.ranks_on(topology.machine_of[options.rank]);

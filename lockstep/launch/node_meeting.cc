@@ -20,7 +20,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kLongestLine = 256;
+constexpr std::size_t kLongestMeetingLine = 256;
 constexpr std::chrono::milliseconds kTryEvery{100};
 
 using MeetingAddresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
@@ -68,7 +68,7 @@ bool is_ready(int fd, const Deadline& deadline) {
 // Nothing at the deadline, at the end, or if the line is too long.
 std::optional<std::string> read_text_line(int fd, const Deadline& deadline) {
   std::string line;
-  for (char letter = 0; line.size() < kLongestLine && is_ready(fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
+  for (char letter = 0; line.size() < kLongestMeetingLine && is_ready(fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
     if (letter == '\n') return line;
     line += letter;
   }
@@ -151,7 +151,7 @@ NodePlace place_everybody(const NodeMeeting& meeting, const std::vector<Guest>& 
 
 // ---- the others
 
-RendezvousError refused(const NodeMeeting& meeting) {
+RendezvousError wrong_job(const NodeMeeting& meeting) {
   return RendezvousError({.what = concat("the launcher at ", endpoint_text(meeting), " is not one of this job"),
                           .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
                           .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes",
@@ -163,7 +163,7 @@ std::optional<NodePlace> ask_for_place(const UniqueFd& connection, const NodeMee
   if (!write_text_line(connection.get(), concat(greeting(meeting), meeting.ranks))) return {};
   const auto answer = read_text_line(connection.get(), deadline);
   if (!answer) return {};
-  if (*answer == "refused") throw refused(meeting);
+  if (*answer == "refused") throw wrong_job(meeting);
   const auto parts = split(*answer, ' ');
   NodePlace place;
   const bool read = parts.size() == 4 && parse_int(parts[0], place.node_rank) && parse_int(parts[1], place.nodes) &&
