@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
+#include <signal.h>
+
 #include <cstdlib>
 #include <filesystem>
 
@@ -191,6 +193,7 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
   options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
   options.pin = !arguments.no_pin;
+  options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it
   if (arguments.meeting.standalone) {
     options.node_rank = options.master_port = 0;
     return options;

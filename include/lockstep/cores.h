@@ -16,10 +16,6 @@ using CoreSet = std::vector<int>;  // core numbers, ascending
 
 CoreSet usable_cores();  // what the scheduler lets this process use: taskset, cgroup cpusets and Slurm are honoured
 
-// How many cores this process may keep busy: usable_cores(), or fewer where a cgroup limits the CPU time, whichever cores
-// it is spent on (Kubernetes' limits.cpu). Half a core counts as one.
-int usable_core_count();
-
 // The cores of `rank` out of `ranks` on this machine: disjoint and as even as possible; more ranks than cores share
 // them round robin.
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks);

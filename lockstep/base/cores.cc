@@ -3,10 +3,6 @@
 
 #include <sched.h>
 
-#include <algorithm>
-#include <cmath>
-
-#include "lockstep/base/cpu_quota.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
@@ -20,13 +16,6 @@ CoreSet usable_cores() {
     if (CPU_ISSET(core, &set)) cores.push_back(core);
   return cores;
 }
-
-int core_count_within(std::optional<double> quota) {
-  const int cores = static_cast<int>(usable_cores().size());
-  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
-}
-
-int usable_core_count() { return core_count_within(cpu_quota()); }
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
   const int cores = static_cast<int>(all.size());

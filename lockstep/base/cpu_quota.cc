@@ -2,9 +2,11 @@
 #include "lockstep/base/cpu_quota.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 
 #include "lockstep/base/cgroup.h"
+#include "lockstep/cores.h"
 
 namespace lockstep {
 namespace {
@@ -34,6 +36,11 @@ std::optional<double> cpu_quota(const fs::path& mount, const fs::path& membershi
     if (quota) smallest = std::min(*quota, smallest.value_or(*quota));
   });
   return smallest;
+}
+
+int usable_core_count(std::optional<double> quota) {
+  const int cores = static_cast<int>(usable_cores().size());
+  return quota && *quota < cores ? std::max(1, static_cast<int>(std::ceil(*quota))) : cores;
 }
 
 }  // namespace lockstep

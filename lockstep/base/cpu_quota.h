@@ -14,7 +14,7 @@ namespace lockstep {
 std::optional<double> cpu_quota(const std::filesystem::path& mount = "/sys/fs/cgroup",
                                 const std::filesystem::path& membership = "/proc/self/cgroup");
 
-// The number of cores that are usable within a quota.
-int core_count_within(std::optional<double> quota);
+// How many cores this process may keep busy: usable_cores(), or fewer within a quota. Half a core counts as one.
+int usable_core_count(std::optional<double> quota = cpu_quota());
 
 }  // namespace lockstep

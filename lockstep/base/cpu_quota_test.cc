@@ -42,10 +42,10 @@ TEST(CpuQuota, is_unknown_without_a_limit) {
 
 TEST(UsableCoreCount, is_at_most_the_cores_and_at_least_one) {
   const int cores = static_cast<int>(usable_cores().size());
-  EXPECT_EQ(core_count_within(std::nullopt), cores);
-  EXPECT_EQ(core_count_within(1e6), cores);
-  EXPECT_EQ(core_count_within(0.2), 1);
-  EXPECT_EQ(core_count_within(1.5), std::min(2, cores));
+  EXPECT_EQ(usable_core_count(std::nullopt), cores);
+  EXPECT_EQ(usable_core_count(1e6), cores);
+  EXPECT_EQ(usable_core_count(0.2), 1);
+  EXPECT_EQ(usable_core_count(1.5), std::min(2, cores));
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ TitleRoom find_room(int argc, char** argv) {
 // What `text` leaves of the room is made up at the end, where ps shows nothing.
 void put_in_room(int argc, char** argv, const std::string& text) {
   static TitleRoom room = find_room(argc, argv);
-  if (text.size() > room.size) return;
+  if (room.size == 0 || text.size() > room.size) return;
   std::memmove(room.at + text.size(), room.at + room.used, room.rest);
   std::memcpy(room.at, text.data(), text.size());
   std::memset(room.at + text.size() + room.rest, 0, room.size - text.size());

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/cpu_quota.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"

@@ -206,7 +206,7 @@ class Job {
     const int signal = signals_.next();
     if (signal == 0) return;
     const bool again = signal == SIGINT && (stopping_ || interrupted_);
-    if (!again && std::ranges::find(options_.stop_signals, signal) != options_.stop_signals.end()) {
+    if (!again && is_stop_signal(signal)) {
       interrupted_ = interrupted_ || signal == SIGINT;
       return signal_all(signal);
     }
@@ -214,6 +214,10 @@ class Job {
     if (!again) return stop_all(signal);
     stopping_ = true;
     kill_all();
+  }
+
+  bool is_stop_signal(int signal) const {
+    return std::ranges::find(options_.stop_signals, signal) != options_.stop_signals.end();
   }
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
@@ -244,7 +248,9 @@ class Job {
   void on_failed(const Rank& rank) {
     failure_ = RankFailure{
         .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
-    stop_all(SIGTERM);
+    if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
+    stopping_ = true;  // they would only make a note of a SIGTERM, and wait for the failed one in their next step
+    kill_all();
   }
 
   // SIGCONT: a stopped process receives the other signal only when it continues.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A real Slurm of two nodes, as root. `srun lockstep train` needs no variable set by hand, also where another program has
-# the port that comes first. Everything is in namespaces of this script's own.
+# the port that comes first. A job that is preempted loses no step: it is requeued, resumed and finished with the losses of
+# one that was left alone. Everything is in namespaces of this script's own.
 #
 #   slurm_test.sh LOCKSTEP
 set -euo pipefail
@@ -37,7 +38,7 @@ other=$!
 until ss -Hltn | grep -q ":$port " && ss -Hltn | grep -q ":$((port + 1)) "; do sleep 0.1; done
 srun --overlap -N2 -n4 "$@"
 code=$?
-kill $taker $other
+kill -KILL $taker $other
 exit $code
 SCRIPT
 LOCKSTEP=$lockstep sbatch --wait -N2 -n4 --output taken.log taken.sh "${train[@]}" --metrics taken.jsonl ||
@@ -54,4 +55,41 @@ for name in "srun", "taken":
     assert ranks == 4 and len(many) == len(one) == 3, (name, ranks, many, one)
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (name, many, one)
     print("four ranks on two nodes have the losses of one rank:", name, many)
+PYTHON
+
+# A job of `low` that a job of `high` preempts: SIGTERM, 2 s of grace, then it is killed and requeued.
+train=("$lockstep" train --threads 1 --batch-size 1024 --quiet --timeout 60 --max-steps 30)
+printf '#!/bin/bash\nsrun "$@"\n' >low.sh
+job=$(sbatch --parsable -p low -N2 -n2 --requeue --open-mode=append --output low.log low.sh \
+  "${train[@]}" --checkpoint-dir checkpoints --on-stop wait --metrics low.jsonl)
+wait_for() {  # WHAT COMMAND...
+  local give_up=$((SECONDS + 60))
+  until "${@:2}"; do
+    [ $SECONDS -lt $give_up ] || { cat low.log; scontrol show job "$job"; echo "not within 60 s: $1"; exit 1; }
+    sleep 0.1
+  done
+}
+has() { grep -qs "$1" low.jsonl; }
+state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
+requeued() { scontrol show job "$job" | grep -q " Restarts=1 "; }
+start_now() { scontrol update "JobId=$job" StartTime=now 2>/dev/null && state_is RUNNING; }
+wait_for "the third step" has '"step":3,'
+srun -p high -N2 -n4 true
+wait_for "the checkpoint" has '"event":"stop"'
+wait_for "the requeue" requeued
+wait_for "the second start" start_now  # Slurm would wait two minutes
+wait_for "the end" state_is COMPLETED
+srun -N2 -n2 "${train[@]}" --metrics alone.jsonl
+
+python3 - <<'PYTHON'
+import json
+def events(name):
+    return [json.loads(line) for line in open(f"{name}.jsonl")]
+def losses(name):
+    return [(event["step"], event["loss"]) for event in events(name) if event["event"] == "step"]
+kinds = [event["event"] for event in events("low")]
+assert kinds.count("stop") == kinds.count("resume") == 1 and kinds[-1] == "run", kinds
+assert losses("low") == losses("alone"), (losses("low"), losses("alone"))
+stop = next(event["step"] for event in events("low") if event["event"] == "stop")
+print(f"preempted after step {stop} of 30, requeued, resumed and finished with the same bits")
 PYTHON
