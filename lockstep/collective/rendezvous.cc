@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
@@ -33,8 +34,10 @@
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/collective/interfaces.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/launcher_store.h"
 
 namespace lockstep {
 namespace {
@@ -44,6 +47,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kRetryEvery{2};
 constexpr milliseconds kResolveEvery{200};
+constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
 constexpr milliseconds kOwnNameKnownIn{5000};
 constexpr const char* kLoopback = "127.0.0.1";
 constexpr int kAnyPort = 1;  // where only the route counts
@@ -139,11 +143,15 @@ UniqueFd listen_at(const addrinfo& address) {
 }
 
 // A name may have several addresses, of which some are of no use here (::1 where there is no IPv6): the first that
-// works. c10d's own server would listen on every interface; this one listens where MASTER_ADDR says.
-UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline) {
-  const AddressList addresses = resolve(endpoint, deadline);
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
-    if (UniqueFd fd = listen_at(*address)) return fd;
+// works. c10d's own server would listen on every interface; this one listens where MASTER_ADDR says. Of `ports` ports
+// from endpoint.port on it takes the first that nobody has.
+UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1) {
+  for (int port = endpoint.port; port < endpoint.port + ports; ++port) {
+    const AddressList addresses = resolve({endpoint.host, port}, deadline);
+    for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+      if (UniqueFd fd = listen_at(*address)) return fd;
+    if (errno != EADDRINUSE) break;
+  }
   throw cannot_listen(endpoint);
 }
 
@@ -223,11 +231,26 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds time
   return make_store(endpoint, timeout, std::move(listener));
 }
 
-// Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
-void require_reachable(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  if (job.local_size == job.world_size) return;
+// None where there is no route to any of them.
+std::optional<std::string> own_address_towards(const AddressList& addresses) {
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
+    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd).host;
+  }
+  return std::nullopt;
+}
+
+// Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it. Where the
+// launcher has told its own address, rank 0 knows a better one.
+Endpoint reachable_endpoint(const JobEnvironment& job, const Deadline& deadline) {
+  const Endpoint endpoint{job.master_addr, job.master_port};
+  if (job.local_size == job.world_size) return endpoint;
   const AddressList addresses = resolve(endpoint, deadline);
-  if (!is_loopback(numeric(addresses->ai_addr, addresses->ai_addrlen))) return;
+  if (!is_loopback(numeric(addresses->ai_addr, addresses->ai_addrlen))) return endpoint;
+  if (job.rank == 0 && !job.launch_addr.empty())
+    if (const auto mine = own_address_towards(resolve({job.launch_addr, kAnyPort}, deadline, SOCK_DGRAM)))
+      return {*mine, job.master_port};
   throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
                                         " is a loopback address here, but the ranks are on ", "several machines"),
                          .here = concat("rank ", job.rank, " of ", job.world_size),
@@ -257,10 +280,14 @@ std::string text_in(c10d::Store& store, const std::string& key) try {
        .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
+std::string name_of_job(const JobEnvironment& job) {
+  return concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
+}
+
 // Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the
 // job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed.
 void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvironment& job) {
-  const std::string mine = concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
+  const std::string mine = name_of_job(job);
   const auto refuse = [&](const std::string& what, const std::string& who) {
     throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", endpoint.text()),
                            .here = concat("rank ", job.rank, " of ", mine),
@@ -276,16 +303,80 @@ void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvi
   if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
 }
 
+// Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
+c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
+  const std::string key = concat(attempt(), "/job");
+  for (const Deadline deadline = Deadline::after(timeout); !deadline.passed(); std::this_thread::sleep_for(kRetryEvery))
+    for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
+      const auto answered = answering(resolve({endpoint.host, port}, deadline), Deadline::after(kStrangerAnswersIn));
+      if (!answered) continue;
+      try {
+        const auto probe = make_store({*answered, port}, kStrangerAnswersIn);
+        if (!probe->check({key}) || text_in(*probe, key) != name_of_job(job)) continue;
+        return make_store({*answered, port}, timeout);
+      } catch (const std::exception&) {  // no store
+      }
+    }
+  throw RendezvousError({.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
+                                        job.master_port + job.master_ports - 1),
+                         .likely = "rank 0 did not start, or died early, or a firewall drops packets to these ports",
+                         .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
+}
+
 c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
-  const Endpoint endpoint{job.master_addr, job.master_port};
   const Deadline deadline = Deadline::after(timeout);
-  require_reachable(endpoint, job, deadline);
+  const Endpoint endpoint = reachable_endpoint(job, deadline);
   const bool agent = agent_serves_store();
-  auto store = job.rank == 0 && !agent ? serve_store(listen_on(endpoint, deadline), timeout)
-                                       : join_store(endpoint, job, timeout);
+  auto store = job.rank == 0 && !agent  ? serve_store(listen_on(endpoint, deadline, job.master_ports), timeout)
+               : job.master_ports > 1 ? find_own_job(endpoint, job, timeout)
+                                      : join_store(endpoint, job, timeout);
   auto own = c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
   if (!agent) require_own_job(*own, endpoint, job);
   return own;
+}
+
+// Note [Rendezvous through mpirun]
+// mpirun carries short texts between the ranks, so that they need no address in advance: each rank gives the addresses
+// of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
+// there, and gives the others both. Two rounds; after that mpirun is not asked any more.
+
+std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, const JobEnvironment& job,
+                              const Deadline& deadline) {
+  const std::vector<std::string> mine = own_addresses();
+  for (int rank = 1; rank < job.world_size; ++rank) {
+    const std::vector<std::string> theirs = split(launcher.get(rank, name), ',');
+    if (theirs == mine) continue;  // on this machine
+    if (const std::string near = address_near(theirs); !near.empty()) return near;
+    for (const std::string& other : theirs)
+      if (std::ranges::find(mine, other) == mine.end())
+        if (const auto by_route = own_address_towards(resolve({other, kAnyPort}, deadline, SOCK_DGRAM))) return *by_route;
+  }
+  throw RendezvousError({.what = "rank 0 has no network address at which other machines reach it",
+                         .here = concat("rank 0 of ", job.world_size, "; its addresses: ", join(mine, ", ")),
+                         .likely = "machines without a network in common",
+                         .next = "set MASTER_ADDR and MASTER_PORT on all ranks; GLOO_SOCKET_IFNAME names an interface"});
+}
+
+c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  static std::atomic<int> meetings{0};
+  const std::string number = concat(++meetings);  // a name is given once
+  const auto launcher = open_launcher_store(job, timeout);
+  launcher->put("addresses" + number, join(own_addresses(), ","));
+  launcher->fence();
+  c10::intrusive_ptr<c10d::Store> served;
+  if (job.rank == 0) {
+    UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
+    const Endpoint endpoint = endpoint_of(listener);
+    served = serve_store(std::move(listener), timeout);
+    launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
+  }
+  launcher->fence();
+  if (served) return served;
+  const auto parts = split(launcher->get(0, "endpoint" + number), ',');
+  Endpoint endpoint{parts.back()};
+  parse_int(parts.front(), endpoint.port);
+  return join_store(endpoint, job, timeout);
 }
 
 // Note [Rendezvous through a file]
@@ -374,16 +465,6 @@ c10::intrusive_ptr<c10d::Store> join_through_file(const JobEnvironment& job, mil
   return store;
 }
 
-// None where there is no route to any of them.
-std::optional<std::string> own_address_towards(const AddressList& addresses) {
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
-    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd).host;
-  }
-  return std::nullopt;
-}
-
 c10d::Store* beneath_prefixes(c10d::Store* store) {
   while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) store = prefixed->getUnderlyingStore().get();
   return store;
@@ -393,6 +474,7 @@ c10d::Store* beneath_prefixes(c10d::Store* store) {
 
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
   if (!job.master_addr.empty()) return connect_at_address(job, timeout);
+  if (job.world_size > job.local_size) return connect_through_launcher(job, timeout);
   return job.rank == 0 ? serve_through_file(job, timeout) : join_through_file(job, timeout);
 }
 
