@@ -23,7 +23,8 @@ Setting variable(const std::string& name) {
 Setting threads_per_rank(int allotted) {
   const Setting threads = variable("OMP_NUM_THREADS");
   if (threads.value.empty())
-    return {.name = "threads_per_rank", .value = concat(allotted), .source = "cores_of_rank, a cgroup's quota or Slurm"};
+    return {
+        .name = "threads_per_rank", .value = concat(allotted), .source = "cores_of_rank, a cgroup's quota or Slurm"};
   return {.name = "threads_per_rank", .value = threads.value, .source = threads.source};
 }
 

@@ -78,7 +78,7 @@ std::string suggestion(std::string_view name) {
 void hold_stop_signals() {
   sigset_t held;
   ::sigemptyset(&held);
-  for (const int signal : {SIGTERM, SIGUSR1}) ::sigaddset(&held, signal);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&held, signal);
   ::sigprocmask(SIG_BLOCK, &held, nullptr);
 }
 

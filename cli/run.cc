@@ -2,6 +2,7 @@
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
 #include <signal.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 
@@ -75,7 +76,8 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->envname("PET_RDZV_BACKEND");
   app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint, "HOST:PORT where the machines meet")
       ->envname("PET_RDZV_ENDPOINT");
-  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on its machines")->envname("PET_RDZV_ID");
+  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on its machines")
+      ->envname("PET_RDZV_ID");
   app.add_option("--rdzv-conf,--rdzv_conf", meeting.config, "join_timeout=SECONDS,last_call_timeout=SECONDS")
       ->envname("PET_RDZV_CONF");
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
@@ -93,12 +95,17 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
       ->check(CLI::Range(0.0, 86400.0));
 }
 
+// Of CUDA_VISIBLE_DEVICES those before the first that does not exist, as CUDA reads it.
 int number_of_gpus() {
-  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-  if (visible != nullptr) return *visible == 0 ? 0 : static_cast<int>(split(visible, ',').size());
   std::error_code none;
-  const std::filesystem::directory_iterator gpus("/proc/driver/nvidia/gpus", none);
-  return none ? 0 : static_cast<int>(std::distance(begin(gpus), end(gpus)));
+  const std::filesystem::directory_iterator entries("/proc/driver/nvidia/gpus", none);
+  const int gpus = none ? 0 : static_cast<int>(std::distance(begin(entries), end(entries)));
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (visible == nullptr) return gpus;
+  const auto names = split(visible, ',');
+  const auto hidden =
+      std::ranges::find_if(names, [](const std::string& name) { return name.empty() || name[0] == '-'; });
+  return std::min(gpus, static_cast<int>(hidden - names.begin()));
 }
 
 int number_of_ranks(const std::string& text) {
@@ -140,16 +147,17 @@ void split_endpoint(const std::string& text, std::string& host, int& port) {
     throw bad_option("--rdzv-endpoint", text, "give HOST:PORT, the address of one of the machines");
 }
 
+// torchrun's other keys are about its own store.
 void read_config(const std::string& text, NodeMeeting& meeting) {
   for (const std::string& pair : split(text, ',')) {
-    const std::size_t equals = pair.find('=');
+    const std::size_t equals = std::min(pair.find('='), pair.size());
     const std::string key = pair.substr(0, equals);
+    const bool last_call = key == "last_call_timeout";
+    if (!last_call && key != "join_timeout" && key != "timeout") continue;
     int seconds = 0;
-    if (pair.empty()) continue;
-    if (equals == std::string::npos || !parse_int(pair.substr(equals + 1), seconds) || seconds < 0)
+    if (!parse_int(pair.substr(std::min(equals + 1, pair.size())), seconds) || seconds < 0)
       throw bad_option("--rdzv-conf", text, "give join_timeout=SECONDS,last_call_timeout=SECONDS");
-    if (key == "join_timeout" || key == "timeout") meeting.timeout = std::chrono::seconds(seconds);
-    if (key == "last_call_timeout") meeting.last_call = std::chrono::seconds(seconds);
+    (last_call ? meeting.last_call : meeting.timeout) = std::chrono::seconds(seconds);
   }
 }
 

@@ -106,10 +106,10 @@ add_test(NAME hosts.two_hosts_train_as_one_rank_does
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/two_hosts_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 120)
 
-add_test(NAME hosts.mpirun_starts_ranks_on_two_hosts
-  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/mpirun_hosts_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.ranks_find_each_other
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
-set_tests_properties(hosts.mpirun_starts_ranks_on_two_hosts hosts.slurm PROPERTIES TIMEOUT 300)
+set_tests_properties(hosts.ranks_find_each_other hosts.slurm PROPERTIES TIMEOUT 300)
 
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)

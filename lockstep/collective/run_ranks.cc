@@ -5,8 +5,8 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/base/to_size.h"
 #include "lockstep/base/stop.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world_state.h"

@@ -11,7 +11,18 @@ namespace lockstep {
 namespace {
 
 // Where each number is.
-enum Sum : std::uint8_t { kSamples, kCounting, kCalls, kCallsSquared, kLow, kLowSquared, kHigh, kHighSquared, kStop, kLoss };
+enum Sum : std::uint8_t {
+  kSamples,
+  kCounting,
+  kCalls,
+  kCallsSquared,
+  kLow,
+  kLowSquared,
+  kHigh,
+  kHighSquared,
+  kStop,
+  kLoss
+};
 
 constexpr std::size_t kGathered = 128;  // settings that can be named
 

@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 
-#include "lockstep/base/cpu_quota.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
@@ -130,10 +130,10 @@ class Reader {
     if (!read(job_.master_addr, "master_addr", {"MASTER_ADDR"})) {
       const Setting nodes = require({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"});
       throw_if_missing();
-      const auto first = first_node(nodes.value);
-      if (!first) throw_malformed(nodes, "a list of nodes, as in \"node[01-04,07]\"");
-      set(job_.master_addr, "master_addr", *first, nodes.source);
-      job_.launch_addr = lookup_("SLURM_LAUNCH_NODE_IPADDR").value_or("");
+      const auto names = nodes_in(nodes.value);
+      if (names.empty()) throw_malformed(nodes, "a list of nodes, as in \"node[01-04,07]\"");
+      set(job_.master_addr, "master_addr", names.front(), nodes.source);
+      if (names.size() > 1) job_.other_host = names[1];
     }
     if (read(job_.master_port, "master_port", {"MASTER_PORT"})) return check_port();
     set(job_.master_port, "master_port", first_port_of_step(job_.job_id), "derived: SLURM_JOB_ID, SLURM_STEP_ID");
@@ -191,8 +191,7 @@ class Reader {
     int fd = -1;
     const auto socket = first({"PMI_FD"});
     const auto peer = socket && parse_int(socket->value, fd) ? identity_of_peer(fd) : std::nullopt;
-    if (peer && job_.master_addr.empty())
-      return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
+    if (peer && job_.master_addr.empty()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
     read_master(job_.world_size > 1);
     set_job_id_of_address();
   }
@@ -364,10 +363,13 @@ CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
   return cores_of_rank(usable, job.local_rank - job.local_servers, workers);
 }
 
-int threads_of(const JobEnvironment& job, const CoreSet& cores) {
+int threads_of(const JobEnvironment& job, const CoreSet& cores, std::optional<double> quota) {
+  int threads = static_cast<int>(cores.size());
+  if (job.cores > 0) threads = std::min(threads, job.cores);
+  // Ranks that were bound to cores of their own still share the quota.
   const int workers = std::max(1, job.local_size - job.local_servers);
-  const int by_cores = std::min(static_cast<int>(cores.size()), std::max(1, usable_core_count() / workers));
-  return job.cores > 0 ? std::min(by_cores, job.cores) : by_cores;
+  if (quota) threads = std::min(threads, static_cast<int>(std::ceil(*quota)) / workers);
+  return std::max(1, threads);
 }
 
 int allotted_cores() {

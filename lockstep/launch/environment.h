@@ -10,6 +10,7 @@
 #include <functional>
 #include <optional>
 
+#include "lockstep/base/cpu_quota.h"
 #include "lockstep/cores.h"
 
 namespace lockstep {
@@ -31,11 +32,11 @@ struct JobEnvironment {
   int node_rank = 0;        // the same for the ranks of a machine; Open MPI counts from 1 if mpirun's own has no ranks
   std::string master_addr;  // empty: the ranks meet through job_id, or on several machines through their launcher
   int master_port = 0;
-  int master_ports = 1;     // rank 0 takes the first free one of so many, from master_port on
-  std::string launch_addr;  // of the machine that started the job: the route to it is that to the others; may be empty
-  int cores = 0;            // of this rank, by the launcher's word; 0: not told
-  std::string job_id;    // the same for all ranks of a job, unlike that of any other job of this user on this machine
-  std::string job_name;  // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
+  int master_ports = 1;    // rank 0 takes the first free one of so many, from master_port on
+  std::string other_host;  // of another machine than rank 0's: the route to it is that to all of them; may be empty
+  int cores = 0;           // of this rank, by the launcher's word; 0: not told
+  std::string job_id;      // the same for all ranks of a job, unlike that of any other job of this user on this machine
+  std::string job_name;    // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
   std::vector<Setting> settings;
 };
 
@@ -55,7 +56,7 @@ JobEnvironment read_job_environment();  // of this process
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable);
 
 // How many threads this rank may keep busy: one for each of its cores, or its share of what a cgroup or Slurm allots.
-int threads_of(const JobEnvironment& job, const CoreSet& cores);
+int threads_of(const JobEnvironment& job, const CoreSet& cores, std::optional<double> quota = cpu_quota());
 
 // How many cores this process and what it starts may keep busy: usable_core_count(), or fewer if Slurm allots fewer.
 int allotted_cores();

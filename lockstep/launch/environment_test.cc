@@ -229,14 +229,14 @@ TEST(Environment, uneven_machines_without_index_are_an_error) {
 }
 
 TEST(Environment, a_step_of_slurm_on_several_nodes_finds_its_address_by_itself) {
-  const Variables by_hand = with(without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"}),
-                                 {{"SLURM_STEP_NODELIST", "node[01-02,07]"}, {"SLURM_LAUNCH_NODE_IPADDR", "192.0.2.9"}});
+  const Variables by_hand =
+      with(without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"}), {{"SLURM_STEP_NODELIST", "node[01-02,07]"}});
   const JobEnvironment job = read(by_hand);
   EXPECT_EQ(job.master_addr, "node01");
   EXPECT_EQ(source_of(job, "master_addr"), "SLURM_STEP_NODELIST");
   EXPECT_EQ(job.master_port, read(by_hand).master_port);
   EXPECT_GT(job.master_ports, 1);
-  EXPECT_EQ(job.launch_addr, "192.0.2.9");
+  EXPECT_EQ(job.other_host, "node02");
   EXPECT_NE(job.master_port, read(with(by_hand, {{"SLURM_STEP_ID", "3"}})).master_port);
   const JobEnvironment chosen = read(with(by_hand, {{"MASTER_PORT", "4711"}}));
   EXPECT_EQ(chosen.master_addr, "node01");
@@ -262,6 +262,17 @@ TEST(Environment, slurm_says_how_many_cores_a_rank_has) {
   EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "8"}})).cores, 4);
   EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "1"}})).cores, 1);
   EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "8"}, {"SLURM_CPUS_PER_TASK", "3"}})).cores, 3);
+}
+
+TEST(Environment, a_rank_has_a_thread_for_each_of_its_cores_within_its_share) {
+  const CoreSet four = {0, 1, 2, 3};
+  const JobEnvironment bound{.world_size = 2, .local_size = 2};
+  EXPECT_EQ(threads_of(bound, four, std::nullopt), 4);
+  EXPECT_EQ(threads_of(bound, four, 5.5), 3);
+  EXPECT_EQ(threads_of(bound, four, 0.5), 1);
+  JobEnvironment told = bound;
+  told.cores = 2;
+  EXPECT_EQ(threads_of(told, four, std::nullopt), 2);
 }
 
 TEST(Environment, ranks_of_an_mpirun_on_several_machines_need_no_address) {

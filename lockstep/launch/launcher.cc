@@ -22,6 +22,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kSignalBase = 128;  // a shell's exit code for a signal
+constexpr int kStopped = kSignalBase + SIGTERM;
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
@@ -44,9 +45,7 @@ void check(const LaunchOptions& options) {
           "name a log folder");
 }
 
-int world_size_of(const LaunchOptions& options) {
-  return options.world_size.value_or(options.nodes * options.ranks);
-}
+int world_size_of(const LaunchOptions& options) { return options.world_size.value_or(options.nodes * options.ranks); }
 
 std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix) {
   return std::filesystem::path(options.log_dir) / concat("rank", rank, suffix);
@@ -98,7 +97,7 @@ class Job {
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
     if (!failure_ && caught_signal_ != 0) return {.exit_code = kSignalBase + caught_signal_};
-    if (!failure_) return {.exit_code = stopped_ ? options_.stop_code : 0};
+    if (!failure_) return {.exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
     failure_->last_lines = last_lines();
     return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
             .failure = failure_};
@@ -110,7 +109,8 @@ class Job {
   void start_rank(int local, ProcessOptions what) {
     Rank& rank = ranks_[local];
     what.variables = variables(rank.rank, local);
-    if (options_.pin && cores_are_ours() && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
+    if (options_.pin && cores_are_ours() && !is_server(local))
+      what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
     what.group = guardian_.group(local);
     const UniqueFd output = open_output(rank.rank, rank.output, ".out");
@@ -207,6 +207,7 @@ class Job {
     if (signal == 0) return;
     const bool again = signal == SIGINT && (stopping_ || interrupted_);
     if (!again && is_stop_signal(signal)) {
+      asked_ = true;
       interrupted_ = interrupted_ || signal == SIGINT;
       return signal_all(signal);
     }
@@ -220,12 +221,17 @@ class Job {
     return std::ranges::find(options_.stop_signals, signal) != options_.stop_signals.end();
   }
 
+  bool has_stopped(const ExitStatus& end) const {
+    if (end.signal != 0) return false;
+    return options_.stop_code ? end.exit_code == *options_.stop_code : asked_ && end.exit_code == kStopped;
+  }
+
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
   void on_ended(std::vector<const Rank*>& ended) {
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (const Rank* rank : ended) {
       if (!rank->end->failed() || stopping_) continue;
-      if (rank->end->signal == 0 && rank->end->exit_code == options_.stop_code)
+      if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
         log_warning(concat("rank ", rank->rank, " ", how_it_ended(*rank->end), "; the job goes on without it"));
@@ -294,6 +300,7 @@ class Job {
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
   int caught_signal_ = 0;            // the first that ended the job
+  bool asked_ = false;               // by a signal: the ranks, to stop
   bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
   bool stopped_ = false;             // a rank has stopped because it was asked to
   bool stopping_ = false;            // since the first failure or signal
@@ -333,13 +340,12 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
   const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
-  const Error error(
-      "RankFailed",
-      {.what = concat("rank ", failure.rank, " ", how),
-       .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
-       .likely = likely_cause(failure.signal),
-       .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                    : "look at its output above"});
+  const Error error("RankFailed",
+                    {.what = concat("rank ", failure.rank, " ", how),
+                     .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
+                     .likely = likely_cause(failure.signal),
+                     .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                                  : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -1,64 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/node_meeting.h"
 
-#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <memory>
 #include <optional>
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/endpoint.h"
+#include "lockstep/launch/interfaces.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::size_t kLongestMeetingLine = 256;
 constexpr std::chrono::milliseconds kTryEvery{100};
+constexpr std::chrono::milliseconds kConnectsWithin{5000};
 
-using MeetingAddresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
 
-std::string endpoint_text(const NodeMeeting& meeting) { return concat(meeting.host, ":", meeting.port); }
-
-// None while the name is not known: where machines start with the job, DNS learns it a little later.
-MeetingAddresses find_addresses(const NodeMeeting& meeting) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(meeting.host.c_str(), std::to_string(meeting.port).c_str(), &hints, &found) != 0) found = nullptr;
-  return {found, [](addrinfo* list) {
-            if (list != nullptr) ::freeaddrinfo(list);
-          }};
+// None while the name is not known: where machines start with the job, DNS learns it a little later. Debian gives a
+// machine's own name the address 127.0.1.1, at which the others can't reach it.
+AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline) {
+  AddressList found = look_up(endpoint_of(meeting), deadline).addresses;
+  if (!found || is_loopback(meeting.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
+  const std::string mine = address_for_others();
+  return mine.empty() ? std::move(found) : look_up({mine, meeting.port}, deadline).addresses;
 }
-
-// The first address that `use` (bind, connect) succeeds with; none: errno says why the last did not.
-template <class Use>
-UniqueFd socket_at(const MeetingAddresses& addresses, const Use& use) {
-  int error = ENOENT;
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (fd && use(fd.get(), *address)) return fd;
-    error = errno;
-  }
-  errno = error;
-  return {};
-}
-
-bool listens_at(int fd, const addrinfo& address) {
-  const int yes = 1;
-  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  return ::bind(fd, address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd, SOMAXCONN) == 0;
-}
-
-bool connects_to(int fd, const addrinfo& address) { return ::connect(fd, address.ai_addr, address.ai_addrlen) == 0; }
 
 bool is_ready(int fd, const Deadline& deadline) {
   pollfd waiting{.fd = fd, .events = POLLIN, .revents = 0};
@@ -68,7 +43,8 @@ bool is_ready(int fd, const Deadline& deadline) {
 // Nothing at the deadline, at the end, or if the line is too long.
 std::optional<std::string> read_text_line(int fd, const Deadline& deadline) {
   std::string line;
-  for (char letter = 0; line.size() < kLongestMeetingLine && is_ready(fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
+  for (char letter = 0;
+       line.size() < kLongestMeetingLine && is_ready(fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
     if (letter == '\n') return line;
     line += letter;
   }
@@ -96,11 +72,11 @@ struct Guest {
 };
 
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
-  return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
-                                         endpoint_text(meeting), " within ",
-                                         human_seconds(static_cast<double>(meeting.timeout.count()) / 1000)),
-                          .likely = "a machine that did not start, or has another --rdzv-endpoint",
-                          .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
+  return RendezvousError(
+      {.what = concat(came, " of at least ", meeting.least, " machines came to ", endpoint_of(meeting).text(),
+                      " within ", human_seconds(static_cast<double>(meeting.timeout.count()) / 1000)),
+       .likely = "a machine that did not start, or has another --rdzv-endpoint",
+       .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
 }
 
 // ---- machine 0
@@ -152,14 +128,15 @@ NodePlace place_everybody(const NodeMeeting& meeting, const std::vector<Guest>& 
 // ---- the others
 
 RendezvousError wrong_job(const NodeMeeting& meeting) {
-  return RendezvousError({.what = concat("the launcher at ", endpoint_text(meeting), " is not one of this job"),
+  return RendezvousError({.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
                           .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
                           .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes",
                           .next = "give every machine the same --nnodes, --rdzv-id and --rdzv-endpoint"});
 }
 
 // Nothing: it was not a launcher of this version that answered, or it has gone.
-std::optional<NodePlace> ask_for_place(const UniqueFd& connection, const NodeMeeting& meeting, const Deadline& deadline) {
+std::optional<NodePlace> ask_for_place(const UniqueFd& connection, const NodeMeeting& meeting,
+                                       const Deadline& deadline) {
   if (!write_text_line(connection.get(), concat(greeting(meeting), meeting.ranks))) return {};
   const auto answer = read_text_line(connection.get(), deadline);
   if (!answer) return {};
@@ -171,22 +148,30 @@ std::optional<NodePlace> ask_for_place(const UniqueFd& connection, const NodeMee
   return read ? std::optional(place) : std::nullopt;
 }
 
+void require_sayable(const NodeMeeting& meeting) {
+  constexpr std::size_t kForNumbers = 80;
+  if (meeting.job.size() + kForNumbers <= kLongestMeetingLine && meeting.job.find('\n') == std::string::npos) return;
+  throw UsageError({.what = concat("--rdzv-id has ", meeting.job.size(), " characters"),
+                    .next = concat("choose a line of at most ", kLongestMeetingLine - kForNumbers)});
+}
+
 }  // namespace
 
 NodePlace meet_nodes(const NodeMeeting& meeting) {
+  require_sayable(meeting);
   const Deadline deadline = Deadline::after(meeting.timeout);
   const Deadline last_answer = Deadline::after(meeting.timeout + meeting.last_call);
   do {
-    const auto addresses = find_addresses(meeting);
-    if (const UniqueFd listener = socket_at(addresses, &listens_at))
-      return place_everybody(meeting, gather(listener, meeting));
-    if (const UniqueFd connection = socket_at(addresses, &connects_to))
-      if (const auto place = ask_for_place(connection, meeting, last_answer)) return *place;
+    const AddressList addresses = find_addresses(meeting, deadline);
+    if (const UniqueFd listener = listen_at(addresses)) return place_everybody(meeting, gather(listener, meeting));
+    if (const auto connection = connect_to(addresses, Deadline::after(std::min(kConnectsWithin, deadline.left()))))
+      if (const auto place = ask_for_place(connection->fd, meeting, last_answer)) return *place;
     std::this_thread::sleep_for(std::min(kTryEvery, deadline.left()));
   } while (!deadline.passed());
-  throw RendezvousError({.what = concat("no launcher of this job at ", endpoint_text(meeting)),
-                         .likely = "a name that does not resolve, a firewall, or machines that have begun without this one",
-                         .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
+  throw RendezvousError(
+      {.what = concat("no launcher of this job at ", endpoint_of(meeting).text()),
+       .likely = "a name that does not resolve, a firewall, or machines that have begun without this one",
+       .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
 }
 
 }  // namespace lockstep

@@ -24,9 +24,9 @@ struct NodeMeeting {
   std::string job;  // --rdzv-id: launchers with another one are refused
   int least = 1;    // machines
   int most = 1;
-  int ranks = 1;                                        // on this machine
-  std::chrono::milliseconds timeout{600'000};           // until `least` machines have come
-  std::chrono::milliseconds last_call{30'000};          // for more than `least`
+  int ranks = 1;                                // on this machine
+  std::chrono::milliseconds timeout{600'000};   // until `least` machines have come
+  std::chrono::milliseconds last_call{30'000};  // for more than `least`
 };
 
 struct NodePlace {
@@ -37,7 +37,7 @@ struct NodePlace {
 };
 
 // Blocks until every machine has its place. Throws RendezvousError: too few machines at the deadline, another job at the
-// endpoint, no address of any machine.
+// endpoint, no address of any machine; UsageError: a job whose name does not fit into a line.
 NodePlace meet_nodes(const NodeMeeting& meeting);
 
 }  // namespace lockstep

@@ -8,18 +8,21 @@
 namespace lockstep {
 namespace {
 
-TEST(Slurm, finds_the_first_node_of_a_list) {
-  EXPECT_EQ(first_node("n1"), "n1");
-  EXPECT_EQ(first_node("n1,n2"), "n1");
-  EXPECT_EQ(first_node("node[01-04,07]"), "node01");
-  EXPECT_EQ(first_node("node[07,09],login"), "node07");
-  EXPECT_EQ(first_node("gpu-[3]"), "gpu-3");
-  EXPECT_EQ(first_node("rack[2-3]n[05-09]-ib,x"), "rack2n05-ib");
-  EXPECT_EQ(first_node("a.example.org,b[1-2]"), "a.example.org");
+using Nodes = std::vector<std::string>;
+
+TEST(Slurm, spells_out_a_list_of_nodes) {
+  EXPECT_EQ(nodes_in("n1"), Nodes({"n1"}));
+  EXPECT_EQ(nodes_in("n1,n2"), Nodes({"n1", "n2"}));
+  EXPECT_EQ(nodes_in("node[08-10,007],login"), Nodes({"node08", "node09", "node10", "node007", "login"}));
+  EXPECT_EQ(nodes_in("gpu-[3]"), Nodes({"gpu-3"}));
+  EXPECT_EQ(nodes_in("rack[2-3]n[5-6]-ib,x"), Nodes({"rack2n5-ib", "rack2n6-ib", "rack3n5-ib", "rack3n6-ib", "x"}));
+  EXPECT_EQ(nodes_in("a.example.org,b[1-2]"), Nodes({"a.example.org", "b1", "b2"}));
 }
 
-TEST(Slurm, a_list_that_is_not_one_has_no_first_node) {
-  for (const char* list : {"", ",", "n[", "n[1-2", "n[]", "n[-2]", "n]1", "[,]"}) EXPECT_FALSE(first_node(list)) << list;
+TEST(Slurm, a_list_that_is_not_one_has_no_nodes) {
+  for (const char* list :
+       {"", ",", "n1,", "n[", "n[1-2", "n[]", "n[-2]", "n[2-1]", "n[1-x]", "n[0-2000000000]", "n]1", "[,]", "n[1[2]]"})
+    EXPECT_TRUE(nodes_in(list).empty()) << list;
 }
 
 TEST(Slurm, steps_have_ports_of_their_own) {

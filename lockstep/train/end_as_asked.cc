@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/end_as_asked.h"
 
+#include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,7 +51,10 @@ void requeue(const World& world) {
 int end_as_asked(const World& world, const PreemptionOptions& options) {
   const AfterStop then = after_stop(options);
   if (then == AfterStop::kExit) return stop_code(options);
-  if (then == AfterStop::kRequeue) requeue(world);
+  if (then == AfterStop::kRequeue) {
+    requeue(world);
+    ::signal(SIGTERM, SIG_DFL);  // Slurm's, which ends the job now that it is queued again
+  }
   if (world.rank() == 0) log_info("waiting until the scheduler ends this job");
   wait_until_killed();
 }

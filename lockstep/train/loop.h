@@ -66,7 +66,7 @@ class TrainingLoop {
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
   Progress progress_;
-  Json last_epoch_;               // the event in the metrics
+  Json last_epoch_;  // the event in the metrics
   bool stopped_ = false;
   bool hinted_ = false;           // that steps wait for data
   std::int64_t saved_step_ = -1;  // of the last checkpoint

@@ -9,7 +9,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/launcher.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/option_table.h"
@@ -185,6 +184,7 @@ struct StopSignal {
   std::string_view name;
   int number;
 };
+constexpr int kStopCode = 128 + SIGTERM;
 constexpr std::array kStopSignals = {StopSignal{"SIGTERM", SIGTERM}, StopSignal{"SIGUSR1", SIGUSR1},
                                      StopSignal{"SIGUSR2", SIGUSR2}};
 
@@ -240,11 +240,12 @@ AfterStop after_stop(const PreemptionOptions& options) {
   int code = -1;
   require(parse_int(options.then, code) && code >= 0 && code <= kLastCode, concat("--on-stop ", options.then),
           "give an exit code from 0 to 255, or requeue, or wait");
+  require(code != 1 && code != 2, concat("--on-stop ", options.then), "1 and 2 are the codes of errors: give another");
   return AfterStop::kExit;
 }
 
 int stop_code(const PreemptionOptions& options) {
-  int code = LaunchOptions{}.stop_code;
+  int code = kStopCode;
   parse_int(options.then, code);
   return code;
 }

@@ -83,7 +83,7 @@ void catch_signals(const PreemptionOptions& options) {
   catch_stop_signals(stop_signals(options));
   sigset_t waiting;
   ::sigemptyset(&waiting);
-  for (const int signal : {SIGTERM, SIGUSR1}) ::sigaddset(&waiting, signal);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&waiting, signal);
   ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
 }
 

@@ -3,7 +3,7 @@
 # Needs root: slurmd gives up the groups that root has.
 #
 #   start_slurm DIR NODE...   partition `low` (2 s of grace) is preempted by `high`: its jobs are requeued
-#   stop_slurm                (its daemons also end with the caller's namespace of processes)
+#                             (its daemons end with the caller's namespace of processes)
 
 start_slurm() {
   local dir=$1 node
@@ -51,9 +51,4 @@ CONF
     [ $SECONDS -lt $give_up ] || { tail -n 20 "$dir"/log/*; echo "Slurm is not up after 30 s"; return 1; }
     sleep 0.1
   done
-}
-
-stop_slurm() {
-  local file
-  for file in "$(dirname "$SLURM_CONF")"/*.pid; do kill "$(cat "$file")" 2>/dev/null || true; done
 }

@@ -1,19 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A real Slurm of two nodes, as root. `srun lockstep train` needs no variable set by hand, also where another program has
-# the port that comes first. A job that is preempted loses no step: it is requeued, resumed and finished with the losses of
-# one that was left alone. Everything is in namespaces of this script's own.
+# the port that comes first. A job that is preempted, or asked to stop before its time limit, loses no step: it is requeued,
+# resumed and finished with the losses of one that was left alone. Everything is in namespaces of this script's own.
 #
 #   slurm_test.sh LOCKSTEP
 set -euo pipefail
 if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
   export IN_OWN_NAMESPACES=1
   [ "$(id -u)" -eq 0 ] || exec sudo -n --preserve-env "$0" "$@"
-  exec unshare --net --mount --uts --pid --fork --mount-proc "$0" "$@"
+  exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
 fi
 lockstep=$(realpath "$1")
-work=$(mktemp -d)
-trap 'stop_slurm; rm -rf "$work"' EXIT
 source "$(dirname "$0")/hosts.sh"
 source "$(dirname "$0")/slurm.sh"
 make_hosts n1 n2
@@ -33,9 +31,12 @@ import socket, time
 taken = socket.socket(); taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 taken.bind(('10.77.0.11', $port)); taken.listen(); time.sleep(60)" &
 taker=$!
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 60 &
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.77.0.11 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 60 &
 other=$!
-until ss -Hltn | grep -q ":$port " && ss -Hltn | grep -q ":$((port + 1)) "; do sleep 0.1; done
+for _ in {1..300}; do
+  if ss -Hltn | grep -q ":$port " && ss -Hltn | grep -q ":$((port + 1)) "; then break; fi
+  sleep 0.1
+done
 srun --overlap -N2 -n4 "$@"
 code=$?
 kill -KILL $taker $other
@@ -57,29 +58,42 @@ for name in "srun", "taken":
     print("four ranks on two nodes have the losses of one rank:", name, many)
 PYTHON
 
-# A job of `low` that a job of `high` preempts: SIGTERM, 2 s of grace, then it is killed and requeued.
-train=("$lockstep" train --threads 1 --batch-size 1024 --quiet --timeout 60 --max-steps 30)
-printf '#!/bin/bash\nsrun "$@"\n' >low.sh
-job=$(sbatch --parsable -p low -N2 -n2 --requeue --open-mode=append --output low.log low.sh \
-  "${train[@]}" --checkpoint-dir checkpoints --on-stop wait --metrics low.jsonl)
+# A job that is asked to stop, and is requeued, goes on where it was; it has the losses of one that was left alone.
+train=("$lockstep" train --threads 1 --batch-size 256 --quiet --timeout 60)
+cat >job.sh <<'SCRIPT'
+#!/bin/bash
+steps=1000000
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || steps=$(($(grep -c '"event":"step"' "$SLURM_JOB_NAME.jsonl") + 5))
+srun "$@" --max-steps $steps
+SCRIPT
 wait_for() {  # WHAT COMMAND...
   local give_up=$((SECONDS + 60))
   until "${@:2}"; do
-    [ $SECONDS -lt $give_up ] || { cat low.log; scontrol show job "$job"; echo "not within 60 s: $1"; exit 1; }
+    [ $SECONDS -lt $give_up ] || { cat "$name.log"; scontrol show job "$job"; echo "not within 60 s: $1"; exit 1; }
     sleep 0.1
   done
 }
-has() { grep -qs "$1" low.jsonl; }
+has() { grep -qs "$1" "$name.jsonl"; }
 state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
 requeued() { scontrol show job "$job" | grep -q " Restarts=1 "; }
 start_now() { scontrol update "JobId=$job" StartTime=now 2>/dev/null && state_is RUNNING; }
-wait_for "the third step" has '"step":3,'
-srun -p high -N2 -n4 true
-wait_for "the checkpoint" has '"event":"stop"'
-wait_for "the requeue" requeued
-wait_for "the second start" start_now  # Slurm would wait two minutes
-wait_for "the end" state_is COMPLETED
-srun -N2 -n2 "${train[@]}" --metrics alone.jsonl
+stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
+  name=$1
+  job=$(sbatch --parsable --job-name "$name" -p low -N2 -n2 --requeue --open-mode=append --output "$name.log" job.sh \
+    "${train[@]}" --checkpoint-dir "$name" --metrics "$name.jsonl" --on-stop "$2")
+  wait_for "the third step" has '"step":3,'
+  "${@:3}"
+  wait_for "the checkpoint" has '"event":"stop"'
+  wait_for "the requeue" requeued
+  wait_for "the second start" start_now  # Slurm would wait two minutes
+  wait_for "the end" state_is COMPLETED
+}
+preempt() { srun -p high -N2 -n4 true; }  # SIGTERM, 2 s of grace, then Slurm kills the job of `low` and requeues it
+send_signal() { scancel --signal=USR1 "$job"; }  # as sbatch --signal does it before the time limit
+stop_and_requeue preempted wait preempt
+stop_and_requeue signalled requeue send_signal
+most=$(grep -hc '"event":"step"' preempted.jsonl signalled.jsonl | sort -n | tail -n 1)
+srun -N2 -n2 "${train[@]}" --metrics alone.jsonl --max-steps "$most"
 
 python3 - <<'PYTHON'
 import json
@@ -87,9 +101,11 @@ def events(name):
     return [json.loads(line) for line in open(f"{name}.jsonl")]
 def losses(name):
     return [(event["step"], event["loss"]) for event in events(name) if event["event"] == "step"]
-kinds = [event["event"] for event in events("low")]
-assert kinds.count("stop") == kinds.count("resume") == 1 and kinds[-1] == "run", kinds
-assert losses("low") == losses("alone"), (losses("low"), losses("alone"))
-stop = next(event["step"] for event in events("low") if event["event"] == "stop")
-print(f"preempted after step {stop} of 30, requeued, resumed and finished with the same bits")
+for name in "preempted", "signalled":
+    kinds = [event["event"] for event in events(name)]
+    assert kinds.count("stop") == kinds.count("resume") == 1 and kinds[-1] == "run", (name, kinds)
+    steps = len(losses(name))
+    assert losses(name) == losses("alone")[:steps], (name, losses(name), losses("alone"))
+    stop = next(event["step"] for event in events(name) if event["event"] == "stop")
+    print(f"{name} after step {stop} of {steps}, requeued, resumed and finished with the same bits")
 PYTHON

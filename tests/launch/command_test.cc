@@ -182,7 +182,8 @@ TEST(LockstepRun, accepts_torchruns_spellings) {
 
 // With the ranks' variables on one line each.
 Words on_machine(const ReservedPort& port, const std::string& ranks, const Words& options) {
-  Words command = {LOCKSTEP_COMMAND, "run", "--nproc-per-node", ranks, "--rdzv-endpoint", concat("127.0.0.1:", port.number())};
+  Words command = {
+      LOCKSTEP_COMMAND, "run", "--nproc-per-node", ranks, "--rdzv-endpoint", concat("127.0.0.1:", port.number())};
   command.insert(command.end(), options.begin(), options.end());
   command.insert(command.end(), {RANK_PROBE, "variables", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"});
   return command;
@@ -190,8 +191,8 @@ Words on_machine(const ReservedPort& port, const std::string& ranks, const Words
 
 TEST(LockstepRun, machines_that_meet_number_themselves) {
   const ReservedPort port;
-  const Words options = {"--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv_id", "a job", "--rdzv-conf",
-                         "join_timeout=20,last_call_timeout=1"};
+  const Words options = {"--nnodes",  "2:3",   "--rdzv-backend", "c10d",
+                         "--rdzv_id", "a job", "--rdzv-conf",    "join_timeout=20,last_call_timeout=1"};
   Child two(on_machine(port, "2", options));
   Child three(on_machine(port, "3", options));
   EXPECT_EQ(two.wait(), 0) << two.error();
@@ -204,13 +205,19 @@ TEST(LockstepRun, machines_that_meet_number_themselves) {
 
 TEST(LockstepRun, reads_torchruns_variables) {
   const ReservedPort port;
-  const Words probe = {LOCKSTEP_COMMAND, "run", RANK_PROBE, "variables", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
-  Words by_number = {"env", "PET_NNODES=2", "PET_NPROC_PER_NODE=2", "PET_NODE_RANK=1", "PET_MASTER_ADDR=gpu-a",
+  const Words probe = {LOCKSTEP_COMMAND, "run",        RANK_PROBE,    "variables",
+                       "RANK",           "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+  Words by_number = {"env",
+                     "PET_NNODES=2",
+                     "PET_NPROC_PER_NODE=2",
+                     "PET_NODE_RANK=1",
+                     "PET_MASTER_ADDR=gpu-a",
                      "PET_MASTER_PORT=29500"};
   by_number.insert(by_number.end(), probe.begin(), probe.end());
   Child kubeflow(by_number);
   EXPECT_EQ(kubeflow.wait(), 0) << kubeflow.error();
-  EXPECT_TRUE(contains(kubeflow.output(), "RANK=3 WORLD_SIZE=4 MASTER_ADDR=gpu-a MASTER_PORT=29500")) << kubeflow.output();
+  EXPECT_TRUE(contains(kubeflow.output(), "RANK=3 WORLD_SIZE=4 MASTER_ADDR=gpu-a MASTER_PORT=29500"))
+      << kubeflow.output();
   Words alone = {"env", "PET_STANDALONE=1", "PET_NNODES=7", "PET_NODE_RANK=3", "PET_MASTER_PORT=1"};
   alone.insert(alone.end(), probe.begin(), probe.end());
   Child standalone(alone);
@@ -233,6 +240,13 @@ TEST(LockstepRun, lets_ranks_stop_in_their_own_time) {
   launcher.signal(SIGUSR1);
   EXPECT_EQ(launcher.wait(), 143);
   EXPECT_FALSE(contains(launcher.error(), "RankFailed")) << launcher.error();
+}
+
+TEST(LockstepRun, takes_143_for_a_failure_of_a_rank_that_nobody_asked_to_stop) {
+  Child launcher({LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--grace", "1", "sh", "-c",
+                  "[ $RANK = 0 ] && exit 143; sleep 1000"});
+  EXPECT_EQ(launcher.wait(), 143);
+  EXPECT_TRUE(contains(launcher.error(), "rank 0 exited with code 143")) << launcher.error();
 }
 
 TEST(LockstepRun, passes_the_programs_own_options_on) {

@@ -13,8 +13,8 @@ namespace lockstep::testing {
 namespace {
 
 constexpr int kStopped = 143;
-const Words kTrain = {LOCKSTEP_COMMAND, "train",   "--threads", "1", "--batch-size", "32", "--timeout", "60",
-                      "--epochs",       "1000000", "--quiet"};
+const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",       "--batch-size", "32",
+                      "--timeout",      "60",    "--epochs",  "1000000", "--quiet"};
 
 std::int64_t stopped_after(const std::filesystem::path& metrics) {
   const auto events = metrics_in(metrics);
@@ -54,6 +54,17 @@ TEST_P(StopOf, all_ranks_is_after_the_same_step_where_one_got_the_signal) {
   ranks[2].signal(SIGTERM);
   expect_all_end_with(ranks, kStopped);
   EXPECT_EQ(stopped_after(ranks.metrics()), std::ssize(ranks.losses()));
+}
+
+// The workers go at their own pace.
+TEST(Stop, ends_ranks_of_an_asynchronous_store_that_all_got_the_signal) {
+  const TempFolder folder;
+  Ranks ranks(3, kTrain + Words{"--strategy", "kvstore", "--kvstore", "dist_async", "--checkpoint-dir",
+                                folder / "checkpoints"});
+  ASSERT_TRUE(ranks.have_made(2));
+  for (int rank = 0; rank < ranks.count(); ++rank) ranks[rank].signal(SIGTERM);
+  expect_all_end_with(ranks, kStopped);
+  EXPECT_GT(stopped_after(ranks.metrics()), 0);
 }
 
 TEST(Stop, a_requeued_run_goes_on_with_the_same_bits) {
@@ -130,7 +141,8 @@ TEST_F(StopOfLauncher, stays_until_it_is_killed_and_a_second_ctrl_c_kills_it) {
 TEST_F(StopOfLauncher, is_shown_by_ps_with_its_ranks) {
   Child launcher(train());
   ASSERT_TRUE(has_begun());
-  const Ended ps = run({"ps", "-ww", "-o", "comm,args", "--ppid", concat(launcher.pid()), "-p", concat(launcher.pid())});
+  const Ended ps =
+      run({"ps", "-ww", "-o", "comm,args", "--ppid", concat(launcher.pid()), "-p", concat(launcher.pid())});
   EXPECT_TRUE(contains(ps.output, "lockstep train --threads 1")) << ps.output;
   for (const char* rank : {"0", "1"}) {
     EXPECT_TRUE(contains(ps.output, concat("lockstep train [rank ", rank, " of 2] --threads 1"))) << ps.output;
@@ -139,7 +151,8 @@ TEST_F(StopOfLauncher, is_shown_by_ps_with_its_ranks) {
 }
 
 TEST(Stop, a_bad_choice_is_a_usage_error) {
-  for (const Words& bad : {Words{"--preempt-signal", "SIGKILL"}, Words{"--on-stop", "256"}, Words{"--on-stop", "later"}})
+  for (const Words& bad : {Words{"--preempt-signal", "SIGKILL"}, Words{"--on-stop", "256"}, Words{"--on-stop", "1"},
+                           Words{"--on-stop", "later"}})
     EXPECT_EQ(run(kTrain + bad).exit_code, 2) << bad.back();
   const Ended ended = run(with_variables({}, Words{"-u", "SLURM_JOB_ID"} + kTrain + Words{"--on-stop", "requeue"}));
   EXPECT_EQ(ended.exit_code, 2);

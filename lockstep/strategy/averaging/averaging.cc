@@ -22,8 +22,8 @@
 #include <numeric>
 #include <optional>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/stop.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"

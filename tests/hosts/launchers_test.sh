@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# mpirun of Open MPI and of MPICH over two hosts, without a variable set by hand: the ranks find each other, and get the
-# losses of one rank. In place of ssh, mpirun enters the hosts' namespaces. Everything is in namespaces of this script's own.
+# Over two hosts, without a variable set by hand: mpirun of Open MPI and of MPICH, and two `lockstep run` that number
+# themselves. The ranks find each other, and get the losses of one rank. In place of ssh, mpirun enters the hosts'
+# namespaces. Everything is in namespaces of this script's own.
 #
-#   mpirun_hosts_test.sh LOCKSTEP
+#   launchers_test.sh LOCKSTEP
 set -euo pipefail
 if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
   export IN_OWN_NAMESPACES=1
-  exec unshare --map-root-user --user --net --mount --uts --pid --fork --mount-proc "$0" "$@"
+  exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
 fi
 lockstep=$1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 source "$(dirname "$0")/hosts.sh"
 make_hosts n1 n2
 
@@ -21,7 +20,7 @@ cat >/run/agent <<'AGENT'
 while [ "${1#-}" != "$1" ]; do shift; done
 host=$1
 shift
-exec nsenter --net="/run/netns/$host" --uts="/run/uts/$host" sh -c "$*"
+exec /run/on-host "$host" sh -c "$*"
 AGENT
 chmod +x /run/agent
 unset DISPLAY
@@ -30,6 +29,12 @@ train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 60 --max-
 mpirun.openmpi --allow-run-as-root --mca plm_rsh_agent /run/agent --host n1:2,n2:2 -np 4 \
   "${train[@]}" --metrics "$work/open_mpi.jsonl"
 mpirun.mpich -launcher rsh -launcher-exec /run/agent -hosts n1,n2 -ppn 2 -np 4 "${train[@]}" --metrics "$work/mpich.jsonl"
+for host in n2 n1; do  # n1's name is a loopback address on n1
+  on_host $host "$lockstep" run --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n1:29400 -- \
+    "${train[@]}" --metrics "$work/lockstep_run.jsonl" &
+done
+wait -n
+wait -n
 
 python3 - "$work" <<'PYTHON'
 import json, sys
@@ -37,7 +42,7 @@ def losses(name):
     events = [json.loads(line) for line in open(f"{sys.argv[1]}/{name}.jsonl")]
     return [event["loss"] for event in events if event["event"] == "step"], events[-1]["ranks"]
 one, _ = losses("one")
-for launcher in "open_mpi", "mpich":
+for launcher in "open_mpi", "mpich", "lockstep_run":
     many, ranks = losses(launcher)
     assert ranks == 4 and len(many) == len(one) == 3, (launcher, ranks, many, one)
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (launcher, many, one)

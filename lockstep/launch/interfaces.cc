@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/interfaces.h"
+#include "lockstep/launch/interfaces.h"
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
@@ -9,11 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <memory>
 
+#include "lockstep/base/port.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/endpoint.h"
 
 namespace lockstep {
 namespace {
@@ -48,9 +49,16 @@ struct Interface {
   AddressBytes mask;
 };
 
-bool serves_others(const ifaddrs& entry) {
+// By GLOO_SOCKET_IFNAME, if it is set: names of interfaces with commas between them.
+bool is_wanted(const std::string& name) {
   const char* wanted = std::getenv("GLOO_SOCKET_IFNAME");
-  if (wanted != nullptr && std::strcmp(wanted, entry.ifa_name) != 0) return false;
+  if (wanted == nullptr) return true;
+  const auto names = split(wanted, ',');
+  return std::ranges::find(names, name) != names.end();
+}
+
+bool serves_others(const ifaddrs& entry) {
+  if (!is_wanted(entry.ifa_name)) return false;
   if ((entry.ifa_flags & IFF_UP) == 0 || (entry.ifa_flags & IFF_LOOPBACK) != 0) return false;
   const AddressBytes address = bytes_of(entry.ifa_addr);
   const bool link_local_6 = address.size() == sizeof(in6_addr) && address[0] == 0xfe && (address[1] & 0xc0) == 0x80;
@@ -88,6 +96,15 @@ std::string address_near(const std::vector<std::string>& theirs) {
     for (const std::string& other : theirs)
       if (in_network_of(interface, bytes_of(other))) return text_of_address(interface.address);
   return "";
+}
+
+std::string address_for_others() {
+  constexpr std::chrono::seconds kAtOnce{1};
+  const Endpoint somewhere{"192.0.2.1", 1};  // reserved for documentation; nothing is sent to it
+  const auto by_route = own_address_towards(look_up(somewhere, Deadline::after(kAtOnce), SOCK_DGRAM).addresses);
+  if (by_route && !is_loopback(*by_route)) return *by_route;
+  const auto all = own_addresses();
+  return all.size() == 1 ? all.front() : "";
 }
 
 }  // namespace lockstep
