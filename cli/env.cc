@@ -20,9 +20,11 @@ Setting variable(const std::string& name) {
   return {.name = name, .value = value, .source = name};
 }
 
-Setting threads_per_rank(std::size_t cores) {
+Setting threads_per_rank(int allotted) {
   const Setting threads = variable("OMP_NUM_THREADS");
-  if (threads.value.empty()) return {.name = "threads_per_rank", .value = concat(cores), .source = "cores_of_rank"};
+  if (threads.value.empty())
+    return {
+        .name = "threads_per_rank", .value = concat(allotted), .source = "cores_of_rank, a cgroup's quota or Slurm"};
   return {.name = "threads_per_rank", .value = threads.value, .source = threads.source};
 }
 
@@ -32,7 +34,7 @@ std::vector<Setting> all_settings() {
   const CoreSet cores = cores_of(job, usable_cores());
   settings.push_back({"cores_online", concat(::sysconf(_SC_NPROCESSORS_ONLN)), "this machine"});
   settings.push_back({"cores_of_rank", to_string(cores), "this process's affinity, or its share of it"});
-  settings.push_back(threads_per_rank(cores.size()));
+  settings.push_back(threads_per_rank(threads_of(job, cores)));
   for (const char* name : {"CUDA_VISIBLE_DEVICES", "LOCKSTEP_LOG", "OMP_NUM_THREADS"})
     settings.push_back(variable(name));
   return settings;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep`: finds the subcommand. `run` and `env` are part of this program; any other is a program of its own,
 // lockstep-<subcommand> in ../libexec/lockstep, as git does it.
+#include <signal.h>
 #include <unistd.h>
 
 #include <array>
@@ -10,6 +11,7 @@
 #include "cli/commands.h"
 #include "cli/installation.h"
 #include "lockstep/base/command_line.h"
+#include "lockstep/base/process_title.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -72,10 +74,26 @@ std::string suggestion(std::string_view name) {
   return "";
 }
 
+// Until training can handle them (lockstep/train/run.cc): loading libtorch takes a second.
+void hold_stop_signals() {
+  sigset_t held;
+  ::sigemptyset(&held);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&held, signal);
+  ::sigprocmask(SIG_BLOCK, &held, nullptr);
+}
+
 int run_program(char** argv) {
   const fs::path program = program_of(argv[0]);
   if (fs::exists(program)) check_torch();
-  ::execv(program.c_str(), argv);
+  std::string title = concat("lockstep ", argv[0]);  // for ps
+  if (std::string_view(argv[0]) == "train") {
+    title += std::string(kRoomForRank, ' ');
+    hold_stop_signals();
+  }
+  std::vector<char*> arguments{title.data()};
+  for (char** argument = argv + 1; *argument != nullptr; ++argument) arguments.push_back(*argument);
+  arguments.push_back(nullptr);
+  ::execv(program.c_str(), arguments.data());
   throw UsageError({.what = concat("there is no subcommand '", argv[0], "'"),
                     .here = concat("no ", program.string()),
                     .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});

@@ -1,18 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+
 #include <CLI/CLI.hpp>
 
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
+#include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/launch/node_meeting.h"
 
 namespace lockstep {
 namespace {
 
+// torchrun's names and meanings. Every option can also be given as PET_NAME in the environment, as Kubeflow does it.
+struct RendezvousArguments {
+  std::string nodes = "1";  // N or MIN:MAX
+  std::string backend = "static";
+  std::string endpoint;  // HOST[:PORT]
+  std::string id = "none";
+  std::string config;  // KEY=VALUE,...
+  bool standalone = false;
+};
+
 struct RunArguments {
   std::string ranks = "1";
+  RendezvousArguments meeting;
   std::string master_addr;
   std::string output = "prefix";
   double grace_seconds = 5;
@@ -34,15 +52,36 @@ class HelpFormatter : public CLI::Formatter {
 
 void add_job_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
-  app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks, "ranks on this machine; auto: one per core");
+  app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks,
+                 "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none")
+      ->envname("PET_NPROC_PER_NODE");
   app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks");
   app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node")
       ->default_str("");
   app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
-  app.add_option("--nnodes", launch.nodes, "machines");
-  app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0");
-  app.add_option("--master-addr,--master_addr", arguments.master_addr, "the machine of rank 0");
-  app.add_option("--master-port,--master_port", launch.master_port, "a free port there; 0: any, for one machine");
+  app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")
+      ->envname("PET_NODE_RANK");
+  app.add_option("--master-addr,--master_addr", arguments.master_addr, "the machine of rank 0")
+      ->envname("PET_MASTER_ADDR");
+  app.add_option("--master-port,--master_port", launch.master_port, "a free port there; 0: any, for one machine")
+      ->envname("PET_MASTER_PORT");
+}
+
+void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
+  app.add_option("--nnodes", meeting.nodes, "machines; MIN:MAX with --rdzv-backend c10d: as many as come")
+      ->envname("PET_NNODES");
+  app.add_option("--rdzv-backend,--rdzv_backend", meeting.backend,
+                 "c10d: the machines number themselves; static: by --node-rank")
+      ->check(CLI::IsMember({"static", "c10d"}))
+      ->envname("PET_RDZV_BACKEND");
+  app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint, "HOST:PORT where the machines meet")
+      ->envname("PET_RDZV_ENDPOINT");
+  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on its machines")
+      ->envname("PET_RDZV_ID");
+  app.add_option("--rdzv-conf,--rdzv_conf", meeting.config, "join_timeout=SECONDS,last_call_timeout=SECONDS")
+      ->envname("PET_RDZV_CONF");
+  app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
+      ->envname("PET_STANDALONE");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
@@ -56,12 +95,104 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
       ->check(CLI::Range(0.0, 86400.0));
 }
 
+// Of CUDA_VISIBLE_DEVICES those before the first that does not exist, as CUDA reads it.
+int number_of_gpus() {
+  std::error_code none;
+  const std::filesystem::directory_iterator entries("/proc/driver/nvidia/gpus", none);
+  const int gpus = none ? 0 : static_cast<int>(std::distance(begin(entries), end(entries)));
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (visible == nullptr) return gpus;
+  const auto names = split(visible, ',');
+  const auto hidden =
+      std::ranges::find_if(names, [](const std::string& name) { return name.empty() || name[0] == '-'; });
+  return std::min(gpus, static_cast<int>(hidden - names.begin()));
+}
+
 int number_of_ranks(const std::string& text) {
-  if (text == "auto") return static_cast<int>(usable_cores().size());
+  const int gpus = text == "auto" || text == "gpu" ? number_of_gpus() : 0;
+  if (gpus > 0) return gpus;
+  if (text == "auto" || text == "cpu") return allotted_cores();
   int ranks = 0;
-  if (!parse_int(text, ranks))
-    throw UsageError({.what = concat("--nproc-per-node is '", text, "'"), .next = "give a number, or auto"});
-  return ranks;
+  if (parse_int(text, ranks)) return ranks;
+  throw UsageError({.what = text == "gpu" ? "--nproc-per-node gpu, but this machine has none"
+                                          : concat("--nproc-per-node is '", text, "'"),
+                    .next = "give a number, or auto"});
+}
+
+UsageError bad_option(const std::string& name, const std::string& value, const std::string& next) {
+  return UsageError({.what = concat(name, " is '", value, "'"), .next = next});
+}
+
+struct Nodes {
+  int least = 1;
+  int most = 1;
+};
+
+Nodes nodes_of(const std::string& text) {
+  const auto parts = split(text, ':');
+  Nodes nodes;
+  if (parts.size() > 2 || !parse_int(parts.front(), nodes.least) || !parse_int(parts.back(), nodes.most) ||
+      nodes.least < 1 || nodes.most < nodes.least)
+    throw bad_option("--nnodes", text, "give a number of machines, or MIN:MAX");
+  return nodes;
+}
+
+// "HOST:PORT", "[IPv6]:PORT" or "HOST".
+void split_endpoint(const std::string& text, std::string& host, int& port) {
+  const std::size_t colon = text.rfind(':');
+  const bool has_port = colon != std::string::npos && text.find(']', colon) == std::string::npos;
+  host = text.substr(0, has_port ? colon : text.size());
+  if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
+  if (host.empty() || (has_port && (!parse_int(text.substr(colon + 1), port) || port < 0 || port > 65535)))
+    throw bad_option("--rdzv-endpoint", text, "give HOST:PORT, the address of one of the machines");
+}
+
+// torchrun's other keys are about its own store.
+void read_config(const std::string& text, NodeMeeting& meeting) {
+  for (const std::string& pair : split(text, ',')) {
+    const std::size_t equals = std::min(pair.find('='), pair.size());
+    const std::string key = pair.substr(0, equals);
+    const bool last_call = key == "last_call_timeout";
+    if (!last_call && key != "join_timeout" && key != "timeout") continue;
+    int seconds = 0;
+    if (!parse_int(pair.substr(std::min(equals + 1, pair.size())), seconds) || seconds < 0)
+      throw bad_option("--rdzv-conf", text, "give join_timeout=SECONDS,last_call_timeout=SECONDS");
+    (last_call ? meeting.last_call : meeting.timeout) = std::chrono::seconds(seconds);
+  }
+}
+
+// The machines meet and number themselves, as with torchrun's c10d backend.
+void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
+  constexpr int kPortOfTorchrun = 29400;
+  NodeMeeting meeting{
+      .port = kPortOfTorchrun, .job = arguments.id, .least = nodes.least, .most = nodes.most, .ranks = options.ranks};
+  if (arguments.endpoint.empty())
+    throw UsageError({.what = "--rdzv-backend c10d without --rdzv-endpoint",
+                      .next = "give every machine the same --rdzv-endpoint HOST:PORT, the address of one of them"});
+  split_endpoint(arguments.endpoint, meeting.host, meeting.port);
+  read_config(arguments.config, meeting);
+  const NodePlace place = meet_nodes(meeting);
+  options.nodes = place.nodes;
+  options.node_rank = place.node_rank;
+  options.first_rank = place.first_rank;
+  options.world_size = place.world_size;
+  options.master_addr = meeting.host;
+  options.master_port = meeting.port;
+}
+
+// The machines were numbered by --node-rank.
+void number_by_options(const RunArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
+  if (nodes.least != nodes.most)
+    throw bad_option("--nnodes", arguments.meeting.nodes, "add --rdzv-backend c10d and --rdzv-endpoint HOST:PORT");
+  options.nodes = nodes.most;
+  if (!arguments.master_addr.empty()) options.master_addr = arguments.master_addr;
+  if (!arguments.meeting.endpoint.empty())
+    split_endpoint(arguments.meeting.endpoint, options.master_addr, options.master_port);
+  else if (options.nodes > 1 && arguments.master_addr.empty())
+    throw UsageError(
+        {.what = "several machines need an address at which they find each other",
+         .here = concat("--nnodes ", options.nodes),
+         .next = "give every machine the same --master-addr HOST and --master-port PORT, those of rank 0"});
 }
 
 LaunchOptions launch_options(const RunArguments& arguments) {
@@ -70,12 +201,16 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
   options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
   options.pin = !arguments.no_pin;
-  if (!arguments.master_addr.empty()) options.master_addr = arguments.master_addr;
-  if (options.nodes > 1 && arguments.master_addr.empty())
-    throw UsageError(
-        {.what = "several machines need an address at which they find each other",
-         .here = concat("--nnodes ", options.nodes),
-         .next = "give every machine the same --master-addr HOST and --master-port PORT, those of rank 0"});
+  options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it
+  if (arguments.meeting.standalone) {
+    options.node_rank = options.master_port = 0;
+    return options;
+  }
+  const Nodes nodes = nodes_of(arguments.meeting.nodes);
+  if (arguments.meeting.backend == "c10d" && nodes.most > 1)
+    meet(arguments.meeting, nodes, options);
+  else
+    number_by_options(arguments, nodes, options);
   return options;
 }
 
@@ -99,6 +234,7 @@ int run_command(int argc, char** argv) {
   app.option_defaults()->always_capture_default();
   RunArguments arguments;
   add_job_options(app, arguments);
+  add_meeting_options(app, arguments.meeting);
   add_rank_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
     const LaunchOptions options = launch_options(arguments);

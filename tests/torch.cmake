@@ -76,6 +76,12 @@ target_link_libraries(lost_ranks_test PRIVATE lockstep_core nlohmann_json::nlohm
 target_compile_definitions(lost_ranks_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 add_dependencies(lost_ranks_test misbehaving_task)
 
+lockstep_test(stop_test command.stop SHARDS 4 TIMEOUT 600
+  SOURCES train/stop_test.cc train/ranks.cc launch/child.cc)
+target_link_libraries(stop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(stop_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>")
+add_dependencies(stop_test lockstep_train)
+
 lockstep_test(unusual_loop_test command.unusual_loop SHARDS 4 TIMEOUT 600
   SOURCES train/unusual_loop_test.cc train/ranks.cc launch/child.cc)
 target_link_libraries(unusual_loop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
@@ -99,6 +105,11 @@ target_compile_definitions(reference_test PRIVATE
 add_test(NAME hosts.two_hosts_train_as_one_rank_does
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/two_hosts_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 120)
+
+add_test(NAME hosts.ranks_find_each_other
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.ranks_find_each_other hosts.slurm PROPERTIES TIMEOUT 300)
 
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)

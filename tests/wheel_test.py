@@ -148,6 +148,10 @@ def train_in_python(venv):
             raise SystemExit("nothing was learned")
 
 
+def train_under_slurm(venv):
+    venv.run(str(ROOT / "tests/hosts/slurm_python_test.sh"), str(venv.bin / "python"), environment=venv.with_compiler)
+
+
 def main():
     check_what_pip_fetches_to_build()
     (wheel,) = Path(sys.argv[1]).resolve().glob("lockstep-*.whl")
@@ -162,6 +166,7 @@ def main():
         follow_tutorial(venv)
         shutil.copytree(ROOT / "examples", folder / "examples")
         train_in_python(venv)
+        train_under_slurm(venv)
         check_other_torch(venv)
     print("the wheel works")
 

@@ -24,7 +24,7 @@ SUB_ROOMS = {
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
 }
 PUBLIC = {
-    "base": "error deadline cores memory",
+    "base": "error deadline cores memory stop",
     "collective": "collective_types world",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",

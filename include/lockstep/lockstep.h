@@ -38,6 +38,7 @@
 #include "lockstep/device_place.h"        // where a device is: a GPU, or cores
 #include "lockstep/towers.h"              // data parallel training in four steps
 #include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
+#include "lockstep/stop.h"
 #include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses
 
 // What the others are made of:

@@ -5,6 +5,7 @@
 
 #include <fstream>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -47,15 +48,6 @@ std::optional<MemoryRoom> room_in(const fs::path& cgroup, const MemoryFiles& fil
   return MemoryRoom{.limit = *limit, .left = *limit - std::min(*limit, kept), .cgroup = cgroup};
 }
 
-// In a container the path may be one of the machine outside: then only the mount itself is there.
-void tighten(std::optional<MemoryRoom>& tightest, const fs::path& mount, fs::path path, const MemoryFiles& files) {
-  for (path = path.relative_path();; path = path.parent_path()) {
-    const auto room = room_in(mount / path, files);
-    if (room && (!tightest || room->left < tightest->left)) tightest = room;
-    if (path.empty()) return;
-  }
-}
-
 std::uint64_t free_swap() {
   struct sysinfo machine {};
   return ::sysinfo(&machine) == 0 ? std::uint64_t{machine.freeswap} * machine.mem_unit : 0;
@@ -63,16 +55,12 @@ std::uint64_t free_swap() {
 
 }  // namespace
 
-// Lines "4:memory:/path" (version 1) and "0::/path" (version 2).
 std::optional<MemoryRoom> memory_room(const fs::path& mount, const fs::path& membership) {
   std::optional<MemoryRoom> tightest;
-  std::ifstream in(membership);
-  for (std::string line; std::getline(in, line);) {
-    const auto parts = split(line, ':');
-    if (parts.size() != 3) continue;
-    if (parts[1].empty()) tighten(tightest, mount, parts[2], kVersion2);
-    if (parts[1] == "memory") tighten(tightest, mount / "memory", parts[2], kVersion1);
-  }
+  for_each_cgroup("memory", mount, membership, [&tightest](const fs::path& cgroup, CgroupVersion version) {
+    const auto room = room_in(cgroup, version == CgroupVersion::k1 ? kVersion1 : kVersion2);
+    if (room && (!tightest || room->left < tightest->left)) tightest = room;
+  });
   return tightest;
 }
 

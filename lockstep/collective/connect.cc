@@ -8,6 +8,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/port.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/machines/hierarchy.h"
@@ -30,6 +31,7 @@ std::string machine_id(const std::string& node) { return concat(read_file("/proc
 
 CpuConnection connect_over(const c10::intrusive_ptr<ConnectingStore>& store, const std::string& machine,
                            TransportOptions options) {
+  stop_together();
   const auto machine_of = number_by_first_appearance(exchange_texts(*store, "machine", machine, options));
   const Topology topology{machine_of};
   const auto here = topology.ranks_on(topology.machine_of[options.rank]);

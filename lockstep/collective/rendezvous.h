@@ -17,8 +17,10 @@
 namespace lockstep {
 
 // With MASTER_ADDR: a TCPStore there, bound to that address only; where torchrun's agent already serves one, that one.
-// Without: all ranks are on this machine; rank 0 serves on a free loopback port and writes the port to a file named after
-// the job that only this user can read.
+// With several ports to try (job.master_ports), rank 0 takes the first free one, and the others look for their own job.
+// Without, on several machines: mpirun tells the ranks where rank 0 listens (launch/launcher_store.h).
+// Without, on this machine: rank 0 serves on a free loopback port and writes the port to a file named after the job that
+// only this user can read.
 // A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);

@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "lockstep/base/stop.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
@@ -49,6 +50,8 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
   const int ranks = static_cast<int>(nodes.size());
   FirstError first_error;
   const auto run_rank = [&](int rank) {
+    const RankOfThread own;
+    if (ranks > 1) stop_together();
     std::shared_ptr<WorldState> state;
     const auto give_up = [&](const std::string& reason, bool is_peer_lost = false) {
       first_error.keep(is_peer_lost);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "lockstep/base/stop.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -11,7 +12,18 @@ namespace {
 
 // Where each number is.
 // kCalls: twice the number of backward(), and 1 more for loss.backward().
-enum Sum : std::uint8_t { kSamples, kCounting, kCalls, kCallsSquared, kLow, kLowSquared, kHigh, kHighSquared, kLoss };
+enum Sum : std::uint8_t {
+  kSamples,
+  kCounting,
+  kCalls,
+  kCallsSquared,
+  kLow,
+  kLowSquared,
+  kHigh,
+  kHighSquared,
+  kStop,
+  kLoss
+};
 
 constexpr std::size_t kGathered = 128;  // settings that can be named
 
@@ -36,7 +48,8 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   const torch::Tensor loss =
       batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
   const torch::Tensor others = torch::tensor(
-      {batches.samples, counting, calls, calls * calls, low, low * low, high, high * high}, torch::kFloat64);
+      {batches.samples, counting, calls, calls * calls, low, low * low, high, high * high, wants_to_stop() ? 1.0 : 0.0},
+      torch::kFloat64);
   sums_ = torch::cat({others.to(world_.device()), loss});
   work_.emplace(world_.all_reduce_async(sums_));
 }
@@ -62,6 +75,7 @@ BatchTotals ExchangeTotals::wait() {
   if (!equal(world_.size(), sum[kLow], sum[kLowSquared]) || !equal(world_.size(), sum[kHigh], sum[kHighSquared]) ||
       !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared]))
     throw_difference();
+  if (sum[kStop] > 0) agree_to_stop();
   return {static_cast<std::int64_t>(sum[kSamples]), sum[kLoss] / sum[kSamples]};
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // gradient/exchange_totals.h: what the ranks sum up in every exchange through buckets beside the gradients: samples and
-// loss; and whether they all agree on what a step is.
+// loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
 // Flow:    Reducer -> here -> World::all_reduce
-// Owns:    a tensor of nine numbers
+// Owns:    a tensor of ten numbers
 // Threads: one thread
 // Ranks:   all, in every exchange
 //
 // Note [Equal on all ranks, by a sum]
-// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 72 bytes, which is needed for
+// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 80 bytes, which is needed for
 // the samples anyway, also compares settings: by two hashes of 16 bits, whose squares are summed exactly in float64 for
 // up to 1,448 ranks. Only if they differ the settings themselves are gathered, to name the one.
 #pragma once

@@ -8,6 +8,7 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/defects.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -36,6 +37,7 @@ struct Row {
   double backwards;      // 0: a shard that was not used
   double leading;        // of these, those before the first with samples
   double in_step;        // 1: published by step(), 0: by backward()
+  double stop;           // 1: this rank's process was asked to stop
 
   Way way() const {
     if (in_step == 0) return samples > 0 ? kBackward : kBackwardWithoutSamples;
@@ -49,7 +51,7 @@ struct Row {
 
 // Note [The publication table]
 // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
-// rank's shard; a row of P parameters takes 48 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+// rank's shard; a row of P parameters takes 56 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
 // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
 class SharedGradients::Table {
  public:
@@ -215,7 +217,8 @@ void SharedGradients::publish(std::size_t source, bool in_step) {
          batches.unit,
          static_cast<double>(batches.backwards),
          static_cast<double>(batches.leading),
-         in_step ? 1.0 : 0.0};
+         in_step ? 1.0 : 0.0,
+         wants_to_stop() ? 1.0 : 0.0};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
     row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
@@ -239,6 +242,7 @@ BatchTotals SharedGradients::totals() const {
   for (std::size_t i = 0; i < table_->rows(); ++i) {
     samples += table_->row(i).samples;
     loss += table_->row(i).weighted_loss;
+    if (table_->row(i).stop > 0) agree_to_stop();
   }
   return {static_cast<std::int64_t>(samples), loss / samples};
 }

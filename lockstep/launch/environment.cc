@@ -5,11 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/slurm.h"
 
 namespace lockstep {
 namespace {
@@ -18,20 +20,6 @@ using Names = std::vector<std::string>;  // variables that mean the same; the fi
 
 constexpr const char* kByHand =
     "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT";
-
-// "2(x3),1" -> the ranks of node 0, 1, 2 are 2 each, of node 3 it is 1; nothing if the text is not of that form.
-std::optional<int> tasks_of_node(const std::string& text, int node) {
-  for (const std::string& part : split(text, ',')) {
-    const std::size_t open = part.find("(x");
-    int tasks = 0;
-    int nodes = 1;
-    if (!parse_int(part.substr(0, open), tasks)) return {};
-    if (open != std::string::npos && !parse_int(part.substr(open + 2, part.size() - open - 3), nodes)) return {};
-    if (node < nodes) return tasks;
-    node -= nodes;
-  }
-  return {};
-}
 
 // "2101477376.1;tcp://…" -> 1: Open MPI runs one daemon per machine; the part before ';' is its job and its index.
 std::optional<int> index_of_daemon(const std::string& uri) {
@@ -130,9 +118,35 @@ class Reader {
     if (!local_size)
       throw_malformed(tasks, concat("the number of ranks of node ", job_.node_rank, ", as in \"2(x3),1\""));
     set(job_.local_size, "local_size", *local_size, tasks.source);
-    set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID"});
+    set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     job_.job_name = "Slurm " + job_.job_id;
-    read_master(several_machines());
+    read_cores_of_slurm();
+    if (!several_machines() || (is_set("MASTER_ADDR") && is_set("MASTER_PORT"))) return read_master(false);
+    read_master_of_slurm();
+  }
+
+  // All ranks of a step know its nodes, of which the first has rank 0, and can compute ports that this step alone tries.
+  void read_master_of_slurm() {
+    if (!read(job_.master_addr, "master_addr", {"MASTER_ADDR"})) {
+      const Setting nodes = require({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"});
+      throw_if_missing();
+      const auto names = nodes_in(nodes.value);
+      if (names.empty()) throw_malformed(nodes, "a list of nodes, as in \"node[01-04,07]\"");
+      set(job_.master_addr, "master_addr", names.front(), nodes.source);
+      if (names.size() > 1) job_.other_host = names[1];
+    }
+    if (read(job_.master_port, "master_port", {"MASTER_PORT"})) return check_port();
+    set(job_.master_port, "master_port", first_port_of_step(job_.job_id), "derived: SLURM_JOB_ID, SLURM_STEP_ID");
+    job_.master_ports = kStepPorts;
+  }
+
+  // Of a node that several steps share, where Slurm does not bind tasks to cores.
+  void read_cores_of_slurm() {
+    if (read(job_.cores, "cores", {"SLURM_CPUS_PER_TASK"})) return;
+    int on_node = 0;
+    const auto found = first({"SLURM_CPUS_ON_NODE"});
+    if (found && parse_int(found->value, on_node) && on_node > 0 && job_.local_size > 0)
+      set(job_.cores, "cores", std::max(1, on_node / job_.local_size), found->source);
   }
 
   void read_open_mpi() {
@@ -146,7 +160,7 @@ class Reader {
     read_node_of_open_mpi();
     // Before version 5 the namespace is a hash of 16 bits; the key for the transports is random and long.
     set_job_id({"PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports"});
-    read_master(several_machines());
+    read_master(false);  // else the ranks ask mpirun for the address (launch/launcher_store.h)
   }
 
   // OMPI_COMM_WORLD_NODE_RANK is not the machine's index. That of the machine's daemon is: 0 is where mpirun runs, so
@@ -166,17 +180,18 @@ class Reader {
     require(job_.local_size, "local_size", {"MPI_LOCALNRANKS"});
     throw_if_missing();
     derive_node_rank();
-    read_master(several_machines());
+    read_master(false);
     set_job_id_of_mpich();
   }
 
   // Hydra gives no id. On one machine the process that holds the other end of the ranks' PMI socket is the same for all
-  // ranks, also for programs inside a shell; between machines, or where the socket was closed, the address is.
+  // ranks, also for programs inside a shell. Between machines the ranks meet through that socket, or at an address, and
+  // need no id; so where the socket was closed.
   void set_job_id_of_mpich() {
     int fd = -1;
     const auto socket = first({"PMI_FD"});
     const auto peer = socket && parse_int(socket->value, fd) ? identity_of_peer(fd) : std::nullopt;
-    if (peer && !several_machines()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
+    if (peer && job_.master_addr.empty()) return set(job_.job_id, "job_id", *peer, "PMI_FD: the process behind it");
     read_master(job_.world_size > 1);
     set_job_id_of_address();
   }
@@ -189,6 +204,7 @@ class Reader {
                                                 {&job_.local_size, "local_size", 1},
                                                 {&job_.node_rank, "node_rank", 0}})
       set(*field, setting, value, "default");
+    read(job_.cores, "cores", {"SLURM_CPUS_ON_NODE"});  // a batch script's: all ranks that it starts here share these
     set_job_id_of_process();
   }
 
@@ -217,9 +233,13 @@ class Reader {
     require(job_.master_addr, "master_addr", {"MASTER_ADDR"});
     require(job_.master_port, "master_port", {"MASTER_PORT"});
     throw_if_missing();
+    check_port();
+  }
+
+  void check_port() const {
     constexpr int kLastPort = 65535;
-    const Setting& port = job_.settings.back();
-    if (job_.master_port < 1 || job_.master_port > kLastPort) throw_malformed(port, "a port from 1 to 65535");
+    if (job_.master_port < 1 || job_.master_port > kLastPort)
+      throw_malformed(recorded("master_port"), "a port from 1 to 65535");
   }
 
   // Launchers without an index for machines fill one machine after another, and mostly evenly.
@@ -341,6 +361,25 @@ CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
   const bool bound = std::ssize(usable) * workers <= online;
   if (bound || job.local_rank < job.local_servers) return usable;
   return cores_of_rank(usable, job.local_rank - job.local_servers, workers);
+}
+
+int threads_of(const JobEnvironment& job, const CoreSet& cores, std::optional<double> quota) {
+  int threads = static_cast<int>(cores.size());
+  if (job.cores > 0) threads = std::min(threads, job.cores);
+  // Ranks that were bound to cores of their own still share the quota.
+  const int workers = std::max(1, job.local_size - job.local_servers);
+  if (quota) threads = std::min(threads, static_cast<int>(std::ceil(*quota)) / workers);
+  return std::max(1, threads);
+}
+
+int allotted_cores() {
+  const int usable = usable_core_count();
+  try {
+    const int told = read_job_environment().cores;
+    return told > 0 ? std::min(usable, told) : usable;
+  } catch (const EnvironmentError&) {  // a launcher's ranks need not be complete here
+    return usable;
+  }
 }
 
 std::string start_time_of(int pid) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <optional>
 
+#include "lockstep/base/cpu_quota.h"
 #include "lockstep/cores.h"
 
 namespace lockstep {
@@ -29,10 +30,13 @@ struct JobEnvironment {
   int local_size = 1;       // ranks on this machine
   int local_servers = 0;    // of these: the first ones, which serve parameters to the others
   int node_rank = 0;        // the same for the ranks of a machine; Open MPI counts from 1 if mpirun's own has no ranks
-  std::string master_addr;  // empty: the ranks are on one machine and meet through job_id
+  std::string master_addr;  // empty: the ranks meet through job_id, or on several machines through their launcher
   int master_port = 0;
-  std::string job_id;    // the same for all ranks of a job, unlike that of any other job of this user on this machine
-  std::string job_name;  // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
+  int master_ports = 1;    // rank 0 takes the first free one of so many, from master_port on
+  std::string other_host;  // of another machine than rank 0's: the route to it is that to all of them; may be empty
+  int cores = 0;           // of this rank, by the launcher's word; 0: not told
+  std::string job_id;      // the same for all ranks of a job, unlike that of any other job of this user on this machine
+  std::string job_name;    // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
   std::vector<Setting> settings;
 };
 
@@ -42,7 +46,7 @@ using VariableLookup = std::function<std::optional<std::string>(const std::strin
 // Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank. Slurm's count only in what srun
 // starts: an mpirun inside a Slurm job comes before them.
 // Throws EnvironmentError: a partial set (names what is missing), values that are not numbers or contradict each other
-// (rank >= size), several machines without MASTER_ADDR.
+// (rank >= size), ranks that nothing tells where to meet.
 JobEnvironment read_job_environment(const VariableLookup& lookup);
 JobEnvironment read_job_environment();  // of this process
 
@@ -50,6 +54,12 @@ JobEnvironment read_job_environment();  // of this process
 // ranks, or a cpuset leaves each of them no more than its share, all of them; else an even share: ranks that were not
 // bound don't crowd on each other.
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable);
+
+// How many threads this rank may keep busy: one for each of its cores, or its share of what a cgroup or Slurm allots.
+int threads_of(const JobEnvironment& job, const CoreSet& cores, std::optional<double> quota = cpu_quota());
+
+// How many cores this process and what it starts may keep busy: usable_core_count(), or fewer if Slurm allots fewer.
+int allotted_cores();
 
 // When a process was started, in clock ticks since boot: with its pid, a name that is never given twice.
 // Throws SystemError: no such process.

@@ -228,10 +228,58 @@ TEST(Environment, uneven_machines_without_index_are_an_error) {
   expect_error(with(kMpich, {{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}}), {"which machine", "rank 2"});
 }
 
-TEST(Environment, several_machines_need_an_address) {
-  expect_error(without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"}), {"set MASTER_ADDR", "MASTER_PORT"});
-  expect_error(with(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_MCA_orte_local_daemon_uri", "1.0;"}}),
-               {"missing: MASTER_ADDR, MASTER_PORT"});
+TEST(Environment, a_step_of_slurm_on_several_nodes_finds_its_address_by_itself) {
+  const Variables by_hand =
+      with(without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"}), {{"SLURM_STEP_NODELIST", "node[01-02,07]"}});
+  const JobEnvironment job = read(by_hand);
+  EXPECT_EQ(job.master_addr, "node01");
+  EXPECT_EQ(source_of(job, "master_addr"), "SLURM_STEP_NODELIST");
+  EXPECT_EQ(job.master_port, read(by_hand).master_port);
+  EXPECT_GT(job.master_ports, 1);
+  EXPECT_EQ(job.other_host, "node02");
+  EXPECT_NE(job.master_port, read(with(by_hand, {{"SLURM_STEP_ID", "3"}})).master_port);
+  const JobEnvironment chosen = read(with(by_hand, {{"MASTER_PORT", "4711"}}));
+  EXPECT_EQ(chosen.master_addr, "node01");
+  EXPECT_EQ(chosen.master_port, 4711);
+  EXPECT_EQ(chosen.master_ports, 1);
+  EXPECT_EQ(read(with(by_hand, {{"MASTER_ADDR", "login"}})).master_addr, "login");
+}
+
+TEST(Environment, a_requeued_job_of_slurm_has_another_id) {
+  EXPECT_NE(read(with(kSlurm, {{"SLURM_RESTART_COUNT", "1"}})).job_id,
+            read(with(kSlurm, {{"SLURM_RESTART_COUNT", "2"}})).job_id);
+}
+
+TEST(Environment, an_unreadable_list_of_nodes_is_named) {
+  const Variables step = without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"});
+  expect_error(with(step, {{"SLURM_STEP_NODELIST", "n[1-"}}), {"SLURM_STEP_NODELIST", "\"n[1-\"", "node[01-04,07]"});
+  expect_error(step, {"SLURM_JOB_NODELIST", "incomplete"});
+  expect_error(with(step, {{"SLURM_JOB_NODELIST", "n1"}, {"MASTER_PORT", "0"}}), {"MASTER_PORT", "\"0\""});
+}
+
+TEST(Environment, slurm_says_how_many_cores_a_rank_has) {
+  EXPECT_EQ(read(kSlurm).cores, 0);
+  EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "8"}})).cores, 4);
+  EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "1"}})).cores, 1);
+  EXPECT_EQ(read(with(kSlurm, {{"SLURM_CPUS_ON_NODE", "8"}, {"SLURM_CPUS_PER_TASK", "3"}})).cores, 3);
+}
+
+TEST(Environment, a_rank_has_a_thread_for_each_of_its_cores_within_its_share) {
+  const CoreSet four = {0, 1, 2, 3};
+  const JobEnvironment bound{.world_size = 2, .local_size = 2};
+  EXPECT_EQ(threads_of(bound, four, std::nullopt), 4);
+  EXPECT_EQ(threads_of(bound, four, 5.5), 3);
+  EXPECT_EQ(threads_of(bound, four, 0.5), 1);
+  JobEnvironment told = bound;
+  told.cores = 2;
+  EXPECT_EQ(threads_of(told, four, std::nullopt), 2);
+}
+
+TEST(Environment, ranks_of_an_mpirun_on_several_machines_need_no_address) {
+  const JobEnvironment job =
+      read(with(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_MCA_orte_local_daemon_uri", "1.0;"}}));
+  EXPECT_TRUE(job.master_addr.empty());
+  EXPECT_GT(job.world_size, job.local_size);
 }
 
 TEST(Environment, an_address_is_honoured_with_every_launcher) {

@@ -16,9 +16,11 @@ bool is_ignored(int signal) {
 
 }  // namespace
 
-SignalReader::SignalReader() {
+SignalReader::SignalReader(const std::vector<int>& others) {
   ::sigemptyset(&caught_);
-  for (const int signal : {SIGINT, SIGTERM})
+  std::vector<int> signals = {SIGINT, SIGTERM};
+  signals.insert(signals.end(), others.begin(), others.end());
+  for (const int signal : signals)
     if (!is_ignored(signal)) ::sigaddset(&caught_, signal);
   fd_.reset(::signalfd(-1, &caught_, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!fd_) throw system_error("make", "a descriptor for signals");

@@ -14,11 +14,11 @@
 
 namespace lockstep {
 
-// During its lifetime SIGINT and SIGTERM, unless they are ignored, do nothing but become readable from fd(); and children
-// that have ended can be waited for, even if this process was started with SIGCHLD ignored.
+// During its lifetime SIGINT, SIGTERM and `others`, unless they are ignored, do nothing but become readable from fd(); and
+// children that have ended can be waited for, even if this process was started with SIGCHLD ignored.
 class SignalReader {
  public:
-  SignalReader();   // throws SystemError
+  explicit SignalReader(const std::vector<int>& others = {});  // throws SystemError
   ~SignalReader();  // signals are as before; what has not been read takes effect
   SignalReader(const SignalReader&) = delete;
   SignalReader& operator=(const SignalReader&) = delete;

@@ -22,6 +22,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kSignalBase = 128;  // a shell's exit code for a signal
+constexpr int kStopped = kSignalBase + SIGTERM;
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
@@ -43,6 +44,8 @@ void check(const LaunchOptions& options) {
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
 }
+
+int world_size_of(const LaunchOptions& options) { return options.world_size.value_or(options.nodes * options.ranks); }
 
 std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix) {
   return std::filesystem::path(options.log_dir) / concat("rank", rank, suffix);
@@ -80,7 +83,7 @@ class Job {
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
     const bool first_only = options_.output == RankOutput::kFirst;
     for (int local = 0; local < options_.ranks; ++local) {
-      const int rank = options_.node_rank * options_.ranks + local;
+      const int rank = first_rank() + local;
       const std::string prefix = concat("[rank ", rank, "] ");
       const bool other = first_only && rank != 0;
       ranks_.push_back({.rank = rank,
@@ -93,7 +96,8 @@ class Job {
     for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
-    if (!failure_) return {.exit_code = caught_signal_ == 0 ? 0 : kSignalBase + caught_signal_};
+    if (!failure_ && caught_signal_ != 0) return {.exit_code = kSignalBase + caught_signal_};
+    if (!failure_) return {.exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
     failure_->last_lines = last_lines();
     return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
             .failure = failure_};
@@ -105,7 +109,8 @@ class Job {
   void start_rank(int local, ProcessOptions what) {
     Rank& rank = ranks_[local];
     what.variables = variables(rank.rank, local);
-    if (options_.pin && !is_server(local)) what.cores = cores_of_rank(cores_, local - options_.servers, workers());
+    if (options_.pin && cores_are_ours() && !is_server(local))
+      what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
     what.group = guardian_.group(local);
     const UniqueFd output = open_output(rank.rank, rank.output, ".out");
@@ -120,7 +125,7 @@ class Job {
   std::vector<std::pair<std::string, std::string>> variables(int rank, int local) const {
     std::vector<std::pair<std::string, std::string>> result = {
         {"RANK", concat(rank)},
-        {"WORLD_SIZE", concat(options_.nodes * options_.ranks)},
+        {"WORLD_SIZE", concat(world_size_of(options_))},
         {"LOCAL_RANK", concat(local)},
         {"LOCAL_WORLD_SIZE", concat(options_.ranks)},
         {"GROUP_RANK", concat(options_.node_rank)},
@@ -131,18 +136,22 @@ class Job {
     result.emplace_back("LOCKSTEP_JOB",
                         only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
-    const int share = std::max(1, static_cast<int>(cores_.size()) / workers());
+    const int share = std::max(1, allotted_ / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
       result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
   }
 
+  // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
+  bool cores_are_ours() const { return allotted_ == static_cast<int>(cores_.size()); }
+
+  int first_rank() const { return options_.first_rank.value_or(options_.node_rank * options_.ranks); }
   bool is_server(int local) const { return local < options_.servers; }
   int workers() const { return options_.ranks - options_.servers; }
 
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
-    if (!options_.workers_may_fail || is_server(rank.rank % options_.ranks)) return false;
+    if (!options_.workers_may_fail || is_server(rank.rank - first_rank())) return false;
     return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
                        [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
@@ -196,9 +205,25 @@ class Job {
   void on_signal() {
     const int signal = signals_.next();
     if (signal == 0) return;
-    if (signal == SIGINT && stopping_) return kill_all();
+    const bool again = signal == SIGINT && (stopping_ || interrupted_);
+    if (!again && is_stop_signal(signal)) {
+      asked_ = true;
+      interrupted_ = interrupted_ || signal == SIGINT;
+      return signal_all(signal);
+    }
     caught_signal_ = caught_signal_ == 0 ? signal : caught_signal_;
-    stop_all(signal);
+    if (!again) return stop_all(signal);
+    stopping_ = true;
+    kill_all();
+  }
+
+  bool is_stop_signal(int signal) const {
+    return std::ranges::find(options_.stop_signals, signal) != options_.stop_signals.end();
+  }
+
+  bool has_stopped(const ExitStatus& end) const {
+    if (end.signal != 0) return false;
+    return options_.stop_code ? end.exit_code == *options_.stop_code : asked_ && end.exit_code == kStopped;
   }
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
@@ -206,7 +231,9 @@ class Job {
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (const Rank* rank : ended) {
       if (!rank->end->failed() || stopping_) continue;
-      if (can_do_without(*rank))
+      if (has_stopped(*rank->end))
+        stopped_ = true;
+      else if (can_do_without(*rank))
         log_warning(concat("rank ", rank->rank, " ", how_it_ended(*rank->end), "; the job goes on without it"));
       else
         on_failed(*rank);
@@ -227,7 +254,9 @@ class Job {
   void on_failed(const Rank& rank) {
     failure_ = RankFailure{
         .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
-    stop_all(SIGTERM);
+    if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
+    stopping_ = true;  // they would only make a note of a SIGTERM, and wait for the failed one in their next step
+    kill_all();
   }
 
   // SIGCONT: a stopped process receives the other signal only when it continues.
@@ -257,19 +286,23 @@ class Job {
 
   std::vector<std::string> last_lines() const {
     if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(options_, failure_->rank, ".err"));
-    const auto& lines = ranks_[failure_->rank % options_.ranks].error.last_lines();
+    const auto& lines = ranks_[failure_->rank - first_rank()].error.last_lines();
     return {lines.begin(), lines.end()};
   }
 
   LaunchOptions options_;
-  SignalReader signals_;
+  SignalReader signals_{options_.stop_signals};
   Guardian guardian_;
   std::optional<ReservedPort> port_;
   CoreSet cores_ = usable_cores();
+  int allotted_ = allotted_cores();
   Sinks& sinks_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
-  int caught_signal_ = 0;            // the first
+  int caught_signal_ = 0;            // the first that ended the job
+  bool asked_ = false;               // by a signal: the ranks, to stop
+  bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
+  bool stopped_ = false;             // a rank has stopped because it was asked to
   bool stopping_ = false;            // since the first failure or signal
   std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
 };
@@ -307,13 +340,12 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
   const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
-  const Error error(
-      "RankFailed",
-      {.what = concat("rank ", failure.rank, " ", how),
-       .here = concat("rank ", failure.rank, " of ", options.nodes * options.ranks, ", pid ", failure.pid),
-       .likely = likely_cause(failure.signal),
-       .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                    : "look at its output above"});
+  const Error error("RankFailed",
+                    {.what = concat("rank ", failure.rank, " ", how),
+                     .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
+                     .likely = likely_cause(failure.signal),
+                     .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                                  : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -33,6 +33,9 @@ struct LaunchOptions {
   bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;
+  // Of this machine and of the job, where machines have different numbers of ranks. None: by `ranks`.
+  std::optional<int> first_rank{};
+  std::optional<int> world_size{};
   std::string master_addr = "127.0.0.1";
   int master_port = 0;       // 0: a free one, kept reserved while the job runs; only with one node
   int threads_per_rank = 0;  // 0: cores of this machine / ranks that are no servers, at least 1
@@ -40,6 +43,11 @@ struct LaunchOptions {
   RankOutput output = RankOutput::kPrefix;
   std::string log_dir;                                        // kSplit only; made if missing
   std::chrono::milliseconds grace = std::chrono::seconds(5);  // between SIGTERM and SIGKILL
+
+  // Signals by which ranks are asked to stop in their own time: passed on, and no more. A second SIGINT kills the ranks.
+  std::vector<int> stop_signals{};
+  // Of a rank that has stopped because one was asked to: no failure. None: 143, if this process has asked the ranks.
+  std::optional<int> stop_code{};
 };
 
 struct RankFailure {
@@ -51,17 +59,18 @@ struct RankFailure {
 };
 
 struct LaunchResult {
-  int exit_code = 0;  // 0; the failed rank's own code; 128 + n for a signal, also one sent to the launcher
+  int exit_code = 0;  // 0; the failed rank's own code; stop_code; 128 + n for a signal, also one sent to the launcher
   std::optional<RankFailure> failure;
 };
 
 // Runs PROGRAM ARGS in every rank. Blocks as long as a rank runs: a job has no time limit, and a rank ends by itself, by
 // its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
 // others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.
-// SIGINT and SIGTERM are passed on to all ranks. When this process is killed, even by SIGKILL, the ranks and what
-// they started are killed too. The ranks go on when nobody reads stdout or stderr for a while: their output is kept in
-// memory, then in a nameless temporary file. At the end it is written; like any program that writes to a pipe this blocks
-// until the reader goes on, but signals have their usual effect by then.
+// SIGINT and SIGTERM are passed on to all ranks, with the same grace period, unless they are among stop_signals. When
+// this process is killed, even by SIGKILL, the ranks and what they started are killed too. The ranks go on when nobody
+// reads stdout or stderr for a while: their output is kept in memory, then in a nameless temporary file. At the end it is
+// written; like any program that writes to a pipe this blocks until the reader goes on, but signals have their usual
+// effect by then.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command);

@@ -11,6 +11,7 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
+#include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/snapshot.h"
@@ -90,8 +91,9 @@ Json TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
-  while (position_.step < last_step()) train_epoch();
+  while (position_.step < last_step() && !stopped_) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
+  if (stopped_) return leave_early();
   const Json run = summary(watch.seconds());
   metrics_.write(run);
   progress_.end_run(run, strategy_.table());
@@ -110,12 +112,14 @@ void TrainingLoop::train_epoch() {
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
     if (position_.step >= last_step()) break;
+    stopped_ = stop_requested();
+    if (stopped_) break;
     since_last_step = Stopwatch();
     batch = {};  // its memory serves a later one
     if (!ahead) ++next;
   }
   hint_at_loading(before, epoch.seconds());
-  if (position_.step_in_epoch == loader_.steps_per_epoch()) finish_epoch();
+  if (position_.step_in_epoch == loader_.steps_per_epoch() && !stopped_) finish_epoch();
 }
 
 // One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
@@ -170,6 +174,18 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
 }
 
 // ---- around the steps
+
+// No rank ends before the checkpoint is written: a launcher might end the others.
+Json TrainingLoop::leave_early() {
+  step_world_.barrier();
+  const Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", !options_.checkpoint_dir.empty()}};
+  metrics_.write(event);
+  if (world_.rank() == 0)
+    log_warning(concat("stopped after step ", position_.step, " of ", last_step(), ", as asked by a signal; ",
+                       options_.checkpoint_dir.empty() ? "nothing is saved: there is no --checkpoint-dir"
+                                                       : "--resume goes on from here"));
+  return event;
+}
 
 // Warns once a run that steps wait for data. Not before kStepsThatTell: the first steps wait for the first batches.
 void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double seconds) {

@@ -29,10 +29,13 @@ class TrainingLoop {
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
 
-  // Trains to the end of the last epoch, or to --max-steps. Blocks. Returns what the last line of the metrics says.
+  // Trains to the end of the last epoch, or to --max-steps; or until the job is asked to stop (lockstep/stop.h): then all
+  // ranks leave after the same step, with a checkpoint. Blocks. Returns what the last line of the metrics says.
   // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
   // SystemError (a checkpoint or metrics file that can't be written).
   Json run();
+
+  bool stopped() const { return stopped_; }  // before the end, because it was asked to
 
  private:
   void train_epoch();
@@ -48,6 +51,7 @@ class TrainingLoop {
   void save_checkpoint();
   void resume();
   Json summary(double seconds) const;
+  Json leave_early();
 
   bool stands_aside() const;
 
@@ -62,7 +66,8 @@ class TrainingLoop {
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
   Progress progress_;
-  Json last_epoch_;               // the event in the metrics
+  Json last_epoch_;  // the event in the metrics
+  bool stopped_ = false;
   bool hinted_ = false;           // that steps wait for data
   std::int64_t saved_step_ = -1;  // of the last checkpoint
 };

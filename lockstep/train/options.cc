@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/options.h"
 
+#include <signal.h>
+
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -166,11 +170,23 @@ std::vector<Option> output_table(TrainOptions& o) {
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch",
              {.at_least = 0, .next = "0: each epoch"}),
       flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
+      option("--preempt-signal", o.preemption.signals, kMayChange,
+             "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
+      option("--on-stop", o.preemption.then, kMayChange,
+             "what it does then: exit with this code (Grid Engine: 99); requeue: scontrol requeue; wait: until killed"),
       option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
              {.at_least = 0, .next = "0: after the epochs"}),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
   };
 }
+
+struct StopSignal {
+  std::string_view name;
+  int number;
+};
+constexpr int kStopCode = 128 + SIGTERM;
+constexpr std::array kStopSignals = {StopSignal{"SIGTERM", SIGTERM}, StopSignal{"SIGUSR1", SIGUSR1},
+                                     StopSignal{"SIGUSR2", SIGUSR2}};
 
 std::string strategy_help() {
   const auto column = [](const std::string& text, std::size_t width) {
@@ -205,6 +221,34 @@ void check_limits(const std::string& name, double value, const Limits& limits) {
 }
 
 }  // namespace
+
+std::vector<int> stop_signals(const PreemptionOptions& options) {
+  std::vector<int> signals;
+  for (const std::string& name : split(options.signals, ',')) {
+    const auto* const found = std::ranges::find(kStopSignals, name, &StopSignal::name);
+    require(found != kStopSignals.end(), concat("--preempt-signal ", options.signals),
+            "give SIGTERM, SIGUSR1 or SIGUSR2, or several with commas between them");
+    signals.push_back(found->number);
+  }
+  return signals;
+}
+
+AfterStop after_stop(const PreemptionOptions& options) {
+  if (options.then == "requeue") return AfterStop::kRequeue;
+  if (options.then == "wait") return AfterStop::kWait;
+  constexpr int kLastCode = 255;
+  int code = -1;
+  require(parse_int(options.then, code) && code >= 0 && code <= kLastCode, concat("--on-stop ", options.then),
+          "give an exit code from 0 to 255, or requeue, or wait");
+  require(code != 1 && code != 2, concat("--on-stop ", options.then), "1 and 2 are the codes of errors: give another");
+  return AfterStop::kExit;
+}
+
+int stop_code(const PreemptionOptions& options) {
+  int code = kStopCode;
+  parse_int(options.then, code);
+  return code;
+}
 
 std::vector<Option> option_table(TrainOptions& options, const Choices& choices) {
   std::vector<Option> all;
@@ -241,6 +285,9 @@ void check_options(const TrainOptions& options) {
           "leave it out, or choose a strategy whose devices are threads");
   require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
           "name the folder to resume from");
+  static_cast<void>(stop_signals(options.preemption));
+  require(after_stop(options.preemption) != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
+          "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");

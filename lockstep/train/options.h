@@ -39,6 +39,17 @@ struct LearningRateOptions {
   double drop_factor = 0.1;      // schedule step
 };
 
+// What a run does that was asked to stop, once its checkpoint is written.
+enum class AfterStop { kExit, kRequeue, kWait };
+
+struct PreemptionOptions {
+  std::string signals = "SIGTERM,SIGUSR1";  // that ask it to stop, beside SIGINT
+  std::string then = "143";                 // exit code; "requeue"; "wait": stay until killed
+};
+std::vector<int> stop_signals(const PreemptionOptions& options);  // throws UsageError
+AfterStop after_stop(const PreemptionOptions& options);           // likewise
+int stop_code(const PreemptionOptions& options);                  // of kExit
+
 struct TrainOptions {
   std::string model = "lenet";
   DataSource source{.data = "auto"};        // auto: what suits the model
@@ -58,6 +69,7 @@ struct TrainOptions {
   std::string checkpoint_dir;
   std::int64_t checkpoint_every = 0;  // steps; 0: at the end of each epoch
   bool resume = false;
+  PreemptionOptions preemption;
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
 };

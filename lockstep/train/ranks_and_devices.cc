@@ -6,7 +6,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
@@ -74,7 +73,7 @@ int all_devices(const TrainOptions& options) {
   if (const Places list = listed(options); !list.empty()) return static_cast<int>(list.size());
   if (const int gpus = gpus_before_start(options); gpus > 0) return gpus;
   if (wanted_kind(options) == torch::kCUDA) require_gpus(0);
-  return static_cast<int>(usable_cores().size());
+  return allotted_cores();
 }
 
 // Without --ranks: a rank or device for each that --devices names.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/run.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
@@ -11,6 +13,7 @@
 #include <CLI/CLI.hpp>
 
 #include "lockstep/base/command_line.h"
+#include "lockstep/base/process_title.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/cores.h"
@@ -19,8 +22,10 @@
 #include "lockstep/launch/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
+#include "lockstep/stop.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
+#include "lockstep/train/end_as_asked.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
@@ -29,16 +34,20 @@
 namespace lockstep {
 namespace {
 
-using MakeTask = std::function<Task(const TrainOptions&)>;
+struct Program {
+  int argc;
+  char** argv;
+  std::function<Task(const TrainOptions&)> make_task;
+};
 
 // --threads, else what OMP_NUM_THREADS says (a launcher's doing), else a thread for each of this rank's cores.
-void use_threads(const TrainOptions& options, const World& world) {
+void use_threads(const TrainOptions& options, const World& world, const JobEnvironment& job) {
   const char* told = std::getenv("OMP_NUM_THREADS");
   int threads = options.threads;
   if (threads == 0 && options.strategy.ddp.virtual_shards > 0)
     threads = 1;  // the same in every arrangement: more change the bits
   if (threads == 0 && (told == nullptr || !parse_int(told, threads) || threads <= 0))
-    threads = static_cast<int>(world.cores().size());
+    threads = threads_of(job, world.cores());
   at::set_num_threads(threads);
 }
 
@@ -63,53 +72,82 @@ StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironme
   return strategy;
 }
 
-// One rank, from its first connection to its last step.
-int train_rank(const TrainOptions& options, const MakeTask& make_task) {
-  keep_freed_memory();
-  const Task task = make_task(options);
-  const Datasets datasets = load_datasets(options.source, task);
-  const JobEnvironment job = read_job_environment();
-  const auto places = places_of_rank(options, job);
-  const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
-  use_threads(options, world);
-  const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
-  TrainingLoop(world, task, datasets, *strategy, options).run();
-  return 0;
+// A job that a scheduler has started again goes on where it was.
+bool is_restarted() {
+  int restarts = 0;
+  const char* const slurm = std::getenv("SLURM_RESTART_COUNT");
+  return slurm != nullptr && parse_int(slurm, restarts) && restarts > 0;
 }
 
-int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
+// Signals that came since `lockstep` was started have waited until now (cli/main.cc).
+void catch_signals(const PreemptionOptions& options) {
+  catch_stop_signals(stop_signals(options));
+  sigset_t waiting;
+  ::sigemptyset(&waiting);
+  for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&waiting, signal);
+  ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
+}
+
+// One rank, from its first connection to its last step.
+int train_rank(const TrainOptions& options, const Program& program) {
+  keep_freed_memory();
+  const Task task = program.make_task(options);
+  const Datasets datasets = load_datasets(options.source, task);
+  const JobEnvironment job = read_job_environment();
+  show_rank(program.argc, program.argv, job.rank, job.world_size);
+  const auto places = places_of_rank(options, job);
+  const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
+  use_threads(options, world, job);
+  const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
+  TrainingLoop loop(world, task, datasets, *strategy, options);
+  loop.run();
+  return loop.stopped() ? end_as_asked(world, options.preemption) : 0;
+}
+
+std::vector<int> with_interrupt(std::vector<int> signals) {
+  signals.push_back(SIGINT);
+  return signals;
+}
+
+int start_ranks(const TrainOptions& options, const Program& program) {
   const int servers = server_count(options);
   const LaunchOptions launching{
       .ranks = ranks_to_start(options),
       .servers = servers,
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
       .threads_per_rank = options.threads,
-      .output = RankOutput::kFirst};
-  const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
+      .output = RankOutput::kFirst,
+      .stop_signals = with_interrupt(stop_signals(options.preemption)),
+      .stop_code = stop_code(options.preemption)};
+  const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   return result.exit_code;
 }
 
 // What every rank would complain about is said once, before any is started.
-void check_before_start(const TrainOptions& options, const MakeTask& make_task, int ranks) {
-  static_cast<void>(make_task(options));
+void check_before_start(const TrainOptions& options, const Program& program, int ranks) {
+  static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
-int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
+int run_parsed(TrainOptions options, const Program& program) {
   const JobEnvironment job = read_job_environment();
   if (job.rank == 0) check_options(options);
+  catch_signals(options.preemption);
+  options.resume = options.resume || (is_restarted() && !options.checkpoint_dir.empty());
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)
-    check_before_start(options, make_task, start_here ? ranks_to_start(options) : job.world_size);
-  return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
+    check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);
+  if (start_here) show_no_rank(program.argc, program.argv);
+  return start_here ? start_ranks(options, program) : train_rank(options, program);
 }
 
 int run_program(int argc, char** argv, CLI::App& app, TrainOptions options, const Choices& choices,
-                const MakeTask& make_task) {
+                std::function<Task(const TrainOptions&)> make_task) {
   add_options(app, options, choices);
-  return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, make_task); }));
+  const Program program{argc, argv, std::move(make_task)};
+  return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, program); }));
 }
 
 }  // namespace

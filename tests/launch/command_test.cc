@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 
+#include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
@@ -179,6 +180,75 @@ TEST(LockstepRun, accepts_torchruns_spellings) {
   EXPECT_TRUE(contains(with_underscores.output(), "[rank 1] WORLD_SIZE=2 ")) << with_underscores.output();
 }
 
+// With the ranks' variables on one line each.
+Words on_machine(const ReservedPort& port, const std::string& ranks, const Words& options) {
+  Words command = {
+      LOCKSTEP_COMMAND, "run", "--nproc-per-node", ranks, "--rdzv-endpoint", concat("127.0.0.1:", port.number())};
+  command.insert(command.end(), options.begin(), options.end());
+  command.insert(command.end(), {RANK_PROBE, "variables", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"});
+  return command;
+}
+
+TEST(LockstepRun, machines_that_meet_number_themselves) {
+  const ReservedPort port;
+  const Words options = {"--nnodes",  "2:3",   "--rdzv-backend", "c10d",
+                         "--rdzv_id", "a job", "--rdzv-conf",    "join_timeout=20,last_call_timeout=1"};
+  Child two(on_machine(port, "2", options));
+  Child three(on_machine(port, "3", options));
+  EXPECT_EQ(two.wait(), 0) << two.error();
+  EXPECT_EQ(three.wait(), 0) << three.error();
+  const std::string output = two.output() + three.output();
+  for (int rank = 0; rank < 5; ++rank)
+    EXPECT_TRUE(contains(output, concat("[rank ", rank, "] RANK=", rank, " LOCAL_RANK="))) << output;
+  EXPECT_TRUE(contains(output, concat("WORLD_SIZE=5 MASTER_PORT=", port.number()))) << output;
+}
+
+TEST(LockstepRun, reads_torchruns_variables) {
+  const ReservedPort port;
+  const Words probe = {LOCKSTEP_COMMAND, "run",        RANK_PROBE,    "variables",
+                       "RANK",           "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+  Words by_number = {"env",
+                     "PET_NNODES=2",
+                     "PET_NPROC_PER_NODE=2",
+                     "PET_NODE_RANK=1",
+                     "PET_MASTER_ADDR=gpu-a",
+                     "PET_MASTER_PORT=29500"};
+  by_number.insert(by_number.end(), probe.begin(), probe.end());
+  Child kubeflow(by_number);
+  EXPECT_EQ(kubeflow.wait(), 0) << kubeflow.error();
+  EXPECT_TRUE(contains(kubeflow.output(), "RANK=3 WORLD_SIZE=4 MASTER_ADDR=gpu-a MASTER_PORT=29500"))
+      << kubeflow.output();
+  Words alone = {"env", "PET_STANDALONE=1", "PET_NNODES=7", "PET_NODE_RANK=3", "PET_MASTER_PORT=1"};
+  alone.insert(alone.end(), probe.begin(), probe.end());
+  Child standalone(alone);
+  EXPECT_EQ(standalone.wait(), 0) << standalone.error();
+  EXPECT_TRUE(contains(standalone.output(), "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1")) << standalone.output();
+}
+
+TEST(LockstepRun, takes_the_endpoint_for_the_address_where_machines_are_numbered) {
+  Child child({LOCKSTEP_COMMAND, "run", "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "[2001:db8::1]:4711",
+               RANK_PROBE, "variables", "RANK", "MASTER_ADDR", "MASTER_PORT"});
+  EXPECT_EQ(child.wait(), 0) << child.error();
+  EXPECT_TRUE(contains(child.output(), "RANK=1 MASTER_ADDR=2001:db8::1 MASTER_PORT=4711")) << child.output();
+}
+
+TEST(LockstepRun, lets_ranks_stop_in_their_own_time) {
+  const TempFolder folder;
+  const std::string rank = "trap 'exit 143' USR1; touch $0$RANK; while :; do sleep 0.05; done";
+  Child launcher({LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "sh", "-c", rank, folder.file("rank")});
+  ASSERT_TRUE(wait_until([&folder] { return folder.has("rank0") && folder.has("rank1"); }));
+  launcher.signal(SIGUSR1);
+  EXPECT_EQ(launcher.wait(), 143);
+  EXPECT_FALSE(contains(launcher.error(), "RankFailed")) << launcher.error();
+}
+
+TEST(LockstepRun, takes_143_for_a_failure_of_a_rank_that_nobody_asked_to_stop) {
+  Child launcher({LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--grace", "1", "sh", "-c",
+                  "[ $RANK = 0 ] && exit 143; sleep 1000"});
+  EXPECT_EQ(launcher.wait(), 143);
+  EXPECT_TRUE(contains(launcher.error(), "rank 0 exited with code 143")) << launcher.error();
+}
+
 TEST(LockstepRun, passes_the_programs_own_options_on) {
   for (const Words& dashes : {Words{}, Words{"--"}}) {
     Words command = {LOCKSTEP_COMMAND, "run", "--no-pin"};
@@ -198,6 +268,11 @@ TEST(LockstepRun, wrong_options_exit_with_2) {
                                                  {"--output", "nowhere", "true"},
                                                  {"--output", "split", "true"},
                                                  {"--nnodes", "2", "--master-port", "29500", "true"},
+                                                 {"--nnodes", "1:2", "true"},
+                                                 {"--nnodes", "2:1", "true"},
+                                                 {"--nnodes", "2", "--rdzv-backend", "c10d", "true"},
+                                                 {"--nnodes", "2", "--rdzv-backend", "etcd", "true"},
+                                                 {"--nnodes", "2", "--rdzv-endpoint", "gpu-a:port", "true"},
                                                  {}}) {
     Words command = {LOCKSTEP_COMMAND, "run"};
     command.insert(command.end(), options.begin(), options.end());

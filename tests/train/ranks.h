@@ -21,12 +21,11 @@ class Ranks {
 
   int count() const { return children_.size(); }
   Child& operator[](int rank) { return *children_[rank]; }
+  std::string metrics() const { return folder_.file("metrics.jsonl"); }
   std::vector<double> losses() const { return losses_in(metrics()); }
   bool have_made(std::size_t steps) const;  // waits for it
 
  private:
-  std::string metrics() const { return folder_.file("metrics.jsonl"); }
-
   TempFolder folder_;
   ReservedPort port_;
   IntVector<std::unique_ptr<Child>> children_;

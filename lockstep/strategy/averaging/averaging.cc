@@ -22,6 +22,7 @@
 #include <numeric>
 #include <optional>
 
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -146,10 +147,12 @@ class Averaging : public ReplicaStrategy {
  private:
   BatchTotals over_all_ranks(const BatchTotals& mine) const {
     if (world_.size() == 1) return mine;
+    const double stop = wants_to_stop() ? 1 : 0;
     const auto samples = static_cast<double>(mine.samples);
-    const torch::Tensor sums = torch::tensor({samples, mine.mean_loss * samples}, torch::kFloat64);
+    const torch::Tensor sums = torch::tensor({samples, mine.mean_loss * samples, stop}, torch::kFloat64);
     world_.all_reduce(sums);
     const auto* sum = sums.const_data_ptr<double>();
+    if (sum[2] > 0) agree_to_stop();
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 

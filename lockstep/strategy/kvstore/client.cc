@@ -5,6 +5,7 @@
 #include <array>
 #include <exception>
 
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
@@ -128,7 +129,8 @@ StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const D
                      .trained = trained,
                      .push = options,
                      .devices = std::ssize(values),
-                     .threshold = trained && compression.kind == Compression::kTwoBit ? threshold : 0}};
+                     .threshold = trained && compression.kind == Compression::kTwoBit ? threshold : 0,
+                     .stopping = has_agreed_to_stop()}};
 }
 
 // Sends the header, which of the slices have a value, and starts to send the values, part by part: each is packed or

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -219,9 +220,12 @@ class WorkerStrategy : public StoreStrategy {
   // One all_reduce of a few numbers: samples, their loss and, where workers update, for each parameter whether this
   // worker has a gradient of it.
   BatchTotals over_workers(const BatchTotals& own) override {
-    if (!setting_.in_step()) return own;
+    if (!setting_.in_step()) {  // each worker stops at its own step
+      if (wants_to_stop()) agree_to_stop();
+      return own;
+    }
     const auto samples = static_cast<double>(own.samples);
-    std::vector<double> values{samples, own.mean_loss * samples};
+    std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
     if (!update_in_store_)
       for (std::size_t i = 0; i < trained_keys().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
     const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
@@ -232,7 +236,8 @@ class WorkerStrategy : public StoreStrategy {
       throw;
     }
     const auto* sum = sums.const_data_ptr<double>();
-    with_gradient_.assign(sum + 2, sum + sums.numel());
+    if (sum[2] > 0) agree_to_stop();
+    with_gradient_.assign(sum + 3, sum + sums.numel());
     return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 

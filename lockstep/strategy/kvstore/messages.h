@@ -44,6 +44,7 @@ struct RequestHeader {
   PushOptions push{};
   std::int64_t devices = 1;  // that computed the values
   double threshold = 0;      // of 2-bit values; 0: values as they are
+  bool stopping = false;     // this is the worker's last push: it was asked to stop
 };
 
 struct ReplyHeader {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/option_names.h"
@@ -62,6 +63,7 @@ BatchTotals StoreServer::wait_for_pushes(std::int64_t pushes) {
   wait_for_workers(lock, pushes);
   const BatchTotals totals = totals_[pushes];
   totals_.erase(totals_.begin(), totals_.upper_bound(pushes));
+  if (last_push_ <= pushes) agree_to_stop();
   return totals;
 }
 

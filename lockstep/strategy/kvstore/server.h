@@ -31,6 +31,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
@@ -143,7 +144,8 @@ class StoreServer {
   ServerTable table_;
   StalenessGate gate_;
   StoreStatistics statistics_;
-  std::map<std::int64_t, BatchTotals> totals_;  // by number of the push
+  std::map<std::int64_t, BatchTotals> totals_;                         // by number of the push
+  std::int64_t last_push_ = std::numeric_limits<std::int64_t>::max();  // after which a worker stops, as it was asked to
   bool has_values_ = false;
   int finished_ = 0;  // workers that left in good order
   std::exception_ptr failure_;

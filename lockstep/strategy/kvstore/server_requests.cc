@@ -216,6 +216,7 @@ void StoreServer::count_push(int worker) {
   Client& by = clients_[worker];
   --by.pending;
   totals_[++by.pushes].add(by.last_push.push.samples, by.last_push.push.loss);
+  if (by.last_push.stopping) last_push_ = std::min(last_push_, by.pushes);
 }
 
 // ---- Pulls

@@ -29,6 +29,7 @@
 #include <optional>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
@@ -101,7 +102,10 @@ class Pipeline : public ReplicaStrategy {
     if (ranks_.all.size() == 1) return totals;
     timed(phases_.exchange, [&] {
       parameters_->sum_gradients();
-      totals.mean_loss = sum_over(ranks_.all, totals.mean_loss);
+      const torch::Tensor sums = torch::tensor({totals.mean_loss, wants_to_stop() ? 1.0 : 0.0}, torch::kFloat64);
+      ranks_.all.all_reduce(sums);
+      totals.mean_loss = sums[0].item<double>();
+      if (sums[1].item<double>() > 0) agree_to_stop();
     });
     return totals;
   }

@@ -44,7 +44,10 @@ from lockstep._C import (
     RendezvousError,
     SystemError,
     UsageError,
+    catch_stop_signals,
     create_backend,
+    stop_requested,
+    stop_signal,
 )
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.data import DataLoader, Sampler
@@ -73,6 +76,9 @@ __all__ = [
     "SyncBatchNorm",
     "SystemError",
     "UsageError",
+    "catch_stop_signals",
+    "stop_requested",
+    "stop_signal",
 ]
 
 os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/endpoint.h"
+
+#include <netinet/in.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+in_port_t& port_in(sockaddr* address) {
+  return address->sa_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(address)->sin6_port
+                                        : reinterpret_cast<sockaddr_in*>(address)->sin_port;
+}
+
+bool is_connected(const pollfd& socket) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+}
+
+bool listens_at(const UniqueFd& fd, const addrinfo& address) {
+  const int yes = 1;
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  return ::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd.get(), SOMAXCONN) == 0;
+}
+
+}  // namespace
+
+// getaddrinfo has no deadline (a name server that does not answer), so it gets a thread, which is left behind if it hangs.
+Lookup look_up(const Endpoint& endpoint, const Deadline& deadline, int socket_type) {
+  std::packaged_task<Lookup()> task([endpoint, socket_type] {
+    addrinfo hints{};
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = socket_type;
+    addrinfo* found = nullptr;
+    const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
+    return Lookup{failed, AddressList(found)};
+  });
+  auto result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(deadline.left()) != std::future_status::ready) return {EAI_INPROGRESS, nullptr};
+  return result.get();
+}
+
+void set_port(const AddressList& addresses, int port) {
+  for (addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+    port_in(address->ai_addr) = htons(static_cast<std::uint16_t>(port));
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  std::array<char, NI_MAXHOST> text{};
+  if (::getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) != 0)
+    throw system_error("write down", "a network address");
+  return text.data();
+}
+
+Endpoint endpoint_of(const UniqueFd& fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    throw system_error("read the address of", "a socket");
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  return {numeric(generic, length), ntohs(port_in(generic))};
+}
+
+UniqueFd listen_at(const AddressList& addresses) {
+  int error = ENOENT;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (fd && listens_at(fd, *address)) return fd;
+    error = errno;  // closing may change it
+  }
+  errno = error;
+  return {};
+}
+
+std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline) {
+  std::vector<Connection> attempts;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Connection attempt{UniqueFd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), ""};
+    if (!attempt.fd) continue;
+    attempt.address = numeric(address->ai_addr, address->ai_addrlen);
+    if (::connect(attempt.fd.get(), address->ai_addr, address->ai_addrlen) == 0) return attempt;
+    if (errno == EINPROGRESS) attempts.push_back(std::move(attempt));
+  }
+  std::vector<pollfd> waiting;
+  for (const Connection& attempt : attempts)
+    waiting.push_back({.fd = attempt.fd.get(), .events = POLLOUT, .revents = 0});
+  while (!waiting.empty() && ::poll(waiting.data(), waiting.size(), static_cast<int>(deadline.left().count())) > 0) {
+    if (const auto found = std::ranges::find_if(waiting, is_connected); found != waiting.end())
+      return std::move(*std::ranges::find(attempts, found->fd, [](const Connection& one) { return one.fd.get(); }));
+    std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> own_address_towards(const AddressList& addresses) {
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
+    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd).host;
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/launcher_store.h"
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/pmi.h"
+#include "lockstep/launch/pmix.h"
+
+namespace lockstep {
+
+std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
+  if (job.launcher == "open-mpi") return std::make_unique<PmixStore>(timeout);
+  if (job.launcher == "mpich") return std::make_unique<PmiStore>(timeout);
+  throw RendezvousError({.what = concat("nothing tells the ranks on ", "several machines where to meet"),
+                         .here = concat("rank ", job.rank, ", launcher ", job.launcher),
+                         .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// launch/node_meeting.h: how the launchers of several machines agree on who is which machine, when nobody told them:
+// torchrun's dynamic rendezvous (--rdzv-backend c10d).
+//
+// Flow:    `lockstep run --rdzv-endpoint` on each machine -> here -> LaunchOptions
+// Owns:    the listening socket at the endpoint, until all have their answer; then rank 0 listens there
+// Threads: main's
+// Ranks:   before there are any; one call per machine
+//
+// The launcher that can listen at the endpoint is machine 0. The others connect and say how many ranks they start; they
+// are numbered as they come. Once `most` machines are there, or `least` and nobody new for `last_call`, machine 0 tells
+// each of them its place. A launcher that has gone away by then is left out. Texts are lines; none has more than 256
+// characters.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+namespace lockstep {
+
+struct NodeMeeting {
+  std::string host;  // where they meet
+  int port = 0;
+  std::string job;  // --rdzv-id: launchers with another one are refused
+  int least = 1;    // machines
+  int most = 1;
+  int ranks = 1;                                // on this machine
+  std::chrono::milliseconds timeout{600'000};   // until `least` machines have come
+  std::chrono::milliseconds last_call{30'000};  // for more than `least`
+};
+
+struct NodePlace {
+  int node_rank = 0;
+  int nodes = 1;
+  int first_rank = 0;  // of this machine
+  int world_size = 1;
+};
+
+// Blocks until every machine has its place. Throws RendezvousError: too few machines at the deadline, another job at the
+// endpoint, no address of any machine; UsageError: a job whose name does not fit into a line.
+NodePlace meet_nodes(const NodeMeeting& meeting);
+
+}  // namespace lockstep

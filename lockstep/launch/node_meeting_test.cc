@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/node_meeting.h"
+
+#include <gtest/gtest.h>
+
+#include <future>
+#include <set>
+#include <thread>
+
+#include "lockstep/base/port.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/error.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+NodeMeeting at_port(const ReservedPort& port, int least, int most) {
+  return {.host = "127.0.0.1",
+          .port = port.number(),
+          .job = "a job",
+          .least = least,
+          .most = most,
+          .timeout = milliseconds(20'000),
+          .last_call = milliseconds(300)};
+}
+
+std::vector<NodePlace> meet(const std::vector<NodeMeeting>& meetings) {
+  std::vector<std::future<NodePlace>> launchers;
+  for (const NodeMeeting& meeting : meetings) launchers.push_back(std::async(std::launch::async, meet_nodes, meeting));
+  std::vector<NodePlace> places;
+  for (auto& launcher : launchers) places.push_back(launcher.get());
+  return places;
+}
+
+TEST(NodeMeeting, gives_every_machine_a_place_and_its_ranks_their_numbers) {
+  const ReservedPort port;
+  std::vector<NodeMeeting> meetings(4, at_port(port, 4, 4));
+  for (int i = 0; i < 4; ++i) meetings[static_cast<unsigned>(i)].ranks = i + 1;
+  std::set<int> nodes;
+  std::set<int> ranks;
+  for (std::size_t i = 0; const NodePlace& place : meet(meetings)) {
+    nodes.insert(place.node_rank);
+    for (int rank = 0; rank < meetings[i].ranks; ++rank) ranks.insert(place.first_rank + rank);
+    EXPECT_EQ(place.nodes, 4);
+    EXPECT_EQ(place.world_size, 10);
+    ++i;
+  }
+  EXPECT_EQ(nodes, (std::set<int>{0, 1, 2, 3}));
+  EXPECT_EQ(ranks, (std::set<int>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}));
+}
+
+TEST(NodeMeeting, begins_with_fewer_machines_than_the_most) {
+  const ReservedPort port;
+  for (const NodePlace& place : meet({2, at_port(port, 2, 7)})) EXPECT_EQ(place.nodes, 2);
+}
+
+TEST(NodeMeeting, too_few_machines_are_an_error_at_the_deadline) {
+  const ReservedPort port;
+  NodeMeeting meeting = at_port(port, 2, 2);
+  meeting.timeout = milliseconds(100);
+  const std::string message = testing::message_of<RendezvousError>([&] { meet_nodes(meeting); });
+  EXPECT_TRUE(testing::contains(message, "1 of at least 2 machines came")) << message;
+}
+
+TEST(NodeMeeting, refuses_another_job) {
+  const ReservedPort port;
+  NodeMeeting other = at_port(port, 2, 2);
+  other.job = "another job";
+  auto first = std::async(std::launch::async, meet_nodes, at_port(port, 2, 2));
+  while (listener_of_port(port.number()).empty()) std::this_thread::yield();
+  const std::string message = testing::message_of<RendezvousError>([&] { meet_nodes(other); });
+  EXPECT_TRUE(testing::contains(message, "is not one of this job")) << message;
+  EXPECT_EQ(meet_nodes(at_port(port, 2, 2)).node_rank, 1);
+  EXPECT_EQ(first.get().nodes, 2);
+}
+
+}  // namespace
+}  // namespace lockstep

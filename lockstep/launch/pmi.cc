@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/pmi.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cstdlib>
+
+#include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+int number_in_variable(const char* name) {
+  const char* text = std::getenv(name);
+  int number = -1;
+  return text != nullptr && parse_int(text, number) ? number : -1;
+}
+
+RendezvousError pmi_error(const std::string& what) {
+  return RendezvousError({.what = concat(what, ", MPICH's way to tell the ranks where to meet"),
+                          .likely = "another rank has ended, or this process is not one that mpirun started",
+                          .next = "look at the other ranks' output; or set MASTER_ADDR and MASTER_PORT on all ranks"});
+}
+
+// One line. It comes in one piece: mpirun's proxy answers nothing else before the next question.
+std::string read_line(int fd, const Deadline& deadline) {
+  std::string line;
+  for (char letter = 0; letter != '\n'; line += letter) {
+    pollfd answer{.fd = fd, .events = POLLIN, .revents = 0};
+    if (::poll(&answer, 1, static_cast<int>(deadline.left().count())) == 0)
+      throw pmi_error("no answer of mpirun through PMI_FD before the deadline");
+    if (::recv(fd, &letter, 1, 0) != 1) throw pmi_error("mpirun has closed PMI_FD");
+  }
+  return line.substr(0, line.size() - 1);
+}
+
+// "cmd=get_result rc=0 value=x" -> value -> "x"
+std::string value_in(const std::string& line, const std::string& key) {
+  for (const std::string& part : split(line, ' '))
+    if (part.starts_with(key + "=")) return part.substr(key.size() + 1);
+  return "";
+}
+
+}  // namespace
+
+PmiStore::PmiStore(std::chrono::milliseconds timeout)
+    : fd_(number_in_variable("PMI_FD")), rank_(number_in_variable("PMI_RANK")), timeout_(timeout) {
+  space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
+}
+
+std::string PmiStore::ask(const std::string& command, const std::string& wanted) {
+  const std::string line = command + "\n";
+  if (::send(fd_, line.data(), line.size(), MSG_NOSIGNAL) != std::ssize(line)) throw pmi_error("can't write to PMI_FD");
+  const std::string answer = read_line(fd_, Deadline::after(timeout_));
+  if (value_in(answer, "cmd") != wanted) throw pmi_error(concat("mpirun answered \"", answer, "\" through PMI_FD"));
+  return answer;
+}
+
+void PmiStore::put(const std::string& name, const std::string& text) {
+  ask(concat("cmd=put kvsname=", space_, " key=", name, "-", rank_, " value=", text), "put_result");
+}
+
+void PmiStore::fence() { ask("cmd=barrier_in", "barrier_out"); }
+
+std::string PmiStore::get(int rank, const std::string& name) {
+  const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name, "-", rank), "get_result");
+  if (value_in(answer, "rc") == "0") return value_in(answer, "value");
+  throw pmi_error(concat("rank ", rank, " has not given its ", name, " to PMI_FD"));
+}
+
+}  // namespace lockstep

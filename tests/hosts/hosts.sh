@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# Sourced by tests that need several hosts: network, UTS and mount namespaces of this machine, joined by a bridge. The caller
+# runs in namespaces of its own (unshare --net --mount --uts --pid --kill-child), so the kernel removes everything when it
+# ends, however it ends. What it writes to $work is gone then, too.
+#
+#   make_hosts NAME...     ctl (this namespace, 10.77.0.1) and one host per NAME (10.77.0.11, .12, …); names resolve. As
+#                          Debian does it, a host's own name is 127.0.1.1 there.
+#   on_host NAME COMMAND   runs a command there
+
+make_hosts() {
+  mount -t tmpfs tmpfs /run
+  work=/run/work
+  mkdir -p /run/netns /run/uts "$work"
+  hostname ctl
+  ip link set lo up
+  ip link add bridge0 type bridge
+  ip address add 10.77.0.1/24 dev bridge0
+  ip link set bridge0 up
+  printf '127.0.0.1 localhost\n10.77.0.1 ctl\n' >/run/hosts
+  local number=10 host
+  for host in "$@"; do
+    number=$((number + 1))
+    ip netns add "$host"
+    ip link add "to-$host" type veth peer name eth0 netns "$host"
+    ip link set "to-$host" master bridge0 up
+    ip -n "$host" link set lo up
+    ip -n "$host" address add "10.77.0.$number/24" dev eth0
+    ip -n "$host" link set eth0 up
+    touch "/run/uts/$host"
+    unshare --uts="/run/uts/$host" hostname "$host"
+    echo "10.77.0.$number $host" >>/run/hosts
+  done
+  mount --bind /run/hosts /etc/hosts
+  for host in "$@"; do sed "s/^[0-9.]* $host\$/127.0.1.1 $host/" /run/hosts >"/run/hosts-$host"; done
+  cat >/run/on-host <<'ON_HOST'
+#!/bin/sh
+host=$1
+shift
+exec nsenter --net="/run/netns/$host" --uts="/run/uts/$host" \
+  unshare --mount sh -c 'mount --bind "$0" /etc/hosts && exec "$@"' "/run/hosts-$host" "$@"
+ON_HOST
+  chmod +x /run/on-host
+}
+
+on_host() { /run/on-host "$@"; }
