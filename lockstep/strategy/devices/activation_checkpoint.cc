@@ -100,7 +100,7 @@ TensorList run_with(AutocastSetting setting, const ListFunction& function, const
   return function(inputs);
 }
 
-struct Call {
+struct CheckpointedCall {
   ListFunction function;
   std::size_t inputs = 0;
   GeneratorStates generators;
@@ -118,9 +118,9 @@ struct Call {
   }
 };
 
-struct CallHolder : torch::CustomClassHolder {
-  explicit CallHolder(std::shared_ptr<Call> given) : call(std::move(given)) {}
-  std::shared_ptr<Call> call;
+struct CheckpointedCallHolder : torch::CustomClassHolder {
+  explicit CheckpointedCallHolder(std::shared_ptr<CheckpointedCall> given) : call(std::move(given)) {}
+  std::shared_ptr<CheckpointedCall> call;
 };
 
 UsageError changed(const std::string& what) {
@@ -140,10 +140,10 @@ void require_same(const TensorList& outputs, const torch::autograd::variable_lis
 class Recomputed : public torch::autograd::Function<Recomputed> {
  public:
   // variables: the inputs, then the leaves.
-  static torch::autograd::variable_list forward(AutogradContext* context, const std::shared_ptr<Call>& call,
+  static torch::autograd::variable_list forward(AutogradContext* context, const std::shared_ptr<CheckpointedCall>& call,
                                                 const TensorList& variables) {
     context->save_for_backward(variables);
-    context->saved_data["call"] = c10::IValue::make_capsule(c10::make_intrusive<CallHolder>(call));
+    context->saved_data["call"] = c10::IValue::make_capsule(c10::make_intrusive<CheckpointedCallHolder>(call));
     context->set_materialize_grads(false);
     TensorList outputs, constant;
     for (const torch::Tensor& output : std::exchange(call->outputs, {})) {
@@ -159,8 +159,9 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
     if (at::GradMode::is_enabled())
       throw UsageError({.what = "create_graph through checkpoint()",
                         .next = "leave out checkpoint() where gradients of gradients are needed"});
-    const auto holder = c10::dynamic_intrusive_pointer_cast<CallHolder>(context->saved_data["call"].toCapsule());
-    const Call& call = *holder->call;
+    const auto holder =
+        c10::dynamic_intrusive_pointer_cast<CheckpointedCallHolder>(context->saved_data["call"].toCapsule());
+    const CheckpointedCall& call = *holder->call;
     TensorList variables = context->get_saved_variables();
     for (std::size_t i = 0; i < call.inputs; ++i)
       if (variables[i].defined()) variables[i] = variables[i].detach().requires_grad_(variables[i].requires_grad());
@@ -172,7 +173,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
   }
 
  private:
-  // First that of the Call, which has none.
+  // First that of the CheckpointedCall, which has none.
   static torch::autograd::variable_list gradients_of(const TensorList& outputs, const TensorList& gradients,
                                                      const TensorList& variables) {
     TensorList roots, seeds, sources;
@@ -251,10 +252,10 @@ void require_usable(const TensorList& outputs, const TensorList& inputs, const s
 
 TensorList checkpoint(const ListFunction& function, const TensorList& inputs) {
   if (!at::GradMode::is_enabled()) return function(inputs);
-  const auto call = std::make_shared<Call>(Call{.function = function,
-                                                .inputs = inputs.size(),
-                                                .generators = GeneratorStates(inputs),
-                                                .autocast = AutocastSetting::now()});
+  const auto call = std::make_shared<CheckpointedCall>(CheckpointedCall{.function = function,
+                                                                        .inputs = inputs.size(),
+                                                                        .generators = GeneratorStates(inputs),
+                                                                        .autocast = AutocastSetting::now()});
   TensorList given;  // leaves, at which the graph ends
   for (const torch::Tensor& input : inputs)
     given.push_back(input.defined() ? input.detach().requires_grad_(input.requires_grad()) : input);
