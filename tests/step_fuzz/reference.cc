@@ -22,10 +22,11 @@ using Tensors = std::vector<torch::Tensor>;
 
 class Reference {
  public:
-  Reference(const Program& program, std::size_t trainer, int color)
+  Reference(const Program& program, std::size_t trainer, int color, torch::Dtype dtype)
       : program_(program),
         plan_(program.trainers[trainer]),
         trainer_(static_cast<int>(trainer)),
+        dtype_(dtype),
         network_(plan_, trainer_, /*sparse=*/false) {
     for (int rank = 0; rank < program.ranks; ++rank)
       if (plan_.color[static_cast<std::size_t>(rank)] == color) members_.push_back(rank);
@@ -33,7 +34,7 @@ class Reference {
       network_.add_norm(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(Network::width_of(plan_)).eps(kNormEps)),
                         plan_);
     network_.freeze(plan_.frozen);
-    network_.to(torch::kFloat64);
+    network_.to(dtype_);
     begin();
   }
 
@@ -142,7 +143,7 @@ class Reference {
     std::vector<Part> parts;
     for (std::size_t member = 0; member < members_.size(); ++member) parts.push_back(part(operation, member, 0));
     const auto losses = network_.losses(parts);
-    torch::Tensor sum = torch::zeros({}, torch::kFloat64);
+    torch::Tensor sum = torch::zeros({}, dtype_);
     for (std::size_t member = 0; member < members_.size(); ++member) {
       const double weight = plain ? 1 : samples_of(operation, member, 0);
       count(operation, member, weight, losses[member].item<double>());
@@ -157,7 +158,7 @@ class Reference {
     return has(operation.ranks, rank) ? samples_of_shard(operation, rank, shard) : 0;
   }
   Part part(const Operation& operation, std::size_t member, int shard) const {
-    return part_of(operation, members_[member], shard, samples_of(operation, member, shard), plan_, torch::kFloat64);
+    return part_of(operation, members_[member], shard, samples_of(operation, member, shard), plan_, dtype_);
   }
 
   void count(const Operation& operation, std::size_t member, double weight, double loss) {
@@ -352,6 +353,7 @@ class Reference {
   const Program& program_;
   const TrainerPlan& plan_;
   int trainer_;
+  torch::Dtype dtype_;
   std::vector<int> members_;  // the ranks of this world
   Network network_;
   std::unique_ptr<ReferenceOptimizer> optimizer_;
@@ -370,11 +372,30 @@ class Reference {
   bool undecided_ = false;
 };
 
+double largest(const torch::Tensor& tensor) { return tensor.numel() == 0 ? 0 : tensor.abs().max().item<double>(); }
+
+// The largest distance, divided by the tensor's largest value.
+double distance(const Tensors& given, const Tensors& right) {
+  double most = 0;
+  for (std::size_t i = 0; i < right.size(); ++i)
+    if (right[i].defined() && right[i].is_floating_point() && largest(right[i]) > 0)
+      most = std::max(most, largest(given[i] - right[i]) / largest(right[i]));
+  return most;
+}
+
 }  // namespace
 
+// A program may magnify rounding, for instance if it diverges: so it also runs in float32, on one rank.
 Expected expected_of(const Program& program, std::size_t trainer, int color) {
   const Program executed = as_executed(program, trainer, color);
-  return Reference(executed, trainer, color).run();
+  const TrainerPlan& plan = program.trainers[trainer];
+  Expected expected = Reference(executed, trainer, color, torch::kFloat64).run();
+  if (plan.dtype != torch::kFloat32 || keeps_residual(plan)) return expected;
+  const Expected rounded = Reference(executed, trainer, color, torch::kFloat32).run();
+  expected.rounding =
+      std::max({distance(rounded.weights, expected.weights), distance(rounded.averages, expected.averages),
+                distance(rounded.stats, expected.stats)});
+  return expected;
 }
 
 }  // namespace lockstep::fuzz

@@ -28,6 +28,9 @@ struct Expected {
 
   // Of each rank, by the id of a backward() that exchanges a single batch.
   std::map<std::pair<int, int>, Totals> totals;
+
+  // How far float32 is off for a program in float32, divided by a tensor's largest value.
+  double rounding = 0;
 };
 
 Expected expected_of(const Program& program, std::size_t trainer, int color);

@@ -73,7 +73,7 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
   const std::size_t before = files_.size();
   std::string trouble;
   try {
-    std::vector<fs::path> above;
+    std::vector<fs::path> above{fs::canonical(folder_)};
     add_images(folder_ / name, label, above);
   } catch (const fs::filesystem_error& error) {
     trouble = concat(": ", error.path1().string(), ": ", error.code().message());
@@ -86,7 +86,7 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
   std::ranges::sort(std::span(files_).subspan(before), {}, &File::path);
 }
 
-// above: the folders on the way here, without links: a link to one of them leads round in circles.
+// above: the folders on the way here, without links: a link to one of them leads round in circles, or to other classes.
 void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::vector<fs::path>& above) {
   const fs::path real = fs::canonical(folder);
   if (std::ranges::find(above, real) != above.end()) return;
