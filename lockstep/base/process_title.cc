@@ -42,7 +42,8 @@ void put_in_room(int argc, char** argv, const std::string& text) {
 }  // namespace
 
 void show_rank(int argc, char** argv, int rank, int ranks) {
-  ::prctl(PR_SET_NAME, concat("lockstep r", rank).c_str());
+  // Without a space: Slurm reads /proc/PID/stat by words, and would not find the process to signal or kill it.
+  ::prctl(PR_SET_NAME, concat("lockstep-r", rank).c_str());
   put_in_room(argc, argv, concat(" [rank ", rank, " of ", ranks, "]"));
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/process_title.h: what ps and top show of a rank: "lockstep train [rank 1 of 8] --model …", and "lockstep r1".
+// base/process_title.h: what ps and top show of a rank: "lockstep train [rank 1 of 8] --model …", and "lockstep-r1".
 //
 // Owns:    the memory of argv, once it has been read: show_rank() moves the arguments
 // Threads: main's

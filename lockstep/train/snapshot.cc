@@ -153,13 +153,15 @@ std::map<std::string, Elsewhere> tensors_elsewhere(const World& world, Strategy&
   const Json first = Json::parse(texts.front());
   std::map<std::string, Elsewhere> elsewhere;
   if (first.is_null()) return elsewhere;
-  for (int rank = 1; rank < world.size(); ++rank)
-    for (const auto& [name, looks] : Json::parse(texts[to_size(rank)]).items()) {
+  for (int rank = 1; rank < world.size(); ++rank) {
+    const Json held = Json::parse(texts[to_size(rank)]);
+    for (const auto& [name, looks] : held.items()) {
       if (first.contains(name)) continue;
       const auto options =
           torch::TensorOptions(torch::kMeta).dtype(static_cast<torch::ScalarType>(looks[0].get<int>()));
-      elsewhere.try_emplace(name, rank, torch::empty(looks[1].get<std::vector<std::int64_t>>(), options));
+      elsewhere.try_emplace(name, Elsewhere{rank, torch::empty(looks[1].get<std::vector<std::int64_t>>(), options)});
     }
+  }
   return elsewhere;
 }
 

@@ -40,6 +40,8 @@ std::vector<std::string> run(int ranks, const std::function<void(Rank)>& body, b
       }
     });
   for (std::thread& thread : threads) thread.join();
+  for (int i = 0; i < 4; ++i) gpus().synchronizeDevice(gpu(i).index());  // an error leaves work behind
+  simulated_cuda_clear_races();
   return errors;
 }
 
@@ -118,7 +120,6 @@ TEST(SimulatedNccl, needs_a_wait_before_the_result_is_used) {
   EXPECT_TRUE(contains(errors[0], "nccl allreduce"));
   EXPECT_TRUE(contains(errors[0], "aten::exp"));
   EXPECT_EQ(errors[1], "");
-  simulated_cuda_clear_races();
 }
 
 TEST(SimulatedNccl, names_ranks_that_call_different_things) {

@@ -141,8 +141,8 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
  public:
   // variables: the inputs, then the leaves.
   static torch::autograd::variable_list forward(AutogradContext* context, const std::shared_ptr<CheckpointedCall>& call,
-                                                const TensorList& variables) {
-    context->save_for_backward(variables);
+                                                const at::TensorList& variables) {
+    context->save_for_backward(variables.vec());
     context->saved_data["call"] = c10::IValue::make_capsule(c10::make_intrusive<CheckpointedCallHolder>(call));
     context->set_materialize_grads(false);
     TensorList outputs, constant;
@@ -266,7 +266,7 @@ TensorList checkpoint(const ListFunction& function, const TensorList& inputs) {
   const TensorList leaves = leaves_of(call->outputs, begin, given);
   TensorList variables = inputs;
   variables.insert(variables.end(), leaves.begin(), leaves.end());
-  return Recomputed::apply(call, variables);
+  return Recomputed::apply(call, at::TensorList(variables));  // in a vector autograd would not look for tensors
 }
 
 torch::Tensor checkpoint(const std::function<torch::Tensor(const torch::Tensor&)>& function,

@@ -20,9 +20,10 @@ bool can_add_to(const torch::Tensor& gradient, const torch::Tensor& weight) {
 class LargeLinear : public torch::autograd::Function<LargeLinear> {
  public:
   static torch::Tensor forward(AutogradContext* context, const torch::Tensor& input, const torch::Tensor& weight,
-                               const torch::Tensor& bias) {
+                               const std::optional<torch::Tensor>& bias) {
     context->save_for_backward({input, weight});
-    return at::linear(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+    context->saved_data["has_bias"] = bias.has_value();
+    return at::linear(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -36,7 +37,7 @@ class LargeLinear : public torch::autograd::Function<LargeLinear> {
       weight.mutable_grad().addmm_(rows.t(), inputs);
     else
       result[1] = rows.t().mm(inputs);
-    if (context->needs_input_grad(2)) result[2] = rows.sum(0);
+    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2)) result[2] = rows.sum(0);
     return result;
   }
 };
@@ -76,9 +77,10 @@ void LargeWeights::call(const c10::OperatorHandle& op, Stack& stack) {
   const std::string& name = op.schema().name();
   at::Tensor result;
   if (name == "aten::linear" && is_large(torch::jit::peek(stack, 1, 3).toTensor())) {
-    const auto bias = torch::jit::peek(stack, 2, 3);
-    result = LargeLinear::apply(torch::jit::peek(stack, 0, 3).toTensor(), torch::jit::peek(stack, 1, 3).toTensor(),
-                                bias.isNone() ? at::Tensor() : bias.toTensor());
+    auto bias = torch::jit::peek(stack, 2, 3).toOptional<at::Tensor>();
+    if (bias && !bias->defined()) bias.reset();
+    result =
+        LargeLinear::apply(torch::jit::peek(stack, 0, 3).toTensor(), torch::jit::peek(stack, 1, 3).toTensor(), bias);
     torch::jit::drop(stack, 3);
   } else if (name == "aten::embedding" && is_large(torch::jit::peek(stack, 0, 5).toTensor()) &&
              torch::jit::peek(stack, 2, 5).toInt() < 0 && !torch::jit::peek(stack, 3, 5).toBool() &&
