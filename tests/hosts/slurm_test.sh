@@ -76,7 +76,9 @@ wait_for() {  # WHAT COMMAND...
 has() { grep -qs "$1" "$name.jsonl"; }
 state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
 requeued() { scontrol show job "$job" | grep -q " Restarts=1 "; }
-start_now() { scontrol update "JobId=$job" StartTime=now 2>/dev/null && state_is RUNNING; }
+started_again() {  # it may have run to its end already
+  state_is RUNNING || state_is COMPLETED || { scontrol update "JobId=$job" StartTime=now 2>/dev/null; false; }
+}
 stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   name=$1
   job=$(sbatch --parsable --job-name "$name" -p low -N2 -n2 --requeue --open-mode=append --output "$name.log" job.sh \
@@ -85,7 +87,7 @@ stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   "${@:3}"
   wait_for "the checkpoint" has '"event":"stop"'
   wait_for "the requeue" requeued
-  wait_for "the second start" start_now  # Slurm would wait two minutes
+  wait_for "the second start" started_again  # Slurm would wait two minutes
   wait_for "the end" state_is COMPLETED
 }
 preempt() { srun -p high -N2 -n4 true; }  # SIGTERM, 2 s of grace, then Slurm kills the job of `low` and requeues it

@@ -146,7 +146,7 @@ TEST_F(StopOfLauncher, is_shown_by_ps_with_its_ranks) {
   EXPECT_TRUE(contains(ps.output, "lockstep train --threads 1")) << ps.output;
   for (const char* rank : {"0", "1"}) {
     EXPECT_TRUE(contains(ps.output, concat("lockstep train [rank ", rank, " of 2] --threads 1"))) << ps.output;
-    EXPECT_TRUE(contains(ps.output, concat("lockstep r", rank))) << ps.output;
+    EXPECT_TRUE(contains(ps.output, concat("lockstep-r", rank))) << ps.output;
   }
 }
 
