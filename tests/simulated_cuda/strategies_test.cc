@@ -84,7 +84,7 @@ TEST_P(GpuStrategies, name_a_gpu_without_memory) {
 TEST_P(GpuStrategies, name_a_gpu_that_hangs) {
   const std::string fault = concat("hang@1:", 1 + operators_in_a_step() / 4);
   StrategyOptions options = GetParam().options;
-  options.timeout = std::chrono::milliseconds(200) * LOCKSTEP_TEST_PATIENCE;
+  options.timeout = std::chrono::seconds(1) * LOCKSTEP_TEST_PATIENCE;  // also of the step before the fault
   EXPECT_TRUE(contains(error_with<PeerLost>(fault, options), "device cuda:1 is not done within ")) << fault;
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
   while (Devices::left_behind() > 0 && !deadline.passed()) std::this_thread::yield();
@@ -93,7 +93,7 @@ TEST_P(GpuStrategies, name_a_gpu_that_hangs) {
 
 // A rank that trains on a GPU alone: nobody else waits for it.
 TEST(GpuOfARank, that_hangs_is_named_at_the_deadline) {
-  const World world = World::single({.device = torch::kCUDA, .timeout = std::chrono::milliseconds(200)});
+  const World world = World::single({.device = torch::kCUDA, .timeout = std::chrono::seconds(1)});
   EXPECT_EQ(world.device(), gpu(0));
   const auto strategy =
       make_strategy(world, even_task(), {.kind = StrategyKind::kSingle, .optimizer = SGDOptions{.lr = 0.1}});
@@ -102,7 +102,7 @@ TEST(GpuOfARank, that_hangs_is_named_at_the_deadline) {
   ASSERT_EQ(simulated_cuda_fail("hang@0:3"), 0);
   const std::string message = message_of<DeviceError>([&] { train_step(*strategy, batch); });
   simulated_cuda_recover();
-  EXPECT_TRUE(contains(message, "cuda:0 is not done within 150.0 ms")) << message;
+  EXPECT_TRUE(contains(message, "cuda:0 is not done within 750.0 ms")) << message;
 }
 
 }  // namespace

@@ -167,7 +167,7 @@ class GpuOfAProcess : public ::testing::TestWithParam<Arrangement> {
  protected:
   static Ended with(const std::string& fault) {
     const TempFolder folder;
-    const Words train = kTrain + Words{folder / "m", "--devices", "cuda", "--ranks", "2", "--timeout", "4"};
+    const Words train = kTrain + Words{folder / "m", "--devices", "cuda", "--ranks", "2", "--timeout", "6"};
     return on_gpus(2, with_variables({{"LOCKSTEP_SIMULATED_FAULTS", fault}}, train + GetParam().words));
   }
 };
@@ -183,8 +183,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(GpuOfAProcess, is_named_if_it_fails_hangs_or_has_no_memory_left) {
   for (const auto& [kind, message] : std::map<std::string, std::string>{{"operator", "cuda:1 failed: CUDA error"},
                                                                         {"memory", "cuda:1 failed: CUDA out of memory"},
-                                                                        {"hang", "cuda:1 is not done within 3.0 s"}}) {
-    const std::string fault = concat(kind, "@1:", kind == "hang" ? GetParam().in_second_step : 60);
+                                                                        {"hang", "cuda:1 is not done within 4.5 s"}}) {
+    const std::string fault = concat(kind, "@1:", kind == "hang" ? GetParam().in_second_step : 90);
     const Ended ended = with(fault);
     EXPECT_NE(ended.exit_code, 0) << fault;
     EXPECT_TRUE(contains(ended.error, message)) << fault;
