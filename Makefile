@@ -50,10 +50,12 @@ soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
 	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release
 
-cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; runs the tests if there is a GPU
+cuda: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
+cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; if there is a GPU, runs the tests and compares a step with PyTorch's
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
-	if [ -e /dev/nvidia0 ]; then ctest --preset cuda; else echo "no GPU here: compiled and linked, not run"; fi
+	if [ -e /dev/nvidia0 ]; then ctest --preset cuda && build/cuda/bin/lockstep bench step --device cuda --ranks 1; \
+	else echo "no GPU here: compiled and linked, not run"; fi
 
 bench: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
 bench: setup-pytorch  ## measures lockstep beside PyTorch (downloads 4.7 GB the first time)

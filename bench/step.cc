@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.
+// `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel, in turn: on cores over Gloo, or
+// with a GPU for each rank over NCCL.
 #include <cstring>
 #include <fstream>
 #include <iostream>
@@ -11,6 +12,7 @@
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/memory.h"
@@ -77,6 +79,7 @@ struct StepRun {
   int steps = 10;
   bool share_parameters = true;
   int virtual_shards = 0;
+  std::string device = "cpu";  // or "cuda": a GPU for each rank
 };
 
 constexpr std::size_t kCopied = std::size_t{64} << 20;
@@ -89,6 +92,13 @@ double pss_mib() {
   return 0;
 }
 
+// What is taken of the device; of a GPU also by other programs.
+double taken_mib(torch::Device device) {
+  if (device.is_cpu()) return pss_mib();
+  const GpuMemory memory = memory_of(device);
+  return static_cast<double>(memory.all - memory.free) / (1 << 20);
+}
+
 double reduced(const World& world, double value, ReduceOp op) {
   const torch::Tensor tensor = torch::full({}, value, torch::kFloat64);
   world.all_reduce(tensor, op);
@@ -97,13 +107,17 @@ double reduced(const World& world, double value, ReduceOp op) {
 
 // Bytes per second that all ranks together read and write while each copies memory: what the machine can do at best.
 double copy_speed(const World& world) {
-  const torch::Tensor from = torch::ones({kCopied}, torch::kUInt8);
-  const torch::Tensor to = torch::ones({kCopied}, torch::kUInt8);
+  const auto options = torch::TensorOptions(torch::kUInt8).device(world.device());
+  const torch::Tensor from = torch::ones({kCopied}, options), to = torch::ones({kCopied}, options);
   std::vector<double> seconds;
   for (int i = 0; i < kCopies; ++i) {
     world.barrier();
     const Stopwatch watch;
-    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    if (to.is_cpu())
+      std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    else
+      to.copy_(from);
+    wait_for_device(world.device());
     seconds.push_back(reduced(world, watch.seconds(), ReduceOp::kMax));
   }
   return 2.0 * kCopied * world.size() / median(seconds);
@@ -115,6 +129,7 @@ class RankTraining {
   RankTraining(const World& world, const StepCase& one, const StepRun& run)
       : world_(world), strategy_(make(world, one, run)), batch_(own_part(world, one)) {
     batch_.data = in_layout(batch_.data, one.layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous);
+    batch_ = {batch_.data.to(world.device()), batch_.target.to(world.device())};
   }
 
   void step() {
@@ -122,6 +137,7 @@ class RankTraining {
     const Stopwatch watch;
     strategy_->forward_backward(batch_);
     strategy_->update();
+    wait_for_device(world_.device());
     const PhaseTimes& after = strategy_->phases();
     keep("step", watch.seconds());
     keep("forward", after.forward - before.forward);
@@ -170,28 +186,28 @@ class RankTraining {
 };
 
 Seconds train(const World& world, const StepCase& one, const StepRun& run) {
-  const double idle = reduced(world, pss_mib(), ReduceOp::kSum);
+  const double idle = reduced(world, taken_mib(world.device()), ReduceOp::kSum);
   RankTraining training(world, one, run);
   for (int i = 0; i < run.warmup; ++i) training.step();
   training.forget();
   for (int i = 0; i < run.steps; ++i) training.step();
   Seconds result = training.medians();
   result["idle_mib"] = idle;
-  result["memory_mib"] = reduced(world, pss_mib(), ReduceOp::kSum);
+  result["memory_mib"] = reduced(world, taken_mib(world.device()), ReduceOp::kSum);
   result["parameter_mib"] = training.parameter_mib();
   result["copy"] = copy_speed(world);
   return result;
 }
 
 // Medians in seconds: step, forward, backward, wait (for the last rank to arrive), update; copy (bytes per second that
-// all ranks together read and write in memcpy); idle_mib and memory_mib, sums of PSS; parameter_mib.
+// all ranks together read and write in memcpy); idle_mib and memory_mib, sums over the ranks; parameter_mib.
 Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   const TemporaryFolder folder;
   const std::string results = folder.file("results");
   const auto rank = [&] {
     keep_freed_memory();
     at::set_num_threads(1);
-    const World world = World::from_env();
+    const World world = World::from_env({.device = torch::Device(run.device).type()});
     const Seconds seconds = train(world, one, run);
     if (world.rank() == 0) write_file(results, Json(seconds).dump());
     return 0;
@@ -206,7 +222,7 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
 // ddp, no_sync: medians in seconds; idle_mib and memory_mib.
 Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
   return Json::parse(run_python("peers/step.py", {one.name, concat(run.ranks), concat(one.batch), one.layout,
-                                                  concat(run.warmup), concat(run.steps)}))
+                                                  concat(run.warmup), concat(run.steps), run.device}))
       .get<Seconds>();
 }
 
@@ -252,18 +268,19 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
                 fixed(theirs["memory_mib"], 0), fixed(theirs["memory_mib"] - theirs["idle_mib"], 0),
                 theirs["memory_mib"] > 0 ? percent(1 - ours["memory_mib"] / theirs["memory_mib"]) : "-"});
   }
-  std::cout << "A step, SGD with momentum, " << run.ranks << " ranks x 1 thread; medians of " << run.steps
+  std::cout << "A step, SGD with momentum, " << run.ranks
+            << (run.device == "cpu" ? " ranks x 1 thread" : " ranks with a GPU each") << "; medians of " << run.steps
             << " steps, then of " << turns << " turns\n"
             << machine() << "\n\n";
   steps.print(std::cout);
   std::cout << "\nWhere lockstep's step goes. limit: the bytes that must move, at the speed of all ranks' memcpy\n";
   phases.print(std::cout);
-  std::cout << "\nMemory: the sum of PSS over the ranks\n";
+  std::cout << "\nMemory: the sum over the ranks of PSS, or of what is taken of each GPU\n";
   memory.print(std::cout);
 }
 
 Json to_json(const std::vector<Compared>& all, const StepRun& run, int turns) {
-  Json json{{"ranks", run.ranks}, {"turns", turns}, {"steps", run.steps}};
+  Json json{{"device", run.device}, {"ranks", run.ranks}, {"turns", turns}, {"steps", run.steps}};
   for (const auto& [one, ours, theirs] : all)
     json["models"][one.name] = {{"lockstep", ours.medians()}, {"pytorch", theirs.medians()}};
   return json;
@@ -275,11 +292,12 @@ int bench_step(int argc, const char* const* argv) {
   std::vector<std::string> models;
   StepRun run;
   bool separate = false;
-  Program program("step", "A data-parallel training step beside PyTorch's DistributedDataParallel over Gloo, in turn.",
-                  3);
+  Program program("step", "A data-parallel training step beside PyTorch's DistributedDataParallel, in turn.", 3);
   program.list("--models", models, "which of them; all by default")->check(CLI::IsMember(names_of(step_cases())));
   program.option("--ranks", run.ranks, "ranks of one thread each")->check(CLI::Range(1, 64));
   program.option("--steps", run.steps, "steps per turn")->check(CLI::Range(1, 10000));
+  program.option("--device", run.device, "cpu, or cuda: a GPU for each rank; the peer exchanges over NCCL")
+      ->check(CLI::IsMember(std::vector<std::string>{"cpu", "cuda"}));
   program.flag("--separate-parameters", separate, "lockstep with share_parameters = false: buckets and private copies");
   program.option("--virtual-shards", run.virtual_shards, "lockstep with these; 0: none");
   return program.run(argc, argv, [&] {

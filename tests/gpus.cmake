@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-# Tests whose devices are simulated GPUs. The simulator is preloaded, so not beside a sanitizer, which has to come first.
-if(LOCKSTEP_CUDA OR LOCKSTEP_SANITIZE)
+# Tests whose devices are GPUs: simulated ones, or with the cuda preset those of this machine. The simulator is preloaded, so
+# not beside a sanitizer, which has to come first.
+if(LOCKSTEP_SANITIZE)
   return()
 endif()
 
 # Tests of strategies that run on cores, once more: 20 steps in float64 on 1 to 4 GPUs, compared with one core.
 set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
   "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/AveragingOfSize.*" "Averaging.*"
-  "Kinds/LocalKindOfSize.*" "Sizes/DdpOfSize.train*")
+  "Kinds/LocalKindOfSize.*" "Sizes/DistSyncOfSize.*" "DistSync.trains*" "DistAsync.with_one*")
 list(JOIN gpu_tests ":" gpu_filter)
-# `local` chooses by times, so two runs may choose differently. A rank of ddp has a GPU for itself: four at most.
-string(APPEND gpu_filter ":-Sizes/DdpOfSize.*/3:Kinds/LocalKindOfSize.goes_on*/1:Kinds/LocalKindOfSize.goes_on*/2:Kinds/LocalKindOfSize.goes_on*/3")
-add_test(NAME strategy.simulated_gpus COMMAND strategy_test --gtest_filter=${gpu_filter})
+# `local` chooses by times, so two runs may choose differently.
+set(not_on_gpus "Kinds/LocalKindOfSize.goes_on*/1:Kinds/LocalKindOfSize.goes_on*/2:Kinds/LocalKindOfSize.goes_on*/3")
+
+if(LOCKSTEP_CUDA)
+  include(real_gpus.cmake)
+  return()
+endif()
+
+# A rank of ddp has a GPU for itself: 2, 3 and 4 ranks.
+add_test(NAME strategy.simulated_gpus
+  COMMAND strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
 set_tests_properties(strategy.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
   "LD_PRELOAD=$<TARGET_FILE:lockstep_simulated_cuda>;LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_TEST_DEVICES=cuda")
 

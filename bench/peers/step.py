@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A training step with PyTorch's DistributedDataParallel over Gloo: the peer of `lockstep bench step`.
+"""A training step with PyTorch's DistributedDataParallel over Gloo, or NCCL: the peer of `lockstep bench step`.
 
-    step.py CASE RANKS BATCH LAYOUT WARMUP STEPS      BATCH is global; LAYOUT: contiguous | channels_last
+    step.py CASE RANKS BATCH LAYOUT WARMUP STEPS DEVICE   BATCH is global; LAYOUT: contiguous | channels_last; DEVICE: cpu | cuda
 
 Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
-the ranks' memory (PSS) in MiB, idle and at the end.
+the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end.
 """
 import json
 import math
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, tokens):
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1)))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device))
         for block in self.h:
             x = block(x)
         return F.linear(self.ln_f(x), self.wte.weight)
@@ -116,16 +116,25 @@ def pss_mib():
         return next(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
 
 
-def summed(value):
-    total = torch.tensor(value)
+def taken_mib(device):
+    if device.type == "cpu":
+        return pss_mib()
+    free, all_of_it = torch.cuda.mem_get_info(device)
+    return (all_of_it - free) / 2**20
+
+
+def summed(value, device=torch.device("cpu")):
+    total = torch.tensor(value, device=device)
     dist.all_reduce(total)
     return total.item()
 
 
-def join(rank, ranks, store):
+def join(rank, ranks, store, device=torch.device("cpu")):
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method="file://" + store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=ranks, init_method="file://" + store)
 
 
 def memory_format(layout):
@@ -151,7 +160,7 @@ def wrap_in_ddp(model, group=None):
 class Trainer:
     """A model of its own, wrapped by a function that gives model and optimizer, and a batch."""
 
-    def __init__(self, wrap, case, batch, layout):
+    def __init__(self, wrap, case, batch, layout, device=torch.device("cpu")):
         make, shape, classes = CASES[case]
         torch.manual_seed(1)
         model = make()
@@ -159,16 +168,20 @@ class Trainer:
         if shape is not None and len(shape) == 3:
             model = model.to(memory_format=memory_format(layout))
             self.data = self.data.contiguous(memory_format=memory_format(layout))
-        self.model, self.optimizer = wrap(model)
+        self.data, self.target = self.data.to(device), self.target.to(device)
+        self.model, self.optimizer = wrap(model.to(device))
+        self.device = device
 
     def step(self, no_sync=False):
-        """Seconds."""
+        """Seconds, until the device is done."""
         start = time.perf_counter()
         with self.model.no_sync() if no_sync else nullcontext():
             loss = F.cross_entropy(self.model(self.data).flatten(0, -2), self.target.flatten())
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
     def block(self, steps, no_sync=False):
@@ -176,17 +189,18 @@ class Trainer:
         return [self.step(no_sync) for _ in range(steps)]
 
 
-def train(rank, ranks, store, case, batch, layout, warmup, steps):
+def train(rank, ranks, store, case, batch, layout, warmup, steps, kind="cpu"):
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     pin(rank, ranks)
-    join(rank, ranks, store)
-    idle = summed(pss_mib())
-    trainer = Trainer(wrap_in_ddp, case, batch // ranks, layout)
+    join(rank, ranks, store, device)
+    idle = summed(taken_mib(device), device)
+    trainer = Trainer(wrap_in_ddp, case, batch // ranks, layout, device)
     times = {"ddp": [], "no_sync": []}
     trainer.block(warmup)
     for _ in range(2):
         for name in times:
             times[name] += trainer.block(math.ceil(steps / 2), no_sync=name == "no_sync")
-    memory = summed(pss_mib())
+    memory = summed(taken_mib(device), device)
     if rank == 0:
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
         print(json.dumps({**medians, "idle_mib": idle, "memory_mib": memory}), flush=True)
@@ -195,5 +209,5 @@ def train(rank, ranks, store, case, batch, layout, warmup, steps):
 
 
 if __name__ == "__main__":
-    case, ranks, batch, layout, warmup, steps = sys.argv[1:]
-    run_ranks(train, int(ranks), case, int(batch), layout, int(warmup), int(steps))
+    case, ranks, batch, layout, warmup, steps, kind = sys.argv[1:]
+    run_ranks(train, int(ranks), case, int(batch), layout, int(warmup), int(steps), kind)

@@ -11,15 +11,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
+#include <thread>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -134,6 +137,43 @@ void wait_for_device(torch::Device device) {
   if (device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl of(device.type());
   of.synchronizeStream(of.getStream(device));
+}
+
+void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
+  if (device.is_cpu()) return;
+  constexpr std::chrono::microseconds kLongestNap{100};
+  const c10::impl::VirtualGuardImpl of(device.type());
+  const c10::Stream stream = of.getStream(device);
+  timeout = own_share(timeout);
+  const Deadline deadline = Deadline::after(timeout);
+  for (std::chrono::microseconds nap{5}; !of.queryStream(stream); nap = std::min(2 * nap, kLongestNap)) {
+    if (deadline.passed())
+      throw DeviceError(
+          {.what = concat(device.str(), " is not done within ",
+                          human_seconds(std::chrono::duration<double>(timeout).count())),
+           .likely = "a GPU that hangs, a function of the task that does, or a step that takes longer than that",
+           .next = "see whether nvidia-smi answers, or give a longer --timeout"});
+    std::this_thread::sleep_for(nap);
+  }
+}
+
+std::exception_ptr current_error_on(torch::Device device) {
+  const auto named = [&](const std::exception& error, const std::string& likely, const std::string& next) {
+    const std::string what = concat(device.str(), " failed: ", split(error.what(), '\n').front());
+    return std::make_exception_ptr(DeviceError({.what = what, .likely = likely, .next = next}));
+  };
+  const std::exception_ptr current = std::current_exception();
+  try {
+    std::rethrow_exception(current);
+  } catch (const c10::OutOfMemoryError& error) {
+    return named(error, "a model or a batch that is too large for it, or another program on it",
+                 "give a smaller --batch-size or more devices, or cut the model: --strategy pipeline");
+  } catch (const c10::AcceleratorError& error) {
+    return named(error, "an error in a kernel or of the hardware, of this operator or of one before it",
+                 "look for NVRM in the kernel's log; CUDA_LAUNCH_BLOCKING=1 shows the operator; --resume goes on");
+  } catch (...) {
+    return current;
+  }
 }
 
 void seed_gpu(torch::Device gpu, std::uint64_t seed) {

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <string>
 
 #include "lockstep/error.h"
@@ -44,6 +45,24 @@ GpuMemory memory_of(torch::Device gpu);
 
 // Waits until what the calling thread has put on its current stream of `device` is done; nothing to do on the CPU.
 void wait_for_device(torch::Device device);
+// The same with a deadline. Throws DeviceError, which names the GPU that is not done by then. `timeout` is that of all ranks: a
+// rank waits for its own GPU for own_share() of it, so that it names the GPU before others give up waiting for the rank.
+constexpr std::chrono::milliseconds own_share(std::chrono::milliseconds timeout) { return timeout * 3 / 4; }
+void wait_for_device(torch::Device device, std::chrono::milliseconds timeout);
+
+// To be called while an exception is handled, of work on `device`. What libtorch throws about a GPU does not say which: a
+// DeviceError that does. Any other exception as it is.
+std::exception_ptr current_error_on(torch::Device device);
+
+// What `work` returns; its exceptions are those of current_error_on().
+template <class Work>
+auto on_device(torch::Device device, const Work& work) {
+  try {
+    return work();
+  } catch (...) {
+    std::rethrow_exception(current_error_on(device));
+  }
+}
 
 // Restarts the random numbers that libtorch's operators draw on this GPU.
 void seed_gpu(torch::Device gpu, std::uint64_t seed);

@@ -49,6 +49,9 @@ class WorldState {
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
   static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
 
+  // How long any one wait in `world` may take.
+  static std::chrono::milliseconds timeout_of(const World& world) { return world.state_->timeout; }
+
   static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
 
   int rank() const { return caller.rank; }

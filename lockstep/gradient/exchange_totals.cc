@@ -5,6 +5,8 @@
 #include <limits>
 
 #include "lockstep/base/stop.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -50,13 +52,14 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   const torch::Tensor others = torch::tensor(
       {batches.samples, counting, calls, calls * calls, low, low * low, high, high * high, wants_to_stop() ? 1.0 : 0.0},
       torch::kFloat64);
-  sums_ = torch::cat({others.to(world_.device()), loss});
+  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss});  // forward may still run on a GPU
   work_.emplace(world_.all_reduce_async(sums_));
 }
 
 torch::Tensor ExchangeTotals::sums() {
   if (work_) work_->wait();
   work_.reset();
+  wait_for_device(world_.device(), WorldState::timeout_of(world_));
   return sums_.cpu();
 }
 

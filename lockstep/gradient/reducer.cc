@@ -16,6 +16,8 @@
 #include "lockstep/base/defects.h"
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/collective/world_state.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
@@ -330,6 +332,7 @@ class Reducer::Impl {
     if (options_.hook) return;
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
+    wait_for_device(world_.device(), WorldState::timeout_of(world_));
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();

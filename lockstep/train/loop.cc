@@ -8,6 +8,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
@@ -125,10 +126,13 @@ void TrainingLoop::train_epoch() {
 // One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
-  const BatchTotals totals = strategy_.forward_backward(batch);
-  require_finite_loss(totals);
-  set_learning_rate(strategy_.optimizer(), learning_rate());
-  strategy_.update();
+  const BatchTotals totals = on_device(world_.device(), [&] {
+    const BatchTotals found = strategy_.forward_backward(batch);
+    require_finite_loss(found);
+    set_learning_rate(strategy_.optimizer(), learning_rate());
+    strategy_.update();
+    return found;
+  });
   record_step(totals, since_last_step.seconds());
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
 }

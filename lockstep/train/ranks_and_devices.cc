@@ -153,6 +153,17 @@ Places share_of_gpus(const JobEnvironment& job, const Share& share) {
   return {gpus.begin() + before, gpus.end()};
 }
 
+// Ranks of ddp and of a pipeline exchange over NCCL, which takes one for each GPU.
+void require_a_gpu_for_each_rank(const TrainOptions& options, const Places& list) {
+  const bool over_nccl =
+      options.strategy.kind == StrategyKind::kDdp || options.strategy.kind == StrategyKind::kPipeline;
+  for (auto place = list.begin(); over_nccl && place != list.end(); ++place)
+    if (!place->device.is_cpu() && std::find(list.begin(), place, *place) != place)
+      throw UsageError({.what = concat("--devices ", options.devices, ": ", place->device.str(), " is named twice"),
+                        .likely = "ranks that are processes exchange over NCCL, which takes one for each GPU",
+                        .next = "name a GPU for each rank, or choose --strategy towers, whose devices may share one"});
+}
+
 }  // namespace
 
 int server_count(const TrainOptions& options) {
@@ -189,6 +200,7 @@ std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEn
     throw UsageError({.what = concat("--devices ", options.devices, " has ", list.size(),
                                      " devices, but the ranks of this machine have ", share.all),
                       .next = "name one for each of them; strategy single has one, ddp one in each rank"});
+  if (job.world_size > 1) require_a_gpu_for_each_rank(options, list);
   return {list.begin() + share.before, list.begin() + share.before + share.mine};
 }
 

@@ -83,7 +83,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return;
     const Lock lock(mutex());
     const Event& of = *static_cast<Event*>(event);
-    if (of.stream == stream) return;
+    if (of.stream == stream || leave_out("event", stream.device_index())) return;
     ++counters(stream.device_index()).stream_waits;
     if (of.hangs) hang_with(stream);
     wait(stream, of.clock);
@@ -99,6 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     const Event of = copy_of(event);
+    if (leave_out("host", of.stream.device_index())) return;
     if (of.hangs) wait_while_it_hangs(of.stream);
     host_waited(of.stream, of.clock);
   }
@@ -113,9 +114,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_learns(clock_of(stream));
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!leave_out("host", stream.device_index())) wait_for(stream);
+  }
   void synchronizeDevice(c10::DeviceIndex index) const override {
     const int device = or_current(index);
+    if (leave_out("host", device)) return;
     wait_while_it_hangs(c10::Stream(c10::Stream::DEFAULT, device_of(device)));
     const Lock lock(mutex());
     ++counters(device).host_waits;

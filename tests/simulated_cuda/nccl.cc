@@ -33,11 +33,23 @@ using Splits = std::vector<std::int64_t>;
 // c10d's flight recorder, one per process, is not made for several threads (2.11).
 const bool kNoFlightRecorder = ::setenv("TORCH_FR_BUFFER_SIZE", "0", 0) == 0;
 
+struct NcclCall {
+  const char* name;
+  c10d::OpType type;
+  Tensors inputs{}, outputs{};
+  std::string same{};  // what must be equal on all ranks
+};
+
 // A call under way. Its end on the device is the moment after which all that it did is over.
 class NcclWork final : public c10d::Work {
  public:
-  NcclWork(int rank, c10d::OpType type, c10::Stream stream, Clock end, std::shared_future<void> done, Tensors kept)
-      : Work(rank, type), stream_(stream), end_(std::move(end)), done_(std::move(done)), kept_(std::move(kept)) {}
+  NcclWork(int rank, const NcclCall& call, c10::Stream stream, Clock end, std::shared_future<void> done, Tensors kept)
+      : Work(rank, call.type),
+        name_(call.name),
+        stream_(stream),
+        end_(std::move(end)),
+        done_(std::move(done)),
+        kept_(std::move(kept)) {}
 
   bool isCompleted() override {
     if (hangs(stream_) || done_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
@@ -61,6 +73,7 @@ class NcclWork final : public c10d::Work {
       C10_THROW_ERROR(DistBackendError, "the call timed out (simulated NCCL)");
     done_.get();
     const Lock lock(mutex());
+    if (leave_out(name_, stream_.device_index())) return true;
     const c10::Stream current = current_stream(stream_.device_index());
     if (hangs(stream_)) hang_with(current);
     simulated_cuda::wait(current, end_);
@@ -74,6 +87,7 @@ class NcclWork final : public c10d::Work {
 
  private:
   static constexpr auto kNoTimeout = std::chrono::milliseconds(0);
+  const char* name_;
   c10::Stream stream_;
   Clock end_;
   std::shared_future<void> done_;
@@ -90,13 +104,6 @@ c10d::ReduceOp checked(const c10d::ReduceOp& op) {
   TORCH_CHECK(op.op_ < c10d::ReduceOp::BAND, "Cannot use a bitwise reduction with NCCL (simulated)");
   return op;
 }
-
-struct NcclCall {
-  const char* name;
-  c10d::OpType type;
-  Tensors inputs{}, outputs{};
-  std::string same{};  // what must be equal on all ranks
-};
 
 class Nccl final : public c10d::Backend {
  public:
@@ -369,7 +376,7 @@ class Nccl final : public c10d::Backend {
     }
     for (const at::Tensor& output : call.outputs) touched.push_back({output, true});
     put(name, stream, touched);
-    return c10::make_intrusive<NcclWork>(rank_, call.type, stream, clock_of(stream), std::move(done), std::move(kept));
+    return c10::make_intrusive<NcclWork>(rank_, call, stream, clock_of(stream), std::move(done), std::move(kept));
   }
 
   c10::Stream stream_of(int device, int peer) {

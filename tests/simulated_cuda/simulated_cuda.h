@@ -39,6 +39,14 @@ std::uint64_t simulated_cuda_races();
 std::size_t simulated_cuda_last_race(char* text, std::size_t size);
 void simulated_cuda_clear_races();
 
+// Leaves out one wait of the program: the number-th of a kind on a device from now on. Kinds: "event" (a stream waits for an event),
+// "record_stream", "host" (a thread waits for a stream, an event or a device), and for waits for a call between ranks its
+// name: "allreduce", "recv". Until it is called with "", races are counted, but neither printed nor thrown. number 0: only
+// counts the waits.
+void simulated_cuda_leave_out(const char* kind, int device, int number);
+// Waits of that kind since then.
+int simulated_cuda_waits();
+
 // Adds faults, as LOCKSTEP_SIMULATED_FAULTS does: "operator@1:100", "copy@0:3", "memory@2:5", "hang@3:50", with commas
 // between. The number counts from now on. Returns 0, or -1 where the text is not understood.
 int simulated_cuda_fail(const char* faults);

@@ -43,6 +43,10 @@ c10::Stream current_stream(int device);
 c10::Stream new_stream(int device);
 void wait_for(const c10::Stream& stream);  // the host waits, and the wait is counted
 
+// ---- waits.cc
+bool leave_out(const char* kind, int device);  // the wait of that kind that comes now
+bool waits_are_left_out();                     // or may be. Needs mutex().
+
 // ---- counters.cc. Needs mutex().
 SimulatedCudaCounters& counters(int device);
 bool peer_access(int device, int peer);

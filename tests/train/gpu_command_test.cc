@@ -2,6 +2,7 @@
 // `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md).
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include <nlohmann/json.hpp>
 
@@ -34,6 +35,7 @@ Ended on_gpus(int gpus, const Words& words) {
 struct Arrangement {
   std::string name;
   Words words;
+  int in_second_step = 0;  // the number of an operator or copy of cuda:1 in forward or backward of the second step
 };
 void PrintTo(const Arrangement& arrangement, std::ostream* out) { *out << arrangement.name; }
 
@@ -81,18 +83,17 @@ std::map<int, std::pair<std::int64_t, std::int64_t>> crossing(const Words& words
   return bytes;
 }
 
-// docs/design/gpus.md: "What crosses to the host". LeNet's parameters take kModel bytes, a device's part of the batch kBatch.
-TEST_P(GpuStrategy, moves_the_bytes_of_the_table_over_the_host) {
-  constexpr std::int64_t kModel = 516'272, kBatch = 15 * (28 * 28 * 4 + 8), kTargets = 15 * 8, kLoss = 4;
-  const std::string& name = GetParam().name;
-  const bool over_host = name.ends_with("cpu");
-  const bool first_takes_losses = name == "data_parallel";
-  const auto bytes = crossing(GetParam().words);
-  ASSERT_EQ(bytes.size(), 2U);
-  for (const auto& [device, both] : bytes) {
-    const std::int64_t targets = first_takes_losses && device == 0 ? 2 * kTargets : 0;  // of the whole batch, too
-    EXPECT_EQ(both.first, kBatch + targets + (over_host ? kModel : 0)) << device;
-    EXPECT_EQ(both.second, (first_takes_losses && device == 1 ? 0 : kLoss) + (over_host ? kModel : 0)) << device;
+// As simulated_cuda_test says of a step of each strategy (BytesOfDevices), and the training loop adds nothing. LeNet's parameters
+// take kModel bytes, a device's part of the batch kBatch.
+TEST(GpuCommand, moves_no_other_bytes_over_the_host) {
+  constexpr std::int64_t kModel = 516'272, kBatch = 15 * (28 * 28 * 4 + 8), kLoss = 4;
+  for (const std::int64_t over_host : {std::int64_t{0}, kModel}) {
+    const auto bytes = crossing({"--strategy", "towers", "--update", over_host > 0 ? "cpu" : "device"});
+    ASSERT_EQ(bytes.size(), 2U);
+    for (const auto& [device, both] : bytes) {
+      EXPECT_EQ(both.first, kBatch + over_host) << device;
+      EXPECT_EQ(both.second, kLoss + over_host) << device;
+    }
   }
 }
 
@@ -134,6 +135,62 @@ TEST(GpuCommand, trains_a_pipeline_with_a_process_per_gpu_as_one_core_does) {
   }
 }
 
+// Block 0 of each process goes over the host.
+TEST(GpuCommand, averages_over_processes_as_one_core_trains) {
+  const TempFolder folder;
+  EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
+  const Ended ended = on_gpus(4, kTrain + Words{folder / "gpus", "--strategy", "averaging", "--ranks", "2",
+                                                "--devices-per-worker", "2", "--devices", "cuda"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
+  ASSERT_EQ(core.size(), gpus.size());
+  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
+}
+
+TEST(GpuCommand, learns_with_workers_at_their_own_pace) {
+  const TempFolder folder;
+  for (const char* kind : {"dist_async", "dist_bounded"}) {
+    Words train = kTrain + Words{folder / "gpus",        "--strategy", "kvstore",   "--kvstore", kind,   "--ranks", "2",
+                                 "--devices-per-worker", "1",          "--devices", "cuda",      "--lr", "0.1"};
+    *std::next(std::ranges::find(train, "--max-steps")) = "60";
+    const Ended ended = on_gpus(2, train);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    const auto losses = losses_in(folder / "gpus");
+    ASSERT_GE(losses.size(), 20U);
+    const auto mean = [&](auto from) { return std::accumulate(from, from + 10, 0.0) / 10; };
+    EXPECT_LT(mean(losses.end() - 10), 0.9 * mean(losses.begin())) << kind;
+  }
+}
+
+// Each is a process with a GPU; the second one's has the fault.
+class GpuOfAProcess : public ::testing::TestWithParam<Arrangement> {
+ protected:
+  static Ended with(const std::string& fault) {
+    const TempFolder folder;
+    const Words train = kTrain + Words{folder / "m", "--devices", "cuda", "--ranks", "2", "--timeout", "6"};
+    return on_gpus(2, with_variables({{"LOCKSTEP_SIMULATED_FAULTS", fault}}, train + GetParam().words));
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, GpuOfAProcess,
+    ::testing::Values(
+        Arrangement{"ddp", {"--strategy", "ddp"}, 101},
+        Arrangement{"pipeline", {"--strategy", "pipeline", "--devices-per-worker", "1"}, 200},
+        Arrangement{"averaging", {"--strategy", "averaging", "--devices-per-worker", "1"}, 72},
+        Arrangement{"dist_sync", {"--strategy", "kvstore", "--kvstore", "dist_sync", "--devices-per-worker", "1"}, 80}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(GpuOfAProcess, is_named_if_it_fails_hangs_or_has_no_memory_left) {
+  for (const auto& [kind, message] : std::map<std::string, std::string>{{"operator", "cuda:1 failed: CUDA error"},
+                                                                        {"memory", "cuda:1 failed: CUDA out of memory"},
+                                                                        {"hang", "cuda:1 is not done within 4.5 s"}}) {
+    const std::string fault = concat(kind, "@1:", kind == "hang" ? GetParam().in_second_step : 90);
+    const Ended ended = with(fault);
+    EXPECT_NE(ended.exit_code, 0) << fault;
+    EXPECT_TRUE(contains(ended.error, message)) << fault;
+  }
+}
+
 TEST(GpuCommand, trains_with_servers_as_one_core_does) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
@@ -162,6 +219,8 @@ TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
   EXPECT_EQ(devices({"--ranks", "2"}), (Words{"cuda:0", "cuda:1"}));
   EXPECT_EQ(devices({"--devices", "cuda:2,cuda:2"}), (Words{"cuda:2", "cuda:2 (device 1)"}));
   EXPECT_EQ(devices({"--devices", "cpu", "--ranks", "2"}), (Words{"cpu:0", "cpu:1"}));
+  EXPECT_EQ(on_gpus(3, kTrain + Words{folder / "m", "--strategy", "ddp", "--ranks", "auto"}).exit_code, 0);
+  EXPECT_EQ(metrics_in(folder / "m").back()["ranks"], 3);
 }
 
 TEST(GpuCommand, says_what_is_wrong_with_devices) {
@@ -176,6 +235,7 @@ TEST(GpuCommand, says_what_is_wrong_with_devices) {
   EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0", "--device", "cpu"}), "with another --device"));
   EXPECT_TRUE(contains(refusal({"single", "--devices", "cuda:0,cuda:1"}), "the ranks of this machine have 1"));
   EXPECT_TRUE(contains(refusal({"pipeline", "--devices", "cuda:0,cuda:1"}), "cores only"));
+  EXPECT_TRUE(contains(refusal({"ddp", "--devices", "cuda:1,cuda:1"}), "cuda:1 is named twice"));
 }
 
 TEST(GpuCommand, lists_gpus_with_memory_and_links) {

@@ -28,6 +28,10 @@ PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
 
 C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
   return issue_alone(issue);
+} catch (const c10::AcceleratorError&) {  // of the GPU, and not about the arguments
+  throw;
+} catch (const c10::OutOfMemoryError&) {
+  throw;
 } catch (const c10::Error& error) {  // before anything was sent
   throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
                     .here = call.here,

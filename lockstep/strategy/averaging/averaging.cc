@@ -197,7 +197,7 @@ class Averaging : public ReplicaStrategy {
     if (!host_.defined()) host_ = world_.allocate({block.numel()}, block.scalar_type());
     host_.copy_(block);
     world_.all_reduce(host_);
-    block.copy_(host_);
+    block.copy_(host_, /*non_blocking=*/true);
   }
 
   void copy_back() {

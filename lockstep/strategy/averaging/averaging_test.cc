@@ -83,8 +83,10 @@ TEST(Averaging, averages_h_times_less_often) {
 TEST(Averaging, averages_over_ranks_too) {
   const Course one = course_of(small_task(), averaging(4, 2));
   std::mutex mutex;
+  StrategyOptions options = averaging(2, 2);
+  options.places = test_places(options.devices);
   run_ranks(2, [&](World& world) {
-    const auto strategy = make_strategy(world, small_task(), averaging(2, 2));
+    const auto strategy = make_strategy(world, small_task(), options);
     Course course;
     for (int step = 0; step < kSteps; ++step) {
       // Parts of 2, 3, 2 and 3 samples, as one process with 4 devices makes them.

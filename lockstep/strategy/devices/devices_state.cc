@@ -95,7 +95,7 @@ void DevicesState::do_job(Device& device) {
     if (!failed()) body_(device);
     wait_for_device(device.where());  // so that a time is that of the work, and one that hangs is named
   } catch (...) {
-    fail(device.index(), std::current_exception());
+    fail(device.index(), current_error_on(device.where()));
   }
   auto& busy = seat(device.index()).busy;
   busy.store(busy.load(std::memory_order_relaxed) + watch.seconds(), std::memory_order_relaxed);

@@ -179,7 +179,8 @@ std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch)
   for (int i = 0; i < devices.size(); ++i) {
     Batch part = part_of(batch, i, devices.size());
     if (!devices.on_gpus()) part = {part.data.to(torch::kCPU), part.target.to(torch::kCPU)};
-    parts.push_back(start_copy(std::move(part), copy_stream(devices.where(i))));
+    const torch::Device where = devices.where(i);
+    parts.push_back(on_device(where, [&] { return start_copy(std::move(part), copy_stream(where)); }));
   }
   return parts;
 }
@@ -207,7 +208,8 @@ std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replic
 BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
   BatchTotals mean;
   for (std::size_t i = 0; i < losses.size(); ++i)
-    if (losses[i].defined()) mean.add(parts[i].size(), losses[i].item<double>());
+    if (losses[i].defined())
+      mean.add(parts[i].size(), on_device(losses[i].device(), [&] { return losses[i].item<double>(); }));
   return mean;
 }
 

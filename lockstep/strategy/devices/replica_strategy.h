@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
 
@@ -63,11 +64,13 @@ class ReplicaStrategy : public Strategy {
 };
 
 inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
-  return std::make_unique<Devices>(DevicesOptions{.count = options.devices,
-                                                  .cores = world.cores(),
-                                                  .timeout = options.timeout,
-                                                  .teams = teams,
-                                                  .places = options.places});
+  const bool on_gpus = !options.places.empty() && !options.places.front().device.is_cpu();
+  return std::make_unique<Devices>(
+      DevicesOptions{.count = options.devices,
+                     .cores = world.cores(),
+                     .timeout = world.size() > 1 && on_gpus ? own_share(options.timeout) : options.timeout,
+                     .teams = teams,
+                     .places = options.places});
 }
 
 // The sum over all ranks of `world`.

@@ -47,8 +47,10 @@ Trained train(
   Trained trained;
   run_ranks(options.kvstore.servers + workers, [&](World& world) {
     StrategyOptions mine = options;
-    if (world.rank() >= options.kvstore.servers)
+    if (world.rank() >= options.kvstore.servers) {
       mine.devices = 1 + (world.rank() - options.kvstore.servers) % options.devices;
+      mine.places = test_places(mine.devices);
+    }
     const auto strategy = make_strategy(world, task, mine);
     const World share = strategy->data_world(world);
     Course course;

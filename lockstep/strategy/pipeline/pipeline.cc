@@ -292,7 +292,7 @@ class Pipeline : public ReplicaStrategy {
     if (!devices_) {
       const ThreadGenerator generator((*work)[0].seed);
       const StageResult result = run_stage(task_, (*work)[0], message_links(ranks_.of_replica, ranks_.back));
-      wait_for_device(ranks_.all.device());  // times are those of the work
+      wait_for_device(ranks_.all.device(), options_.timeout);  // times are those of the work
       return {result};
     }
     std::size_t most = 1;  // micro-batches of a replica
@@ -323,6 +323,7 @@ class Pipeline : public ReplicaStrategy {
                         .seed = seed_of(seed, first_replica + replica),
                         .first_piece = static_cast<int>(cut_[stage].begin),
                         .device = ranks_.all.device(),
+                        .timeout = options_.timeout,
                         .is_alone = !devices_});
     }
     return work;

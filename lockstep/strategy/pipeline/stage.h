@@ -7,6 +7,10 @@
 // Ranks:   communicates through the links only
 #pragma once
 
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
 #include "lockstep/base/int_vector.h"
 #include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
@@ -41,6 +45,7 @@ struct StageWork {
   std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
   int first_piece = 0;       // so that dropout is the same wherever the model is cut
   torch::Device device = torch::kCPU;
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of a wait for the device
   bool is_alone = false;  // no other stage of this process uses its parameters (add_in_place.h)
 };
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# The tests of strategies on the GPUs of this machine; where there is one, each device of a test is on it. A machine without a
+# GPU only builds them.
+file(GLOB gpus /dev/nvidia[0-9]*)
+list(LENGTH gpus gpu_count)
+if(gpu_count EQUAL 0)
+  return()
+endif()
+
+# One that forks: a process can't once it has used CUDA.
+string(APPEND not_on_gpus ":DevicePlace.is_no_gpu*")
+
+# A rank of ddp has a GPU for itself.
+set(ranks_on_gpus "")
+set(indices 0 1 2 3)
+set(sizes 2 3 4 7)
+foreach(index ranks IN ZIP_LISTS indices sizes)
+  if(ranks LESS_EQUAL gpu_count)
+    string(APPEND ranks_on_gpus ":Sizes/DdpOfSize.train*/${index}")
+  endif()
+endforeach()
+set(on_gpus ${CMAKE_COMMAND} -E env LOCKSTEP_TEST_DEVICES=cuda)
+
+add_test(NAME strategy.gpus
+  COMMAND ${on_gpus} $<TARGET_FILE:strategy_test> --gtest_filter=${gpu_filter}${ranks_on_gpus}-${not_on_gpus})
+set_tests_properties(strategy.gpus PROPERTIES TIMEOUT 1200)
+
+# Under NVIDIA's tools, which slow a kernel down a hundred times: each strategy on two devices.
+find_program(COMPUTE_SANITIZER compute-sanitizer HINTS /usr/local/cuda/bin REQUIRED)
+set(two_devices "Sizes/TowersOfSize.*/1:Sizes/DataParallelOfSize.*/1:Sizes/AveragingOfSize.*/1"
+  "Kinds/LocalKindOfSize.trains*/5:Kinds/LocalKindOfSize.trains*/9:Kinds/LocalKindOfSize.trains*/13")
+list(JOIN two_devices ":" two_devices)
+foreach(tool memcheck racecheck)
+  add_test(NAME strategy.gpus.${tool}
+    COMMAND ${on_gpus} ${COMPUTE_SANITIZER} --tool ${tool} --error-exitcode 9 $<TARGET_FILE:strategy_test>
+      --gtest_filter=${two_devices})
+  set_tests_properties(strategy.gpus.${tool} PROPERTIES TIMEOUT 3600)
+endforeach()

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Each wait between streams in a training step, left out one at a time: the happens-before check reports it. A wait that can
+// be left out unnoticed has no place in the product.
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <cmath>
+
+#include "lockstep/data/loader/device_copy.h"
+#include "tests/simulated_cuda/gpu_strategies.h"
+
+namespace lockstep {
+namespace {
+
+using namespace testing;
+
+// The next step is one without a fault.
+void end_leaving_out() {
+  simulated_cuda_leave_out("", 0, 0);
+  for (int i = 0; i < kGpuCount; ++i) gpus().synchronizeDevice(gpu(i).index());
+  simulated_cuda_clear_races();
+}
+
+struct Outcome {
+  int waits = 0;      // of the kind, on the device
+  bool seen = false;  // a race was reported
+};
+
+Outcome without(const char* kind, int device, int number, const std::function<void()>& step) {
+  simulated_cuda_leave_out(kind, device, number);
+  step();
+  const Outcome outcome{simulated_cuda_waits(), simulated_cuda_races() > 0};
+  end_leaving_out();
+  return outcome;
+}
+
+// Leaves out every wait of the kind in a step, one at a time. Returns how many there are.
+int expect_seen(const char* kind, int devices, const std::function<void()>& step) {
+  int all = 0;
+  for (int device = 0; device < devices; ++device) {
+    const int waits = without(kind, device, 0, step).waits;
+    for (int number = 1; number <= waits; ++number)
+      EXPECT_TRUE(without(kind, device, number, step).seen)
+          << kind << ' ' << number << " of " << waits << " on cuda:" << device << " may be left out";
+    all += waits;
+  }
+  return all;
+}
+
+class LeftOutWaits : public ::testing::TestWithParam<GpuArrangement> {
+ protected:
+  static constexpr int kDevices = 3;
+
+  void TearDown() override { let_all_reach_each_other(true); }
+
+  static void let_all_reach_each_other(bool allowed) {
+    for (int i = 0; i < kGpuCount; ++i)
+      for (int j = 0; j < kGpuCount; ++j)
+        if (i != j) simulated_cuda_peer_access(i, j, allowed ? 1 : 0);
+  }
+
+  int expect_all_seen() const {
+    const auto strategy = strategy_on_gpus(GetParam().options, kDevices);
+    train_step(*strategy);
+    return expect_seen("event", kDevices, [&] { train_step(*strategy); });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Strategies, LeftOutWaits, ::testing::ValuesIn(arrangements_in_one_process()),
+                         [](const auto& test) { return test.param.name; });
+
+// One for each part of the batch.
+TEST_P(LeftOutWaits, for_events_are_seen) { EXPECT_EQ(expect_all_seen(), kDevices); }
+
+// And one for each copy that goes through the host.
+TEST_P(LeftOutWaits, for_events_without_peer_access_are_seen) {
+  let_all_reach_each_other(false);
+  const bool copies_between_gpus = !GetParam().name.ends_with("cpu");
+  EXPECT_EQ(expect_all_seen() > kDevices, copies_between_gpus);
+}
+
+// Of the waits at the end of each job of the devices those are needed for the order that come after a copy to the host. All of them
+// are there for the times of the phases, and to name a GPU that hangs.
+TEST_P(LeftOutWaits, of_the_host_are_seen_after_copies_to_it) {
+  const bool over_host = GetParam().name.ends_with("cpu");
+  int seen = 0;
+  for (int number = 1, waits = 1; number <= waits; ++number) {
+    const auto strategy = strategy_on_gpus(GetParam().options, kDevices);
+    train_step(*strategy);
+    double loss = 0;
+    const auto steps = [&] {
+      train_step(*strategy);
+      loss = train_step(*strategy);
+    };
+    if (number == 1) waits = without("host", 1, 0, steps).waits;
+    const Outcome outcome = without("host", 1, number, steps);
+    if (outcome.seen || !std::isfinite(loss)) ++seen;  // what has not arrived is NaN
+  }
+  EXPECT_EQ(seen, over_host ? 1 : 0);
+}
+
+// A loop of one's own, which may drop a batch while the GPU still works on it.
+TEST(LeftOutWaitsOfTheLoader, are_seen) {
+  const Batch pinned{even_batch().data.pin_memory(), even_batch().target.pin_memory()};
+  const auto stream = copy_stream(gpu(0));
+  const auto step = [&] {
+    Batch batch = receive(start_copy(pinned, stream));
+    (void)batch.data.sum();
+    (void)batch.target.sum();
+    batch = {};
+    (void)start_copy(pinned, stream);  // the next batch may get the memory of this one
+  };
+  EXPECT_EQ(expect_seen("event", 1, step), 1);
+  EXPECT_EQ(expect_seen("record_stream", 1, step), 2);
+}
+
+// Both ranks make a step with one wait of rank 0 left out.
+Outcome without(const char* kind, int number, const World& world, std::barrier<>& both,
+                const std::function<void()>& step) {
+  Outcome outcome;
+  if (world.rank() == 0) simulated_cuda_leave_out(kind, 0, number);
+  both.arrive_and_wait();
+  step();
+  both.arrive_and_wait();
+  outcome = {simulated_cuda_waits(), simulated_cuda_races() > 0};
+  both.arrive_and_wait();
+  if (world.rank() == 0) end_leaving_out();
+  both.arrive_and_wait();
+  return outcome;
+}
+
+int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) {
+  std::barrier<> both(2);
+  int waits = 0;
+  run_ranks_on_gpus(2, [&](World& world) {
+    const auto strategy = make_strategy(world, even_task(), options);
+    const Batch all = even_batch();
+    const Batch mine = options.kind == StrategyKind::kPipeline ? all : part_of(all, world);
+    const Batch batch{mine.data.to(world.device()), mine.target.to(world.device())};
+    const auto step = [&] { train_step(*strategy, batch); };
+    step();
+    step();  // the buckets of ddp are those of later steps now
+    const int count = without(kind, 0, world, both, step).waits;
+    for (int number = 1; number <= count; ++number)
+      EXPECT_TRUE(without(kind, number, world, both, step).seen) << kind << ' ' << number << " of " << count;
+    if (world.rank() == 0) waits = count;
+  });
+  return waits;
+}
+
+// A sum of samples and losses, and a bucket of gradients.
+TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp) {
+  EXPECT_EQ(expect_seen_between_ranks("allreduce", {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4}), 2);
+}
+
+// The first stage waits for the gradient of each micro-batch.
+TEST(LeftOutWaitsBetweenRanks, are_seen_in_a_pipeline) {
+  EXPECT_EQ(expect_seen_between_ranks("recv", {.kind = StrategyKind::kPipeline,
+                                               .optimizer = SGDOptions{.lr = 0.1},
+                                               .seed = 4,
+                                               .pipeline = {.stages = "0-1,2-2", .micro_batches = 3}}),
+            3);
+}
+
+}  // namespace
+}  // namespace lockstep
