@@ -81,6 +81,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
     if (!options.checkpoint_dir.empty()) open_checkpoints();
+    if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
@@ -90,10 +91,12 @@ Json TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
+  curves_.begin_run(position_.step, options_, ranks());
   while (position_.step < last_step()) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
   const Json run = summary(watch.seconds());
   metrics_.write(run);
+  curves_.end_run(position_.step);
   progress_.end_run(run, strategy_.table());
   return run;
 }
@@ -123,6 +126,7 @@ void TrainingLoop::train_epoch() {
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
+  curves_.add_histograms(strategy_.model(), position_.step);
   set_learning_rate(strategy_.optimizer(), learning_rate());
   strategy_.update();
   record_step(totals, since_last_step.seconds());
@@ -154,12 +158,13 @@ double TrainingLoop::learning_rate() const {
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  metrics_.write({{"event", "step"},
-                  {"epoch", position_.epoch},
-                  {"step", position_.step},  // since the start of the run, from 0
-                  {"loss", totals.mean_loss},
-                  {"seconds", seconds},
-                  {"samples", totals.samples}});
+  Json event = {{"event", "step"},          {"epoch", position_.epoch},
+                {"step", position_.step},  // since the start of the run, from 0
+                {"loss", totals.mean_loss}, {"seconds", seconds},
+                {"samples", totals.samples}};
+  metrics_.write(event);
+  event["learning_rate"] = learning_rate();
+  curves_.add(event, position_.step);
   ++position_.step;
   ++position_.step_in_epoch;
   position_.samples += totals.samples;
@@ -201,6 +206,7 @@ void TrainingLoop::finish_epoch() {
                  {"val_loss", found.loss},
                  {"val_accuracy", found.accuracy}};
   metrics_.write(last_epoch_);
+  curves_.add(last_epoch_, p.step - 1);  // at the last step of the epoch: a resumed run draws the one after it
   progress_.end_epoch(last_epoch_);
   position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
   if (options_.checkpoint_every == 0) save_checkpoint();
@@ -208,6 +214,11 @@ void TrainingLoop::finish_epoch() {
 
 // Where each rank steps at its own pace (asynchronous servers), rank 0 validates and saves for all.
 bool TrainingLoop::stands_aside() const { return step_world_.size() < world_.size() && world_.rank() != 0; }
+
+// With the devices of each, where a rank has several.
+std::int64_t TrainingLoop::ranks() const {
+  return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
+}
 
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
@@ -247,7 +258,7 @@ Json TrainingLoop::summary(double seconds) const {
               {"strategy", strategy_info(options_.strategy.kind).name},
               {"model", options_.model},
               {"data", loader_.dataset().name()},
-              {"ranks", world_.size() * std::max(std::ssize(devices), std::ptrdiff_t{1})},
+              {"ranks", ranks()},
               {"devices", devices.empty() ? std::vector<std::string>{world_.device().str()} : devices},
               {"epochs", position_.epoch},
               {"steps", position_.step},

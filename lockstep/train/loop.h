@@ -15,6 +15,7 @@
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
+#include "lockstep/train/curves.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
@@ -50,6 +51,7 @@ class TrainingLoop {
   Json summary(double seconds) const;
 
   bool stands_aside() const;
+  std::int64_t ranks() const;
 
   World world_;
   World step_world_;  // the ranks that take each step at the same time
@@ -61,6 +63,7 @@ class TrainingLoop {
   Position position_;
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
+  Curves curves_;
   Progress progress_;
   Json last_epoch_;               // the event in the metrics
   bool hinted_ = false;           // that steps wait for data

@@ -162,6 +162,10 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
+      option("--tensorboard", o.tensorboard, kMayChange, "folder for curves and settings that TensorBoard shows"),
+      option("--histograms", o.histograms, kMayChange,
+             "with --tensorboard: steps from one histogram of weights and gradients to the next; 0: none",
+             {.at_least = 0, .next = "0: none"}),
       option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch",
              {.at_least = 0, .next = "0: each epoch"}),
@@ -221,6 +225,13 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   app.footer(strategy_help());
 }
 
+Json all_settings(const TrainOptions& options) {
+  TrainOptions copy = options;  // the table's rows may write
+  Json settings;
+  for (const Option& option : option_table(copy, {})) settings[key_of(option)] = option.value();
+  return settings;
+}
+
 Json resume_fingerprint(const TrainOptions& options) {
   TrainOptions copy = options;  // the table's rows may write
   Json fingerprint;
@@ -241,6 +252,8 @@ void check_options(const TrainOptions& options) {
           "leave it out, or choose a strategy whose devices are threads");
   require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
           "name the folder to resume from");
+  require(options.histograms == 0 || !options.tensorboard.empty(), "--histograms without --tensorboard",
+          "name the folder for them");
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");
