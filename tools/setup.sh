@@ -109,6 +109,7 @@ case "${1:-}" in
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
     install_wheels "$deps/frameworks" --no-deps "${framework_wheels[@]}"
     install_wheels "$deps/tensorboard" --no-deps "${tensorboard_wheels[@]}"
+    install_wheels "$deps/perfetto" --no-deps perfetto==0.59.1  # with the protobuf of tensorboard's
     install_docs_tools
     ;;
   docs)

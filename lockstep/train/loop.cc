@@ -7,6 +7,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -77,6 +78,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       options_(options),
       loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
+      timeline_(world, options.trace, parse_steps(options.trace_steps)),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
@@ -97,6 +99,7 @@ Json TrainingLoop::run() {
   const Json run = summary(watch.seconds());
   metrics_.write(run);
   curves_.end_run(position_.step);
+  timeline_.finish(/*together=*/step_world_.size() == world_.size());
   progress_.end_run(run, strategy_.table());
   return run;
 }
@@ -124,6 +127,8 @@ void TrainingLoop::train_epoch() {
 // One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
+  timeline_.begin_step(position_.step);
+  const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
   curves_.add_histograms(strategy_.model(), position_.step);
@@ -192,6 +197,7 @@ std::int64_t TrainingLoop::last_step() const {
 }
 
 void TrainingLoop::finish_epoch() {
+  const trace::Span span("end of epoch", position_.epoch);
   Evaluation found{.loss = kNaN, .accuracy = kNaN};
   if (validation_ && !stands_aside())
     found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
@@ -222,6 +228,7 @@ std::int64_t TrainingLoop::ranks() const {
 
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
+  const trace::Span span("checkpoint", position_.step);
   const TensorFile file = take_snapshot(step_world_, strategy_, position_, options_);
   if (checkpoints_) checkpoints_->save(position_.step, file);
   saved_step_ = position_.step;

@@ -19,6 +19,7 @@
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
+#include "lockstep/train/timeline.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -60,6 +61,7 @@ class TrainingLoop {
   Strategy& strategy_;
   TrainOptions options_;
   Loader loader_;
+  Timeline timeline_;
   Position position_;
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;

@@ -8,6 +8,8 @@
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/option_table.h"
+#include "lockstep/train/timeline.h"
+#include "lockstep/train/timeline_file.h"
 
 namespace lockstep {
 
@@ -162,6 +164,9 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
+      option("--trace", o.trace, kMayChange,
+             "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
+      option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       option("--tensorboard", o.tensorboard, kMayChange, "folder for curves and settings that TensorBoard shows"),
       option("--histograms", o.histograms, kMayChange,
              "with --tensorboard: steps from one histogram of weights and gradients to the next; 0: none",
@@ -254,6 +259,11 @@ void check_options(const TrainOptions& options) {
           "name the folder to resume from");
   require(options.histograms == 0 || !options.tensorboard.empty(), "--histograms without --tensorboard",
           "name the folder for them");
+  static_cast<void>(parse_steps(options.trace_steps));
+  require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
+  require(options.trace.empty() || is_timeline_file(options.trace),
+          concat("--trace ", options.trace, " is no file that lockstep can write"),
+          "end its name in .json or .pftrace");
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");

@@ -55,6 +55,8 @@ struct TrainOptions {
   int threads = 0;                            // per rank; 0: cores / ranks
 
   std::string metrics;
+  std::string trace;            // file
+  std::string trace_steps;      // "100:120"; empty: all
   std::string tensorboard;      // folder
   std::int64_t histograms = 0;  // steps from one to the next, in `tensorboard`; 0: none
   std::string checkpoint_dir;

@@ -25,6 +25,7 @@
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/ranks_and_devices.h"
+#include "lockstep/train/timeline.h"
 
 namespace lockstep {
 namespace {
@@ -84,9 +85,19 @@ int start_ranks(const TrainOptions& options, const MakeTask& make_task) {
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
       .threads_per_rank = options.threads,
       .output = RankOutput::kFirst};
+  if (!options.trace.empty()) remove_rings(options.trace);
   const LaunchResult result = launch(launching, [&] { return train_rank(options, make_task); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
+  if (!options.trace.empty()) save_what_is_left(options.trace);
   return result.exit_code;
+}
+
+// A rank that another launcher has started, or the only one: no launcher of ours looks after its trace.
+int train_alone(const TrainOptions& options, const MakeTask& make_task, int rank) try {
+  return train_rank(options, make_task);
+} catch (...) {
+  if (rank == 0 && !options.trace.empty()) save_what_is_left(options.trace);
+  throw;
 }
 
 // What every rank would complain about is said once, before any is started.
@@ -102,7 +113,7 @@ int run_parsed(const TrainOptions& options, const MakeTask& make_task) {
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)
     check_before_start(options, make_task, start_here ? ranks_to_start(options) : job.world_size);
-  return start_here ? start_ranks(options, make_task) : train_rank(options, make_task);
+  return start_here ? start_ranks(options, make_task) : train_alone(options, make_task, job.rank);
 }
 
 int run_program(int argc, char** argv, CLI::App& app, TrainOptions options, const Choices& choices,

@@ -87,7 +87,7 @@ class Pipeline : public ReplicaStrategy {
     record(results, watch.seconds());
     for (const StageResult& result : results) totals.mean_loss += result.loss;
     if (ranks_.all.size() == 1) return totals;
-    timed(phases_.exchange, [&] {
+    timed(phases_.exchange, "exchange", [&] {
       parameters_->sum_gradients(ranks_);
       totals.mean_loss = sum_over(ranks_.all, totals.mean_loss);
     });
@@ -95,7 +95,7 @@ class Pipeline : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, [&] {
+    timed(phases_.update, "update", [&] {
       if (gradients_) gradients_->set(gradients_of(replicas_));
       optimizer().step();
     });
