@@ -94,8 +94,7 @@ void Span::end() const {
   if (to == nullptr) return;
   const std::uint64_t before = to->count.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = to->slots()[before % to->capacity];
-  slot.count.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
+  slot.count.exchange(0, std::memory_order_acq_rel);  // before what follows is written
   slot.begin = begin_;
   slot.end = now();
   slot.number = number_;

@@ -20,12 +20,18 @@ namespace {
 
 std::string ring_file(const std::string& file, int rank) { return concat(file, ".rank", rank); }
 
+bool is_ring(const std::string& name, const std::string& of_file) {
+  const std::string start = of_file + ".rank";
+  int rank = 0;
+  return name.starts_with(start) && parse_int(name.substr(start.size()), rank);
+}
+
 std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
   std::vector<std::filesystem::path> rings;
   const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
-    if (entry.path().filename().string().starts_with(file.filename().string() + ".rank")) rings.push_back(entry.path());
+    if (is_ring(entry.path().filename(), file.filename())) rings.push_back(entry.path());
   return rings;
 }
 
