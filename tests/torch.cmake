@@ -135,6 +135,17 @@ add_test(NAME readme.the_commands_work
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/readme_test.py $<TARGET_FILE:lockstep_command>)
 set_tests_properties(readme.the_commands_work PROPERTIES TIMEOUT 300)
 
+# The curves of a run, read with TensorBoard's package.
+add_test(NAME command.curves_are_what_tensorboard_reads
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tensorboard_test.py $<TARGET_FILE:lockstep_command>)
+set_tests_properties(command.curves_are_what_tensorboard_reads PROPERTIES TIMEOUT 300)
+
+# Timelines of runs that end well and of one that loses a rank.
+add_test(NAME command.a_trace_shows_what_every_rank_does
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/trace_test.py $<TARGET_FILE:lockstep_command>
+    $<TARGET_FILE:misbehaving_task>)
+set_tests_properties(command.a_trace_shows_what_every_rank_does PROPERTIES TIMEOUT 300)
+
 # The barriers of a step as a model that Spin checks exhaustively, with two and three ranks (10 s).
 find_program(SPIN spin REQUIRED)
 add_test(NAME gradient.step_protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/shm/check_protocol.sh

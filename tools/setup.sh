@@ -30,10 +30,12 @@ readonly framework_wheels=(  # without what only their other features want
   packaging==26.3 pyyaml==6.0.3 tqdm==4.70.1
 )
 
+readonly tensorboard_wheels=(tensorboard==2.20.0 protobuf==7.36.2 absl-py==2.5.1)  # what reads its files
+
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libxxhash-dev libgloo-dev
-  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev
+  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev libprotozero-dev
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev dpkg-dev)
@@ -106,6 +108,8 @@ case "${1:-}" in
     install_wheel_tools
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
     install_wheels "$deps/frameworks" --no-deps "${framework_wheels[@]}"
+    install_wheels "$deps/tensorboard" --no-deps "${tensorboard_wheels[@]}"
+    install_wheels "$deps/perfetto" --no-deps perfetto==0.59.1  # with the protobuf of tensorboard's
     install_docs_tools
     ;;
   docs)

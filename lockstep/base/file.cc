@@ -8,6 +8,7 @@
 #include <cerrno>
 
 #include "lockstep/base/to_size.h"
+#include "lockstep/base/write_all.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -45,14 +46,7 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::write(const void* data, std::size_t bytes) {
-  const char* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(fd_.get(), next, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) throw system_error("write", path_);
-    next += written;
-    bytes -= to_size(written);
-  }
+  if (!write_all(fd_.get(), {static_cast<const char*>(data), bytes})) throw system_error("write", path_);
 }
 
 void AtomicFile::overwrite(std::size_t at, const void* data, std::size_t bytes) {

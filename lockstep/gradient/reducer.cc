@@ -16,6 +16,7 @@
 #include "lockstep/base/defects.h"
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/deadline.h"
@@ -209,6 +210,11 @@ class Reducer::Impl {
   }
 
   void send(Bucket& bucket, std::size_t number) {
+    const trace::Span span([&] {
+      return trace::Label{.name = "send bucket",
+                          .number = static_cast<std::int64_t>(number),
+                          .bytes = static_cast<std::int64_t>(bucket.flat.nbytes())};
+    });
     if (!first_sent_) first_sent_.emplace();
     statistics_.bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
     if (options_.hook) {
@@ -262,6 +268,7 @@ class Reducer::Impl {
 
   void store_means(Bucket& bucket, double factor) {
     const torch::NoGradGuard no_grad;
+    const trace::Span span("receive bucket", &bucket - buckets_.data());
     bucket.work->wait();
     if (bucket.finish_hook) bucket.finish_hook();
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
@@ -79,10 +80,12 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       options_(options),
       loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
+      timeline_(world, options.trace, parse_steps(options.trace_steps)),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
     if (!options.checkpoint_dir.empty()) open_checkpoints();
+    if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
@@ -92,11 +95,14 @@ Json TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
+  curves_.begin_run(position_.step, options_, ranks());
   while (position_.step < last_step() && !stopped_) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
+  timeline_.finish(/*together=*/step_world_.size() == world_.size());
   if (stopped_) return leave_early();
   const Json run = summary(watch.seconds());
   metrics_.write(run);
+  curves_.end_run(position_.step);
   progress_.end_run(run, strategy_.table());
   return run;
 }
@@ -126,9 +132,12 @@ void TrainingLoop::train_epoch() {
 // One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
+  timeline_.begin_step(position_.step);
+  const trace::Span span("step", position_.step);
   const BatchTotals totals = on_device(world_.device(), [&] {
     const BatchTotals found = strategy_.forward_backward(batch);
     require_finite_loss(found);
+    curves_.add_histograms(strategy_.model(), position_.step);
     set_learning_rate(strategy_.optimizer(), learning_rate());
     strategy_.update();
     return found;
@@ -162,12 +171,13 @@ double TrainingLoop::learning_rate() const {
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  metrics_.write({{"event", "step"},
-                  {"epoch", position_.epoch},
-                  {"step", position_.step},  // since the start of the run, from 0
-                  {"loss", totals.mean_loss},
-                  {"seconds", seconds},
-                  {"samples", totals.samples}});
+  Json event = {{"event", "step"},          {"epoch", position_.epoch},
+                {"step", position_.step},  // since the start of the run, from 0
+                {"loss", totals.mean_loss}, {"seconds", seconds},
+                {"samples", totals.samples}};
+  metrics_.write(event);
+  event["learning_rate"] = learning_rate();
+  curves_.add(event, position_.step);
   ++position_.step;
   ++position_.step_in_epoch;
   position_.samples += totals.samples;
@@ -207,6 +217,7 @@ std::int64_t TrainingLoop::last_step() const {
 }
 
 void TrainingLoop::finish_epoch() {
+  const trace::Span span("end of epoch", position_.epoch);
   Evaluation found{.loss = kNaN, .accuracy = kNaN};
   if (validation_ && !stands_aside())
     found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
@@ -221,6 +232,7 @@ void TrainingLoop::finish_epoch() {
                  {"val_loss", found.loss},
                  {"val_accuracy", found.accuracy}};
   metrics_.write(last_epoch_);
+  curves_.add(last_epoch_, p.step - 1);  // at the last step of the epoch: a resumed run draws the one after it
   progress_.end_epoch(last_epoch_);
   position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
   if (options_.checkpoint_every == 0) save_checkpoint();
@@ -229,8 +241,14 @@ void TrainingLoop::finish_epoch() {
 // Where each rank steps at its own pace (asynchronous servers), rank 0 validates and saves for all.
 bool TrainingLoop::stands_aside() const { return step_world_.size() < world_.size() && world_.rank() != 0; }
 
+// With the devices of each, where a rank has several.
+std::int64_t TrainingLoop::ranks() const {
+  return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
+}
+
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
+  const trace::Span span("checkpoint", position_.step);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
   saved_step_ = position_.step;
@@ -266,7 +284,7 @@ Json TrainingLoop::summary(double seconds) const {
               {"strategy", strategy_info(options_.strategy.kind).name},
               {"model", options_.model},
               {"data", loader_.dataset().name()},
-              {"ranks", world_.size() * std::max(std::ssize(devices), std::ptrdiff_t{1})},
+              {"ranks", ranks()},
               {"devices", devices.empty() ? std::vector<std::string>{world_.device().str()} : devices},
               {"epochs", position_.epoch},
               {"steps", position_.step},

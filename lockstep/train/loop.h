@@ -15,9 +15,11 @@
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
+#include "lockstep/train/curves.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
+#include "lockstep/train/timeline.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -54,6 +56,7 @@ class TrainingLoop {
   Json leave_early();
 
   bool stands_aside() const;
+  std::int64_t ranks() const;
 
   World world_;
   World step_world_;  // the ranks that take each step at the same time
@@ -62,9 +65,11 @@ class TrainingLoop {
   Strategy& strategy_;
   TrainOptions options_;
   Loader loader_;
+  Timeline timeline_;
   Position position_;
   std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
+  Curves curves_;
   Progress progress_;
   Json last_epoch_;  // the event in the metrics
   bool stopped_ = false;

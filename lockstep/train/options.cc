@@ -12,6 +12,8 @@
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/option_table.h"
+#include "lockstep/train/timeline.h"
+#include "lockstep/train/timeline_file.h"
 
 namespace lockstep {
 
@@ -166,6 +168,13 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
+      option("--trace", o.trace, kMayChange,
+             "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
+      option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
+      option("--tensorboard", o.tensorboard, kMayChange, "folder for curves and settings that TensorBoard shows"),
+      option("--histograms", o.histograms, kMayChange,
+             "with --tensorboard: steps from one histogram of weights and gradients to the next; 0: none",
+             {.at_least = 0, .next = "0: none"}),
       option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch",
              {.at_least = 0, .next = "0: each epoch"}),
@@ -265,6 +274,13 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   app.footer(strategy_help());
 }
 
+Json all_settings(const TrainOptions& options) {
+  TrainOptions copy = options;  // the table's rows may write
+  Json settings;
+  for (const Option& option : option_table(copy, {})) settings[key_of(option)] = option.value();
+  return settings;
+}
+
 Json resume_fingerprint(const TrainOptions& options) {
   TrainOptions copy = options;  // the table's rows may write
   Json fingerprint;
@@ -288,6 +304,13 @@ void check_options(const TrainOptions& options) {
   static_cast<void>(stop_signals(options.preemption));
   require(after_stop(options.preemption) != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
+  require(options.histograms == 0 || !options.tensorboard.empty(), "--histograms without --tensorboard",
+          "name the folder for them");
+  static_cast<void>(parse_steps(options.trace_steps));
+  require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
+  require(options.trace.empty() || is_timeline_file(options.trace),
+          concat("--trace ", options.trace, " is no file that lockstep can write"),
+          "end its name in .json or .pftrace");
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");

@@ -66,6 +66,10 @@ struct TrainOptions {
   int threads = 0;                            // per rank; 0: cores / ranks
 
   std::string metrics;
+  std::string trace;            // file
+  std::string trace_steps;      // "100:120"; empty: all
+  std::string tensorboard;      // folder
+  std::int64_t histograms = 0;  // steps from one to the next, in `tensorboard`; 0: none
   std::string checkpoint_dir;
   std::int64_t checkpoint_every = 0;  // steps; 0: at the end of each epoch
   bool resume = false;
@@ -85,6 +89,9 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices);
 
 // Ranges, and options that exclude each other. Throws UsageError naming the option.
 void check_options(const TrainOptions& options);
+
+// Values of all options, by name.
+Json all_settings(const TrainOptions& options);
 
 // Values of all options that must be the same when a run is resumed, by name; null: the option does not apply.
 Json resume_fingerprint(const TrainOptions& options);

@@ -30,6 +30,7 @@
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/ranks_and_devices.h"
+#include "lockstep/train/timeline.h"
 
 namespace lockstep {
 namespace {
@@ -119,9 +120,19 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .output = RankOutput::kFirst,
       .stop_signals = with_interrupt(stop_signals(options.preemption)),
       .stop_code = stop_code(options.preemption)};
+  if (!options.trace.empty()) remove_rings(options.trace);
   const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
+  if (!options.trace.empty()) save_what_is_left(options.trace);
   return result.exit_code;
+}
+
+// A rank that another launcher has started, or the only one: no launcher of ours looks after its trace.
+int train_alone(const TrainOptions& options, const Program& program, int rank) try {
+  return train_rank(options, program);
+} catch (...) {
+  if (rank == 0 && !options.trace.empty()) save_what_is_left(options.trace);
+  throw;
 }
 
 // What every rank would complain about is said once, before any is started.
@@ -140,7 +151,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   if (start_here || job.rank == 0)
     check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);
   if (start_here) show_no_rank(program.argc, program.argv);
-  return start_here ? start_ranks(options, program) : train_rank(options, program);
+  return start_here ? start_ranks(options, program) : train_alone(options, program, job.rank);
 }
 
 int run_program(int argc, char** argv, CLI::App& app, TrainOptions options, const Choices& choices,

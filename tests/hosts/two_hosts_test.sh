@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Two hosts of two ranks each: network namespaces joined by a link. Shared memory inside each host, Gloo between them.
-# First they train, and must get the losses of one rank. Then a rank is killed while they train: all ranks of both hosts
+# Two hosts of two ranks each: network namespaces joined by a link, whose clocks are an hour apart. Shared memory inside each
+# host, Gloo between them. First they train, and must get the losses of one rank and a common timeline. Then a rank is killed while they train: all ranks of both hosts
 # must end.
 #
 # Everything happens in namespaces of this script's own (in a user namespace where it is not run by root). The kernel
@@ -32,13 +32,16 @@ done
 
 options=(train --threads 1 --batch-size 37 --quiet --timeout 60)
 on_host() {  # HOST METRICS OPTION...
-  ip netns exec "host$1" "$lockstep" run --nproc-per-node 2 --nnodes 2 --node-rank "$1" --master-addr 10.77.0.1 \
+  local clock=()
+  [ "$1" -eq 0 ] || clock=(unshare --time --monotonic 3600 --boottime 3600 --fork --kill-child)
+  ip netns exec "host$1" "${clock[@]}" "$lockstep" run --nproc-per-node 2 --nnodes 2 --node-rank "$1" --master-addr 10.77.0.1 \
     --master-port 29500 --grace 1 -- "$lockstep" "${options[@]}" --metrics "$work/$2" "${@:3}"
 }
 for algorithm in direct ring; do
-  on_host 1 $algorithm.jsonl --max-steps 6 --algorithm $algorithm &
-  on_host 0 $algorithm.jsonl --max-steps 6 --algorithm $algorithm
+  on_host 1 $algorithm.jsonl --max-steps 6 --algorithm $algorithm --trace "$work/$algorithm.json" &
+  on_host 0 $algorithm.jsonl --max-steps 6 --algorithm $algorithm --trace "$work/$algorithm.json"
   wait $!
+  "$(dirname "$0")/../trace_test.py" --machines "$work/$algorithm.json"
 done
 "$lockstep" "${options[@]}" --metrics "$work/one.jsonl" --max-steps 6
 

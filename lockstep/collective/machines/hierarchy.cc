@@ -2,6 +2,7 @@
 #include "lockstep/collective/machines/hierarchy.h"
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/shared_memory_transport.h"
 
@@ -140,6 +141,11 @@ FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
 // Whatever a call throws ends the hierarchy, before the caller's arrays may go: until the links forget their transfers
 // Gloo could still write there.
 void Hierarchy::make_call(const Call& call) {
+  const trace::Span span([&] {
+    const Signature signature = signature_of(call);
+    const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
+    return trace::Label{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
+  });
   const bool own_timeout = call.timeout.count() > 0;
   if (own_timeout) set_timeout_of_collectives(call.timeout);
   const std::shared_ptr<void> usual_again(nullptr, [&](void*) {

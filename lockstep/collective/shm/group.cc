@@ -2,10 +2,12 @@
 #include "lockstep/collective/shm/group.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
@@ -42,6 +44,17 @@ void carry_out(GroupState& state, const Call& call) {
     case Operation::kAllToAll: return all_to_all(state, call);
     default: return barrier(state);
   }
+}
+
+// How a trace shows a call. `peer` is a rank of the job.
+trace::Label label_of(const Signature& signature, std::int64_t peer = -1) {
+  static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
+                                      "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
+  const bool of_step = signature.operation == Operation::kStep;
+  const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
+  return {.name = of_step ? kPhases.at(static_cast<unsigned>(signature.root)) : to_string(signature.operation),
+          .number = peer,
+          .bytes = of_step || bytes == 0 ? -1 : bytes};
 }
 
 // What a rank of a group says about the sub-group that it wants to be in.
@@ -163,6 +176,10 @@ std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes)
 int Group::run(const Call& call) {
   require_own_process();
   check_call(call, size());
+  const trace::Span span([&] {
+    if (!is_message(call.operation)) return label_of(parts_->state.announced_as().value_or(signature_of(call)));
+    return label_of(signature_of(call), call.peer == kAnyRank ? -1 : job_rank(call.peer));
+  });
   if (is_message(call.operation)) return parts_->mailbox.run(call);
   parts_->state.run(call.timeout, [&] { carry_out(parts_->state, call); });
   return kAnyRank;

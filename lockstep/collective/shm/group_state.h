@@ -60,6 +60,7 @@ class GroupState final : public Narrator {
   }
 
   void begin(const Signature& signature);
+  const std::optional<Signature>& announced_as() const { return announced_as_; }
   void announce_as(const Signature& other) { announced_as_ = other; }  // in place of what the next begin() is given
   void arrive(Place input, Place output, std::size_t longest_message = 0);
   void arrive_with(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes

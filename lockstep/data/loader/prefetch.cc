@@ -11,6 +11,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -40,6 +41,7 @@ class Prefetcher::Shared {
       Place place;
       try {
         if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
+        const trace::Span span("load batch", *step);
         Batch batch = load_(*step, took);
         const Stopwatch watch;
         place.batch = start_copy(std::move(batch), stream);
@@ -55,6 +57,7 @@ class Prefetcher::Shared {
   }
 
   Batch next(LoadingStatistics& statistics) {
+    const trace::Span span("wait for batch", taken_);
     const Stopwatch watch;
     Place place;
     {
@@ -72,6 +75,7 @@ class Prefetcher::Shared {
   }
 
   Batch load_here(LoadingStatistics& statistics) {
+    const trace::Span span("load batch", taken_);
     const Stopwatch watch;
     Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
     ++taken_;

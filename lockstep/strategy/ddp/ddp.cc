@@ -11,6 +11,7 @@
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
@@ -235,6 +236,7 @@ class DistributedDataParallel::Impl {
   void finish_backward(std::int64_t samples) {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
+    const trace::Span span("exchange");
     const Stopwatch waiting;
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();

@@ -2,6 +2,7 @@
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
+#include "lockstep/base/trace.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
@@ -38,7 +39,7 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, [&] { optimizer().step(); });
+    timed(phases_.update, "update", [&] { optimizer().step(); });
     ++step_;
   }
 
@@ -72,8 +73,9 @@ class DdpStrategy : public ReplicaStrategy {
     torch::Tensor loss;
     if (batch.size() > 0) {
       require_device(batch.data, world_.device(), "the batch");
-      loss = timed(phases_.forward, [&] { return task_.loss(forward(batch.data), batch.target); });
+      loss = timed(phases_.forward, "forward", [&] { return task_.loss(forward(batch.data), batch.target); });
     }
+    const trace::Span span("backward");
     const Stopwatch watch;
     ddp_.backward(loss, batch.size());
     phases_.backward += watch.seconds() - ddp_.exchange_seconds();

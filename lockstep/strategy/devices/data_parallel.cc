@@ -68,7 +68,7 @@ class DataParallel : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     Tensors outputs;
-    const Loss loss = timed(phases_.forward, [&] {
+    const Loss loss = timed(phases_.forward, "forward", [&] {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
           [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
@@ -76,14 +76,14 @@ class DataParallel : public ReplicaStrategy {
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch.target);
     });
-    timed(phases_.backward, [&] { parallel_backward(*devices_, outputs, loss.gradient); });
+    timed(phases_.backward, "backward", [&] { parallel_backward(*devices_, outputs, loss.gradient); });
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
   // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them. GPUs: the
   // gradients are summed on device 0, which updates; its parameters are copied to the others.
   void update() override {
-    timed(phases_.update, [&] {
+    timed(phases_.update, "update", [&] {
       if (!gradients_) return update_on_gpus();
       gradients_->set(gradients_of(replicas_));
       optimizer().step();

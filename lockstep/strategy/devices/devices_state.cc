@@ -6,6 +6,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -90,6 +91,7 @@ bool DevicesState::wait_for_job(std::uint32_t job) {
 }
 
 void DevicesState::do_job(Device& device) {
+  const trace::Span span("device", device.index());
   const Stopwatch watch;
   try {
     if (!failed()) body_(device);

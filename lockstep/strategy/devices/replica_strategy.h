@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
@@ -81,9 +82,10 @@ Number sum_over(const World& world, Number number) {
   return sum.item<Number>();
 }
 
-// Adds the seconds that `work` takes to `total`, and returns what it returns.
+// Adds the seconds that `work` takes to `total`, shows it as `name` in a trace, and returns what it returns.
 template <class Work>
-auto timed(double& total, const Work& work) {
+auto timed(double& total, const char* name, const Work& work) {
+  const trace::Span span(name);
   struct Adds {
     double& total;
     Stopwatch watch = {};

@@ -100,7 +100,7 @@ class Pipeline : public ReplicaStrategy {
     record(results, watch.seconds());
     for (const StageResult& result : results) totals.mean_loss += result.loss;
     if (ranks_.all.size() == 1) return totals;
-    timed(phases_.exchange, [&] {
+    timed(phases_.exchange, "exchange", [&] {
       parameters_->sum_gradients();
       const torch::Tensor sums = torch::tensor({totals.mean_loss, wants_to_stop() ? 1.0 : 0.0}, torch::kFloat64);
       ranks_.all.all_reduce(sums);
@@ -111,7 +111,7 @@ class Pipeline : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, [&] {
+    timed(phases_.update, "update", [&] {
       if (gradients_) gradients_->set(gradients_of(replicas_));
       optimizer().step();
     });

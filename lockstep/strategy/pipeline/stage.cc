@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/replica.h"
@@ -99,6 +100,7 @@ class StageRun {
     InFlight& kept = in_flight_[micro_batch];
     result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
     kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
+    const trace::Span span("forward", micro_batch);
     const Stopwatch watch;
     kept.outputs = through_pieces(kept.inputs, micro_batch);
     if (!links_.behind) kept.outputs = {loss_of(kept.outputs, micro_batch)};
@@ -122,6 +124,7 @@ class StageRun {
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
     const Tensors gradients = links_.behind ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
+    const trace::Span span("backward", micro_batch);
     const Stopwatch watch;
     backward_from(kept.outputs, gradients);
     in_flight_.erase(micro_batch);

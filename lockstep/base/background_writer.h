@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// base/background_writer.h: writes records to a file from a thread of its own, so that a slow disk delays nobody: records
+// that it cannot take in time are dropped and counted.
+//
+// Flow:    offer() -> a bounded queue -> the writer's thread -> the file
+// Owns:    the file and the thread. Where the disk does not answer finish() in time, the thread is left behind, with what
+//          it uses, and ends when the disk answers
+// Threads: any thread offers; the thread that made it finishes and destroys it
+// Ranks:   no communication
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+class BackgroundWriter {
+ public:
+  static constexpr std::size_t kMostWaiting = std::size_t{4} << 20;  // bytes: some 40,000 points of a curve
+
+  // `file`: new and empty. `name`: of the file, for the log.
+  BackgroundWriter(UniqueFd file, std::string name, std::size_t most_waiting = kMostWaiting);
+  ~BackgroundWriter();  // as finish()
+  BackgroundWriter(const BackgroundWriter&) = delete;
+  BackgroundWriter& operator=(const BackgroundWriter&) = delete;
+
+  // Takes a record, which is written whole or not at all, in the order of the calls and within about a second. Drops it if
+  // `most_waiting` bytes wait already. Never waits for the disk. The first drop is a warning in the log.
+  void offer(std::string record);
+
+  // Waits until everything is written, at most `timeout`; then gives up the rest. Logs how many records were dropped, if
+  // any, and returns it. Nothing may be offered afterwards.
+  std::int64_t finish(std::chrono::milliseconds timeout = std::chrono::seconds(5));
+
+ private:
+  struct Shared;
+  std::shared_ptr<Shared> shared_;  // with the thread
+  bool finished_ = false;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// base/trace.h: what this process does when, for --trace: spans of time in a ring of bounded size.
+//
+// Flow:    a Span around a phase, collective or batch -> the ring -> Recording -> train/timeline.h
+// Owns:    one ring per process: a file mapping, so that its file has the last spans of a process however it ends. The
+//          mapping stays until the process ends
+// Threads: any; a Span is its thread's. open() and close(): one thread
+// Ranks:   no communication; a process is one rank
+//
+// While nothing is recorded, a Span costs one load and one branch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace lockstep::trace {
+
+inline std::int64_t now() {  // ns of CLOCK_MONOTONIC, which the processes of a machine share
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+inline std::atomic<bool> recording{false};  // record() alone changes it
+
+using Name = std::array<char, 24>;  // cut off where it is longer; ends with 0
+
+struct Label {
+  std::string name;
+  std::int64_t number = -1;  // -1: none; else a part of the name: "bucket 3"
+  std::int64_t bytes = -1;   // -1: none
+};
+
+class Span {
+ public:
+  explicit Span(const char* name, std::int64_t number = -1) {
+    if (recording.load(std::memory_order_relaxed)) begin({.name = name, .number = number});
+  }
+  // make_label() is called only where it is recorded.
+  template <class MakeLabel>
+  requires std::is_invocable_v<MakeLabel>
+  explicit Span(const MakeLabel& make_label) {
+    if (recording.load(std::memory_order_relaxed)) begin(make_label());
+  }
+  ~Span() {
+    if (begin_ != 0) end();
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  void begin(const Label& label);
+  void end() const;
+
+  std::int64_t begin_ = 0;
+  std::int64_t number_;
+  std::int64_t bytes_;
+  Name name_;
+};
+
+// This clock was `offset` ns behind rank 0's at `at`.
+struct ClockOffset {
+  std::int64_t at = 0;
+  std::int64_t offset = 0;
+};
+
+struct Process {
+  std::int32_t rank = 0;
+  std::int32_t pid = 0;
+  std::int64_t finished = 0;  // 1: it came to finish()
+  std::array<char, 64> host{};
+  std::array<ClockOffset, 2> clock{};  // at the start, and at the end; the same until then
+};
+
+constexpr std::size_t kSpans = std::size_t{1} << 16U;  // of a ring: 4.7 MB
+
+// Makes the ring and its file. Throws SystemError: no room on the disk.
+void open(const std::filesystem::path& file, const Process& process, std::size_t spans = kSpans);
+void record(bool on);                                         // from now on; nothing without a ring
+void finish(const std::optional<ClockOffset>& clock_at_end);  // ends recording
+std::string content();                                        // of the ring: what is in its file
+void close();                                                 // ends recording; the file stays
+
+// ---- What a ring holds
+
+struct RecordedSpan {
+  std::string name;
+  std::int64_t number = -1;
+  std::int64_t bytes = -1;
+  std::int64_t begin = 0;  // ns of rank 0's clock
+  std::int64_t end = 0;
+  std::int32_t thread = 0;
+};
+
+struct Recording {
+  Process process;
+  std::int64_t lost = 0;  // spans that later ones have overwritten
+  std::vector<RecordedSpan> spans{};
+};
+
+// Of content(), or of the file of a process that has ended. Throws DataError: not a ring, cut off, or of another version.
+Recording parse(std::string_view content, const std::string& origin);
+
+}  // namespace lockstep::trace

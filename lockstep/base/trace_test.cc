@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/trace.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <set>
+#include <thread>
+
+#include "lockstep/base/file.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using testing::TempFolder;
+
+class Trace : public ::testing::Test {
+ protected:
+  void open(std::size_t spans, const trace::Process& process = {}) {
+    trace::open(folder / "ring", process, spans);
+    trace::record(true);
+  }
+  trace::Recording recorded() const { return trace::parse(read_file(folder / "ring"), "the ring"); }
+  void TearDown() override { trace::close(); }
+  TempFolder folder;
+};
+
+TEST_F(Trace, has_each_span_with_its_number_bytes_and_thread) {
+  open(8);
+  {
+    const trace::Span outer("step", 17);
+    std::thread([] {
+      const trace::Span other([] { return trace::Label{.name = "a name of more than 24 letters", .bytes = 5}; });
+    }).join();
+  }
+  const auto spans = recorded().spans;
+  ASSERT_EQ(spans.size(), 2U);  // in the order of their ends
+  EXPECT_EQ(spans[0].name, "a name of more than 24 ");
+  EXPECT_EQ(spans[0].number, -1);
+  EXPECT_EQ(spans[0].bytes, 5);
+  EXPECT_EQ(spans[1].name, "step");
+  EXPECT_EQ(spans[1].number, 17);
+  EXPECT_EQ(spans[1].bytes, -1);
+  EXPECT_NE(spans[0].thread, spans[1].thread);
+  EXPECT_LE(spans[1].begin, spans[0].begin);
+  EXPECT_LE(spans[0].begin, spans[0].end);
+  EXPECT_LE(spans[0].end, spans[1].end);
+}
+
+TEST_F(Trace, records_nothing_while_it_is_off) {
+  open(8);
+  trace::record(false);
+  { const trace::Span off("off"); }
+  bool asked = false;
+  {
+    const trace::Span off([&] { return asked = true, trace::Label{}; });
+  }
+  EXPECT_FALSE(asked);
+  EXPECT_TRUE(recorded().spans.empty());
+}
+
+TEST_F(Trace, keeps_the_last_spans_and_counts_the_others) {
+  open(8);
+  for (int i = 0; i < 21; ++i) const trace::Span span("span", i);
+  const auto found = recorded();
+  EXPECT_EQ(found.lost, 13);
+  ASSERT_EQ(found.spans.size(), 8U);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(found.spans[static_cast<unsigned>(i)].number, 13 + i);
+}
+
+TEST_F(Trace, takes_spans_of_many_threads_at_once) {
+  constexpr int kThreads = 4, kEach = 1000;
+  open(kThreads * kEach);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([t] {
+      for (int i = 0; i < kEach; ++i) const trace::Span span("span", t * kEach + i);
+    });
+  for (std::thread& thread : threads) thread.join();
+  std::set<std::int64_t> numbers;
+  for (const auto& span : recorded().spans) numbers.insert(span.number);
+  EXPECT_EQ(numbers.size(), static_cast<unsigned>(kThreads * kEach));
+}
+
+TEST_F(Trace, survives_its_process) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    open(8, {.rank = 3});
+    { const trace::Span span("last words"); }
+    ::raise(SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status));
+  const auto found = recorded();
+  EXPECT_EQ(found.process.rank, 3);
+  EXPECT_EQ(found.process.finished, 0);
+  ASSERT_EQ(found.spans.size(), 1U);
+  EXPECT_EQ(found.spans[0].name, "last words");
+}
+
+// A clock an hour behind that loses 50 us per second.
+TEST_F(Trace, brings_times_to_the_clock_of_rank_0) {
+  constexpr std::int64_t kHour = 3'600'000'000'000, kSecond = 1'000'000'000;
+  const std::int64_t start = trace::now();
+  const trace::ClockOffset at_start{start, kHour}, at_end{start + 100 * kSecond, kHour + 100 * 50'000};
+  open(8, {.clock = {at_start, at_start}});
+  { const trace::Span span("now"); }
+  trace::finish(at_end);
+  const auto span = recorded().spans.at(0);
+  const std::int64_t end = trace::now();
+  EXPECT_GE(span.begin, start + kHour);
+  EXPECT_LE(span.end, end + kHour + (end - start) * 50 / 1'000'000 + 1);
+}
+
+TEST_F(Trace, refuses_what_is_no_ring) {
+  open(8);
+  const std::string whole = trace::content();
+  const auto message = [](const std::string& content) {
+    return message_of<DataError>([&] { trace::parse(content, "file"); });
+  };
+  EXPECT_TRUE(contains(message(whole.substr(0, whole.size() - 1)), "file is cut off"));
+  EXPECT_TRUE(contains(message(whole.substr(0, 20)), "file is too short for a trace"));
+  EXPECT_TRUE(contains(message(std::string(whole.size(), 'x')), "another version"));
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/timeline.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/error.h"
+#include "lockstep/train/timeline_file.h"
+
+namespace lockstep {
+namespace {
+
+std::string ring_file(const std::string& file, int rank) { return concat(file, ".rank", rank); }
+
+bool is_ring(const std::string& name, const std::string& of_file) {
+  const std::string start = of_file + ".rank";
+  int rank = 0;
+  return name.starts_with(start) && parse_int(name.substr(start.size()), rank);
+}
+
+std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
+  std::vector<std::filesystem::path> rings;
+  const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+    if (is_ring(entry.path().filename(), file.filename())) rings.push_back(entry.path());
+  return rings;
+}
+
+// ---- Clocks
+
+constexpr int kRounds = 20;
+
+// The round trip that took the shortest tells most: rank 0 answered within it.
+trace::ClockOffset ask_rank_0(const World& world) {
+  trace::ClockOffset best;
+  std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
+  for (int round = 0; round < kRounds; ++round) {
+    const torch::Tensor theirs = torch::zeros({1}, torch::kInt64);
+    const std::int64_t asked = trace::now();
+    world.send(theirs, 0);
+    world.receive(theirs, {.from = 0});
+    const std::int64_t took = trace::now() - asked;
+    if (took >= shortest) continue;
+    shortest = took;
+    best = {.at = asked + took / 2, .offset = theirs.item<std::int64_t>() - asked - took / 2};
+  }
+  return best;
+}
+
+void answer(const World& world, int rank) {
+  const torch::Tensor time = torch::zeros({1}, torch::kInt64);
+  for (int round = 0; round < kRounds; ++round) {
+    world.receive(time, {.from = rank});
+    time.fill_(trace::now());
+    world.send(time, rank);
+  }
+}
+
+// The ranks of rank 0's machine have its clock.
+trace::ClockOffset compare_clocks(const World& world) {
+  const torch::Tensor nodes = world.all_gather(torch::tensor({world.node_rank()}, torch::kInt64)).flatten();
+  const auto elsewhere = [&](int rank) { return nodes[rank].item<std::int64_t>() != nodes[0].item<std::int64_t>(); };
+  for (int rank = 1; rank < world.size() && world.rank() == 0; ++rank)
+    if (elsewhere(rank)) answer(world, rank);
+  return elsewhere(world.rank()) ? ask_rank_0(world) : trace::ClockOffset{.at = trace::now()};
+}
+
+trace::Process this_process(const World& world) {
+  const trace::ClockOffset clock = compare_clocks(world);
+  trace::Process process{.rank = world.rank(), .pid = ::getpid(), .clock = {clock, clock}};
+  ::gethostname(process.host.data(), process.host.size() - 1);
+  return process;
+}
+
+// ---- Rings
+
+torch::Tensor bytes_of(std::string& content) {
+  return torch::from_blob(content.data(), {static_cast<std::int64_t>(content.size())}, torch::kUInt8);
+}
+
+Recordings receive_all(const World& world) {
+  std::string content = trace::content();
+  Recordings all{trace::parse(content, "the trace of rank 0")};
+  for (int rank = 1; rank < world.size(); ++rank) {
+    world.receive(bytes_of(content), {.from = rank});
+    all.push_back(trace::parse(content, concat("the trace of rank ", rank)));
+  }
+  return all;
+}
+
+}  // namespace
+
+StepRange parse_steps(const std::string& text) {
+  if (text.empty()) return {};
+  const std::vector<std::string> ends = split(text, ':');
+  int first = 0, end = 0;
+  if (ends.size() == 2 && parse_int(ends[0], first) && parse_int(ends[1], end) && first >= 0 && end > first)
+    return {first, end};
+  throw UsageError({.what = concat("--trace-steps ", text, " is not a range of steps"),
+                    .next = "give the first step and the one after the last, such as 100:120"});
+}
+
+Timeline::Timeline(const World& world, std::string file, StepRange steps)
+    : world_(world), file_(std::move(file)), steps_(steps) {
+  if (!file_.empty()) trace::open(ring_file(file_, world.rank()), this_process(world));
+}
+
+Timeline::~Timeline() {
+  if (!file_.empty()) trace::close();
+}
+
+void Timeline::begin_step(std::int64_t step) {
+  if (!file_.empty()) trace::record(steps_.has(step));
+}
+
+void Timeline::finish(bool together) try {
+  if (file_.empty()) return;
+  trace::finish(together ? std::make_optional(compare_clocks(world_)) : std::nullopt);
+  if (together) gather();
+} catch (const PeerLost& error) {
+  log_warning(concat("the trace is not complete: ", error.what()));
+}
+
+void Timeline::gather() {
+  if (world_.rank() == 0) {
+    write_timeline(file_, receive_all(world_), /*complete=*/true);
+  } else {
+    std::string content = trace::content();
+    world_.send(bytes_of(content), 0);
+  }
+  std::filesystem::remove(ring_file(file_, world_.rank()));
+}
+
+void save_what_is_left(const std::string& file) try {
+  Recordings found;
+  for (const auto& ring : ring_files(file)) try {
+      found.push_back(trace::parse(read_file(ring), ring));
+    } catch (const DataError& error) {
+      log_warning(error.what());
+    }
+  if (found.empty()) return;
+  std::ranges::sort(found, {}, [](const trace::Recording& recording) { return recording.process.rank; });
+  const bool complete = std::ranges::all_of(found, [](const auto& recording) { return recording.process.finished; });
+  write_timeline(file, found, complete);
+  remove_rings(file);
+  if (!complete) log_warning(concat(file, " has what each rank did before the run failed"));
+} catch (const std::exception& error) {
+  log_warning(error.what());
+}
+
+void remove_rings(const std::string& file) {
+  for (const auto& ring : ring_files(file)) std::filesystem::remove(ring);
+}
+
+}  // namespace lockstep

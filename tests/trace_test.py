@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what `--trace` writes.
+
+  trace_test.py COMMAND MISBEHAVING_TASK   `lockstep train`, and a program that can lose a rank
+  trace_test.py --machines FILE            a trace of two machines of two ranks each, whose clocks differ
+"""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+DEPS = Path(__file__).resolve().parent.parent / ".deps"
+sys.path[:0] = [str(DEPS / "perfetto"), str(DEPS / "tensorboard")]  # protobuf is beside the latter
+
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent  # noqa: E402
+
+BATCH = {"threads": 1, "batch-size": 16, "timeout": 60}
+
+
+def run(command, options, code=0, **variables):
+    words = [*command, "--quiet"] + [str(word) for name, value in (BATCH | options).items() for word in (f"--{name}", value)]
+    done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, env=os.environ | variables)
+    assert done.returncode == code, (words, done.returncode, done.stderr)
+    return done.stderr
+
+
+def spans(trace):
+    """The spans of each rank, in the order of their ends."""
+    found = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            found[event["pid"]].append(event | {"end": event["ts"] + event["dur"]})
+    return found
+
+
+def spans_of_protobuf(content):
+    """The same of a .pftrace, and what it says about the run."""
+    parents, names, open_spans, found = {}, {}, defaultdict(list), defaultdict(list)
+    for packet in Trace.FromString(content).packet:
+        if packet.HasField("track_descriptor"):
+            track = packet.track_descriptor
+            names[track.uuid], parents[track.uuid] = track.name, track.parent_uuid
+            continue
+        event = packet.track_event
+        stack = open_spans[event.track_uuid]
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            stack.append({"name": event.name, "tid": event.track_uuid, "ts": packet.timestamp / 1000,
+                          "args": {note.name: note.int_value for note in event.debug_annotations}})
+        else:
+            rank = int(names[parents[event.track_uuid]].split()[1])
+            found[rank].append(stack.pop() | {"end": packet.timestamp / 1000})
+    assert not any(open_spans.values()), "a span without an end"
+    return found, json.loads(names[1])
+
+
+def named(events, name):
+    return [event for event in events if event["name"] == name]
+
+
+def expect_common_clock(ranks, name, microseconds):
+    """Nobody leaves a collective before all have entered it."""
+    calls = list(zip(*(named(events, name) for events in ranks.values()), strict=True))
+    assert calls, f"no {name}"
+    for call in calls:
+        early = max(event["ts"] for event in call) - min(event["end"] for event in call)
+        assert early <= microseconds, (name, early, call)
+
+
+def within(inner, outer):
+    slack = 0.002  # times are rounded to the microsecond's thousandth
+    return outer["ts"] - slack <= inner["ts"] and inner["end"] <= outer["end"] + slack and inner["tid"] == outer["tid"]
+
+
+def expect_steps(events, rank, first, end):
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert [step["name"] for step in steps] == [f"step {number}" for number in range(first, end)], steps
+    for step in steps:
+        inside = [event for event in events if within(event, step)]
+        for phase in ("forward", "backward", "exchange", "update", "barrier 1: gradients", "barrier 2: settings", "barrier 3: updated"):
+            assert len(named(inside, phase)) == 1, (phase, step, inside)
+    waits = {event["name"] for event in events if event["name"].startswith("wait for rank")}
+    assert waits <= {f"wait for rank {1 - rank}"}, waits
+    return waits
+
+
+def expect_trace_of_some_steps(command, folder, kind):
+    file = Path(folder, f"some.{kind}")
+    run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "ranks": 2, "max-steps": 12, "checkpoint-every": 5,
+                             "checkpoint-dir": f"{folder}/{kind}", "trace": file, "trace-steps": "3:7"})
+    if kind == "json":
+        trace = json.loads(file.read_text())
+        ranks, about = spans(trace), trace["otherData"]
+    else:
+        ranks, about = spans_of_protobuf(file.read_bytes())
+    assert about == {"complete": True, "overwritten_spans": {"rank 0": 0, "rank 1": 0}}, about
+    assert sorted(ranks) == [0, 1]
+    assert set.union(*(expect_steps(events, rank, 3, 7) for rank, events in ranks.items())), "no rank ever waited for the other"
+    for barrier in ("barrier 1: gradients", "barrier 2: settings", "barrier 3: updated"):
+        expect_common_clock(ranks, barrier, 100)
+    assert len(named(ranks[0], "checkpoint 5")) == 1
+    for events in ranks.values():
+        loop = named(events, "step 3")[0]["tid"]
+        assert any(event["name"].startswith("load batch") and event["tid"] != loop for event in events), "no loading"
+    assert min(event["ts"] for events in ranks.values() for event in events) == 0
+    assert {event["args"]["bytes"] for event in named(ranks[0], "all_gather")} == {5056}, "bytes"  # torch's generator in a checkpoint
+    assert list(Path(folder).glob("some.*.rank*")) == [], "rings are left"
+
+
+def expect_what_a_lost_rank_did(program, folder):
+    file = Path(folder, "lost.json")
+    file.with_name("lost.json.rank7").write_text("of an earlier run")
+    notes = file.with_name("lost.json.rank.notes")
+    notes.write_text("not a ring")
+    error = run([program], {"ranks": 2, "max-steps": 40, "trace": file}, code=128 + 9, MISBEHAVE="kill")
+    assert "lost.json has what each rank did before the run failed" in error, error
+    trace = json.loads(file.read_text())
+    assert not trace["otherData"]["complete"]
+    ranks = spans(trace)
+    assert sorted(ranks) == [0, 1]
+    for rank, events in ranks.items():  # the tenth step ended rank 1; it may be the last of rank 0
+        steps = [event["name"] for event in events if event["name"].startswith("step ")]
+        assert steps[: 9 if rank == 0 else None] == [f"step {step}" for step in range(9)], (rank, steps)
+    assert list(Path(folder).glob("lost.json.*")) == [notes], "rings are left, or more is gone"
+
+
+def expect_what_a_single_rank_did(program, folder):
+    file = Path(folder, "single.json")
+    error = run([program], {"max-steps": 40, "trace": file}, code=1, MISBEHAVE="throw")
+    assert "thrown on purpose" in error, error
+    trace = json.loads(file.read_text())
+    assert not trace["otherData"]["complete"] and len(named(spans(trace)[0], "step 8")) == 1
+    assert list(Path(folder).glob("single.json.*")) == [], "rings are left"
+
+
+def expect_strategies(command, folder):
+    for strategy, names in {"pipeline": {"forward 0", "backward 1"}, "towers": {"forward", "exchange", "device 0"},
+                            "averaging": {"backward", "update"}, "kvstore": {"forward", "exchange"}}.items():
+        file = Path(folder, f"{strategy}.json")
+        run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": strategy, "ranks": 2, "max-steps": 3,
+                                 "trace": file})
+        found = {event["name"] for events in spans(json.loads(file.read_text())).values() for event in events}
+        assert names <= found, (strategy, names - found)
+
+
+def expect_ranks_that_end_when_they_like(command, folder):
+    file = Path(folder, "async.json")
+    run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": "kvstore", "kvstore": "dist_async", "ranks": 2,
+                             "max-steps": 3, "trace": file})
+    trace = json.loads(file.read_text())
+    ranks = spans(trace)
+    assert trace["otherData"]["complete"] and sorted(ranks) == [0, 1, 2], trace["otherData"]
+    assert named(ranks[1], "forward") and not named(ranks[0], "forward"), "rank 0 is the server"
+    assert list(Path(folder).glob("async.json.*")) == [], "rings are left"
+
+
+def expect_usage_errors(command, folder):
+    for options, said in (({"trace": f"{folder}/x.txt"}, ".json"), ({"trace-steps": "1:2"}, "without --trace"),
+                          ({"trace": f"{folder}/x.json", "trace-steps": "5:3"}, "not a range of steps")):
+        error = run([command, "train"], {"max-steps": 1} | options, code=2)
+        assert said in error, error
+
+
+def expect_machines(file):
+    ranks = spans(json.loads(Path(file).read_text()))
+    assert sorted(ranks) == [0, 1, 2, 3]
+    expect_common_clock(ranks, "machines: all_reduce", 1000)
+    for events in ranks.values():
+        assert named(events, "send bucket 0") and named(events, "receive bucket 0")
+        assert all(event["args"]["bytes"] > 0 for event in named(events, "machines: all_reduce"))
+
+
+def main():
+    if sys.argv[1] == "--machines":
+        return expect_machines(sys.argv[2])
+    command, program = (str(Path(path).resolve()) for path in sys.argv[1:3])
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("json", "pftrace"):
+            expect_trace_of_some_steps(command, folder, kind)
+        expect_what_a_lost_rank_did(program, folder)
+        expect_what_a_single_rank_did(program, folder)
+        expect_strategies(command, folder)
+        expect_ranks_that_end_when_they_like(command, folder)
+        expect_usage_errors(command, folder)
+
+
+if __name__ == "__main__":
+    main()
