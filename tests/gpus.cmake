@@ -6,7 +6,7 @@ endif()
 
 # Tests of strategies that run on cores, once more: 20 steps in float64 on 1 to 4 GPUs, compared with one core.
 set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
-  "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/AveragingOfSize.*" "Averaging.*"
+  "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/DataParallelOn.*" "AverageNets.*" "Sizes/AveragingOfSize.*" "Averaging.*"
   "Kinds/LocalKindOfSize.*")
 list(JOIN gpu_tests ":" gpu_filter)
 # `local` chooses by times, so two runs may choose differently.

@@ -17,6 +17,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
+#include "lockstep/base/stoppable.h"
 #include "lockstep/collective/transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/world.h"
@@ -49,7 +50,8 @@ class WorldState {
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
   static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
 
-  static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
+  // Once its transports are set: what stop() ends from now on.
+  static World world_of(std::shared_ptr<WorldState> state);
 
   int rank() const { return caller.rank; }
   int size() const { return caller.size; }
@@ -59,6 +61,11 @@ class WorldState {
 
   // What this rank is in a sub-world of `ranks`, which name it; without transports.
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
+
+  void abandon(const std::string& reason) const;  // as World
+
+ private:
+  std::optional<Stoppable> stoppable_;  // the last member
 };
 
 // `job` of another rank of those whose machines are `nodes`.
