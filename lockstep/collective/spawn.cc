@@ -65,6 +65,7 @@ World connect_world(int rank, int size, const std::string& address, const WorldO
   job.launcher = "address";
   job.rank = rank;
   job.world_size = size;
+  job.local_size = size;  // who is on which machine turns out when they have met: a loopback address may be right
   if (size == 1) return World::single(options);
   return WorldState::over_store(connect_store(job, options.timeout), rank, size, options);
 }

@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
@@ -68,8 +69,18 @@ class DataParallel::Impl {
     }
   }
 
+  // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If they
+  // are not, device 0's own graph is refused by autograd.
   void replicate() {
-    follow_model(replicas_);
+    const torch::NoGradGuard no_grad;
+    for (const auto tensors_of : {named_parameters, named_buffers}) {
+      const auto first = tensors_of(module());
+      for (const Replica& replica : replicas_) {
+        const auto mine = tensors_of(*replica.model);
+        for (std::size_t i = 0; i < first.size(); ++i)
+          if (!mine[i].tensor.is_alias_of(first[i].tensor)) mine[i].tensor.variable_data().copy_(first[i].tensor);
+      }
+    }
     for (const Replica& replica : replicas_)
       if (replica.model->is_training() != module().is_training()) replica.model->train(module().is_training());
   }
