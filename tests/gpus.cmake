@@ -7,8 +7,9 @@ endif()
 
 # Tests of strategies that run on cores, once more: 20 steps in float64 on 1 to 4 GPUs, compared with one core.
 set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
-  "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/AveragingOfSize.*" "Averaging.*"
-  "Kinds/LocalKindOfSize.*" "Sizes/DistSyncOfSize.*" "DistSync.trains*" "DistAsync.with_one*")
+  "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/DataParallelOn.*" "AverageNets.*"
+  "Sizes/AveragingOfSize.*" "Averaging.*" "Kinds/LocalKindOfSize.*" "Sizes/DistSyncOfSize.*" "DistSync.trains*"
+  "DistAsync.with_one*")
 list(JOIN gpu_tests ":" gpu_filter)
 # `local` chooses by times, so two runs may choose differently.
 set(not_on_gpus "Kinds/LocalKindOfSize.goes_on*/1:Kinds/LocalKindOfSize.goes_on*/2:Kinds/LocalKindOfSize.goes_on*/3")

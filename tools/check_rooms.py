@@ -24,13 +24,13 @@ SUB_ROOMS = {
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
 }
 PUBLIC = {
-    "base": "error deadline cores memory stop",
-    "collective": "collective_types world",
+    "base": "error deadline cores memory stop stop_all",
+    "collective": "collective_types world spawn",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",
     "gradient": "communication_hook batch_totals",
     "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
-    "strategy": "activation_checkpoint strategy ddp device_place devices towers periodic_average kvstore verify",
+    "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
     "checkpoint": "checkpoint",
     "train": "run lockstep",
 }

@@ -33,6 +33,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,21 @@ class KVStore {
 
   virtual ~KVStore() = default;
 
+  // A store of this kind: "local_update_cpu", "dist_sync" ... world: none: of local kinds one rank, of dist_* the ranks
+  // of World::from_env(). Throws and returns as the other create(), and UsageError: no such kind.
+  static std::unique_ptr<KVStore> create(const std::string& kind, std::optional<World> world = std::nullopt,
+                                         Devices* devices = nullptr);
+
+  // A store of the kind options.kvstore.kind. Of `options` only kvstore, compression and timeout count. devices: those
+  // that push and pull; null: one, and the calling thread makes all copies.
+  //
+  // local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
+  // dist_*: all ranks of `world` call it. The first kvstore.servers of them (or those with kvstore.serves) are servers:
+  // for them it returns null once every worker has destroyed its store. Throws UsageError (no worker, no server, options
+  // without sense), PeerLost.
+  static std::unique_ptr<KVStore> create(const World& world, const StrategyOptions& options,
+                                         Devices* devices = nullptr);
+
   // Once, before anything else: the keys in this order, and their first values, which are copied. A push replaces a
   // buffer even where there is an optimizer. dist_*: every worker calls it with the same names and shapes; the first
   // worker's values count. Throws UsageError (called twice, or a name twice), MismatchError (workers that differ).
@@ -87,14 +103,5 @@ class KVStore {
   virtual std::int64_t bytes_pushed() const { return 0; }
   virtual std::int64_t bytes_pulled() const { return 0; }
 };
-
-// A store of the kind options.kvstore.kind. Of `options` only kvstore, compression and timeout count. devices: those
-// that push and pull; null: one, and the calling thread makes all copies.
-//
-// local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
-// dist_*: all ranks of `world` call it. The first kvstore.servers of them (or those with kvstore.serves) are servers: for
-// them it returns null once every worker has destroyed its store. Throws UsageError (no worker, no server, options
-// without sense), PeerLost.
-std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions& options, Devices* devices = nullptr);
 
 }  // namespace lockstep

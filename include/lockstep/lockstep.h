@@ -13,6 +13,7 @@
 
 // A training loop of your own:
 #include "lockstep/world.h"               // the ranks of a job and their collectives
+#include "lockstep/spawn.h"               // ranks without a launcher: processes, or an address
 #include "lockstep/ddp.h"                 // DistributedDataParallel
 #include "lockstep/optimizers.h"          // SGD, Adam, AdamW, LAMB, LARS; clipping, moving averages
 #include "lockstep/schedule.h"            // learning rates
@@ -37,12 +38,15 @@
 #include "lockstep/devices.h"             // a thread for each device, and their collectives
 #include "lockstep/device_place.h"        // where a device is: a GPU, or cores
 #include "lockstep/towers.h"              // data parallel training in four steps
+#include "lockstep/data_parallel.h"       // a module on several devices that is called like one
+#include "lockstep/average_nets.h"        // the average of networks that devices train
 #include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
-#include "lockstep/stop.h"
 #include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses
 
 // What the others are made of:
 #include "lockstep/error.h"               // what is thrown: what happened, where, the likely cause, what to do next
+#include "lockstep/stop.h"                // whether a signal has asked the job to stop
+#include "lockstep/stop_all.h"            // ends all work of this process, from anywhere
 #include "lockstep/memory.h"              // keeps freed memory, for speed
 #include "lockstep/deadline.h"            // deadlines and stopwatches
 #include "lockstep/cores.h"               // the cores that this process may use

@@ -117,7 +117,7 @@ std::optional<World> World::group(const std::vector<int>& ranks) const {
   auto state = state_->sub_world(ranks);
   state->cpu_transport = std::move(cpu_transport);
   state->cuda_transport = std::move(cuda_transport);
-  return World(std::move(state));
+  return WorldState::world_of(std::move(state));
 }
 
 std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
@@ -127,12 +127,10 @@ std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono:
   auto state = state_->sub_world(ranks);
   state->timeout = longest;
   state->cpu_transport = std::move(cpu_transport);
-  return World(std::move(state));
+  return WorldState::world_of(std::move(state));
 }
 
-void World::abandon(const std::string& reason) const {
-  if (state_->cpu_transport.get_deleter().process.is_here()) state_->cpu_transport->fail(reason);
-}
+void World::abandon(const std::string& reason) const { state_->abandon(reason); }
 
 std::optional<World> World::split(int color, int key) const {
   const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));

@@ -96,6 +96,15 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   return state;
 }
 
+World WorldState::world_of(std::shared_ptr<WorldState> state) {
+  state->stoppable_.emplace([all = state.get()](const std::string& reason) { all->abandon(reason); });
+  return World(std::move(state));
+}
+
+void WorldState::abandon(const std::string& reason) const {
+  if (cpu_transport.get_deleter().process.is_here()) cpu_transport->fail(reason);
+}
+
 World World::from_env(const WorldOptions& options) { return WorldState::from_env_on(options.device, options.timeout); }
 
 World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
@@ -104,7 +113,7 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
-  return World(std::move(state));
+  return world_of(std::move(state));
 }
 
 World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -113,15 +122,15 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   job.rank = rank;
   job.world_size = size;
   auto state = make_world_state(job, options);
-  if (size == 1) return World(std::move(state));
+  if (size == 1) return world_of(std::move(state));
   connect(*state, store);
   state->job = job_of_rank(state->job, rank, state->nodes);
   state->caller.device = device_of_rank(options.device, state->job.local_rank);
   state->cores = cores_of(state->job, usable_cores());
-  return World(std::move(state));
+  return world_of(std::move(state));
 }
 
-World World::single(const WorldOptions& options) { return World(make_world_state({}, options)); }
+World World::single(const WorldOptions& options) { return WorldState::world_of(make_world_state({}, options)); }
 
 // First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
 std::vector<std::string> World::exchange_texts(const std::string& mine) const {

@@ -17,6 +17,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
+#include "lockstep/base/stoppable.h"
 #include "lockstep/collective/transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/world.h"
@@ -52,7 +53,8 @@ class WorldState {
   // How long any one wait in `world` may take.
   static std::chrono::milliseconds timeout_of(const World& world) { return world.state_->timeout; }
 
-  static World world_of(std::shared_ptr<WorldState> state) { return World(std::move(state)); }
+  // Once its transports are set: what stop() ends from now on.
+  static World world_of(std::shared_ptr<WorldState> state);
 
   int rank() const { return caller.rank; }
   int size() const { return caller.size; }
@@ -62,6 +64,11 @@ class WorldState {
 
   // What this rank is in a sub-world of `ranks`, which name it; without transports.
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
+
+  void abandon(const std::string& reason) const;  // as World
+
+ private:
+  std::optional<Stoppable> stoppable_;  // the last member
 };
 
 // `job` of another rank of those whose machines are `nodes`.

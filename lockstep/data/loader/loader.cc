@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <optional>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/stoppable.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
@@ -146,9 +148,14 @@ struct Loader::State {
     sampler.set_epoch(from.epoch, from.samples);
     epoch = from.epoch;
     step = 0;
+    LoaderOptions watching = options;
+    watching.while_waiting = [this] {
+      require_not_stopped();
+      if (options.while_waiting) options.while_waiting();
+    };
     const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch,
                                                         std::vector<Reading>(to_size(options.prefetch)));
-    workers.emplace(PrefetchOptions{.loader = options,
+    workers.emplace(PrefetchOptions{.loader = watching,
                                     .steps = sampler.steps(),
                                     .cores = cores,
                                     .device = device,
@@ -156,7 +163,13 @@ struct Loader::State {
                     [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 
+  void require_not_stopped() {
+    const std::lock_guard lock(stopped_mutex);
+    if (stopped) throw DataError({.what = concat("the loader of ", dataset->name(), " was stopped: ", *stopped)});
+  }
+
   std::optional<Batch> next() {
+    require_not_stopped();
     if (!workers || step == sampler.steps()) {
       workers.reset();
       return std::nullopt;
@@ -178,6 +191,12 @@ struct Loader::State {
   std::int64_t epoch = 0;
   std::int64_t step = 0;  // batches of this epoch that were handed out
   std::optional<Prefetcher> workers;
+  std::mutex stopped_mutex;
+  std::optional<std::string> stopped;                            // why; guarded by stopped_mutex
+  const Stoppable stoppable{[this](const std::string& reason) {  // the last member
+    const std::lock_guard lock(stopped_mutex);
+    stopped = reason;
+  }};
 };
 
 Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)

@@ -14,6 +14,7 @@
 #include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
+#include "lockstep/stop_all.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -251,6 +252,17 @@ TEST(Loader, ends_a_wait_with_what_while_waiting_throws) {
   std::unique_lock lock(dataset->stuck);
   EXPECT_THROW(loader.epoch(0).begin(), UsageError);
   EXPECT_EQ(loader.position().samples, 0);
+}
+
+TEST(Loader, ends_when_any_thread_calls_stop) {
+  const auto dataset = std::make_shared<Stuck>();
+  Loader waiting(World::single(), dataset, {.batch_size = 2});
+  Loader idle(World::single(), std::make_shared<Numbers>(40), {.batch_size = 4});
+  std::unique_lock lock(dataset->stuck);
+  std::thread elsewhere([] { stop("enough"); });
+  EXPECT_TRUE(contains(message_of<DataError>([&] { waiting.epoch(0).begin(); }), "was stopped: enough"));
+  elsewhere.join();
+  EXPECT_THROW(idle.epoch(0).begin(), DataError);
 }
 
 TEST(Loader, stops_and_keeps_its_position) {

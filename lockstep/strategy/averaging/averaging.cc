@@ -171,21 +171,12 @@ class Averaging : public ReplicaStrategy {
       const std::int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0}));
       batches_since_average_ = 0;
       if (all == 0) return;
-      collect_in_block_0(all);
+      mean_onto_first(*devices_, blocks_, samples_, all);
       all_reduce_block_0();
       if (outer_) outer_->apply(blocks_.front());
-      copy_back();
+      copy_from_first(*devices_, blocks_);
       std::ranges::fill(samples_, 0);
       ++averages_;
-    });
-  }
-
-  void collect_in_block_0(std::int64_t all) {
-    devices_->run([blocks = blocks_, samples = samples_, all](Device& device) {
-      const torch::NoGradGuard no_grad;
-      torch::Tensor block = for_device(blocks, device);
-      block.mul_(static_cast<double>(for_device(samples, device)) / static_cast<double>(all));
-      device.reduce(block);
     });
   }
 
@@ -198,11 +189,6 @@ class Averaging : public ReplicaStrategy {
     host_.copy_(block);
     world_.all_reduce(host_);
     block.copy_(host_, /*non_blocking=*/true);
-  }
-
-  void copy_back() {
-    if (replicas_.size() > 1)
-      devices_->run([blocks = blocks_](Device& device) { device.broadcast(for_device(blocks, device)); });
   }
 
   World world_;

@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "lockstep/devices.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
@@ -20,6 +21,11 @@ namespace lockstep {
 // Names, shapes, strides and values stay; each parameter begins on a cache line. Throws UsageError: parameters of several
 // dtypes, or of 16 bits.
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world);
+
+// The two halves of average(), on the devices: block 0 becomes the sum over i of samples[i] / all * blocks[i]; it is copied.
+void mean_onto_first(Devices& devices, const std::vector<torch::Tensor>& blocks,
+                     const std::vector<std::int64_t>& samples, std::int64_t all);
+void copy_from_first(Devices& devices, const std::vector<torch::Tensor>& blocks);
 
 // Throws UsageError if a parameter has 16 bits: optimizers keep a float32 copy of it, which would not see the average.
 void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters);

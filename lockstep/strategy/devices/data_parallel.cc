@@ -58,9 +58,9 @@ void parallel_backward(Devices& devices, const Tensors& outputs, const torch::Te
   });
 }
 
-class DataParallel : public ReplicaStrategy {
+class DataParallelStrategy : public ReplicaStrategy {
  public:
-  DataParallel(const World& world, const Task& task, const StrategyOptions& options)
+  DataParallelStrategy(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)) {
     if (!devices_->on_gpus()) gradients_ = share_parameters(*devices_, replicas_);  // replicates once and for all
     seed_steps(options.seed + 1);
@@ -129,7 +129,7 @@ class DataParallel : public ReplicaStrategy {
 
 std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
-  return std::make_unique<DataParallel>(world, task, options);
+  return std::make_unique<DataParallelStrategy>(world, task, options);
 }
 
 }  // namespace lockstep

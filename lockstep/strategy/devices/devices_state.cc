@@ -53,6 +53,7 @@ DevicesState::DevicesState(const DevicesOptions& options) : options_(options) {
   for (int team = 0; team < options.teams; ++team)
     teams_.push_back(shm::make_thread_group(count() / options.teams, {.timeout = options.timeout}));
   for (int team = 0; team < options.teams; ++team) tables_.emplace_back(to_size(count() / options.teams));
+  stoppable_.emplace([this](const std::string& reason) { fail_as_stopped(reason); });
 }
 
 // The thread's cores, and its current device. Every thread works on the default stream of its GPU: devices on the same
@@ -77,7 +78,7 @@ void DevicesState::serve(int index) {
     }
     group(index).leave();
   } catch (...) {
-    fail(index, std::current_exception());
+    fail(name(index), std::current_exception());
   }
   if (seat(index).thread.exchange(DeviceSeat::Thread::kEnded) == DeviceSeat::Thread::kLeftBehind) --threads_left_behind;
   all_done_.ring();
@@ -97,13 +98,14 @@ void DevicesState::do_job(Device& device) {
     if (!failed()) body_(device);
     wait_for_device(device.where());  // so that a time is that of the work, and one that hangs is named
   } catch (...) {
-    fail(device.index(), current_error_on(device.where()));
+    fail(device.name(), current_error_on(device.where()));
   }
   auto& busy = seat(device.index()).busy;
   busy.store(busy.load(std::memory_order_relaxed) + watch.seconds(), std::memory_order_relaxed);
 }
 
 void DevicesState::post(Devices::Body body) {
+  throw_if_stopped();
   if (failed())
     throw UsageError({.what = "devices are used after one of them failed",
                       .likely = "an exception of an earlier step was caught and training went on",
@@ -160,21 +162,32 @@ void DevicesState::throw_if_hopeless(const Device& device, const Deadline& deadl
 }
 
 // The first error counts. Poisoning the groups makes devices that wait in a collective give up.
-void DevicesState::fail(int index, std::exception_ptr error) {
+void DevicesState::fail(const std::string& who, std::exception_ptr error) {
   {
     const std::lock_guard lock(mutex_);
     if (error_) return;
     error_ = std::move(error);
   }
   failed_.store(true, std::memory_order_release);
-  for (auto& team : teams_) team.front().poison(concat(name(index), " failed"));
+  for (auto& team : teams_) team.front().poison(concat(who, " failed"));
 }
 
 void DevicesState::fail_as_late() {
   const int late = who_is_late();
   if (late < 0) return;  // the last one has just finished
   late_ = true;
-  fail(late, std::make_exception_ptr(late_error(late, "the scheduling thread")));
+  fail(name(late), std::make_exception_ptr(late_error(late, "the scheduling thread")));
+}
+
+void DevicesState::fail_as_stopped(const std::string& reason) {
+  fail("stop()", std::make_exception_ptr(PeerLost({.what = concat("the devices were stopped: ", reason)})));
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+}
+
+void DevicesState::throw_if_stopped() {
+  const std::lock_guard lock(mutex_);
+  if (stopped_) std::rethrow_exception(error_);
 }
 
 PeerLost DevicesState::late_error(int late, const std::string& here) const {

@@ -19,10 +19,12 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
+#include "lockstep/base/stoppable.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/deadline.h"
@@ -63,7 +65,7 @@ class DevicesState {
   // What a device's thread does from its start to its end.
   void serve(int index);
 
-  void post(Devices::Body body);  // throws UsageError: a device has failed before
+  void post(Devices::Body body);  // throws UsageError: a device has failed before; what stop() has left
   void wait_for_all();            // throws the first exception of a device; PeerLost
   void stop();
   bool wait_for_end(int index);  // of the device's thread; false: it is still running at the deadline
@@ -79,13 +81,15 @@ class DevicesState {
   void do_job(Device& device);
   bool wait_for_job(std::uint32_t job);
   bool wait_until(const Deadline& deadline, const std::function<bool()>& done);
-  void fail(int index, std::exception_ptr error);
+  void fail(const std::string& who, std::exception_ptr error);
   void fail_as_late();
+  void fail_as_stopped(const std::string& reason);
   void throw_if_hopeless(const Device& device, const Deadline& deadline, const std::string& what);
   PeerLost late_error(int late, const std::string& here) const;
   int first_at_work();
   int who_is_late();
   int count() const { return options_.count; }
+  void throw_if_stopped();
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   DevicesOptions options_;
@@ -102,6 +106,8 @@ class DevicesState {
   bool late_ = false;  // a device was late: its thread is not waited for again
   std::mutex mutex_;   // of error_
   std::exception_ptr error_;
+  bool stopped_ = false;                // guarded by mutex_
+  std::optional<Stoppable> stoppable_;  // the last member
 };
 
 // While this lives, the device waits for others: it is not the one that is late. An exception that leaves the wait

@@ -12,6 +12,7 @@
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
+#include "lockstep/stop_all.h"
 #include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "tests/strategies.h"
@@ -142,6 +143,27 @@ TEST(Devices, stop_waiting_when_another_device_throws) {
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { devices.run(body); }), "thrown on a device"));
   EXPECT_LT(watch.seconds(), 1);
+}
+
+TEST(Devices, end_when_any_thread_calls_stop) {
+  Devices devices({.count = 3}), idle({.count = 1});
+  std::atomic<int> waiting{0};
+  std::thread elsewhere([&] {
+    while (waiting < 2) std::this_thread::yield();
+    stop("enough");
+  });
+  const std::string message = message_of<PeerLost>([&] {
+    devices.run([&](Device& device) {
+      if (device.index() == 2) return;
+      ++waiting;
+      device.barrier();
+    });
+  });
+  elsewhere.join();
+  EXPECT_TRUE(contains(message, "the devices were stopped: enough"));
+  EXPECT_TRUE(contains(message_of<PeerLost>([&] { idle.run([](Device&) {}); }), "enough"));
+  Devices later({.count = 2});
+  later.run([](Device& device) { device.barrier(); });
 }
 
 TEST(Devices, name_the_one_that_is_too_slow) {

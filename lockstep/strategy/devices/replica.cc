@@ -23,15 +23,6 @@ ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
   return task.make_model();
 }
 
-void copy_model(const torch::nn::Module& from, const torch::nn::Module& into) {
-  const torch::NoGradGuard no_grad;
-  for (const auto tensors_of : {named_parameters, named_buffers}) {
-    const auto source = tensors_of(from), target = tensors_of(into);
-    for (std::size_t i = 0; i < source.size(); ++i)
-      if (!target[i].tensor.is_alias_of(source[i].tensor)) torch::Tensor(target[i].tensor).copy_(source[i].tensor);
-  }
-}
-
 // A parameter that has two names once, as in an optimizer.
 ParameterLists parameters_of(const Replicas& replicas) {
   ParameterLists all;
@@ -43,6 +34,15 @@ ParameterLists parameters_of(const Replicas& replicas) {
 }
 
 }  // namespace
+
+void copy_model(const torch::nn::Module& from, const torch::nn::Module& into) {
+  const torch::NoGradGuard no_grad;
+  for (const auto tensors_of : {named_parameters, named_buffers}) {
+    const auto source = tensors_of(from), target = tensors_of(into);
+    for (std::size_t i = 0; i < source.size(); ++i)
+      if (!target[i].tensor.is_alias_of(source[i].tensor)) torch::Tensor(target[i].tensor).copy_(source[i].tensor);
+  }
+}
 
 UpdateOptions update_options(const StrategyOptions& options) {
   return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};

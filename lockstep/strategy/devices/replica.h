@@ -57,6 +57,9 @@ void require_one_process(const World& world, const StrategyOptions& options);
 // that the result was given before step() (gradients_of()). `devices` must outlive the optimizer's last step.
 [[nodiscard]] std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas);
 
+// Copies parameters and buffers where the memory is not the same. Models of one structure.
+void copy_model(const torch::nn::Module& from, const torch::nn::Module& into);
+
 // After a checkpoint was read into the first replica: copies its parameters and buffers, or these and the optimizer's
 // state, to the others.
 void follow_model(const Replicas& replicas);

@@ -1,16 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/towers.h"
 
+#include <algorithm>
+
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
+namespace {
+
+void require_same_structure(const torch::nn::Module& made, const torch::nn::Module& given) {
+  for (const auto tensors_of : {named_parameters, named_buffers}) {
+    const auto expected = tensors_of(made), found = tensors_of(given);
+    const bool same = std::ranges::equal(expected, found, [](const NamedTensor& a, const NamedTensor& b) {
+      return a.name == b.name && a.tensor.sizes() == b.tensor.sizes() &&
+             a.tensor.scalar_type() == b.tensor.scalar_type();
+    });
+    if (!same)
+      throw UsageError({.what = concat("get_params() of a ", given.name(), " that is not like the ", made.name(),
+                                       " that the task makes: names, shapes and dtypes differ"),
+                        .next = "give a task whose make_model() makes this model"});
+  }
+}
+
+}  // namespace
 
 Replicas get_params(const Devices& devices, const Task& task, const StrategyOptions& options) {
   std::vector<torch::Device> where;
   for (int i = 0; i < devices.size(); ++i) where.push_back(devices.where(i));
   return make_replicas(where, task, options);
+}
+
+Replicas get_params(const Devices& devices, const Task& task, const torch::nn::Module& model,
+                    const StrategyOptions& options) {
+  Replicas replicas = get_params(devices, task, options);
+  require_same_structure(*replicas.front().model, model);
+  for (const Replica& replica : replicas) copy_model(model, *replica.model);
+  return replicas;
+}
+
+Replicas share_variables(Devices& devices, const Task& task, const StrategyOptions& options) {
+  if (devices.on_gpus())
+    throw UsageError({.what = "variables on the CPU that GPUs compute with",
+                      .next = "take KVStore::create(\"local_update_cpu\"), or a copy on every GPU: get_params()"});
+  Replicas replicas = get_params(devices, task, options);
+  replicas.front().combined = share_parameters(devices, replicas);
+  return replicas;
+}
+
+void combine_gradients(const Replicas& replicas) {
+  const auto& combined = replicas.front().combined;
+  if (!combined)
+    throw UsageError({.what = "combine_gradients() of replicas that each have their own variables",
+                      .next = "make them with share_variables(), or call all_reduce_gradients() and update()"});
+  combined->set(gradients_of(replicas));
 }
 
 void require_even(const Batch& batch, const Devices& devices, Uneven uneven) {
@@ -56,8 +101,28 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm 
   });
 }
 
+void all_reduce(Devices& devices, const std::vector<torch::Tensor>& tensors, Algorithm algorithm) {
+  if (std::ssize(tensors) != devices.size())
+    throw UsageError({.what = concat("all_reduce of ", tensors.size(), " tensors over ", devices.size(), " devices"),
+                      .next = "give one tensor for each device, on it"});
+  devices.run([tensors, algorithm](Device& device) {
+    const torch::NoGradGuard no_grad;
+    device.all_reduce(for_device(tensors, device), algorithm);
+  });
+}
+
 void update(Devices& devices, const Replicas& replicas) {
   devices.run([replicas](Device& device) { for_device(replicas, device).optimizer->step(); });
+}
+
+BatchTotals train_batch(Devices& devices, const Task& task, const Replicas& replicas, const Batch& batch,
+                        const TrainBatchOptions& options) {
+  const auto shards = split_and_load(batch, devices, options.uneven);
+  const auto losses = tower_losses(devices, task, replicas, shards);
+  backward(devices, losses, shards);
+  all_reduce_gradients(devices, replicas, options.algorithm);
+  update(devices, replicas);
+  return mean_of(losses, shards);
 }
 
 }  // namespace lockstep

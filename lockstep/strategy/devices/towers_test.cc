@@ -136,5 +136,68 @@ TEST(Towers, refuse_unknown_options) {
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, make); }), "has its devices in one process"));
 }
 
+TEST(Towers, copy_the_parameters_of_a_model_that_exists) {
+  const Devices devices({.count = 2});
+  const ModulePtr model = small_task().make_model();
+  const Replicas replicas = get_params(devices, small_task(), *model, {.seed = 77});
+  for (const Replica& replica : replicas)
+    for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+      EXPECT_TRUE(torch::equal(replica.model->parameters()[i], model->parameters()[i]));
+      EXPECT_FALSE(replica.model->parameters()[i].is_alias_of(model->parameters()[i]));
+    }
+  const std::string message =
+      message_of<UsageError>([&] { get_params(devices, tied_task(), *model, StrategyOptions{}); });
+  EXPECT_TRUE(contains(message, "names, shapes and dtypes differ"));
+}
+
+TEST_P(TowersOfSize, train_a_batch_in_one_call) {
+  const StrategyOptions options = towers(GetParam());
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
+  const Replicas replicas = get_params(devices, small_task(), options);
+  Course course;
+  for (int step = 0; step < kSteps; ++step)
+    course.losses.push_back(train_batch(devices, small_task(), replicas, batch_of(step)).mean_loss);
+  course.parameters = values_of(*replicas.back().model);
+  expect_same_course(course, on_one_device(small_task(), options));
+}
+
+TEST_P(TowersOfSize, combine_the_gradients_of_shared_variables) {
+  StrategyOptions options = towers(GetParam());
+  options.optimizer = AdamOptions{.lr = 0.01};
+  Devices devices({.count = GetParam()});
+  const Replicas replicas = share_variables(devices, small_task(), options);
+  Course course;
+  for (int step = 0; step < kSteps; ++step) {
+    const auto shards = split_and_load(batch_of(step), devices);
+    const auto losses = tower_losses(devices, small_task(), replicas, shards);
+    backward(devices, losses, shards);
+    combine_gradients(replicas);
+    replicas[0].optimizer->step();
+    course.losses.push_back(mean_of(losses, shards).mean_loss);
+  }
+  course.parameters = values_of(*replicas.back().model);
+  expect_same_course(course, on_one_device(small_task(), options));
+}
+
+TEST(Towers, refuse_to_combine_gradients_of_variables_that_are_not_shared) {
+  const Devices devices({.count = 2});
+  const Replicas replicas = get_params(devices, small_task());
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { combine_gradients(replicas); }), "share_variables()"));
+}
+
+TEST_P(TowersOfSize, sum_a_list_of_tensors) {
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
+  for (const auto& [name, algorithm] : kNames<Algorithm>) {
+    std::vector<torch::Tensor> tensors;
+    for (int i = 0; i < GetParam(); ++i)
+      tensors.push_back(torch::full({3, 5}, i + 1.0, torch::TensorOptions(devices.where(i))));
+    all_reduce(devices, tensors, algorithm);
+    for (const torch::Tensor& tensor : tensors)
+      EXPECT_TRUE(tensor.eq(GetParam() * (GetParam() + 1) / 2).all().item<bool>()) << name;
+    tensors.push_back(torch::ones({1}));
+    EXPECT_THROW(all_reduce(devices, tensors), UsageError);
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

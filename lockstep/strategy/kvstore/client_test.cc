@@ -239,7 +239,7 @@ TEST(KVStore, is_made_on_workers_while_servers_serve) {
   std::atomic<int> servers{0};
   run_ranks(5, [&](World& world) {
     const auto store =
-        make_kvstore(world, {.kvstore = {.kind = KVStoreKind::kDistSync, .servers = 2, .split_above = 4}});
+        KVStore::create(world, {.kvstore = {.kind = KVStoreKind::kDistSync, .servers = 2, .split_above = 4}});
     if (store == nullptr) {
       ++servers;
       return;

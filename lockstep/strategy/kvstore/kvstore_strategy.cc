@@ -313,7 +313,7 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
 }
 
 // A server by itself has no checkpoints to make: it has nothing to ask of the other servers.
-std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions& options, Devices* devices) {
+std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptions& options, Devices* devices) {
   check(options);
   if (!has_servers(options.kvstore.kind)) {
     require(world.size() == 1, concat("kvstore ", name_of(options.kvstore.kind), " among ", world.size(), " ranks"),
@@ -327,6 +327,13 @@ std::unique_ptr<KVStore> make_kvstore(const World& world, const StrategyOptions&
   StoreServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
+}
+
+std::unique_ptr<KVStore> KVStore::create(const std::string& kind, std::optional<World> world, Devices* devices) {
+  StrategyOptions options;
+  options.kvstore.kind = value_named<KVStoreKind>(kind, "kvstore");
+  if (!world) world = has_servers(options.kvstore.kind) ? World::from_env() : World::single();
+  return create(*world, options, devices);
 }
 
 }  // namespace lockstep

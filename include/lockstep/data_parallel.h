@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep/data_parallel.h: a module on several devices that is called like one module, as torch.nn.DataParallel.
+//
+//   forward:  the batch is split over the devices, device 0's parameters are replicated, outputs are gathered on device 0
+//   backward: the gradient of the gathered outputs is scattered, and gradients are summed in device 0's .grad
+//
+//   lockstep::DataParallel net([] { return Net(); }, devices);
+//   torch::optim::Adam optimizer(net.module().parameters());
+//   auto loss = torch::mse_loss(net.forward(images), targets);   // of the whole batch
+//   net.backward(loss);  optimizer.step();  optimizer.zero_grad();
+//
+// The strategy `data_parallel` does the same with an optimizer of lockstep's (docs/strategies/data_parallel.md).
+//
+// Flow:    a batch -> forward() on Devices -> the caller's loss -> backward() -> .grad of module()
+// Owns:    a replica of the module per device; devices that are cores share the parameters
+// Threads: call from the thread that made the Devices, which must outlive this
+// Ranks:   inside one process
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "lockstep/devices.h"
+#include "lockstep/task.h"
+
+namespace lockstep {
+
+class DataParallel {
+ public:
+  // make_module: returns a torch::nn::ModuleHolder such as Net, with forward(Tensor); called once per device, with torch's
+  // generator seeded by `seed`: modules can't be cloned in C++.
+  template <class MakeModule>
+  DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
+      : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
+                          .forward =
+                              [](torch::nn::Module& module, const torch::Tensor& data) {
+                                using Net = typename decltype(make_module())::ContainedType;
+                                return dynamic_cast<Net&>(module).forward(data);
+                              }},
+                     devices, seed) {}
+  DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it
+  ~DataParallel();
+  DataParallel(const DataParallel&) = delete;
+  DataParallel& operator=(const DataParallel&) = delete;
+
+  // Device 0's module: its parameters are those that count, for an optimizer of any kind, checkpoints, train() and eval().
+  torch::nn::Module& module() const;
+
+  // The outputs for a whole batch, (B, ...), on device 0. data: (B, ...), on any device, B > 0; its own gradient is not
+  // computed. Blocks. Throws UsageError: no samples; and what Devices::run() throws.
+  torch::Tensor forward(const torch::Tensor& data);
+
+  // Adds the gradients of everything that forward() has returned since the last backward() to .grad of device 0's
+  // parameters. loss: a scalar made from these outputs. Blocks. Throws what backward() and Devices::run() throw. A plain
+  // loss.backward() throws UsageError: it would end at the outputs.
+  void backward(const torch::Tensor& loss);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep
