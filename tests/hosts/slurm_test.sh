@@ -75,10 +75,7 @@ wait_for() {  # WHAT COMMAND...
 }
 has() { grep -qs "$1" "$name.jsonl"; }
 state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
-requeued() { scontrol show job "$job" | grep -q " Restarts=1 "; }
-started_again() {  # it may have run to its end already
-  state_is RUNNING || state_is COMPLETED || { scontrol update "JobId=$job" StartTime=now 2>/dev/null; false; }
-}
+requeued() { state_is PENDING && scontrol show job "$job" | grep -q " Restarts=1 "; }  # on all nodes it is over
 stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   name=$1
   job=$(sbatch --parsable --job-name "$name" -p low -N2 -n2 --requeue --open-mode=append --output "$name.log" job.sh \
@@ -87,13 +84,17 @@ stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   "${@:3}"
   wait_for "the checkpoint" has '"event":"stop"'
   wait_for "the requeue" requeued
-  wait_for "the second start" started_again  # Slurm would wait two minutes
-  wait_for "the end" state_is COMPLETED
+  # Slurm would wait two minutes. Its nodes refuse a job that starts in the very second in which they have ended it.
+  scontrol update "JobId=$job" StartTime=now+2
 }
 preempt() { srun -p high -N2 -n4 true; }  # SIGTERM, 2 s of grace, then Slurm kills the job of `low` and requeues it
 send_signal() { scancel --signal=USR1 "$job"; }  # as sbatch --signal does it before the time limit
 stop_and_requeue preempted wait preempt
+preempted=$job
 stop_and_requeue signalled requeue send_signal
+wait_for "the end" state_is COMPLETED
+name=preempted job=$preempted
+wait_for "the end" state_is COMPLETED
 most=$(grep -hc '"event":"step"' preempted.jsonl signalled.jsonl | sort -n | tail -n 1)
 srun -N2 -n2 "${train[@]}" --metrics alone.jsonl --max-steps "$most"
 
