@@ -22,21 +22,23 @@ train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 60 --max-
 "${train[@]}" --metrics one.jsonl
 srun -N2 -n4 "${train[@]}" --metrics srun.jsonl
 
-# In an allocation the next step's port is known: a program that is no store, and then another job's store, have the first two.
+# In an allocation the next step's port is known: a silent program, and then another job's store, have the first two.
 cat >taken.sh <<'SCRIPT'
 #!/bin/bash
 port=$(srun -N2 -n2 env SLURM_STEP_ID=1 "$LOCKSTEP" env | sed -n 's/^master_port *\([0-9]*\) .*/\1/p' | head -n 1)
 python3 -c "
 import socket, time
 taken = socket.socket(); taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-taken.bind(('10.77.0.11', $port)); taken.listen(); time.sleep(60)" &
+taken.bind(('10.77.0.11', $port)); taken.listen(); time.sleep(600)" &
 taker=$!
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.77.0.11 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 60 &
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.77.0.11 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 600 &
 other=$!
 for _ in {1..300}; do
-  if ss -Hltn | grep -q ":$port " && ss -Hltn | grep -q ":$((port + 1)) "; then break; fi
+  listening=$(ss -Hltn "sport = $port or sport = $((port + 1))" | wc -l)
+  [ "$listening" -lt 2 ] || break
   sleep 0.1
 done
+[ "$listening" -eq 2 ] || { echo "nobody has taken the ports within 30 s"; exit 1; }
 srun --overlap -N2 -n4 "$@"
 code=$?
 kill -KILL $taker $other
