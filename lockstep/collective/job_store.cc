@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <thread>
+
+#include <c10/util/Logging.h>
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
@@ -71,6 +74,19 @@ Endpoint wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, co
   }
 }
 
+// c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
+// errors that follow. One at a time: the level is the process's.
+class WithoutWarnings {
+ public:
+  WithoutWarnings() { FLAGS_caffe2_log_level = std::max(level_, c10::GLOG_ERROR); }
+  ~WithoutWarnings() { FLAGS_caffe2_log_level = level_; }
+
+ private:
+  static inline std::mutex one_at_a_time_;
+  std::lock_guard<std::mutex> lock_{one_at_a_time_};
+  int level_ = FLAGS_caffe2_log_level;
+};
+
 // The store at `endpoint`, whose host is a number; served here where there is a listener.
 c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, milliseconds timeout, UniqueFd listener = {}) try {
   c10d::TCPStoreOptions options;
@@ -79,6 +95,7 @@ c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, millisecond
   options.waitWorkers = false;
   options.timeout = timeout;
   if (listener) options.masterListenFd = listener.release();
+  const WithoutWarnings quiet;
   return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
 } catch (const std::exception& error) {
   throw no_store(endpoint, split(error.what(), '\n').front());

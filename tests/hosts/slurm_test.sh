@@ -20,7 +20,8 @@ cd "$work"
 
 train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 60 --max-steps 3)
 "${train[@]}" --metrics one.jsonl
-srun -N2 -n4 "${train[@]}" --metrics srun.jsonl
+srun -N2 -n4 "${train[@]}" --metrics srun.jsonl >srun.log 2>&1 || { cat srun.log; exit 1; }
+if grep -F '[c10d]' srun.log; then exit 1; fi  # hosts without names in DNS are no reason to warn
 
 # In an allocation the next step's port is known: a silent program, and then another job's store, have the first two.
 cat >taken.sh <<'SCRIPT'
