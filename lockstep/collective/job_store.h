@@ -30,7 +30,11 @@ UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports
 // Where `listener` listens.
 c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, std::chrono::milliseconds timeout);
 
-// Blocks until somebody answers there. Throws RendezvousError.
+// Whether the other end answers as a c10d store does. c10d's own client would wait without a deadline for a program that
+// accepts connections and never says anything. Afterwards the connection is of no more use.
+bool is_store(const Connection& connection, const Deadline& deadline);
+
+// Blocks until a store answers there. Throws RendezvousError.
 c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job,
                                            std::chrono::milliseconds timeout);
 

@@ -106,8 +106,9 @@ c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const Job
   for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
     for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
       set_port(addresses, port);
-      const auto answered = connect_to(addresses, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())));
-      if (!answered) continue;
+      const Deadline patience = Deadline::after(std::min(kStrangerAnswersIn, deadline.left()));
+      const auto answered = connect_to(addresses, patience);
+      if (!answered || !is_store(*answered, patience)) continue;
       try {
         const auto probe = store_at({answered->address, port}, kStrangerAnswersIn);
         if (!probe->check({key}) || text_in(*probe, key) != name_of_job(job)) continue;

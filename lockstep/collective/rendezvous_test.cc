@@ -10,6 +10,7 @@
 
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/job_store.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 
@@ -91,6 +92,22 @@ TEST_F(Jobs, without_a_name_are_told_apart_by_a_rank_that_comes_twice) {
   EXPECT_TRUE(contains(message, "rank 1 met another rank 1"));
   EXPECT_TRUE(contains(message, concat("pid ", ::getpid(), " on ")));
   EXPECT_TRUE(contains(message, "two jobs with one MASTER_PORT"));
+}
+
+TEST_F(Jobs, give_up_at_the_deadline_on_a_program_that_accepts_and_is_silent) {
+  const UniqueFd silent = listen_on({"127.0.0.1", port.number()}, Deadline::after(kPatience));
+  const std::string message = message_of<RendezvousError>([&] { connect_store(job(1, ""), milliseconds(300)); });
+  EXPECT_TRUE(contains(message, "what listens there does not answer as a store does"));
+}
+
+TEST_F(Jobs, with_several_ports_pass_over_a_program_that_accepts_and_is_silent) {
+  const UniqueFd silent = listen_on({"127.0.0.1", port.number()}, Deadline::after(kPatience));
+  JobEnvironment first = job(0, "several"), second = job(1, "several");
+  first.master_ports = second.master_ports = 16;
+  const auto rank_0 = connect_store(first, kPatience);
+  const auto rank_1 = connect_store(second, kPatience);
+  rank_0->set("key", "value");
+  EXPECT_EQ(rank_1->get("key").size(), 5U);
 }
 
 TEST_F(Jobs, wait_for_a_master_address_that_does_not_resolve_yet) {

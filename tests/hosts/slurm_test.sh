@@ -20,23 +20,26 @@ cd "$work"
 
 train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 60 --max-steps 3)
 "${train[@]}" --metrics one.jsonl
-srun -N2 -n4 "${train[@]}" --metrics srun.jsonl
+srun -N2 -n4 "${train[@]}" --metrics srun.jsonl >srun.log 2>&1 || { cat srun.log; exit 1; }
+if grep -F '[c10d]' srun.log; then exit 1; fi  # hosts without names in DNS are no reason to warn
 
-# In an allocation the next step's port is known: a program that is no store, and then another job's store, have the first two.
+# In an allocation the next step's port is known: a silent program, and then another job's store, have the first two.
 cat >taken.sh <<'SCRIPT'
 #!/bin/bash
 port=$(srun -N2 -n2 env SLURM_STEP_ID=1 "$LOCKSTEP" env | sed -n 's/^master_port *\([0-9]*\) .*/\1/p' | head -n 1)
 python3 -c "
 import socket, time
 taken = socket.socket(); taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-taken.bind(('10.77.0.11', $port)); taken.listen(); time.sleep(60)" &
+taken.bind(('10.77.0.11', $port)); taken.listen(); time.sleep(600)" &
 taker=$!
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.77.0.11 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 60 &
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.77.0.11 MASTER_PORT=$((port + 1)) "$LOCKSTEP" train --quiet --timeout 600 &
 other=$!
 for _ in {1..300}; do
-  if ss -Hltn | grep -q ":$port " && ss -Hltn | grep -q ":$((port + 1)) "; then break; fi
+  listening=$(ss -Hltn "sport = $port or sport = $((port + 1))" | wc -l)
+  [ "$listening" -lt 2 ] || break
   sleep 0.1
 done
+[ "$listening" -eq 2 ] || { echo "nobody has taken the ports within 30 s"; exit 1; }
 srun --overlap -N2 -n4 "$@"
 code=$?
 kill -KILL $taker $other
@@ -75,10 +78,7 @@ wait_for() {  # WHAT COMMAND...
 }
 has() { grep -qs "$1" "$name.jsonl"; }
 state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
-requeued() { scontrol show job "$job" | grep -q " Restarts=1 "; }
-started_again() {  # it may have run to its end already
-  state_is RUNNING || state_is COMPLETED || { scontrol update "JobId=$job" StartTime=now 2>/dev/null; false; }
-}
+requeued() { state_is PENDING && scontrol show job "$job" | grep -q " Restarts=1 "; }  # on all nodes it is over
 stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   name=$1
   job=$(sbatch --parsable --job-name "$name" -p low -N2 -n2 --requeue --open-mode=append --output "$name.log" job.sh \
@@ -87,13 +87,17 @@ stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   "${@:3}"
   wait_for "the checkpoint" has '"event":"stop"'
   wait_for "the requeue" requeued
-  wait_for "the second start" started_again  # Slurm would wait two minutes
-  wait_for "the end" state_is COMPLETED
+  # Slurm would wait two minutes. Its nodes refuse a job that starts in the very second in which they have ended it.
+  scontrol update "JobId=$job" StartTime=now+2
 }
 preempt() { srun -p high -N2 -n4 true; }  # SIGTERM, 2 s of grace, then Slurm kills the job of `low` and requeues it
 send_signal() { scancel --signal=USR1 "$job"; }  # as sbatch --signal does it before the time limit
 stop_and_requeue preempted wait preempt
+preempted=$job
 stop_and_requeue signalled requeue send_signal
+wait_for "the end" state_is COMPLETED
+name=preempted job=$preempted
+wait_for "the end" state_is COMPLETED
 most=$(grep -hc '"event":"step"' preempted.jsonl signalled.jsonl | sort -n | tail -n 1)
 srun -N2 -n2 "${train[@]}" --metrics alone.jsonl --max-steps "$most"
 
