@@ -44,11 +44,9 @@ from lockstep._C import (
     RendezvousError,
     SystemError,
     UsageError,
-    catch_stop_signals,
     create_backend,
-    stop_requested,
-    stop_signal,
 )
+from lockstep._stop import catch_stop_signals, stop_requested, stop_signal
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
