@@ -12,7 +12,7 @@
 // Threads: any; backward runs the function on the thread of autograd
 // Ranks:   no communication of its own. A function that communicates does so twice
 //
-// Gradients have the bits that they have without it, unless a parameter is used both inside and outside: then its
+// Gradients are the same bit for bit as without it. A parameter that is used both inside and outside is the exception: its
 // contributions are added in another order. Dropout draws the same numbers again, and the generators are afterwards where
 // they would be. Autocast is as it was. Works with DistributedDataParallel, in every strategy, inside another
 // checkpoint(), and with torch::autograd::grad.

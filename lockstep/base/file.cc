@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 
+#include "lockstep/base/read_fully.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/write_all.h"
 #include "lockstep/error.h"
@@ -88,16 +89,9 @@ ReadableFile::ReadableFile(std::filesystem::path path) : path_(std::move(path)),
 }
 
 void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
-  char* next = static_cast<char*>(into);
-  while (bytes > 0) {
-    const ssize_t got = ::pread(fd_.get(), next, bytes, static_cast<off_t>(at));
-    if (got < 0 && errno == EINTR) continue;
-    if (got == 0) errno = EIO;  // shorter than it was
-    if (got <= 0) throw system_error("read", path_);
-    next += got;
-    at += to_size(got);
-    bytes -= to_size(got);
-  }
+  if (read_fully(fd_.get(), at, {static_cast<std::byte*>(into), bytes}).empty()) return;
+  if (errno == 0) errno = EIO;  // shorter than it was
+  throw system_error("read", path_);
 }
 
 }  // namespace lockstep

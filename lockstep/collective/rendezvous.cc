@@ -4,9 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <climits>
 #include <cstdlib>
 #include <optional>
 #include <thread>
@@ -15,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/job_store.h"
@@ -32,12 +31,6 @@ constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be anoth
 constexpr milliseconds kLookAgainEvery{20};       // at all ports
 constexpr milliseconds kOwnNameKnownIn{5000};
 constexpr int kAnyPort = 1;  // where only the route counts
-
-std::string host_name() {
-  std::array<char, HOST_NAME_MAX + 1> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return name.data();
-}
 
 // Of a machine whose own name MASTER_ADDR is: the address at which the others reach it. "" where nothing tells it.
 std::string own_address(const JobEnvironment& job, const Deadline& deadline) {
@@ -57,7 +50,7 @@ Endpoint reachable_endpoint(const JobEnvironment& job, const Deadline& deadline)
   if (!is_loopback(numeric(addresses->ai_addr, addresses->ai_addrlen))) return endpoint;
   if (const std::string mine = own_address(job, deadline); !mine.empty()) return {mine, job.master_port};
   throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
-                                        " is a loopback address here, but the ranks are on ", "several machines"),
+                                        " is a loopback address here, but the ranks are on several machines"),
                          .here = concat("rank ", job.rank, " of ", job.world_size),
                          .likely = "a name that /etc/hosts gives to 127.0.0.1 or 127.0.1.1",
                          .next = "give the address at which the other machines reach this one"});

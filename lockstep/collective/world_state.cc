@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/world_state.h"
 
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <climits>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_transport.h"
@@ -32,9 +30,7 @@ torch::Device device_of_rank(torch::Device device, int local_rank) {
 }
 
 std::string describe(const JobEnvironment& job) {
-  std::array<char, HOST_NAME_MAX + 1> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return concat("rank ", job.rank, " of ", job.world_size, " on ", name.data());
+  return concat("rank ", job.rank, " of ", job.world_size, " on ", host_name());
 }
 
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {

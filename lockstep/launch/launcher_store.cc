@@ -11,7 +11,7 @@ namespace lockstep {
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.launcher == "open-mpi") return std::make_unique<PmixStore>(timeout);
   if (job.launcher == "mpich") return std::make_unique<PmiStore>(timeout);
-  throw RendezvousError({.what = concat("nothing tells the ranks on ", "several machines where to meet"),
+  throw RendezvousError({.what = "nothing tells the ranks on several machines where to meet",
                          .here = concat("rank ", job.rank, ", launcher ", job.launcher),
                          .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/node_meeting.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/poll.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
@@ -35,16 +35,11 @@ AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline)
   return mine.empty() ? std::move(found) : look_up({mine, meeting.port}, deadline).addresses;
 }
 
-bool is_ready(int fd, const Deadline& deadline) {
-  pollfd waiting{.fd = fd, .events = POLLIN, .revents = 0};
-  return ::poll(&waiting, 1, static_cast<int>(deadline.left().count())) > 0;
-}
-
 // Nothing at the deadline, at the end, or if the line is too long.
 std::optional<std::string> read_text_line(int fd, const Deadline& deadline) {
   std::string line;
   for (char letter = 0;
-       line.size() < kLongestMeetingLine && is_ready(fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
+       line.size() < kLongestMeetingLine && wait_for(POLLIN, fd, deadline) && ::recv(fd, &letter, 1, 0) == 1;) {
     if (letter == '\n') return line;
     line += letter;
   }
@@ -106,7 +101,7 @@ std::vector<Guest> gather(const UniqueFd& listener, const NodeMeeting& meeting) 
     if (enough && last_call.passed()) break;
     if (!enough && deadline.passed()) throw too_few(meeting, guests.size() + 1);
     const std::size_t before = guests.size();
-    if (is_ready(listener.get(), Deadline::after(std::min(kTryEvery, (enough ? last_call : deadline).left()))))
+    if (wait_for(POLLIN, listener.get(), Deadline::after(std::min(kTryEvery, (enough ? last_call : deadline).left()))))
       admit(listener, meeting, guests);
     if (guests.size() > before) last_call = Deadline::after(meeting.last_call);
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/pmi.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <cstdlib>
 
+#include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -29,9 +29,7 @@ RendezvousError pmi_error(const std::string& what) {
 std::string read_line(int fd, const Deadline& deadline) {
   std::string line;
   for (char letter = 0; letter != '\n'; line += letter) {
-    pollfd answer{.fd = fd, .events = POLLIN, .revents = 0};
-    if (::poll(&answer, 1, static_cast<int>(deadline.left().count())) == 0)
-      throw pmi_error("no answer of mpirun through PMI_FD before the deadline");
+    if (!wait_for(POLLIN, fd, deadline)) throw pmi_error("no answer of mpirun through PMI_FD before the deadline");
     if (::recv(fd, &letter, 1, 0) != 1) throw pmi_error("mpirun has closed PMI_FD");
   }
   return line.substr(0, line.size() - 1);

@@ -12,8 +12,8 @@
 //              such a tensor fill a scratch tensor, which is freed at once: the generator advances as if all had been made
 //
 // At no moment there is more than one tensor in memory that the part does not need (beside those below 4 KiB, which
-// remain until the end). If the function can't run on meta tensors (it reads their values), the whole model is made, and
-// what is not held is freed then: right, but not small. A warning says so.
+// remain until the end). If the function can't run on meta tensors (it reads their values), the whole model is made first,
+// which takes its memory for that time, and then what the part does not need is freed. A warning says so.
 //
 // Owns:    the skeleton
 // Threads: one; the function must be deterministic given torch's default generator, which the caller guards

@@ -7,10 +7,9 @@
 #include <torch/nn/modules/linear.h>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include "lockstep/error.h"
+#include "lockstep/model/allocation_meter.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 
@@ -108,16 +107,6 @@ TEST(PartialModel, holds_a_tied_layer_under_both_names) {
   EXPECT_FALSE(is_held(part->named_parameters()["1.weight"]));
 }
 
-// Hears of every allocation on its thread.
-struct Meter : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
-    now += size;
-    most = std::max(most, now);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  std::int64_t now = 0, most = 0;
-};
-
 TEST(PartialModel, never_has_two_tensors_of_others_in_memory) {
   constexpr std::int64_t kLayer = 300 * 300 * 4;  // bytes
   const auto make = [] {
@@ -127,11 +116,10 @@ TEST(PartialModel, never_has_two_tensors_of_others_in_memory) {
     for (torch::Tensor& weight : net->parameters()) weight.normal_(0, 0.02);
     return net.ptr();
   };
-  const auto meter = std::make_shared<Meter>();
-  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+  const AllocationMeter meter;
   const ModulePtr part = PartialModel(make).make_part(1, [](auto& model) { return first_part(model, 10); });
-  EXPECT_EQ(meter->now, 2 * kLayer);
-  EXPECT_LT(meter->most, 2 * kLayer + 2 * kLayer);
+  EXPECT_EQ(meter.now(), 2 * kLayer);
+  EXPECT_LT(meter.most(), 2 * kLayer + 2 * kLayer);
 }
 
 TEST(PartialModel, throws_what_making_it_throws) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
@@ -77,7 +78,7 @@ trace::ClockOffset compare_clocks(const World& world) {
 trace::Process this_process(const World& world) {
   const trace::ClockOffset clock = compare_clocks(world);
   trace::Process process{.rank = world.rank(), .pid = ::getpid(), .clock = {clock, clock}};
-  ::gethostname(process.host.data(), process.host.size() - 1);
+  host_name().copy(process.host.data(), process.host.size() - 1);
   return process;
 }
 

@@ -66,7 +66,7 @@ class MachineReduceScatter : private MachineParts {
     std::byte* end = packed;
     for (int owner = 0; owner < slices_; ++owner)
       for (const Part& slice : slices_of(round, owner)) {
-        std::memcpy(end, in_whole(slice), bytes(slice.count));
+        if (slice.count > 0) std::memcpy(end, in_whole(slice), bytes(slice.count));  // else there may be no input
         end += bytes(slice.count);
       }
     return packed;

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "lockstep/base/read_fully.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -34,18 +35,14 @@ DataFile::DataFile(std::filesystem::path path)
 }
 
 void DataFile::read(std::uint64_t offset, std::span<std::uint8_t> into) const {
-  while (!into.empty()) {
-    const ssize_t got = ::pread(fd_.get(), into.data(), into.size(), static_cast<off_t>(offset));
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0)
-      throw DataError({.what = concat("can't read ", path_.string(), ": ",
-                                      got < 0 ? std::strerror(errno) : "it became shorter while it was in use"),
-                       .here = concat(path_.string(), ", offset ", offset),
-                       .likely = got < 0 ? "a failing disk" : "another program writes or copies this file",
-                       .next = "restore the file, and start again"});
-    into = into.subspan(to_size(got));
-    offset += to_size(got);
-  }
+  const auto left = read_fully(fd_.get(), offset, std::as_writable_bytes(into));
+  if (left.empty()) return;
+  const int error = errno;
+  throw DataError({.what = concat("can't read ", path_.string(), ": ",
+                                  error != 0 ? std::strerror(error) : "it became shorter while it was in use"),
+                   .here = concat(path_.string(), ", offset ", offset + into.size() - left.size()),
+                   .likely = error != 0 ? "a failing disk" : "another program writes or copies this file",
+                   .next = "restore the file, and start again"});
 }
 
 std::vector<std::uint8_t> DataFile::read_all() const {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "lockstep/base/read_fully.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
@@ -50,14 +51,8 @@ DataError unreadable(const std::string& why) {
 }
 
 void read_whole(const UniqueFd& fd, std::vector<std::uint8_t>& into) {
-  std::size_t filled = 0;
-  while (filled < into.size()) {
-    const ssize_t got = ::read(fd.get(), into.data() + filled, into.size() - filled);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw unreadable(std::strerror(errno));
-    if (got == 0) throw unreadable("it became shorter while it was read");
-    filled += to_size(got);
-  }
+  if (read_fully(fd.get(), 0, std::as_writable_bytes(std::span(into))).empty()) return;
+  throw unreadable(errno != 0 ? std::strerror(errno) : "it became shorter while it was read");
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/activation_checkpoint.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
-
 #include <torch/csrc/autograd/autograd.h>
 
 #include "lockstep/ddp.h"
+#include "lockstep/model/allocation_meter.h"
 #include "lockstep/models.h"
 #include "lockstep/optimizers.h"
 #include "tests/strategies.h"
@@ -146,24 +144,13 @@ TEST(Checkpoint, is_a_plain_call_without_gradients) {
   EXPECT_EQ(calls, 1);
 }
 
-// Hears of every allocation on its thread.
-struct CheckpointMeter : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
-    now += size;
-    most = std::max(most, now);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  std::int64_t now = 0, most = 0;
-};
-
 std::int64_t peak_of(bool recompute) {
   torch::manual_seed(1);
   Deep model(recompute, /*depth=*/24, /*width=*/32);
   const torch::Tensor data = torch::randn({2048, 32});
-  const auto meter = std::make_shared<CheckpointMeter>();
-  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+  const AllocationMeter meter;
   model->forward(data).sum().backward();
-  return meter->most;
+  return meter.most();
 }
 
 TEST(Checkpoint, needs_less_memory) { EXPECT_LT(2 * peak_of(true), peak_of(false)); }

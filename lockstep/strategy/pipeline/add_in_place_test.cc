@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/add_in_place.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include <optional>
+
+#include "lockstep/model/allocation_meter.h"
 
 namespace lockstep {
 namespace {
@@ -62,25 +62,15 @@ TEST(LargeWeights, leave_weights_with_hooks_to_autograd) {
   EXPECT_EQ(calls, 2);
 }
 
-struct InPlaceMeter : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
-    now += size;
-    most = std::max(most, now);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  std::int64_t now = 0, most = 0;
-};
-
 TEST(LargeWeights, need_one_gradient_and_no_second) {
   torch::nn::Linear layer(torch::nn::LinearOptions(1024, 1024).bias(false));
   LargeWeights large;
-  const auto meter = std::make_shared<InPlaceMeter>();
-  const c10::DebugInfoGuard debug(c10::DebugInfoKind::PROFILER_STATE, meter);
+  const AllocationMeter meter;
   for (int step = 0; step < 3; ++step) {
     const OperatorHandlerGuard guard(large);
     torch::linear(torch::ones({1, 1024}), layer->weight).sum().backward();
   }
-  EXPECT_LT(meter->most, 1024 * 1024 * 4 * 3 / 2);
+  EXPECT_LT(meter.most(), 1024 * 1024 * 4 * 3 / 2);
 }
 
 }  // namespace

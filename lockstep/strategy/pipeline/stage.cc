@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/stage.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
+#include "lockstep/model/allocation_meter.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/add_in_place.h"
@@ -59,19 +58,6 @@ Tensors input_gradients(const Tensors& inputs) {
   return gradients;
 }
 
-// Set as a guard's listener, hears of every allocation and release of host tensors on its thread: what autograd keeps for
-// backward is in it. What this thread allocates and another releases stays counted.
-struct AllocationMeter : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
-    now += size;  // negative for a release
-    most = std::max(most, now);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-
-  std::int64_t now = 0;  // bytes above what was there when it began
-  std::int64_t most = 0;
-};
-
 class StageRun {
  public:
   StageRun(const Task& task, const StageWork& work, const StageLinks& links)
@@ -81,10 +67,9 @@ class StageRun {
   // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
   // channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
-    const auto meter = std::make_shared<AllocationMeter>();
-    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+    const AllocationMeter meter;
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
-    result_.memory = meter->most;
+    result_.memory = meter.most();
     if (links_.before) links_.before->finish();
     if (links_.behind) links_.behind->finish();
     return result_;

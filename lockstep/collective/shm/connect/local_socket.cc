@@ -46,7 +46,8 @@ void remove_stale_folders(const fs::path& base) {
     if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
     struct stat status {};
     if (::lstat(entry.path().c_str(), &status) != 0 || status.st_uid != ::geteuid()) continue;
-    if (lock_folder(entry.path())) fs::remove_all(entry.path(), ignored);
+    const UniqueFd lock = lock_folder(entry.path());  // held until the folder is gone
+    if (lock) fs::remove_all(entry.path(), ignored);
   }
 }
 

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// model/allocation_meter.h: how much memory tensors on the host take, while it lives, on the thread that made it. What
+// autograd keeps for backward is in it. What this thread allocates and another releases stays counted.
+//
+// Threads: used on the thread that made it
+// Ranks:   no communication
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+namespace lockstep {
+
+class AllocationMeter {
+ public:
+  std::int64_t now() const { return listener_->now; }    // bytes above what was there when it began
+  std::int64_t most() const { return listener_->most; }  // so far
+
+ private:
+  struct Listener : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+      now += size;  // negative for a release
+      most = std::max(most, now);
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+
+    std::int64_t now = 0;
+    std::int64_t most = 0;
+  };
+
+  std::shared_ptr<Listener> listener_ = std::make_shared<Listener>();
+  c10::DebugInfoGuard guard_{c10::DebugInfoKind::PROFILER_STATE, listener_};
+};
+
+}  // namespace lockstep
