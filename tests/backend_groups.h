@@ -63,6 +63,12 @@ inline void run_group(int size, const std::function<void(const GroupPtr& group)>
   run_group(one_machine(size), body);
 }
 
+// Not ProcessGroup's own barrier(): libtorch 2.11 keeps a tensor of it in a static variable, which threads that call it
+// at the same time free twice.
+inline c10::intrusive_ptr<c10d::Work> barrier(const GroupPtr& group, const c10d::BarrierOptions& options = {}) {
+  return group->getBackend(c10::kCPU)->barrier(options);
+}
+
 // What rank r has: small integers, so that sums are exact.
 inline torch::Tensor data_of(int rank, std::int64_t elements = 1001, torch::ScalarType dtype = torch::kFloat32) {
   return (torch::arange(elements) % 5 + rank + 1).to(dtype);

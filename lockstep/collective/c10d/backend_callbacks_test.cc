@@ -111,7 +111,7 @@ TEST(Backend, a_callback_that_throws_ends_the_work_with_its_error) {
       EXPECT_TRUE(contains(message_of<UsageError>([&] { work->wait(kTimeout); }), "a callback that fails"));
     }
     work->getFuture()->waitAndThrow();
-    group->barrier()->wait(kTimeout);
+    barrier(group)->wait(kTimeout);
   });
 }
 

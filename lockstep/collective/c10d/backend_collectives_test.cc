@@ -220,7 +220,7 @@ TEST_P(Backends, messages_go_round_in_a_ring_and_to_any_receiver) {
 
 TEST_P(Backends, barrier_coalesced_and_empty_calls_return) {
   run_group(GetParam(), [](const GroupPtr& group) {
-    group->barrier()->wait();
+    barrier(group)->wait();
     Tensors tensors{data_of(group->getRank()), data_of(group->getRank(), 3, torch::kInt64), torch::zeros({0})};
     group->allreduce_coalesced(tensors)->wait();
     expect_equal(tensors,

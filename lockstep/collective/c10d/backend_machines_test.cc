@@ -68,7 +68,7 @@ TEST_P(BackendOver, sparse_tensors_of_different_shapes_are_an_error_on_all_ranks
     const auto message = message_of<MismatchError>([&] { group->allreduce(tensors)->wait(); });
     EXPECT_TRUE(contains(message, "rank 0 has a sparse tensor of Float [3, 3]"));
     EXPECT_TRUE(contains(message, concat("rank ", last, " has a sparse tensor of Float [4, 4]")));
-    group->barrier()->wait();
+    barrier(group)->wait();
   });
 }
 
@@ -138,7 +138,7 @@ TEST_P(BackendOver, the_timeout_of_the_group_can_be_changed) {
 
 TEST(BackendOverMachines, a_lost_rank_is_an_error_on_all_others_that_names_it_or_its_machine) {
   run_group(Machines{0, 0, 1, 1}, [](const GroupPtr& group) {
-    group->barrier()->wait();
+    barrier(group)->wait();
     if (group->getRank() == 3) return group->getBackend(c10::kCPU)->abort();
     Tensors tensors{torch::ones({100000})};
     const auto message = message_of<PeerLost>([&] {

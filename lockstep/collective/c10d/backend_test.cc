@@ -24,7 +24,7 @@ TEST(Backend, a_message_whose_work_was_dropped_arrives_whole) {
     }
     Tensors others;  // where the copy was, if it is gone
     for (int i = 0; i < 64; ++i) others.push_back(torch::full({1001}, -1.0));
-    group->barrier()->wait(kTimeout);
+    barrier(group)->wait(kTimeout);
     if (group->getRank() == 0) return;
     group->recv(received, 0, 5)->wait(kTimeout);
     expect_equal(received[0], data_of(0));
@@ -41,13 +41,13 @@ TEST(Backend, a_tensor_stays_until_its_message_has_come_though_nobody_waits_any_
       EXPECT_THROW(group->recv(tensors, 0, 5)->wait(std::chrono::milliseconds(20)), PeerLost);
     }
     EXPECT_FALSE(freed);
-    group->barrier()->wait(kTimeout);
+    barrier(group)->wait(kTimeout);
     Tensors small{torch::ones({4})};
     if (group->getRank() == 0) {
       Tensors late{data_of(0, elements)};
       group->send(late, 1, 5)->wait(kTimeout);
     }
-    group->barrier()->wait(kTimeout);  // what is as long as that has been received once it is sent
+    barrier(group)->wait(kTimeout);  // what is as long as that has been received once it is sent
     if (group->getRank() == 0) return static_cast<void>(group->send(small, 1, 6)->wait(kTimeout));
     expect_equal(torch::from_blob(memory.data(), {elements}), data_of(0, elements));
     group->recv(small, 0, 6)->wait(kTimeout);
@@ -75,7 +75,7 @@ TEST(Backend, different_shapes_are_an_error_that_names_both_ranks_and_the_group_
     EXPECT_TRUE(contains(message, "rank 0"));
     EXPECT_TRUE(contains(message, "rank 1"));
     EXPECT_THROW(work->getFuture()->waitAndThrow(), MismatchError);
-    group->barrier()->wait();
+    barrier(group)->wait();
   });
 }
 
@@ -140,7 +140,7 @@ TEST(Backend, every_thread_that_waits_gets_the_error) {
     std::thread other([&] { EXPECT_THROW(work->wait(kTimeout), MismatchError); });
     EXPECT_THROW(work->wait(), MismatchError);
     other.join();
-    group->barrier()->wait();
+    barrier(group)->wait();
   });
 }
 
@@ -153,7 +153,7 @@ TEST(Backend, the_timeout_of_a_call_ends_it_and_names_who_is_missing) {
     }
     c10d::BarrierOptions options;
     options.timeout = std::chrono::milliseconds(50);
-    const auto message = message_of<PeerLost>([&] { group->barrier(options)->wait(); });
+    const auto message = message_of<PeerLost>([&] { barrier(group, options)->wait(); });
     EXPECT_TRUE(contains(message, "rank 1 did not answer within 50.0 ms"));
     ended.set_value();
   });
@@ -189,7 +189,7 @@ TEST(Backend, arguments_that_make_no_sense_are_refused_at_once) {
     EXPECT_THROW(group->allreduce(complex, {.reduceOp = c10d::ReduceOp::MAX}), UsageError);
     Tensors meta{torch::zeros({3}, torch::kMeta)};
     EXPECT_THROW(group->getBackend(c10::kCPU)->allreduce(meta), DeviceError);
-    group->barrier()->wait();
+    barrier(group)->wait();
   });
 }
 

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <random>
+#include <thread>
 
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "tests/shm/support.h"
@@ -289,6 +290,19 @@ TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
   });
   EXPECT_EQ(exit_code_of(first), 0);
   for (const pid_t pid : peers) EXPECT_EQ(exit_code_of(pid), 0);
+}
+
+// Each new server removes folders that nobody holds; none may take one that another is just making.
+TEST_F(Rendezvous, servers_that_start_at_the_same_time_leave_each_other_their_folders) {
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 8; ++thread)
+    threads.emplace_back([] {
+      for (int i = 0; i < 500; ++i) {
+        const SocketFolder folder;
+        EXPECT_NO_THROW(listen_at(folder.socket()));
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace
