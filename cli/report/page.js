@@ -4,7 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
 const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
 const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
@@ -22,8 +22,8 @@ const percent = value => given(value) ? `${(100 * value).toFixed(2)} %` : "";
 function bytes(value) {
   if (!given(value)) return "";
   let unit = 0;
-  for (; Math.abs(value) >= 1024 && unit < 4; ++unit) value /= 1024;
-  return `${number(value, 3)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+  for (; Math.abs(value) >= 1000 && unit < 4; ++unit) value /= 1000;
+  return `${number(value, 3)} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
 }
 function duration(seconds) {
   if (!given(seconds)) return "";
@@ -271,7 +271,7 @@ function comparison() {
       return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
         errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
     });
-    chart(made, result.name, "bar", sets, axis(groups.across.replaceAll("_", " ")), axis("", result.format), { labels: groups.labels, format: result.format, legend: true });
+    chart(made, result.name, "bar", sets, axis(groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: groups.labels, format: result.format, legend: true });
   }
 }
 

@@ -91,8 +91,9 @@ std::vector<std::string> missing_in(const Trace& trace) {
   if (trace.cut_off) missing.emplace_back("the trace is cut off");
   if (const Json* complete = find(trace.about, "complete"); complete != nullptr && *complete == false)
     missing.emplace_back("the trace is of a run that failed");
-  const Json* overwritten = find(trace.about, "overwritten_spans");
-  for (const auto& [rank, spans] : (overwritten != nullptr ? *overwritten : Json::object()).items())
+  const Json* found = find(trace.about, "overwritten_spans");
+  const Json overwritten = found != nullptr ? *found : Json::object();
+  for (const auto& [rank, spans] : overwritten.items())
     if (spans.is_number() && spans.get<double>() > 0)
       missing.push_back(concat("the oldest ", spans.dump(), " spans of ", rank, " are overwritten"));
   return missing;

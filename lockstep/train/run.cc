@@ -148,6 +148,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   if (job.rank == 0) check_options(options);
   catch_signals(options.preemption);
   options.command = command_of(program.argc, program.argv);
+  options.launcher = job.launcher;
   options.resume = options.resume || (is_restarted() && !options.checkpoint_dir.empty());
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)

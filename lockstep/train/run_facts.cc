@@ -10,7 +10,6 @@
 
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/text.h"
-#include "lockstep/launch/environment.h"
 
 namespace lockstep {
 namespace {
@@ -60,10 +59,13 @@ std::string command_of(int argc, const char* const* argv) {
 }
 
 Json start_event(const TrainOptions& options, std::int64_t step) {
-  return {{"event", "start"},           {"format", kMetricsFormat},
+  return {{"event", "start"},
+          {"format", kMetricsFormat},
           {"step", step},  // that comes next: what an earlier attempt wrote of it and of later ones is void
-          {"command", options.command}, {"launcher", read_job_environment().launcher},
-          {"machine", machine()},       {"settings", all_settings(options)}};
+          {"command", options.command},
+          {"launcher", options.launcher},
+          {"machine", machine()},
+          {"settings", all_settings(options)}};
 }
 
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
