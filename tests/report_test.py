@@ -140,6 +140,10 @@ def bad_traces(folder, trace):
     assert found["runs"][0]["trace"]["ranks"][0]["steps"] > 0
     file.write_text(lines.replace('"complete":true', '"complete":false'))
     expect_partial(folder, ["the trace is of a run that failed"], f"{metrics},{file}")
+    counts = [{"ph": "C", "name": "memory", "pid": 1, "ts": 1e6 * n, "args": {"value": n}} for n in range(700)]
+    file.write_text(lines.replace('"traceEvents": [', '"traceEvents": [' + "".join(json.dumps(count) + ",\n" for count in counts)))
+    memory = expect_partial(folder, [], f"{metrics},{file}")["runs"][0]["trace"]["ranks"][1]["counters"]["memory"]
+    assert memory["seconds"][:2] == [2, 5] and memory["value"][-1] == 699, memory
     file.write_text("{}")
     expect_error(folder, "has no span", f"{metrics},{file}")
     (folder / "x.pftrace").write_bytes(b"\x0a\x01")

@@ -412,6 +412,22 @@ function memoryOfRanks() {
   }
 }
 
+const COUNTERS = { memory: ["Memory over time", bytes], "batches ready": ["Batches ready", number], staleness: ["Staleness, in updates", number] };
+
+function counters() {
+  const runs = data.runs.filter(run => ranksOf(run).some(rank => Object.keys(rank.counters).length));
+  if (!runs.length) return;
+  const place = grid(section("Counters of the trace", "Of each rank, against the time since the trace began."));
+  for (const run of runs.slice(0, 12)) {
+    for (const name of new Set(ranksOf(run).flatMap(rank => Object.keys(rank.counters)))) {
+      const [title, format] = COUNTERS[name] || [name, number];
+      const ranks = ranksOf(run).filter(rank => rank.counters[name]);
+      chart(place, `${run.name}: ${title}`, "line", ranks.map((rank, hue) => ({ label: `rank ${rank.rank}`, hue, borderWidth: 1.5, pointRadius: 0, pointHitRadius: 8, stepped: true,
+        data: rank.counters[name].seconds.map((x, i) => ({ x, y: rank.counters[name].value[i] })) })), axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true });
+    }
+  }
+}
+
 function repeat() {
   const made = section("To repeat it");
   const machine = facts => [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
@@ -429,4 +445,4 @@ function repeat() {
 
 page.textContent = "";
 Chart.defaults.font.family = "system-ui, sans-serif";
-for (const part of [header, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, repeat]) part();
+for (const part of [header, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();

@@ -13,7 +13,7 @@
 namespace lockstep::report {
 namespace {
 
-constexpr std::size_t kBusyPoints = 300;
+constexpr std::size_t kPointsOfRank = 300;
 
 struct Span {
   std::string name;  // without the number at its end
@@ -24,9 +24,15 @@ struct Span {
   double bytes = -1;
 };
 
+struct Count {
+  double time = 0;  // microseconds
+  double value = 0;
+};
+
 struct Rank {
   std::string name;
   std::vector<Span> spans;
+  std::map<std::string, std::vector<Count>> counters;
 };
 
 struct Trace {
@@ -59,6 +65,9 @@ void add_event(const Json& event, Trace& trace) {
   const std::string kind = text_of(event, "ph");
   if (kind == "M" && text_of(event, "name") == "process_name" && event.contains("args"))
     rank.name = text_of(event.at("args"), "name");
+  const Json* args = find(event, "args");
+  if (kind == "C" && args != nullptr && has_number(*args, "value") && has_number(event, "ts"))
+    rank.counters[text_of(event, "name")].push_back({event.at("ts").get<double>(), args->at("value").get<double>()});
   if (kind != "X" || !has_number(event, "tid") || !has_number(event, "ts") || !has_number(event, "dur")) return;
   rank.spans.push_back(span_of(event));
   ++trace.spans;
@@ -109,7 +118,7 @@ std::string kind_of(const std::string& name) {
                                                                          {"update", "update"},
                                                                          {"barrier", "waiting"},
                                                                          {"wait for rank", "waiting"},
-                                                                         {"receive bucket", "waiting"},
+                                                                         {"receive", "waiting"},
                                                                          {"wait for batch", "data"},
                                                                          {"load batch", "data"},
                                                                          {"checkpoint", "checkpoint"},
@@ -178,7 +187,7 @@ double waited_in(const Span& step, const std::vector<const Span*>& spans) {
 
 Json busy_of(const std::vector<const Span*>& steps, const std::vector<const Span*>& spans) {
   Json busy = {{"step", Json::array()}, {"ms", Json::array()}};
-  const std::size_t each = (steps.size() + kBusyPoints - 1) / kBusyPoints;
+  const std::size_t each = (steps.size() + kPointsOfRank - 1) / kPointsOfRank;
   for (std::size_t at = 0; at < steps.size(); at += each) {
     const std::size_t end = std::min(at + each, steps.size());
     double time = 0;
@@ -189,10 +198,26 @@ Json busy_of(const std::vector<const Span*>& steps, const std::vector<const Span
   return busy;
 }
 
+// Where there are many: the greatest of each few.
+Json points_of(std::vector<Count> counts) {
+  std::ranges::sort(counts, {}, &Count::time);
+  Json points = {{"seconds", Json::array()}, {"value", Json::array()}};
+  const std::size_t each = (counts.size() + kPointsOfRank - 1) / kPointsOfRank;
+  for (std::size_t at = 0; at < counts.size(); at += each) {
+    const auto end = counts.begin() + static_cast<std::ptrdiff_t>(std::min(at + each, counts.size()));
+    const auto most = std::max_element(counts.begin() + static_cast<std::ptrdiff_t>(at), end,
+                                       [](const Count& a, const Count& b) { return a.value < b.value; });
+    points["seconds"].push_back(most->time / 1e6);
+    points["value"].push_back(most->value);
+  }
+  return points;
+}
+
 bool is_step(const Span& span) { return span.name == "step" && !span.number.empty(); }
 
 Json facts_of(std::int64_t number, const Rank& rank) {
-  Json facts = {{"rank", number}, {"name", rank.name}, {"steps", 0}};
+  Json facts = {{"rank", number}, {"name", rank.name}, {"steps", 0}, {"counters", Json::object()}};
+  for (const auto& [name, counts] : rank.counters) facts["counters"][name] = points_of(counts);
   const auto first = std::ranges::find_if(rank.spans, is_step);
   if (first == rank.spans.end()) return facts;  // a server
   const auto spans = of_thread(rank, first->thread);

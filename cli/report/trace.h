@@ -17,6 +17,7 @@ bool is_trace(const std::filesystem::path& file);  // by how it begins; throws S
 //             "ms": {"forward": …, …},       a step's mean, by what the thread of the loop did; inner spans are not counted twice
 //             "waits_for": {"1": ms},        likewise, by the rank that had not come
 //             "bytes": {"all_reduce": …},    a step's mean, all threads
+//             "counters": {"memory": {"seconds": […], "value": […]}, …},     at most 300 points
 //             "busy": {"step": […], "ms": […]}}],     a step's time without waiting; at most 300 points
 //  "partial": [text, …]}
 // Throws DataError: no span in it, or it is a .pftrace or the ring of one rank; SystemError.
