@@ -225,6 +225,7 @@ def look_at_runs(screen):
     screen.browser.click(".choice button", "samples")
     assert screen.ask("charts[0].data.datasets[0].data.at(-1).x") == 640
     assert not screen.browser.elements("b"), "text became markup"
+    assert screen.driver.get_log("browser") == []
     screen.open("runs.html", 1200, "dark")
     assert screen.background() == "rgb(13, 17, 23)"
     screen.open("runs.html", 1200, "dark", "print")

@@ -314,7 +314,7 @@ function curves() {
     for (const [table, key, each] of drawn) {
       each.data.datasets = curveSets(table, key, across);
       each.options.scales.x.title.text = ACROSS[across][1];
-      each.options.scales.x.ticks.callback = ACROSS[across][2];
+      each.options.scales.x.ticks.callback = value => ACROSS[across][2](value);
       paint(each);
       each.update();
     }
