@@ -184,6 +184,7 @@ const RESULTS = [
   { name: "training loss", of: run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), format: number },
   { name: "best val. accuracy", of: run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, format: percent },
   { name: "bytes moved", of: moved, format: bytes, ratio: true },
+  { name: "busiest link, per step", of: run => run.case?.busiest_link_bytes_per_step?.sent, format: bytes, ratio: true },
   { name: "memory", of: memory, format: bytes, ratio: true },
   { name: "waiting in a step", of: waiting, format: duration },
   { name: "mean delay", of: run => run.run?.mean_delay, format: number },
@@ -344,7 +345,7 @@ function whereTimeGoes() {
     : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart."));
   for (const run of runs.slice(0, 12)) {
     const ranks = phasesOf(run);
-    const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0));
+    const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0.002 * sum(Object.values(rank.ms))));  // the others would be too thin
     const sets = phases.map(phase => ({ label: phase, hue: PHASES.indexOf(phase), data: ranks.map(rank => rank.ms[phase] || 0), stack: "one" }));
     chart(place, run.name, "bar", sets, axis("ms per step", number, { stacked: true }), axis("", null, { stacked: true }),
       { labels: ranks.map(rank => rank.name), indexAxis: "y", format: value => `${number(value, 3)} ms`, height: 110 + 28 * ranks.length, legend: true });
