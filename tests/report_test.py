@@ -180,6 +180,21 @@ def comparison(folder):
     expect_error(folder, "neither metrics.jsonl nor comparison.json", folder, code=2)
 
 
+def ways_to_name_a_run(folder, metrics, trace):
+    lines = metrics.read_text()
+    (folder / "run").mkdir()
+    (folder / "run/metrics.jsonl").write_text(lines)
+    (folder / "run/trace.json").write_text(trace.read_text())
+    found, said = report(folder, metrics, f"{metrics},{trace}", trace, f"{folder}/run/", f"mine={metrics}")
+    assert said == "", said
+    parts = {run["name"]: ("steps" in run, "trace" in run) for run in found["runs"]}
+    assert parts == {"ddp": (True, False), "ddp (2)": (True, True), "ddp.json": (False, True), "run": (True, True), "mine": (True, False)}, parts
+    began = found["runs"][0]["start"]
+    assert began["command"].startswith("lockstep train --quiet --model lenet") and began["launcher"] == "none", began
+    assert began["machine"]["cores"] > 0 and began["settings"]["batch_size"] == 16, began
+    assert [rank["rank"] for rank in found["runs"][0]["run"]["each_rank"]] == [0, 1]
+
+
 # ---- Pages in a browser
 
 
@@ -257,6 +272,7 @@ def main():
         for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison):
             check(folder)
         bad_traces(folder, trace)
+        ways_to_name_a_run(folder, folder / "ddp.jsonl", trace)
         lockstep("report", f"</script><b>ddp</b>={folder}/ddp.jsonl,{trace}", folder / "async.jsonl", "--output", folder / "runs.html")
         lockstep("report", folder / "compared", "--output", folder / "comparison.html")
         screen = Screen(folder)
