@@ -7,5 +7,6 @@ namespace lockstep {
 
 int run_command(int argc, char** argv);
 int env_command(int argc, char** argv);
+int report_command(int argc, char** argv);
 
 }  // namespace lockstep

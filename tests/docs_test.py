@@ -25,10 +25,10 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 class Browser:
-    """Chromium at the site, which a server on a free port gives it. Waits for what it looks for; an error after a minute."""
+    """Chromium at a folder's pages, which a server on a free port gives it. Waits for what it looks for; an error after a minute."""
 
-    def __init__(self):
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=SITE))
+    def __init__(self, folder=SITE):
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
         self.server.handle_error = lambda *_: None  # the browser went on before it had everything
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.start = f"http://127.0.0.1:{self.server.server_port}/"

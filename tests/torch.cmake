@@ -146,6 +146,11 @@ add_test(NAME command.a_trace_shows_what_every_rank_does
     $<TARGET_FILE:misbehaving_task>)
 set_tests_properties(command.a_trace_shows_what_every_rank_does PROPERTIES TIMEOUT 300)
 
+# Pages of `lockstep report` in headless Chromium, and what it says of files that are damaged.
+add_test(NAME command.a_report_shows_what_runs_did
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/report_test.py $<TARGET_FILE:lockstep_command>)
+set_tests_properties(command.a_report_shows_what_runs_did PROPERTIES TIMEOUT 300)
+
 # The barriers of a step as a model that Spin checks exhaustively, with two and three ranks (10 s).
 find_program(SPIN spin REQUIRED)
 add_test(NAME gradient.step_protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/shm/check_protocol.sh

@@ -16,6 +16,7 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/run_facts.h"
 #include "lockstep/train/snapshot.h"
 
 namespace lockstep {
@@ -95,6 +96,7 @@ Json TrainingLoop::run() {
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
+  metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
   while (position_.step < last_step() && !stopped_) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
@@ -302,7 +304,8 @@ Json TrainingLoop::summary(double seconds) const {
               {"forward_seconds", phases.forward},
               {"backward_seconds", phases.backward},
               {"exchange_seconds", phases.exchange},
-              {"update_seconds", phases.update}};
+              {"update_seconds", phases.update},
+              {"each_rank", facts_of_each_rank(step_world_, world_, phases, loading.wait)}};
   for (const auto& [name, value] : strategy_.report()) run[name] = value;
   return run;
 }

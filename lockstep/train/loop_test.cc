@@ -300,11 +300,12 @@ TEST(TrainingLoop, writes_metrics_in_the_documented_format) {
   options.metrics = folder / "run.jsonl";
   run_alone(options, points());
   std::map<std::string, int> events;
-  nlohmann::json last;
+  nlohmann::json last, start;
   for (const auto& line : split(read_file(options.metrics), '\n')) {
     if (line.empty()) continue;
     last = nlohmann::json::parse(line);
     ++events[last["event"]];
+    if (start.is_null()) start = last;
     if (last["event"] != "step") continue;
     for (const char* key : {"epoch", "step", "loss", "seconds", "samples"}) EXPECT_TRUE(last[key].is_number()) << key;
   }
@@ -314,6 +315,11 @@ TEST(TrainingLoop, writes_metrics_in_the_documented_format) {
   EXPECT_EQ(last["ranks"], 1);
   EXPECT_EQ(last["samples"], 150);
   EXPECT_GT(last["val_accuracy"], 0.5);
+  EXPECT_GT(last["each_rank"][0]["backward_seconds"], 0);
+  EXPECT_GT(last["each_rank"][0]["peak_rss_bytes"], 0);
+  EXPECT_EQ(start["event"], "start");
+  EXPECT_EQ(start["settings"]["batch_size"], options.loader.batch_size);
+  EXPECT_GT(start["machine"]["cores"], 0);
 }
 
 TEST(TrainingLoop, says_which_metrics_file_it_cannot_write) {

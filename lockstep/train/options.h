@@ -65,6 +65,8 @@ struct TrainOptions {
   std::optional<torch::DeviceType> device{};  // none: a GPU for every device if there are as many, else the CPU
   int threads = 0;                            // per rank; 0: cores / ranks
 
+  std::string command;            // that started the program, as a shell takes it; for the metrics, as the next is
+  std::string launcher = "none";  // that started the ranks (launch/environment.h)
   std::string metrics;
   std::string trace;            // file
   std::string trace_steps;      // "100:120"; empty: all

@@ -30,6 +30,7 @@
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/ranks_and_devices.h"
+#include "lockstep/train/run_facts.h"
 #include "lockstep/train/timeline.h"
 
 namespace lockstep {
@@ -146,6 +147,8 @@ int run_parsed(TrainOptions options, const Program& program) {
   const JobEnvironment job = read_job_environment();
   if (job.rank == 0) check_options(options);
   catch_signals(options.preemption);
+  options.command = command_of(program.argc, program.argv);
+  options.launcher = job.launcher;
   options.resume = options.resume || (is_restarted() && !options.checkpoint_dir.empty());
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)

@@ -175,9 +175,7 @@ TEST(Train, resumes_several_ranks_bit_exactly) {
   train("parts", {"--max-steps", "5"});
   train("parts", {"--max-steps", "12", "--resume"});
   const std::string last = "step-00000012.safetensors";
-  const auto whole = metrics_in(folder / "whole.jsonl");
-  const auto parts = metrics_in(folder / "parts.jsonl");
-  EXPECT_EQ(whole[11]["loss"], parts[parts.size() - 2]["loss"]);
+  EXPECT_EQ(losses_in(folder / "whole.jsonl").back(), losses_in(folder / "parts.jsonl").back());
   // Seconds differ between the runs, and with them the metadata; the tensors may not.
   const std::string a = read_file(folder / "whole" / last);
   const std::string b = read_file(folder / "parts" / last);

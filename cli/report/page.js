@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws the report out of the JSON in #data (cli/report/runs.h says what is in it). Text goes into the page as text only.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const page = document.getElementById("page");
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
+const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
+const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
+const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
+let printing = false;
+const charts = [];
+
+// ---- Words and numbers
+
+const given = value => value !== null && value !== undefined;
+const sum = values => values.reduce((a, b) => a + b, 0);
+const mean = values => sum(values) / values.length;
+const last = values => values[values.length - 1];
+const number = (value, digits = 4) => !given(value) ? "" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(digits));
+const percent = value => given(value) ? `${(100 * value).toFixed(2)} %` : "";
+function bytes(value) {
+  if (!given(value)) return "";
+  let unit = 0;
+  for (; Math.abs(value) >= 1000 && unit < 4; ++unit) value /= 1000;
+  return `${number(value, 3)} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
+}
+function duration(seconds) {
+  if (!given(seconds)) return "";
+  if (seconds !== 0 && seconds < 1) return `${number(seconds * 1e3, 3)} ms`;
+  if (seconds < 120) return `${number(seconds, 3)} s`;
+  return seconds < 7200 ? `${number(seconds / 60, 3)} min` : `${number(seconds / 3600, 3)} h`;
+}
+
+function element(parent, tag, text, classes) {
+  const made = document.createElement(tag);
+  if (given(text)) made.textContent = text;
+  if (classes) made.className = classes;
+  parent.append(made);
+  return made;
+}
+function section(title, note) {
+  const made = element(page, "section");
+  element(made, "h2", title);
+  if (note) element(made, "p", note, "quiet");
+  return made;
+}
+const grid = parent => element(parent, "div", null, "charts");
+
+// ---- Charts
+
+const palette = () => dark.matches && !printing ? DARK : LIGHT;
+const colour = i => palette()[i % palette().length];
+const variable = name => printing && dark.matches ? { "--text": "#1f2328", "--line": "#d1d9e0" }[name]
+  : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function paint(chart) {
+  for (const axis of Object.values(chart.options.scales)) {
+    axis.ticks.color = axis.title.color = variable("--text");
+    axis.grid.color = variable("--line");
+  }
+  chart.options.plugins.legend.labels.color = variable("--text");
+  for (const set of chart.data.datasets) {
+    set.borderColor = colour(set.hue);
+    set.backgroundColor = set.band ? colour(set.hue) + "30" : colour(set.hue);
+  }
+}
+
+// Lines from low to high over each point: what repeats of a run differ by.
+const errorBars = {
+  id: "errorBars",
+  afterDatasetsDraw(chart) {
+    chart.data.datasets.forEach((set, i) => {
+      if (!set.errors || !chart.isDatasetVisible(i)) return;
+      const context = chart.ctx;
+      context.save();
+      context.strokeStyle = variable("--text");
+      chart.getDatasetMeta(i).data.forEach((point, at) => {
+        if (!set.errors[at]) return;
+        const [low, high] = set.errors[at].map(value => chart.scales.y.getPixelForValue(value));
+        context.beginPath();
+        context.moveTo(point.x, low);
+        context.lineTo(point.x, high);
+        for (const y of [low, high]) {
+          context.moveTo(point.x - 4, y);
+          context.lineTo(point.x + 4, y);
+        }
+        context.stroke();
+      });
+      context.restore();
+    });
+  },
+};
+
+// All that have one name in the legend come and go together.
+function toggle(event, item, legend) {
+  const sets = legend.chart.data.datasets;
+  const shown = legend.chart.isDatasetVisible(item.datasetIndex);
+  sets.forEach((set, i) => { if (set.label === sets[item.datasetIndex].label) legend.chart.setDatasetVisibility(i, !shown); });
+  legend.chart.update();
+}
+const firstOfName = (item, all) => all.datasets.findIndex(set => set.label === item.text) === item.datasetIndex;
+
+function axis(title, format, more = {}) {
+  return { title: { display: true, text: title }, ticks: { callback(value) { return format ? format(value) : this.getLabelForValue(value); }, maxRotation: 0, autoSkipPadding: 12 },
+    grid: {}, ...more };
+}
+
+// sets: [{label, hue, data, …}]; x, y: from axis().
+function chart(parent, title, type, sets, x, y, options = {}) {
+  const box = element(parent, "div", null, "chart");
+  element(box, "h3", title);
+  const holder = element(box, "div", null, "canvas");
+  if (options.height) holder.style.height = `${options.height}px`;
+  const canvas = element(holder, "canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", title);
+  const value = options.indexAxis === "y" ? "x" : "y";
+  const made = new Chart(canvas, {
+    type, data: { labels: options.labels, datasets: sets }, plugins: [errorBars],
+    options: {
+      animation: false, responsive: true, maintainAspectRatio: false, normalized: true, indexAxis: options.indexAxis || "x",
+      interaction: { mode: type === "line" && !options.labels ? "nearest" : "index", axis: options.indexAxis || "x", intersect: false },
+      scales: { x, y },
+      plugins: {
+        legend: { display: sets.length > 1 || options.legend, onClick: toggle, labels: { boxWidth: 12, filter: firstOfName } },
+        tooltip: {
+          filter: item => !item.dataset.band,
+          callbacks: { label: item => `${item.dataset.full || item.dataset.label}: ${(options.format || number)(item.parsed[value])}` },
+        },
+      },
+    },
+  });
+  paint(made);
+  made.update();
+  charts.push(made);
+  return made;
+}
+
+function repaint() {
+  for (const each of charts) {
+    paint(each);
+    each.update("none");
+  }
+}
+dark.addEventListener("change", repaint);
+addEventListener("beforeprint", () => { printing = true; repaint(); charts.forEach(each => each.resize()); });
+addEventListener("afterprint", () => { printing = false; repaint(); charts.forEach(each => each.resize()); });
+
+// ---- What is known of a run
+
+const settings = run => run.start?.settings || {};
+const fact = (run, key) => run.run?.[key] ?? settings(run)[key] ?? run.case?.[key];
+const ranksOf = run => run.trace?.ranks || [];
+const stepping = run => ranksOf(run).filter(rank => rank.steps > 0);
+const finite = values => (values || []).filter(given);
+const caseOf = run => run.case ? [run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
+const cases = [...new Set(data.runs.map(caseOf))];
+const hueOf = run => cases.indexOf(caseOf(run));
+
+function moved(run) {
+  const names = Object.keys(run.run || {}).filter(key => /^(exchanged|pushed|pulled|stage_\d+)_bytes$/.test(key));
+  return names.length ? sum(names.map(key => run.run[key])) : null;
+}
+function memory(run) {
+  if (given(run.case?.peak_memory_bytes)) return run.case.peak_memory_bytes;
+  return run.run?.each_rank ? sum(run.run.each_rank.map(rank => rank.pss_bytes)) : null;
+}
+function rate(run) {
+  const steps = run.steps;
+  return steps?.seconds.length ? last(steps.samples) / last(steps.seconds) : null;
+}
+function waiting(run) {
+  const times = stepping(run).map(rank => rank.ms.waiting || 0);
+  return times.length ? mean(times) / 1e3 : null;
+}
+
+const RESULTS = [
+  { name: "training time", of: run => run.steps?.seconds.length ? last(run.steps.seconds) : null, format: duration, ratio: true },
+  { name: "time per epoch", of: run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, format: duration, ratio: true },
+  { name: "samples/s", of: rate, format: number, ratio: true },
+  { name: "step, median", of: run => run.step_ms?.p50 / 1e3 || null, format: duration, ratio: true },
+  { name: "step, 95th percentile", of: run => run.step_ms?.p95 / 1e3 || null, format: duration, ratio: true },
+  { name: "training loss", of: run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), format: number },
+  { name: "best val. accuracy", of: run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, format: percent },
+  { name: "bytes moved", of: moved, format: bytes, ratio: true },
+  { name: "busiest link, per step", of: run => run.case?.busiest_link_bytes_per_step?.sent, format: bytes, ratio: true },
+  { name: "memory", of: memory, format: bytes, ratio: true },
+  { name: "waiting in a step", of: waiting, format: duration },
+  { name: "mean delay", of: run => run.run?.mean_delay, format: number },
+  { name: "largest delay", of: run => run.run?.max_delay, format: number },
+  { name: "bubble", of: run => run.run?.bubble, format: percent },
+];
+
+// ---- Sections
+
+const plain = value => given(value) ? typeof value === "object" ? JSON.stringify(value) : String(value) : "";
+
+// Options that are not the same in all runs; files that a run writes are always others.
+function differingSettings() {
+  const skipped = ["metrics", "trace", "tensorboard", "checkpoint_dir"];
+  const known = data.runs.filter(run => run.start?.settings);
+  const names = [...new Set(known.flatMap(run => Object.keys(settings(run))))];
+  const differing = names.filter(name => !skipped.includes(name) && new Set(known.map(run => plain(settings(run)[name]))).size > 1);
+  return ["model", "strategy", "ranks"].filter(name => !differing.includes(name)).concat(differing);
+}
+
+function header() {
+  const many = data.runs.length;
+  document.title = many === 1 ? `${data.runs[0].name}: lockstep report` : `lockstep report of ${many} runs`;
+  element(page, "h1", data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : `${many} runs`);
+  const partial = data.runs.filter(run => run.partial.length).length;
+  if (partial) element(page, "p", many === 1 ? "This run is partial: the table says what is missing." : `${partial} of ${many} runs are partial: the table says what is missing.`, "warning");
+  for (const text of data.warnings) element(page, "p", text, "warning");
+}
+
+function cell(row, run, result) {
+  const value = result.of(run);
+  const made = element(row, "td", result.format(value));
+  const base = result.of(data.runs[0]);
+  if (result.ratio && run !== data.runs[0] && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
+}
+
+function table() {
+  const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs[0].name}.` : null);
+  const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
+  const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
+  const body = element(element(made, "div", null, "scroll"), "table");
+  const head = element(element(body, "thead"), "tr");
+  for (const title of ["run", ...names, ...results.map(result => result.name)]) element(head, "th", title);
+  const rows = element(body, "tbody");
+  for (const run of data.runs) {
+    const row = element(rows, "tr");
+    const first = element(row, "td", run.name);
+    for (const text of run.partial) element(first, "small", `partial: ${text}`, "warn");
+    for (const name of names) element(row, "td", plain(fact(run, name)));
+    for (const result of results) cell(row, run, result);
+  }
+}
+
+// ---- A comparison: repeats of a case become a mean with an error bar
+
+function grouped(runs) {
+  const devices = new Set(runs.map(run => run.case.devices));
+  const varied = Object.keys(runs.find(run => run.case.varied)?.case.varied || {});
+  const across = devices.size > 1 || !varied.length ? "devices" : varied[0];
+  const x = run => plain(across === "devices" ? run.case.devices : run.case.varied?.[across]);
+  const series = run => [run.case.strategy, ...Object.entries(run.case.varied || {}).filter(([key]) => key !== across).map(([key, value]) => `${key} ${value}`)].join(", ");
+  const labels = [...new Set(runs.map(x))].sort((a, b) => isNaN(a) || isNaN(b) ? a < b ? -1 : 1 : a - b);
+  return { across, x, series, labels, names: [...new Set(runs.map(series))] };
+}
+
+function speedUp(runs, groups) {
+  const alone = name => finite(runs.filter(run => run.case.devices === 1 && groups.series(run) === name).map(rate));
+  const single = finite(runs.filter(run => run.case.strategy === "single").map(rate));
+  return { name: "speed-up over one device", format: number, of: run => {
+    const base = alone(groups.series(run)).length ? alone(groups.series(run)) : single;
+    return base.length && given(rate(run)) ? rate(run) / mean(base) : null;
+  } };
+}
+
+function comparison() {
+  const runs = data.runs.filter(run => run.case?.state === "finished");
+  if (!runs.length) return;
+  const groups = grouped(runs);
+  const made = grid(section("Comparison", "Means over the repeats that finished; error bars: one standard deviation to each side."));
+  for (const result of [...RESULTS, ...(groups.across === "devices" ? [speedUp(runs, groups)] : [])]) {
+    if (!runs.some(run => given(result.of(run)))) continue;
+    const sets = groups.names.map((name, hue) => {
+      const values = groups.labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
+      const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
+      return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
+        errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
+    });
+    chart(made, result.name, "bar", sets, axis(groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: groups.labels, format: result.format, legend: true });
+  }
+}
+
+// ---- Curves
+
+const ACROSS = { time: ["seconds", "time of training steps", duration], samples: ["samples", "samples", number], steps: ["step", "step", number] };
+
+function curve(run, table, key, across) {
+  const points = run[table];
+  return points[ACROSS[across][0]].map((x, i) => ({ x, y: points[key][i] }));
+}
+
+function curveSets(table, key, across) {
+  const runs = data.runs.filter(run => finite(run[table]?.[key]).length);
+  const sets = [];
+  for (const run of runs) {
+    const points = curve(run, table, key, across);
+    const look = { hue: hueOf(run), label: caseOf(run), full: run.name, borderWidth: 1.5, pointRadius: points.length > 60 ? 0 : 2, pointHitRadius: 8 };
+    sets.push({ ...look, data: points });
+    if (table === "steps" && key === "loss" && runs.length <= 4 && run.steps.low.some((low, i) => low !== run.steps.high[i])) {
+      const edge = { ...look, band: true, borderWidth: 0, pointRadius: 0, pointHitRadius: 0 };
+      sets.push({ ...edge, data: curve(run, table, "low", across) }, { ...edge, data: curve(run, table, "high", across), fill: "-1" });
+    }
+  }
+  return sets;
+}
+
+function curves() {
+  const kinds = [["Training loss", "steps", "loss", number], ["Validation accuracy", "epochs", "val_accuracy", percent], ["Validation loss", "epochs", "val_loss", number],
+    ["Throughput, samples/s", "steps", "rate", number]].filter(([, table, key]) => data.runs.some(run => finite(run[table]?.[key]).length));
+  if (!kinds.length) return;
+  const made = section("Curves", "A point of a curve over steps is the mean of several where there are more than 500; the band goes from their least to their greatest.");
+  const choice = element(made, "div", null, "choice");
+  choice.setAttribute("role", "group");
+  choice.setAttribute("aria-label", "against");
+  const place = grid(made);
+  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", duration, { type: "linear" }), axis("", format), { format, legend: data.runs.length > 1 })]);
+  const show = across => {
+    for (const button of choice.children) button.setAttribute("aria-pressed", String(button.textContent === across));
+    for (const [table, key, each] of drawn) {
+      each.data.datasets = curveSets(table, key, across);
+      each.options.scales.x.title.text = ACROSS[across][1];
+      each.options.scales.x.ticks.callback = value => ACROSS[across][2](value);
+      paint(each);
+      each.update();
+    }
+  };
+  for (const across of Object.keys(ACROSS)) element(choice, "button", across).addEventListener("click", () => show(across));
+  show("time");
+}
+
+// ---- Where the time goes
+
+// [{name, ms: {phase: milliseconds}}] of a run, by the best that there is.
+function phasesOf(run) {
+  if (stepping(run).length) return stepping(run).map(rank => ({ name: `rank ${rank.rank}`, ms: rank.ms }));
+  const steps = run.steps?.step.length ? last(run.steps.step) + 1 : 0;
+  const ended = run.run?.each_rank || (given(run.run?.forward_seconds) ? [{ rank: 0, ...run.run }] : []);
+  if (!steps || !ended.length) return [];
+  const here = run.run.steps ? run.run.steps - (run.start?.step || 0) : steps;
+  return ended.map(rank => ({ name: `rank ${rank.rank}`,
+    ms: Object.fromEntries(["forward", "backward", "exchange", "update", "data"].map(phase => [phase, 1e3 * rank[`${phase}_seconds`] / here])) }));
+}
+
+function whereTimeGoes() {
+  const runs = data.runs.filter(run => phasesOf(run).length);
+  if (!runs.length) return;
+  const traced = runs.some(run => stepping(run).length);
+  const place = grid(section("Where a step's time goes", traced ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
+    : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart."));
+  for (const run of runs.slice(0, 12)) {
+    const ranks = phasesOf(run);
+    const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0.002 * sum(Object.values(rank.ms))));  // the others would be too thin
+    const sets = phases.map(phase => ({ label: phase, hue: PHASES.indexOf(phase), data: ranks.map(rank => rank.ms[phase] || 0), stack: "one" }));
+    chart(place, run.name, "bar", sets, axis("ms per step", number, { stacked: true }), axis("", null, { stacked: true }),
+      { labels: ranks.map(rank => rank.name), indexAxis: "y", format: value => `${number(value, 3)} ms`, height: 110 + 28 * ranks.length, legend: true });
+  }
+}
+
+function balance() {
+  const runs = data.runs.filter(run => stepping(run).length > 1);
+  if (!runs.length) return;
+  const made = section("Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.");
+  const place = grid(made);
+  for (const run of runs.slice(0, 12)) {
+    const sets = stepping(run).map((rank, hue) => ({ label: `rank ${rank.rank}`, hue, borderWidth: 1.5, pointRadius: rank.busy.ms.length > 60 ? 0 : 2, pointHitRadius: 8,
+      data: rank.busy.step.map((x, i) => ({ x, y: rank.busy.ms[i] })) }));
+    chart(place, run.name, "line", sets, axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }));
+    waits(made, run);
+  }
+}
+
+function waits(parent, run) {
+  const ranks = stepping(run);
+  if (!ranks.some(rank => Object.keys(rank.waits_for).length)) return;
+  const box = element(parent, "details");
+  element(box, "summary", `${run.name}: who waited for whom, ms per step`);
+  const body = element(element(box, "div", null, "scroll"), "table");
+  const head = element(body, "tr");
+  for (const title of ["waiting", ...ranks.map(rank => `for rank ${rank.rank}`)]) element(head, "th", title);
+  for (const rank of ranks) {
+    const row = element(body, "tr");
+    element(row, "td", rank.name || `rank ${rank.rank}`);
+    for (const other of ranks) element(row, "td", number(rank.waits_for[other.rank], 3));
+  }
+}
+
+function delays() {
+  const counts = run => Object.keys(run.run || {}).filter(key => /^delay_\d+$/.test(key));
+  const runs = data.runs.filter(run => counts(run).length);
+  if (!runs.length) return;
+  const labels = [...new Set(runs.flatMap(counts).map(key => +key.slice(6)))].sort((a, b) => a - b);
+  const place = grid(section("Delays of asynchronous gradients", "How many gradients were computed on weights that others had updated so often since."));
+  chart(place, "Gradients by delay", "bar", runs.map(run => ({ label: run.name, hue: hueOf(run), data: labels.map(delay => run.run[`delay_${delay}`] || 0) })),
+    axis("updates made elsewhere"), axis("gradients", number), { labels, legend: true });
+}
+
+function bytesMoved() {
+  const runs = data.runs.filter(run => stepping(run).some(rank => Object.keys(rank.bytes).length));
+  if (!runs.length) return;
+  const place = grid(section("Bytes by collective", "What each rank handed to collectives and messages in a step. Those that begin with “machines:” go over links; the others stay in the machine's memory."));
+  for (const run of runs.slice(0, 12)) {
+    const ranks = stepping(run);
+    const names = [...new Set(ranks.flatMap(rank => Object.keys(rank.bytes)))];
+    chart(place, run.name, "bar", names.map((name, hue) => ({ label: name, hue, data: ranks.map(rank => rank.bytes[name] || 0), stack: name.startsWith("machines:") ? "links" : "memory" })),
+      axis("per step", bytes, { stacked: true }), axis("", null, { stacked: true }), { labels: ranks.map(rank => `rank ${rank.rank}`), indexAxis: "y", format: bytes, height: 110 + 28 * ranks.length, legend: true });
+  }
+}
+
+function memoryOfRanks() {
+  const runs = data.runs.filter(run => run.run?.each_rank?.some(rank => rank.pss_bytes > 0));
+  if (!runs.length) return;
+  const place = grid(section("Memory", "Of each rank's process at the end of the run. Its share: memory that n processes share counts one n-th. The most it had: shared memory counts in full."));
+  for (const run of runs.slice(0, 12)) {
+    const ranks = run.run.each_rank;
+    chart(place, run.name, "bar", [{ label: "its share", hue: 0, data: ranks.map(rank => rank.pss_bytes) }, { label: "the most it had", hue: 1, data: ranks.map(rank => rank.peak_rss_bytes) }],
+      axis("", bytes, { beginAtZero: true }), axis(""), { labels: ranks.map(rank => `rank ${rank.rank}`), indexAxis: "y", format: bytes, height: 110 + 40 * ranks.length });
+  }
+}
+
+const COUNTERS = { memory: ["Memory over time", bytes], "batches ready": ["Batches ready", number], staleness: ["Staleness, in updates", number] };
+
+function counters() {
+  const runs = data.runs.filter(run => ranksOf(run).some(rank => Object.keys(rank.counters).length));
+  if (!runs.length) return;
+  const place = grid(section("Counters of the trace", "Of each rank, against the time since the trace began."));
+  for (const run of runs.slice(0, 12)) {
+    for (const name of new Set(ranksOf(run).flatMap(rank => Object.keys(rank.counters)))) {
+      const [title, format] = COUNTERS[name] || [name, number];
+      const ranks = ranksOf(run).filter(rank => rank.counters[name]);
+      chart(place, `${run.name}: ${title}`, "line", ranks.map((rank, hue) => ({ label: `rank ${rank.rank}`, hue, borderWidth: 1.5, pointRadius: 0, pointHitRadius: 8, stepped: true,
+        data: rank.counters[name].seconds.map((x, i) => ({ x, y: rank.counters[name].value[i] })) })), axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true });
+    }
+  }
+}
+
+function repeat() {
+  const made = section("To repeat it");
+  const machine = facts => [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
+  if (data.comparison?.machine) element(made, "p", machine(data.comparison.machine), "quiet");
+  if (data.comparison?.command) element(made, "pre", data.comparison.command);
+  for (const run of data.runs.filter(run => run.start?.command)) {
+    const box = element(made, "details");
+    box.open = !data.comparison && data.runs.length <= 4;
+    element(box, "summary", run.name);
+    element(box, "pre", run.start.command);
+    if (run.start.machine) element(box, "p", machine(run.start.machine) + (run.start.launcher && run.start.launcher !== "none" ? `; this command on each rank, started by ${run.start.launcher}` : ""), "quiet");
+    element(box, "p", `Settings: ${Object.entries(settings(run)).map(([key, value]) => `${key} = ${plain(value)}`).join("; ")}`, "quiet");
+  }
+}
+
+page.textContent = "";
+Chart.defaults.font.family = "system-ui, sans-serif";
+for (const part of [header, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();
