@@ -14,6 +14,7 @@
 #include "bench/harness.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/models.h"
@@ -29,6 +30,7 @@ struct MemoryOptions {
   std::vector<int> stages{2, 4, 10};
   std::int64_t samples = 4;  // of a micro-batch
   std::int64_t tokens = 64;  // of a sequence
+  double at_most = 0;        // peak / (fixed + saved) of a stage; 0: any
 };
 
 // ---- what autograd saves, on one device
@@ -85,6 +87,8 @@ struct StageMemory {
   double saved = 0;  // for the micro-batches in flight
   double peak = 0;   // all tensors of the stage, at most
   int in_flight = 0;
+
+  double ratio() const { return peak / (held + saved); }
 };
 
 double bytes_of(const std::vector<NamedTensor>& tensors) {
@@ -160,6 +164,31 @@ std::vector<StageMemory> measure(const std::string& model, int count, const Memo
   return stages;
 }
 
+struct Results {
+  void add(const std::string& model, int count, const std::vector<StageMemory>& stages) {
+    for (std::size_t i = 0; i < stages.size(); ++i) {
+      const StageMemory& stage = stages[i];
+      table.add({model, concat(count), concat(i), concat(stage.in_flight), fixed(stage.held / 1e6, 1),
+                 fixed(stage.saved / 1e6, 1), fixed(stage.peak / 1e6, 1), fixed(stage.ratio(), 3)});
+      json["results"].push_back({{"model", model},
+                                 {"stages", count},
+                                 {"stage", i},
+                                 {"in_flight", stage.in_flight},
+                                 {"fixed", stage.held},
+                                 {"saved", stage.saved},
+                                 {"peak", stage.peak}});
+      if (stage.ratio() <= most) continue;
+      most = stage.ratio();
+      most_of = concat(model, " in ", count, " stages, stage ", i);
+    }
+  }
+
+  Table table{{"model", "stages", "stage", "in flight", "fixed MB", "saved MB", "peak MB", "peak / both"}};
+  Json json;
+  double most = 0;  // the largest ratio
+  std::string most_of;
+};
+
 }  // namespace
 
 int bench_memory(int argc, const char* const* argv) {
@@ -169,32 +198,21 @@ int bench_memory(int argc, const char* const* argv) {
   program.list("--stages", options.stages, "numbers of stages")->check(CLI::Range(1, 18));
   program.option("--samples", options.samples, "images of a micro-batch")->check(CLI::Range(1, 1024));
   program.option("--tokens", options.tokens, "of a sequence; a micro-batch has one")->check(CLI::Range(1, 1024));
+  program.option("--at-most", options.at_most, "fail where peak / both is more; 0: never")->check(CLI::Range(0.0, 1e3));
   return program.run(argc, argv, [&] {
     torch::autograd::set_default_engine_stub(&counting_engine);
-    Table table({"model", "stages", "stage", "in flight", "fixed MB", "saved MB", "peak MB", "peak / both"});
-    Json json;
+    Results results;
     for (const std::string& model : options.models)
-      for (const int count : options.stages) {
-        const auto stages = measure(model, count, options);
-        for (std::size_t i = 0; i < stages.size(); ++i) {
-          const StageMemory& stage = stages[i];
-          const double ratio = stage.peak / (stage.held + stage.saved);
-          table.add({model, concat(count), concat(i), concat(stage.in_flight), fixed(stage.held / 1e6, 1),
-                     fixed(stage.saved / 1e6, 1), fixed(stage.peak / 1e6, 1), fixed(ratio, 3)});
-          json["results"].push_back({{"model", model},
-                                     {"stages", count},
-                                     {"stage", i},
-                                     {"in_flight", stage.in_flight},
-                                     {"fixed", stage.held},
-                                     {"saved", stage.saved},
-                                     {"peak", stage.peak}});
-        }
-      }
-    table.print(std::cout);
+      for (const int count : options.stages) results.add(model, count, measure(model, count, options));
+    results.table.print(std::cout);
     std::cout
         << "\nfixed: parameters, buffers, gradients and AdamW's state. saved: what autograd keeps of a micro-batch on "
            "one device, times the micro-batches in flight.\n";
-    program.save(json);
+    program.save(results.json);
+    if (options.at_most > 0 && results.most > options.at_most)
+      throw Error("MemoryError", {.what = concat("a stage takes ", results.most, " times what it can't do without"),
+                                  .here = results.most_of,
+                                  .next = concat("--at-most allows ", options.at_most)});
   });
 }
 

@@ -208,6 +208,72 @@ TEST(GpuCommand, trains_with_servers_as_one_core_does) {
   }
 }
 
+// Every strategy, kinds of the server and schedules included. --ranks counts processes where --devices-per-worker is given.
+const Words kProcesses = {"--ranks", "2", "--devices-per-worker", "1", "--devices", "cuda"};
+class StrategyOnGpus : public ::testing::TestWithParam<Arrangement> {};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, StrategyOnGpus,
+    ::testing::Values(
+        Arrangement{"single", {"--strategy", "single", "--devices", "cuda:1"}},
+        Arrangement{"ddp", {"--strategy", "ddp", "--ranks", "2", "--devices", "cuda"}},
+        Arrangement{"towers", {"--strategy", "towers", "--devices", "cuda"}},
+        Arrangement{"data_parallel", {"--strategy", "data_parallel", "--devices", "cuda"}},
+        Arrangement{"averaging", {"--strategy", "averaging", "--devices", "cuda"}},
+        Arrangement{"averaging_in_processes", kProcesses + Words{"--strategy", "averaging"}},
+        Arrangement{"local", {"--strategy", "kvstore", "--kvstore", "local", "--devices", "cuda"}},
+        Arrangement{"local_update_cpu",
+                    {"--strategy", "kvstore", "--kvstore", "local_update_cpu", "--devices", "cuda"}},
+        Arrangement{"local_allreduce_cpu",
+                    {"--strategy", "kvstore", "--kvstore", "local_allreduce_cpu", "--devices", "cuda"}},
+        Arrangement{"local_allreduce_device",
+                    {"--strategy", "kvstore", "--kvstore", "local_allreduce_device", "--devices", "cuda"}},
+        Arrangement{"dist_sync", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_sync"}},
+        Arrangement{"dist_async", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_async"}},
+        Arrangement{"dist_bounded", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
+        Arrangement{"pipeline", kProcesses + Words{"--strategy", "pipeline"}},
+        Arrangement{"gpipe", kProcesses + Words{"--strategy", "pipeline", "--pipeline-schedule", "gpipe"}}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(StrategyOnGpus, learns) {
+  const TempFolder folder;
+  const Words train = {LOCKSTEP_COMMAND, "train", "--model", "mlp",       "--data",       "synthetic:300x1x28x28",
+                       "--epochs",       "2",     "--lr",    "0.05",      "--batch-size", "30",
+                       "--threads",      "1",     "--quiet", "--metrics", folder / "m"};
+  const Ended ended = on_gpus(2, train + GetParam().words);
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  std::vector<double> losses;
+  for (const auto& line : metrics_in(folder / "m"))
+    if (line["event"] == "epoch") losses.push_back(line["train_loss"]);
+  ASSERT_EQ(losses.size(), 2U);
+  EXPECT_LT(losses[1], 0.5 * losses[0]);
+}
+
+// The parameters of gpt-mini, their gradients and AdamW's state are 12.9 MiB, those of a stage at most 4.
+TEST(GpuCommand, trains_a_model_above_the_memory_of_a_gpu_in_four_stages) {
+  const TempFolder folder;
+  const Words train = {LOCKSTEP_COMMAND, "train", "--model", "gpt-mini",  "--data",      "synthetic",
+                       "--optimizer",    "adamw", "--lr",    "0.001",     "--max-steps", "3",
+                       "--threads",      "1",     "--quiet", "--strategy"};
+  const Words pipeline = train + Words{"pipeline", "--batch-size", "4", "--micro-batches", "4", "--metrics"};
+  const auto with_12_mib = [](const Words& words) {
+    return on_gpus(4, with_variables({{"LOCKSTEP_SIMULATED_MEMORY", "12"}}, words));
+  };
+  const Ended one = with_12_mib(train + Words{"single", "--devices", "cuda:0", "--batch-size", "1"});
+  EXPECT_EQ(one.exit_code, 1);
+  EXPECT_TRUE(contains(one.error, "cuda:0 failed: CUDA out of memory")) << one.error;
+  EXPECT_TRUE(contains(one.error, "or cut the model: --strategy pipeline")) << one.error;
+
+  const Ended four = with_12_mib(pipeline + Words{folder / "gpus", "--devices", "cuda", "--ranks", "4",
+                                                  "--devices-per-worker", "1", "--stages", "2,1,1,2"});
+  EXPECT_EQ(four.exit_code, 0) << four.error;
+  // One device without the limit, and the same random numbers for dropout.
+  EXPECT_EQ(run(pipeline + Words{folder / "core", "--devices", "cpu", "--ranks", "1"}).exit_code, 0);
+  const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
+  ASSERT_EQ(core.size(), 3U);
+  ASSERT_EQ(gpus.size(), 3U);
+  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-5 * core[step]) << step;
+}
+
 TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
   const TempFolder folder;
   const Words towers = kTrain + Words{folder / "m", "--strategy", "towers"};
