@@ -175,9 +175,7 @@ TEST(Train, resumes_several_ranks_bit_exactly) {
   train("parts", {"--max-steps", "5"});
   train("parts", {"--max-steps", "12", "--resume"});
   const std::string last = "step-00000012.safetensors";
-  const auto whole = metrics_in(folder / "whole.jsonl");
-  const auto parts = metrics_in(folder / "parts.jsonl");
-  EXPECT_EQ(whole[11]["loss"], parts[parts.size() - 2]["loss"]);
+  EXPECT_EQ(losses_in(folder / "whole.jsonl").back(), losses_in(folder / "parts.jsonl").back());
   // Seconds differ between the runs, and with them the metadata; the tensors may not.
   const std::string a = read_file(folder / "whole" / last);
   const std::string b = read_file(folder / "parts" / last);
@@ -185,6 +183,19 @@ TEST(Train, resumes_several_ranks_bit_exactly) {
     return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
   };
   EXPECT_EQ(tensors(a), tensors(b));
+}
+
+// A limit on the size of files, in blocks of 512 bytes, instead of a full disk.
+TEST(Train, goes_on_while_no_checkpoint_can_be_written_and_ends_with_an_error) {
+  const TempFolder folder;
+  const Ended ended = run(Words{"/bin/sh", "-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "sh"} + kTrain +
+                          Words{"--max-steps", "4", "--batch-size", "16", "--quiet", "--checkpoint-dir",
+                                folder / "checkpoints", "--checkpoint-every", "2", "--metrics", folder / "m"});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "the checkpoint of step 2 is not saved: can't write"));
+  EXPECT_TRUE(contains(ended.error, "the checkpoint of the last step, 4, is not saved: can't write"));
+  EXPECT_EQ(losses_in(folder / "m").size(), 4U);
+  EXPECT_EQ(metrics_in(folder / "m").back()["event"], "run");
 }
 
 // ---- What a user does wrong, and what the error says.
