@@ -2,7 +2,6 @@
 #include "lockstep/base/file.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <array>
@@ -93,14 +92,6 @@ void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
   if (read_fully(fd_.get(), at, {static_cast<std::byte*>(into), bytes}).empty()) return;
   if (errno == 0) errno = EIO;  // shorter than it was
   throw system_error("read", path_);
-}
-
-std::shared_ptr<const std::byte> ReadableFile::map() const {
-  if (size_ == 0) return nullptr;
-  void* const memory = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
-  if (memory == MAP_FAILED) throw system_error("map", path_);
-  return {static_cast<const std::byte*>(memory),
-          [bytes = size_](const std::byte* mapped) { ::munmap(const_cast<std::byte*>(mapped), bytes); }};
 }
 
 }  // namespace lockstep

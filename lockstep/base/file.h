@@ -5,9 +5,7 @@
 // Ranks:   no communication; one rank writes a path
 #pragma once
 
-#include <cstddef>
 #include <filesystem>
-#include <memory>
 #include <string>
 
 #include "lockstep/base/unique_fd.h"
@@ -42,9 +40,6 @@ class ReadableFile {
   explicit ReadableFile(std::filesystem::path path);
   std::size_t size() const { return size_; }
   void read(std::size_t at, void* into, std::size_t bytes) const;
-
-  // All of it, read-only, for as long as somebody holds it; null if it is empty. What another process cuts off is SIGBUS.
-  std::shared_ptr<const std::byte> map() const;
 
  private:
   std::filesystem::path path_;

@@ -35,14 +35,12 @@ struct CheckpointWriter::Shared {
 
   CheckpointFolder folder;  // these two: of the thread while there is a job, else of the caller
   FileImage image;
-  std::int64_t copied = -1;  // the step whose state is in the image
 
   mutable std::mutex mutex;  // guards what follows; never held while the disk is written to
   std::condition_variable changed;
   std::function<void()> job;  // until it is done
   bool ending = false;
   std::int64_t newest = -1;  // on the disk
-  std::int64_t failed = -1;  // of the last write, if it failed
   std::string trouble;
   std::vector<Saved> saved;
 
@@ -82,7 +80,6 @@ struct CheckpointWriter::Shared {
       log_warning(concat("the checkpoint of step ", step, " is not saved: ", why,
                          "; training goes on, and the next save tries again"));
     const std::lock_guard lock(mutex);
-    failed = why.empty() ? -1 : step;
     trouble = why;
     if (!why.empty()) return false;
     newest = step;
@@ -133,19 +130,11 @@ void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const Fet
   }
   if (elsewhere) return save_now(step, file, fetch);
   try {
-    shared_->copied = -1;
     shared_->image.copy(shared_->folder.split(file));
-    shared_->copied = step;
   } catch (const SystemError&) {  // no memory for a copy
     return save_now(step, file, fetch);
   }
-  write_copy();
-}
-
-void CheckpointWriter::write_copy() {
-  shared_->start([shared = shared_] {
-    shared->write(shared->copied, [&] { shared->folder.save(shared->copied, shared->image); });
-  });
+  shared_->start([shared = shared_, step] { shared->write(step, [&] { shared->folder.save(step, shared->image); }); });
 }
 
 void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
@@ -166,12 +155,7 @@ void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const
 }
 
 bool CheckpointWriter::finish(std::int64_t step, std::chrono::milliseconds timeout) {
-  if (!wait_until_idle(timeout)) return false;
-  if (shared_->failed == step && shared_->copied == step) {  // idle: nobody else uses them
-    write_copy();
-    if (!wait_until_idle(timeout)) return false;
-  }
-  return shared_->newest == step;
+  return wait_until_idle(timeout) && shared_->newest == step;
 }
 
 std::string CheckpointWriter::trouble() const {

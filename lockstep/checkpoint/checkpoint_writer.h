@@ -39,8 +39,8 @@ class CheckpointWriter {
   // UsageError, but nothing because of the disk.
   void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
-  // Waits, at most `timeout`, until nothing is being written, and tries a save that failed once more. Returns whether the
-  // newest checkpoint on the disk is that of `step`; if not, trouble() says why.
+  // Waits, at most `timeout`, until nothing is being written. Returns whether the newest checkpoint on the disk is that of
+  // `step`; if not, trouble() says why.
   bool finish(std::int64_t step, std::chrono::milliseconds timeout);
   std::string trouble() const;
 
@@ -53,7 +53,6 @@ class CheckpointWriter {
  private:
   struct Shared;
   bool wait_until_idle(std::chrono::milliseconds timeout);
-  void write_copy();
   void save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch);
 
   std::shared_ptr<Shared> shared_;  // with the thread

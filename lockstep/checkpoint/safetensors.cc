@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/map_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/error.h"
@@ -202,7 +203,7 @@ ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
           .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
-          .mapped = file->map()};
+          .mapped = map_file(path, file->size())};
 }
 
 SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)
