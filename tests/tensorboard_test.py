@@ -100,7 +100,7 @@ def main():
         expect_settings(folder)
         assert session_end(folder) == 1, "not a success"
 
-        kept, *lost = sorted(Path(folder, "checkpoints").iterdir())
+        kept, *lost = sorted(Path(folder, "checkpoints").glob("step-*"))
         for checkpoint in lost:  # as if the run had died before it wrote them
             checkpoint.unlink()
         train(folder, 13, "--resume", ranks=2)

@@ -140,6 +140,11 @@ add_test(NAME command.curves_are_what_tensorboard_reads
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tensorboard_test.py $<TARGET_FILE:lockstep_command>)
 set_tests_properties(command.curves_are_what_tensorboard_reads PROPERTIES TIMEOUT 300)
 
+# Checkpoints, read with the safetensors package.
+add_test(NAME command.checkpoints_are_what_safetensors_reads
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_test.py $<TARGET_FILE:lockstep_command>)
+set_tests_properties(command.checkpoints_are_what_safetensors_reads PROPERTIES TIMEOUT 300)
+
 # Timelines of runs that end well and of one that loses a rank.
 add_test(NAME command.a_trace_shows_what_every_rank_does
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/trace_test.py $<TARGET_FILE:lockstep_command>

@@ -27,7 +27,8 @@ struct TensorFile {
 //
 // save: atomic: a reader sees the old file or the whole new one. Blocks until it is on the disk. Throws SystemError;
 // UsageError for a dtype that the format does not know.
-// load: every length and offset is checked before it is used. Throws SystemError; CheckpointError: damaged, and how.
+// load: path: a file, or the index of several (*.safetensors.index.json, as large checkpoints of `lockstep train` and of
+// Hugging Face's tools have). Every length and offset is checked before it is used. Throws SystemError; CheckpointError: damaged, and how.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file);
 TensorFile load_safetensors(const std::filesystem::path& path);
 

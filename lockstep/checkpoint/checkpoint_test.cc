@@ -27,7 +27,8 @@ TensorFile sample() {
 
 std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename());
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoint/safetensors.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
-#include <iomanip>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -15,7 +12,9 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/map_file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoint/hash.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -27,6 +26,7 @@ static_assert(std::endian::native == std::endian::little, "safetensors is a litt
 
 constexpr const char* kMetadata = "__metadata__";
 constexpr const char* kChecksum = "lockstep.xxh3";
+constexpr std::size_t kChecksumDigits = 16;
 constexpr const char* kNoChecksum = "0000000000000000";  // what the field holds while the checksum is computed
 constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kPartBytes = std::size_t{1} << 20;  // that are read at a time
@@ -56,27 +56,12 @@ CheckpointError damaged(const std::string& origin, const std::string& what) {
                           .next = "remove it to resume from the checkpoint before it"});
 }
 
-// XXH3 of bytes that come in parts.
-class Hash {
- public:
-  Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
-  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
-  std::string digits() const {
-    return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
-  }
-
- private:
-  struct Frees {
-    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
-  };
-  std::unique_ptr<XXH3_state_t, Frees> state_;
-};
-
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
 std::size_t checksum_position(const std::string& header) {
   const std::string key = concat('"', kChecksum, "\":\"");
   const std::size_t found = header.find(key);
-  return found == std::string::npos || found + key.size() + 16 > header.size() ? std::string::npos : found + key.size();
+  return found == std::string::npos || found + key.size() + kChecksumDigits > header.size() ? std::string::npos
+                                                                                            : found + key.size();
 }
 
 Json make_header(const TensorFile& file) {
@@ -95,11 +80,12 @@ Json make_header(const TensorFile& file) {
 }
 
 void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
+  if (checksum == Checksum::kTrusted) return;
   const std::size_t position = checksum_position(header);
   if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged(origin, "it has no checksum");
   if (position == std::string::npos) return;
-  const std::string recorded = header.substr(position, 16);
-  header.replace(position, 16, kNoChecksum);
+  const std::string recorded = header.substr(position, kChecksumDigits);
+  header.replace(position, kChecksumDigits, kNoChecksum);
   const std::uint64_t length = header.size();
   Hash hash;
   hash.add(&length, kLengthBytes);
@@ -172,24 +158,39 @@ struct Written {
 };
 Written write_safetensors(const TensorFile& file, const FetchTensor& fetch,
                           const std::function<void(const void*, std::size_t)>& write) {
-  std::string header = make_header(file).dump();
-  header.resize((header.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
-  const std::uint64_t length = header.size();
+  const std::string head = safetensors_head(file);
   Hash hash;
   const auto add = [&](const void* data, std::size_t bytes) {
     hash.add(data, bytes);
     write(data, bytes);
   };
-  add(&length, kLengthBytes);
-  add(header.data(), header.size());
+  add(head.data(), head.size());
   for (const auto& [name, tensor] : file.tensors) {
     const torch::Tensor values = (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous();
     add(values.const_data_ptr(), values.nbytes());
   }
-  return {.checksum = hash.digits(), .position = kLengthBytes + checksum_position(header)};
+  return {.checksum = hash.digits(), .position = checksum_position(head)};
 }
 
 }  // namespace
+
+std::string safetensors_head(const TensorFile& file) {
+  std::string header = make_header(file).dump();
+  header.resize((header.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
+  const std::uint64_t length = header.size();
+  return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + header;
+}
+
+void set_checksum(std::span<std::byte> file) {
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), kLengthBytes);
+  const std::string head(reinterpret_cast<const char*>(file.data()), kLengthBytes + length);
+  std::byte* const digits = file.data() + checksum_position(head);
+  std::memcpy(digits, kNoChecksum, kChecksumDigits);
+  Hash hash;
+  hash.add(file.data(), file.size());
+  std::memcpy(digits, hash.digits().data(), kChecksumDigits);
+}
 
 std::string to_safetensors(const TensorFile& file) {
   std::string bytes;
@@ -201,7 +202,8 @@ std::string to_safetensors(const TensorFile& file) {
 ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
-          .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); }};
+          .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
+          .mapped = map_file(path, file->size())};
 }
 
 SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)
@@ -223,11 +225,16 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
   } catch (const nlohmann::json::exception& error) {
     throw damaged(origin, concat("its header is not what the format says: ", error.what()));
   }
-  metadata_.erase(kChecksum);
+  if (const auto found = metadata_.extract(kChecksum)) checksum_ = found.mapped();
 }
 
 torch::Tensor SafetensorsReader::read(const std::string& name) const {
   const Entry& entry = entries_.at(name);
+  if (source_.mapped && entry.at % c10::elementSize(entry.dtype) == 0) {
+    auto* const data = const_cast<std::byte*>(source_.mapped.get() + entry.at);
+    return torch::from_blob(
+        data, entry.shape, [keep = source_.mapped](void*) {}, torch::TensorOptions(entry.dtype));
+  }
   torch::Tensor tensor = torch::empty(entry.shape, entry.dtype);
   if (tensor.nbytes() > 0) source_.read(entry.at, tensor.data_ptr(), tensor.nbytes());
   return tensor;
@@ -248,10 +255,6 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
 
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file) {
   save_safetensors(path, file, nullptr);
-}
-
-TensorFile load_safetensors(const std::filesystem::path& path) {
-  return read_all(SafetensorsReader(bytes_in(path), path, Checksum::kOptional));
 }
 
 }  // namespace lockstep

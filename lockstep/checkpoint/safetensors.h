@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -25,8 +27,16 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
 // Throws UsageError for a dtype that the format does not know.
 std::string to_safetensors(const TensorFile& file);
 
+// The file up to the first tensor's bytes, with zeros for the checksum. The tensors follow in the order of their names,
+// without gaps. Throws UsageError, as to_safetensors() does.
+std::string safetensors_head(const TensorFile& file);
+
+// Puts the checksum of a whole file, which begins with what safetensors_head() returns, into its head.
+void set_checksum(std::span<std::byte> file);
+
 // Other tools write no checksum; lockstep's own files always have one.
-enum class Checksum { kRequired, kOptional };
+// kTrusted: it is not verified: another rank of the job has done so.
+enum class Checksum { kRequired, kOptional, kTrusted };
 
 // Every length and offset is checked before it is used. Throws CheckpointError naming `origin` and what is wrong.
 TensorFile from_safetensors(const std::string& bytes, const std::string& origin,
@@ -36,8 +46,12 @@ TensorFile from_safetensors(const std::string& bytes, const std::string& origin,
 struct ByteSource {
   std::size_t size = 0;
   std::function<void(std::size_t at, void* into, std::size_t bytes)> read;
+  std::shared_ptr<const std::byte> mapped{};  // all of them, where they are mapped
 };
-ByteSource bytes_in(const std::filesystem::path& path);  // throws SystemError
+
+// Mapped, so that all processes of a machine that read the file share the kernel's copy. read() reads it as usual: an error
+// of the disk is a SystemError there, and SIGBUS in the mapping. Throws SystemError.
+ByteSource bytes_in(const std::filesystem::path& path);
 
 // An open file, whose tensors are read when they are asked for.
 class SafetensorsReader {
@@ -48,17 +62,22 @@ class SafetensorsReader {
     std::size_t at = 0;  // its first byte
   };
 
-  // Reads everything once, for the checksum. Throws as from_safetensors() does.
+  // Reads everything once, for the checksum, unless that is trusted. Throws as from_safetensors() does.
   SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum);
 
   const std::map<std::string, Entry>& entries() const { return entries_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  torch::Tensor read(const std::string& name) const;  // on the CPU, contiguous. Throws SystemError
+  const std::string& checksum() const { return checksum_; }  // as the file has it; empty: it has none
+
+  // On the CPU, contiguous, not to be written to: of a mapped file it is the mapping, which the tensor keeps. Throws
+  // SystemError.
+  torch::Tensor read(const std::string& name) const;
 
  private:
   ByteSource source_;
   std::map<std::string, Entry> entries_;
   std::map<std::string, std::string> metadata_;
+  std::string checksum_;
 };
 
 }  // namespace lockstep

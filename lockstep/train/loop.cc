@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/gpus.h"
@@ -99,13 +101,16 @@ Json TrainingLoop::run() {
   metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
   while (position_.step < last_step() && !stopped_) train_epoch();
-  if (position_.step != saved_step_) save_checkpoint();
+  const bool saved = save_last_checkpoint();
+  record_saved();
   timeline_.finish(/*together=*/step_world_.size() == world_.size());
-  if (stopped_) return leave_early();
-  const Json run = summary(watch.seconds());
+  const Json run = stopped_ ? leave_early(saved) : summary(watch.seconds());
   metrics_.write(run);
-  curves_.end_run(position_.step);
-  progress_.end_run(run, strategy_.table());
+  if (!stopped_) {
+    curves_.end_run(position_.step);
+    progress_.end_run(run, strategy_.table());
+  }
+  require_saved(saved);
   return run;
 }
 
@@ -145,6 +150,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
     return found;
   });
   record_step(totals, since_last_step.seconds());
+  make_room_to_save();
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
 }
 
@@ -178,6 +184,7 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
                 {"loss", totals.mean_loss}, {"seconds", seconds},
                 {"samples", totals.samples}};
   metrics_.write(event);
+  record_saved();
   event["learning_rate"] = learning_rate();
   curves_.add(event, position_.step);
   ++position_.step;
@@ -192,15 +199,14 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
 // ---- around the steps
 
 // No rank ends before the checkpoint is written: a launcher might end the others.
-Json TrainingLoop::leave_early() {
+Json TrainingLoop::leave_early(bool saved) {
   step_world_.barrier();
-  const Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", !options_.checkpoint_dir.empty()}};
-  metrics_.write(event);
   if (world_.rank() == 0)
     log_warning(concat("stopped after step ", position_.step, " of ", last_step(), ", as asked by a signal; ",
                        options_.checkpoint_dir.empty() ? "nothing is saved: there is no --checkpoint-dir"
-                                                       : "--resume goes on from here"));
-  return event;
+                       : saved                         ? "--resume goes on from here"
+                                                       : "its checkpoint is not saved"));
+  return {{"event", "stop"}, {"step", position_.step}, {"saved", saved}};
 }
 
 // Warns once a run that steps wait for data. Not before kStepsThatTell: the first steps wait for the first batches.
@@ -253,27 +259,63 @@ void TrainingLoop::save_checkpoint() {
   const trace::Span span("checkpoint", position_.step);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
-  saved_step_ = position_.step;
+}
+
+// After the first step, when the optimizer has its state: then the first save takes no longer than others.
+void TrainingLoop::make_room_to_save() {
+  if (!checkpoints_ || std::exchange(has_room_to_save_, true)) return;
+  if (const std::size_t bytes = snapshot_bytes(strategy_); bytes > 0) checkpoints_->reserve(bytes);
+}
+
+void TrainingLoop::record_saved() {
+  if (!checkpoints_) return;
+  for (const auto& [step, seconds] : checkpoints_->take_saved())
+    metrics_.write({{"event", "checkpoint"}, {"step", step}, {"seconds", seconds}});
+}
+
+// Whether rank 0 has the present state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks
+// that wait for rank 0 do not take it for lost.
+bool TrainingLoop::is_saved() {
+  const bool mine = checkpoints_ && checkpoints_->finish(position_.step, options_.strategy.timeout / 2);
+  const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
+  step_world_.broadcast(saved);
+  return saved.item<int>() != 0;
+}
+
+bool TrainingLoop::save_last_checkpoint() {
+  if (options_.checkpoint_dir.empty() || stands_aside()) return false;
+  if (position_.step == resumed_step_ || is_saved()) return true;
+  save_checkpoint();
+  return is_saved();
+}
+
+void TrainingLoop::require_saved(bool saved) const {
+  if (saved || !checkpoints_) return;
+  throw SystemError(
+      {.what = concat("the checkpoint of the last step, ", position_.step, ", is not saved: ", checkpoints_->trouble()),
+       .here = options_.checkpoint_dir,
+       .likely = "a full disk, or one that does not answer",
+       .next = "mend that, and --resume goes on from the newest checkpoint there"});
 }
 
 void TrainingLoop::open_checkpoints() {
-  checkpoints_.emplace(options_.checkpoint_dir);
-  if (!options_.resume && !checkpoints_->empty())
+  checkpoints_.emplace(CheckpointFolder(options_.checkpoint_dir, /*keep=*/2, to_size(options_.checkpoint_shard_bytes)));
+  if (!options_.resume && !checkpoints_->folder().empty())
     throw CheckpointError({.what = concat(options_.checkpoint_dir, " holds checkpoints of another run"),
                            .likely = "the same command as before, without --resume",
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// Rank 0 finds and reads the newest file and sends it to all ranks, so that machines need no shared disk.
+// Rank 0 finds and verifies the newest file.
 void TrainingLoop::resume() {
-  auto newest = checkpoints_ ? checkpoints_->load_newest() : std::nullopt;
-  const SharedCheckpoint file(world_, newest ? std::optional(newest->file) : std::nullopt);
+  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
+  SharedCheckpoint file(world_, newest);
   if (!file.is_there()) {
     if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
     return;
   }
   position_ = restore_snapshot(file, world_, strategy_, options_);
-  saved_step_ = position_.step;
+  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
 }

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
@@ -34,7 +34,7 @@ class TrainingLoop {
   // Trains to the end of the last epoch, or to --max-steps; or until the job is asked to stop (lockstep/stop.h): then all
   // ranks leave after the same step, with a checkpoint. Blocks. Returns what the last line of the metrics says.
   // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
-  // SystemError (a checkpoint or metrics file that can't be written).
+  // SystemError (a metrics file that can't be written; on rank 0 after the last step, if its checkpoint can't be).
   Json run();
 
   bool stopped() const { return stopped_; }  // before the end, because it was asked to
@@ -51,9 +51,14 @@ class TrainingLoop {
 
   void open_checkpoints();
   void save_checkpoint();
+  void make_room_to_save();
+  void record_saved();
+  bool is_saved();
+  bool save_last_checkpoint();
+  void require_saved(bool saved) const;
   void resume();
   Json summary(double seconds) const;
-  Json leave_early();
+  Json leave_early(bool saved);
 
   bool stands_aside() const;
   std::int64_t ranks() const;
@@ -67,14 +72,15 @@ class TrainingLoop {
   Loader loader_;
   Timeline timeline_;
   Position position_;
-  std::optional<CheckpointFolder> checkpoints_;  // rank 0, with --checkpoint-dir
+  std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;
   Json last_epoch_;  // the event in the metrics
   bool stopped_ = false;
-  bool hinted_ = false;           // that steps wait for data
-  std::int64_t saved_step_ = -1;  // of the last checkpoint
+  bool hinted_ = false;             // that steps wait for data
+  std::int64_t resumed_step_ = -1;  // of the checkpoint
+  bool has_room_to_save_ = false;
 };
 
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <mutex>
 
@@ -16,6 +17,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/snapshot.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -249,6 +251,20 @@ TEST(TrainingLoop, resumes_from_the_checkpoint_before_a_damaged_one) {
   expect_same_bits(run_alone(options, points()), uninterrupted);
 }
 
+TEST(TrainingLoop, resumes_from_shards) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  const Outcome uninterrupted = run_alone(options, points());
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_shard_bytes = 40;
+  options.max_steps = 8;
+  run_alone(options, points());
+  EXPECT_TRUE(folder.has("step-00000008.safetensors.index.json"));
+  options.max_steps = 0;
+  options.resume = true;
+  expect_same_bits(run_alone(options, points()), uninterrupted);
+}
+
 TEST(TrainingLoop, refuses_to_resume_with_other_options) {
   const TempFolder folder;
   TrainOptions options = small_options();
@@ -292,6 +308,45 @@ TEST(TrainingLoop, stops_at_a_loss_that_is_not_finite_and_keeps_the_good_checkpo
   const auto newest = CheckpointFolder(folder.path()).load_newest();
   for (const auto& [name, tensor] : load_safetensors(newest->path).tensors)
     EXPECT_TRUE(torch::isfinite(tensor).all().item<bool>()) << name;
+}
+
+// A checkpoint of this step can't be written: a folder lies where its file would be.
+void block_checkpoint(const TempFolder& folder, int step) {
+  std::filesystem::create_directories(folder /
+                                      concat("step-000000", step, ".safetensors.tmp-", ::getpid(), "/something"));
+}
+
+std::map<std::string, int> events_in(const std::string& metrics) {
+  std::map<std::string, int> events;
+  for (const auto& line : split(read_file(metrics), '\n'))
+    if (!line.empty()) ++events[nlohmann::json::parse(line)["event"]];
+  return events;
+}
+
+TEST(TrainingLoop, goes_on_after_a_checkpoint_that_could_not_be_written) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 5;
+  options.metrics = folder / "metrics";
+  block_checkpoint(folder, 10);
+  run_alone(options, points());
+  EXPECT_FALSE(folder.has("step-00000010.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000020.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000021.safetensors"));
+  EXPECT_EQ(events_in(options.metrics)["checkpoint"], 4);
+}
+
+TEST(TrainingLoop, ends_with_an_error_if_its_last_checkpoint_cannot_be_written) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.metrics = folder / "metrics";
+  block_checkpoint(folder, 21);
+  const std::string message = message_of<SystemError>([&] { run_alone(options, points()); });
+  EXPECT_TRUE(contains(message, "the checkpoint of the last step, 21, is not saved: can't write"));
+  EXPECT_TRUE(contains(message, "--resume goes on from the newest checkpoint"));
+  EXPECT_EQ(events_in(options.metrics)["run"], 1);
 }
 
 TEST(TrainingLoop, writes_metrics_in_the_documented_format) {
@@ -357,6 +412,38 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
   options.max_steps = 0;
   options.resume = true;
   expect_same_bits(run_on_3(options), uninterrupted);
+}
+
+// What each of 3 ranks does with a checkpoint that rank 0 has found.
+void share_checkpoint(bool visible, const std::function<void(SharedCheckpoint& file, int rank)>& use) {
+  const TempFolder folder;
+  const TensorFile state = {.tensors = {{"a", torch::arange(1000, torch::kFloat32)}, {"b", torch::ones({3})}}};
+  CheckpointFolder checkpoints(folder.path());
+  checkpoints.save(1, state);
+  run_ranks(3, [&](World& world) {
+    auto found = world.rank() == 0 ? checkpoints.load_newest() : std::nullopt;
+    if (found && !visible) found->path = "/no/such/file";  // on other machines
+    SharedCheckpoint file(world, found);
+    EXPECT_EQ(file.is_mapped(), visible);
+    EXPECT_TRUE(torch::equal(file.read("a"), state.tensors.at("a")));
+    use(file, world.rank());
+  });
+}
+
+TEST(SharedCheckpoint, is_mapped_by_ranks_that_see_the_file_and_sent_to_others) {
+  for (const bool visible : {true, false})
+    share_checkpoint(visible, [](SharedCheckpoint& file, int) {
+      EXPECT_TRUE(torch::equal(file.read("b"), torch::ones({3})));
+      file.require_same_on_all_ranks();
+    });
+}
+
+TEST(SharedCheckpoint, finds_a_rank_that_has_read_other_values) {
+  share_checkpoint(true, [](SharedCheckpoint& file, int rank) {
+    if (rank == 1) file.read("b");
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { file.require_same_on_all_ranks(); }),
+                         "rank 1 has read other values from the checkpoint than rank 0"));
+  });
 }
 
 TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {

@@ -73,7 +73,8 @@ struct TrainOptions {
   std::string tensorboard;      // folder
   std::int64_t histograms = 0;  // steps from one to the next, in `tensorboard`; 0: none
   std::string checkpoint_dir;
-  std::int64_t checkpoint_every = 0;  // steps; 0: at the end of each epoch
+  std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
+  std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
   PreemptionOptions preemption;
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs

@@ -5,8 +5,10 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <iterator>
+#include <span>
 
 #include <nlohmann/json.hpp>
 
@@ -110,7 +112,7 @@ std::map<std::string, std::vector<std::string>> saved_states(const TensorFile& s
   return keys;
 }
 
-void restore_optimizer(const SharedCheckpoint& file, Strategy& strategy) {
+void restore_optimizer(SharedCheckpoint& file, Strategy& strategy) {
   const auto states = saved_states(file.shapes());
   TensorsByName parameters;
   for (const auto& [name, tensor] : held(named_parameters(strategy.model()))) {
@@ -165,6 +167,14 @@ std::map<std::string, Elsewhere> tensors_elsewhere(const World& world, Strategy&
   return elsewhere;
 }
 
+// The file that rank 0 has opened and verified, if this rank sees it under the same name.
+std::optional<CheckpointReader> open_same(const std::string& path, const std::string& checksum) try {
+  CheckpointReader file(path, Checksum::kTrusted);
+  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
+} catch (const Error&) {
+  return std::nullopt;
+}
+
 void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position) {
   for (const std::string& bad : world.exchange_texts(first_non_finite(named_parameters(strategy.model()))))
     if (!bad.empty())
@@ -173,12 +183,32 @@ void require_finite_everywhere(const World& world, Strategy& strategy, const Pos
                             .next = "go on from the checkpoint before with a lower --lr"});
 }
 
+// Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
+bool all_finite(const torch::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
+    return torch::isfinite(tensor).all().item<bool>();
+  constexpr std::uint32_t kExponent = 0x7f800000;
+  const std::span values(tensor.const_data_ptr<float>(), to_size(tensor.numel()));
+  std::uint32_t largest = 0;
+  for (const float value : values) largest = std::max(largest, std::bit_cast<std::uint32_t>(value) & kExponent);
+  return largest < kExponent;
+}
+
 }  // namespace
 
 std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
   for (const auto& [name, tensor] : held(tensors))
-    if (tensor.is_floating_point() && !torch::isfinite(tensor).all().item<bool>()) return name;
+    if (tensor.is_floating_point() && !all_finite(tensor)) return name;
   return {};
+}
+
+std::size_t snapshot_bytes(Strategy& strategy) {
+  constexpr std::size_t kRest = std::size_t{1} << 20;  // header and generators
+  const auto all = parameters_and_buffers(strategy.model());
+  if (held(all).size() < all.size()) return 0;
+  std::size_t bytes = kRest;
+  for (const auto& [name, tensor] : own_tensors(strategy)) bytes += tensor.nbytes();
+  return bytes;
 }
 
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
@@ -209,32 +239,53 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<SafetensorsReader> file)
-    : world_(world), file_(std::move(file)) {
-  Json header = {{"is_there", file_.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
-  if (file_) {
-    for (const auto& [name, entry] : file_->entries())
+SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found) : world_(world) {
+  Json header = {{"is_there", found.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
+  if (found) {
+    header["path"] = std::filesystem::absolute(found->path).string();
+    header["checksum"] = found->file.checksum();
+    for (const auto& [name, entry] : found->file.entries())
       header["tensors"][name] = {static_cast<int>(entry.dtype), entry.shape};
-    header["metadata"] = file_->metadata();
+    header["metadata"] = found->file.metadata();
+    file_ = std::move(found->file);
   }
   const Json sent = Json::parse(send_to_all(world, header.dump()));
   is_there_ = sent["is_there"].get<bool>();
+  if (!is_there_) return;
   metadata_ = sent["metadata"].get<std::map<std::string, std::string>>();
   for (const auto& [name, looks] : sent["tensors"].items()) {
     const auto options = torch::TensorOptions(torch::kMeta).dtype(static_cast<torch::ScalarType>(looks[0].get<int>()));
     shapes_.tensors[name] = torch::empty(looks[1].get<std::vector<std::int64_t>>(), options);
   }
+  if (world.rank() != 0) file_ = open_same(sent["path"].get<std::string>(), sent["checksum"].get<std::string>());
+  is_mapped_ = std::ranges::count(world.exchange_texts(file_ ? "yes" : "no"), "no") == 0;
+  if (!is_mapped_ && world.rank() != 0) file_.reset();
 }
 
-torch::Tensor SharedCheckpoint::read(const std::string& name) const {
-  const torch::Tensor tensor =
+torch::Tensor SharedCheckpoint::read(const std::string& name) {
+  torch::Tensor tensor =
       file_ ? file_->read(name) : torch::empty_like(shapes_.tensors.at(name), torch::TensorOptions(torch::kCPU));
-  world_.broadcast(tensor);
+  if (!is_mapped_) {
+    if (file_) tensor = tensor.clone();  // a transport may write to what it sends
+    world_.broadcast(tensor);
+  }
+  read_.add(tensor.const_data_ptr(), tensor.nbytes());
   return tensor;
 }
 
+void SharedCheckpoint::require_same_on_all_ranks() const {
+  const auto digests = world_.exchange_texts(read_.digits());
+  for (int rank = 1; rank < world_.size(); ++rank)
+    if (digests[to_size(rank)] != digests.front())
+      throw CheckpointError(
+          {.what = concat("rank ", rank, " has read other values from the checkpoint than rank 0: digest ",
+                          digests[to_size(rank)], ", not ", digests.front()),
+           .likely = "a disk or memory that fails, or an old copy in the cache of a network disk",
+           .next = "resume again; if it stays so, on other machines"});
+}
+
 // All ranks read the same tensors in the same order: those of the file, whatever a rank has.
-Position restore_snapshot(const SharedCheckpoint& file, const World& world, Strategy& strategy,
+Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy,
                           const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
@@ -250,6 +301,7 @@ Position restore_snapshot(const SharedCheckpoint& file, const World& world, Stra
       torch::Tensor(place->second).copy_(value);
   }
   restore_optimizer(file, strategy);
+  file.require_same_on_all_ranks();
   strategy.restored(position.step);
   for (const torch::Device device : devices_with_generators(world)) {
     const auto saved = generators.find(generator_name(device, world.rank()));

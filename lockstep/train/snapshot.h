@@ -23,6 +23,8 @@
 #include <string>
 
 #include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/loop.h"
@@ -30,7 +32,7 @@
 
 namespace lockstep {
 
-// What a checkpoint is made of. It refers to the strategy's tensors: save it before the next step.
+// What a checkpoint is made of. It refers to the strategy's tensors: copy or write it before the next step.
 struct Snapshot {
   TensorFile file;             // on rank 0: a meta tensor where another rank has the values
   FetchTensor fetch;           // on rank 0: receives one of those
@@ -42,32 +44,42 @@ struct Snapshot {
 // keeping.
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
-// A checkpoint that rank 0 has open, for all ranks.
+// About how large this rank's snapshot will be; 0 where ranks hold parts of the model. No communication.
+std::size_t snapshot_bytes(Strategy& strategy);
+
+// A checkpoint that rank 0 has found, for all ranks. Where every rank can open the same file, all map it: the machine then
+// has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
 class SharedCheckpoint {
  public:
-  // file: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<SafetensorsReader> file);
+  // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
+  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found);
 
   bool is_there() const { return is_there_; }
+  bool is_mapped() const { return is_mapped_; }  // by all ranks
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const TensorFile& shapes() const { return shapes_; }  // its tensors on the meta device
 
-  // Every rank calls it with the same name, and gets the tensor. Blocks.
-  torch::Tensor read(const std::string& name) const;
+  // Every rank calls it with the same name, and gets the tensor, which is not to be written to. Blocks.
+  torch::Tensor read(const std::string& name);
+
+  // Compares a digest of everything that was read. Throws CheckpointError on all ranks if a rank has read something else
+  // than rank 0. Blocks.
+  void require_same_on_all_ranks() const;
 
  private:
   World world_;
-  std::optional<SafetensorsReader> file_;
+  std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
   bool is_there_ = false;
+  bool is_mapped_ = false;
   TensorFile shapes_;
   std::map<std::string, std::string> metadata_;
+  Hash read_;
 };
 
 // Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
 // Throws CheckpointError: a tensor that is missing or of another shape, another model,
-// or an option that must not change and has.
-Position restore_snapshot(const SharedCheckpoint& file, const World& world, Strategy& strategy,
-                          const TrainOptions& options);
+// an option that must not change and has, or ranks that read different values.
+Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);

@@ -185,6 +185,19 @@ TEST(Train, resumes_several_ranks_bit_exactly) {
   EXPECT_EQ(tensors(a), tensors(b));
 }
 
+// A limit on the size of files, in blocks of 512 bytes, instead of a full disk.
+TEST(Train, goes_on_while_no_checkpoint_can_be_written_and_ends_with_an_error) {
+  const TempFolder folder;
+  const Ended ended = run(Words{"/bin/sh", "-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "sh"} + kTrain +
+                          Words{"--max-steps", "4", "--batch-size", "16", "--quiet", "--checkpoint-dir",
+                                folder / "checkpoints", "--checkpoint-every", "2", "--metrics", folder / "m"});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "the checkpoint of step 2 is not saved: can't write"));
+  EXPECT_TRUE(contains(ended.error, "the checkpoint of the last step, 4, is not saved: can't write"));
+  EXPECT_EQ(losses_in(folder / "m").size(), 4U);
+  EXPECT_EQ(metrics_in(folder / "m").back()["event"], "run");
+}
+
 // ---- What a user does wrong, and what the error says.
 
 TEST(Mistake, no_such_data) {

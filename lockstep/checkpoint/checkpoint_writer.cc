@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/checkpoint/checkpoint_writer.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <utility>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kNice = 10;  // a tenth of a core that a rank wants as well
+
+// What other ranks send has to be received, whether or not it can be written. They send in the order of the names.
+void receive_rest(const TensorFile& file, const FetchTensor& fetch, int received) {
+  for (const auto& [name, tensor] : file.tensors)
+    if (tensor.is_meta() && received-- <= 0) fetch(name);
+}
+
+}  // namespace
+
+struct CheckpointWriter::Shared {
+  explicit Shared(CheckpointFolder its) : folder(std::move(its)) {}
+
+  CheckpointFolder folder;  // these two: of the thread while there is a job, else of the caller
+  FileImage image;
+
+  mutable std::mutex mutex;  // guards what follows; never held while the disk is written to
+  std::condition_variable changed;
+  std::function<void()> job;  // until it is done
+  bool ending = false;
+  std::int64_t newest = -1;  // on the disk
+  std::string trouble;
+  std::vector<Saved> saved;
+
+  void work() {
+    ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return job || ending; });
+      if (!job) return;
+      lock.unlock();
+      job();
+      lock.lock();
+      job = nullptr;
+      changed.notify_all();
+    }
+  }
+
+  void start(std::function<void()> next) {
+    const std::lock_guard lock(mutex);
+    job = std::move(next);
+    changed.notify_all();
+  }
+
+  // write() puts the checkpoint on the disk. False: it failed.
+  bool write(std::int64_t step, const std::function<void()>& write) {
+    const trace::Span span("write checkpoint", step);
+    const Stopwatch watch;
+    std::string why;
+    try {
+      write();
+    } catch (const Error& error) {
+      why = error.text().what;
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+    if (!why.empty())
+      log_warning(concat("the checkpoint of step ", step, " is not saved: ", why,
+                         "; training goes on, and the next save tries again"));
+    const std::lock_guard lock(mutex);
+    trouble = why;
+    if (!why.empty()) return false;
+    newest = step;
+    saved.push_back({step, watch.seconds()});
+    return true;
+  }
+};
+
+CheckpointWriter::CheckpointWriter(CheckpointFolder folder, std::chrono::milliseconds patience)
+    : shared_(std::make_shared<Shared>(std::move(folder))), patience_(patience) {
+  thread_ = std::thread([shared = shared_] { shared->work(); });
+}
+
+CheckpointWriter::~CheckpointWriter() {
+  const bool idle = wait_until_idle(patience_);
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->ending = true;
+    shared_->changed.notify_all();
+  }
+  idle ? thread_.join() : thread_.detach();
+}
+
+const CheckpointFolder& CheckpointWriter::folder() const { return shared_->folder; }
+
+bool CheckpointWriter::wait_until_idle(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(shared_->mutex);
+  const auto wait = stalled_ ? std::chrono::milliseconds(0) : timeout;
+  stalled_ = !shared_->changed.wait_for(lock, wait, [this] { return !shared_->job; });
+  if (stalled_) shared_->trouble = "the disk does not answer: an earlier checkpoint is still being written";
+  return !stalled_;
+}
+
+void CheckpointWriter::reserve(std::size_t bytes) {
+  shared_->start([shared = shared_, bytes] {
+    try {
+      shared->image.reserve(bytes);
+    } catch (const SystemError&) {  // save() tries again
+    }
+  });
+}
+
+void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+  const bool elsewhere = std::ranges::any_of(file.tensors, [](const auto& each) { return each.second.is_meta(); });
+  if (!wait_until_idle(patience_)) {
+    log_warning(concat("the checkpoint of step ", step, " is left out: ", trouble(), "; training goes on"));
+    return receive_rest(file, fetch, 0);
+  }
+  if (elsewhere) return save_now(step, file, fetch);
+  try {
+    shared_->image.copy(shared_->folder.split(file));
+  } catch (const SystemError&) {  // no memory for a copy
+    return save_now(step, file, fetch);
+  }
+  shared_->start([shared = shared_, step] { shared->write(step, [&] { shared->folder.save(step, shared->image); }); });
+}
+
+void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+  int received = 0;
+  std::exception_ptr lost;  // an error of another rank, not of the disk
+  const auto counting = [&](const std::string& name) {
+    ++received;
+    try {
+      return fetch(name);
+    } catch (...) {
+      lost = std::current_exception();
+      throw;
+    }
+  };
+  const bool good = shared_->write(step, [&] { shared_->folder.save(step, file, counting); });
+  if (lost) std::rethrow_exception(lost);
+  if (!good) receive_rest(file, fetch, received);
+}
+
+bool CheckpointWriter::finish(std::int64_t step, std::chrono::milliseconds timeout) {
+  return wait_until_idle(timeout) && shared_->newest == step;
+}
+
+std::string CheckpointWriter::trouble() const {
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->trouble;
+}
+
+std::vector<CheckpointWriter::Saved> CheckpointWriter::take_saved() {
+  const std::lock_guard lock(shared_->mutex);
+  return std::exchange(shared_->saved, {});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/checkpoint/checkpoint_writer.h"
+
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using testing::TempFolder;
+
+constexpr std::chrono::seconds kLong{60};
+
+// A file of `bytes` whose values are all `step`.
+TensorFile state_of(int step, std::int64_t bytes = 4096) {
+  torch::Tensor values = torch::empty({bytes / 4});
+  std::fill_n(values.data_ptr<float>(), values.numel(), static_cast<float>(step));  // no threads: children are forked
+  return {.tensors = {{"flag", torch::tensor({true})}, {"values", values}}, .metadata = {{"step", concat(step)}}};
+}
+
+// The step of the newest checkpoint, which has to be whole; 0: none.
+int newest_step(const TempFolder& folder) {
+  const auto newest = CheckpointFolder(folder.path()).load_newest();
+  if (!newest) return 0;
+  int step = 0;
+  EXPECT_TRUE(parse_int(newest->file.metadata().at("step").c_str(), step));
+  EXPECT_TRUE(newest->file.read("values").eq(step).all().item<bool>());
+  return step;
+}
+
+std::string temporary(const TempFolder& folder, const std::string& step) {
+  return folder / concat("step-0000000", step, ".safetensors.tmp-", ::getpid());
+}
+
+bool comes_true(const std::function<bool()>& condition) {
+  const Deadline deadline = Deadline::after(kLong);
+  while (!condition())
+    if (deadline.passed()) return false;
+  return true;
+}
+
+TEST(FileImage, is_the_file_that_is_written_without_a_copy) {
+  const TempFolder folder;
+  const TensorFile file = {.tensors = {{"a", torch::arange(24, torch::kFloat32).reshape({4, 6}).t()},
+                                       {"b", torch::tensor({true, false, true})},
+                                       {"c", torch::arange(5, torch::kFloat64)},
+                                       {"empty", torch::empty({0})}},
+                           .metadata = {{"step", "3"}}};
+  FileImage image;
+  image.copy({state_of(1, 1 << 16)});  // larger: what it leaves must not matter
+  image.copy({file});
+  image.write(image.files().front(), folder / "image");
+  EXPECT_EQ(read_file(folder / "image"), to_safetensors(file));
+}
+
+TEST(CheckpointWriter, saves_the_state_at_the_time_of_the_call) {
+  const TempFolder folder;
+  TensorFile state = state_of(1, 8 << 20);
+  {
+    CheckpointWriter writer{CheckpointFolder(folder.path())};
+    writer.reserve(1 << 20);
+    writer.save(1, state);
+    state.tensors["values"].fill_(7);  // the next step
+    EXPECT_TRUE(writer.finish(1, kLong));
+    ASSERT_EQ(writer.take_saved().size(), 1U);
+    EXPECT_TRUE(writer.take_saved().empty());
+  }
+  EXPECT_EQ(newest_step(folder), 1);
+}
+
+TEST(CheckpointWriter, writes_every_save_on_a_disk_that_answers) {
+  const TempFolder folder;
+  {
+    CheckpointWriter writer{CheckpointFolder(folder.path())};
+    for (const int step : {1, 2, 3, 4, 5}) writer.save(step, state_of(step));
+  }
+  EXPECT_EQ(newest_step(folder), 5);
+  EXPECT_TRUE(folder.has("step-00000004.safetensors"));
+}
+
+TEST(CheckpointWriter, goes_on_after_a_save_that_failed) {
+  const TempFolder folder;
+  CheckpointWriter writer{CheckpointFolder(folder.path())};
+  writer.save(1, state_of(1));
+  ASSERT_TRUE(writer.finish(1, kLong));
+  std::filesystem::create_directory(temporary(folder, "2"));  // where the file should be
+  writer.save(2, state_of(2));
+  EXPECT_FALSE(writer.finish(2, kLong));
+  EXPECT_TRUE(contains(writer.trouble(), "can't write"));
+  EXPECT_TRUE(folder.has("step-00000001.safetensors"));
+  writer.save(3, state_of(3));
+  EXPECT_TRUE(writer.finish(3, kLong));
+}
+
+// Opening a named pipe to write waits for its reader: a disk that does not answer.
+TEST(CheckpointWriter, leaves_saves_out_while_the_disk_does_not_answer) {
+  const TempFolder folder;
+  CheckpointWriter writer{CheckpointFolder(folder.path()), std::chrono::milliseconds(1)};
+  ASSERT_EQ(::mkfifo(temporary(folder, "1").c_str(), 0600), 0);
+  writer.save(1, state_of(1));
+  const Stopwatch watch;
+  writer.save(2, state_of(2));
+  writer.save(3, state_of(3));
+  EXPECT_FALSE(writer.finish(3, std::chrono::milliseconds(1)));
+  EXPECT_LT(watch.seconds(), 60);
+  EXPECT_TRUE(contains(writer.trouble(), "the disk does not answer"));
+  const ReadableFile reader(temporary(folder, "1"));  // now it answers, with an error: a pipe can't be flushed
+  ASSERT_TRUE(comes_true([&] { return contains(writer.trouble(), "flush to disk"); }));
+  ASSERT_TRUE(comes_true([&] { return writer.save(4, state_of(4)), writer.finish(4, kLong); }));
+  EXPECT_FALSE(folder.has("step-00000002.safetensors"));
+}
+
+TEST(CheckpointWriter, receives_what_other_ranks_send_whether_or_not_it_can_be_written) {
+  const TempFolder folder;
+  TensorFile file = state_of(1);
+  for (const char* name : {"t1", "t2", "t3"}) file.tensors[name] = torch::empty({4}, torch::kMeta);
+  std::vector<std::string> received;
+  const FetchTensor fetch = [&](const std::string& name) {
+    received.push_back(name);
+    return torch::zeros({4});
+  };
+  CheckpointWriter writer{CheckpointFolder(folder.path())};
+  std::filesystem::create_directory(temporary(folder, "1"));
+  writer.save(1, file, fetch);
+  EXPECT_EQ(received, (std::vector<std::string>{"t1", "t2", "t3"}));
+  EXPECT_FALSE(writer.finish(1, kLong));
+  writer.save(2, file, fetch);
+  EXPECT_EQ(received.size(), 6U);
+  EXPECT_TRUE(writer.finish(2, kLong));
+}
+
+TEST(CheckpointWriter, passes_on_the_error_of_another_rank) {
+  const TempFolder folder;
+  TensorFile file = state_of(1);
+  file.tensors["t"] = torch::empty({4}, torch::kMeta);
+  CheckpointWriter writer{CheckpointFolder(folder.path())};
+  const auto lost = [](const std::string&) -> torch::Tensor { throw PeerLost({.what = "rank 1 is gone"}); };
+  EXPECT_TRUE(contains(message_of<PeerLost>([&] { writer.save(1, file, lost); }), "rank 1 is gone"));
+}
+
+constexpr std::size_t kTwoTensors = 4096 + 4;  // of state_of()
+
+// Five tensors of 4 KiB and a byte, in five files.
+TensorFile large_state(int step) {
+  TensorFile file = state_of(step);
+  for (const char* name : {"a", "b", "c", "d"}) file.tensors[name] = torch::full({1024}, step, torch::kFloat32);
+  return file;
+}
+
+void expect_large_state(const CheckpointReader& file, int step) {
+  EXPECT_EQ(file.metadata(), large_state(step).metadata);
+  ASSERT_EQ(file.entries().size(), 6U);
+  for (const auto& [name, tensor] : large_state(step).tensors)
+    EXPECT_TRUE(torch::equal(file.read(name), tensor)) << name;
+}
+
+TEST(Shards, hold_a_large_checkpoint_and_leave_with_it) {
+  const TempFolder folder;
+  {
+    CheckpointWriter writer{CheckpointFolder(folder.path(), /*keep=*/1, kTwoTensors)};
+    for (const int step : {1, 2}) writer.save(step, large_state(step));
+    ASSERT_TRUE(writer.finish(2, kLong));
+    for (const char* shard : {"1-of-00005", "5-of-00005"}) {
+      EXPECT_FALSE(folder.has(concat("step-00000001-0000", shard, ".safetensors")));
+      EXPECT_TRUE(folder.has(concat("step-00000002-0000", shard, ".safetensors")));
+    }
+    EXPECT_FALSE(folder.has("step-00000001.safetensors.index.json"));
+    expect_large_state(writer.folder().load_newest()->file, 2);
+  }
+  const TensorFile loaded = load_safetensors(folder / "step-00000002.safetensors.index.json");
+  EXPECT_TRUE(torch::equal(loaded.tensors.at("c"), torch::full({1024}, 2, torch::kFloat32)));
+}
+
+TEST(Shards, are_written_alike_from_a_copy_and_as_they_come) {
+  const TempFolder copied, streamed;
+  FileImage image;
+  CheckpointFolder to(copied.path(), 2, kTwoTensors);
+  image.copy(to.split(large_state(3)));
+  to.save(3, image);
+  CheckpointFolder(streamed.path(), 2, kTwoTensors).save(3, large_state(3));
+  for (const auto& entry : std::filesystem::directory_iterator(streamed.path()))
+    if (entry.path().filename() != ".lock") {
+      EXPECT_EQ(read_file(copied / entry.path().filename()), read_file(entry.path())) << entry.path();
+    }
+}
+
+TEST(Shards, damaged_or_missing_are_passed_over) {
+  const TempFolder folder;
+  {
+    CheckpointFolder checkpoints(folder.path(), 3, kTwoTensors);
+    for (const int step : {1, 2, 3}) checkpoints.save(step, large_state(step));
+    std::filesystem::remove(folder / "step-00000003-00002-of-00005.safetensors");
+    std::filesystem::resize_file(folder / "step-00000002-00005-of-00005.safetensors", 100);
+    expect_large_state(checkpoints.load_newest()->file, 1);
+    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
+                               folder / "step-00000001-00001-of-00005.safetensors",
+                               std::filesystem::copy_options::overwrite_existing);
+    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
+                               folder / "step-00000001-00002-of-00005.safetensors",
+                               std::filesystem::copy_options::overwrite_existing);
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 3"));
+  }
+  std::filesystem::remove(folder / "step-00000003.safetensors.index.json");  // killed before it was written
+  CheckpointFolder{folder.path()};
+  EXPECT_FALSE(folder.has("step-00000003-00001-of-00005.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000002-00001-of-00005.safetensors"));
+}
+
+TEST(Shards, index_from_elsewhere_opens_no_other_folder) {
+  const TempFolder folder;
+  write_file(folder / "x.safetensors.index.json", R"({"weight_map": {"a": "../other.safetensors"}})");
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { load_safetensors(folder / "x.safetensors.index.json"); }),
+                       "is in another folder"));
+  write_file(folder / "x.safetensors.index.json", R"({"weight_map": 7})");
+  EXPECT_THROW(load_safetensors(folder / "x.safetensors.index.json"), CheckpointError);
+}
+
+TEST(CheckpointReader, gives_the_mapping_itself) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  TensorFile state = state_of(1, 1 << 20);
+  state.tensors["a_values"] = state.tensors["values"];  // before the byte: aligned
+  checkpoints.save(1, state);
+  const CheckpointReader file(folder / "step-00000001.safetensors", Checksum::kRequired);
+  const torch::Tensor once = file.read("a_values"), again = file.read("a_values");
+  EXPECT_EQ(once.const_data_ptr(), again.const_data_ptr());
+}
+
+TEST(CheckpointFolder, has_one_writer_and_names_it) {
+  const TempFolder folder;
+  const CheckpointFolder first(folder.path());
+  write_file(folder / "step-00000002.safetensors.tmp-1", "half");  // of the first
+  const std::string message = message_of<CheckpointError>([&] { CheckpointFolder(folder.path()); });
+  EXPECT_TRUE(contains(message, concat("is in use by process ", ::getpid(), " on ")));
+  EXPECT_TRUE(folder.has("step-00000002.safetensors.tmp-1"));
+}
+
+// Kills it in the midst of a save, over and over.
+TEST(CheckpointWriter, killed_while_it_writes_leaves_a_whole_checkpoint) {
+  const TempFolder folder;
+  for (int round = 0; round < 5; ++round) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      ::alarm(120);
+      CheckpointWriter writer{CheckpointFolder(folder.path())};
+      for (int step = 1;; ++step) writer.save(step, state_of(step, 16 << 20));
+    }
+    const auto is_half_written = [&] {  // after a first one
+      bool one = false, half = false;
+      std::error_code gone;
+      for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+        one = one || entry.path().extension() == ".safetensors";
+        half = half || (contains(entry.path(), ".tmp-") && entry.file_size(gone) + 1 > 1);
+      }
+      return one && half;
+    };
+    EXPECT_TRUE(comes_true(is_half_written));
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    EXPECT_GT(newest_step(folder), 0);
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) std::filesystem::remove(entry);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

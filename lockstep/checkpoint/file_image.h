@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// checkpoint/file_image.h: safetensors files in memory: what a checkpoint's writer has, so that training may go on.
+//
+// Flow:    TensorFile -> copy() at the speed of memory -> write() to the disk, later and from another thread
+// Owns:    its memory, which it keeps for the next copy: fetching and clearing fresh pages takes longer than copying
+// Threads: one at a time
+// Ranks:   no communication
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/checkpoint.h"
+
+namespace lockstep {
+
+class FileImage {
+ public:
+  FileImage() = default;
+  ~FileImage();
+  FileImage(const FileImage&) = delete;
+  FileImage& operator=(const FileImage&) = delete;
+
+  // Takes memory for files of that many bytes, and has the kernel clear it now. What was in it is lost. Throws
+  // SystemError: the cgroup or the machine has no room.
+  void reserve(std::size_t bytes);
+
+  // Copies the tensors of `files`, which have no meta tensors, to where they will lie in each. Throws SystemError, as
+  // reserve() does; UsageError, for a dtype that the format does not know.
+  void copy(const std::vector<TensorFile>& files);
+
+  struct File {
+    std::vector<std::string> names;  // of its tensors
+    std::size_t begin = 0;           // in the image
+    std::size_t bytes = 0;
+    std::size_t tensor_bytes = 0;  // of these
+  };
+  const std::vector<File>& files() const { return files_; }
+
+  // Computes the checksum of one file and writes it atomically. Blocks until it is on the disk. Throws SystemError; can be
+  // called again.
+  void write(const File& file, const std::filesystem::path& path);
+
+ private:
+  std::span<std::byte> memory_;
+  std::vector<File> files_;
+};
+
+}  // namespace lockstep

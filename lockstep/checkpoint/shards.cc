@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/checkpoint/shards.h"
+
+#include <iomanip>
+#include <set>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using ShardMap = std::map<std::string, std::string>;  // tensor -> file
+
+CheckpointError bad_index(const std::filesystem::path& index, const std::string& what) {
+  return CheckpointError({.what = concat(index.string(), " is damaged: ", what),
+                          .here = index.string(),
+                          .likely = "an interrupted copy, or files of different checkpoints",
+                          .next = "remove it to resume from the checkpoint before it"});
+}
+
+ShardMap read_index(const std::filesystem::path& index) try {
+  const auto map = nlohmann::json::parse(read_file(index)).at("weight_map").get<ShardMap>();
+  for (const auto& [name, file] : map)
+    if (std::filesystem::path(file).filename() != file) throw bad_index(index, concat(file, " is in another folder"));
+  if (map.empty()) throw bad_index(index, "it names no tensor");
+  return map;
+} catch (const nlohmann::json::exception& error) {
+  throw bad_index(index, error.what());
+}
+
+}  // namespace
+
+std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t most_bytes) {
+  std::vector<TensorFile> shards(1, {.tensors = {}, .metadata = file.metadata});
+  std::size_t bytes = 0;
+  for (const auto& [name, tensor] : file.tensors) {
+    if (bytes > 0 && bytes + tensor.nbytes() > most_bytes) {
+      shards.push_back({.tensors = {}, .metadata = file.metadata});
+      bytes = 0;
+    }
+    shards.back().tensors[name] = tensor;
+    bytes += tensor.nbytes();
+  }
+  return shards;
+}
+
+std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards) {
+  return concat(stem, "-", std::setfill('0'), std::setw(5), i + 1, "-of-", std::setw(5), shards, ".safetensors");
+}
+
+std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
+                            std::size_t total_bytes) {
+  nlohmann::ordered_json index = {{"metadata", {{"total_size", total_bytes}}},
+                                  {"weight_map", nlohmann::ordered_json::object()}};
+  for (std::size_t i = 0; i < names.size(); ++i)
+    for (const std::string& name : names[i]) index["weight_map"][name] = shard_name(stem, i, names.size());
+  return index.dump(2) + "\n";
+}
+
+CheckpointReader::CheckpointReader(const std::filesystem::path& path, Checksum checksum) {
+  if (path.string().ends_with(kIndexSuffix)) {
+    open_shards(path, checksum);
+    return;
+  }
+  files_.emplace_back(bytes_in(path), path, checksum);
+  entries_ = files_.front().entries();
+  for (const auto& [name, entry] : entries_) file_of_[name] = 0;
+}
+
+void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum checksum) {
+  const ShardMap map = read_index(index);
+  std::set<std::string> shards;
+  for (const auto& [name, file] : map) shards.insert(file);
+  for (const std::string& shard : shards) {
+    const auto path = index.parent_path() / shard;
+    files_.emplace_back(bytes_in(path), path, checksum);
+    for (const auto& [name, entry] : files_.back().entries()) {
+      if (!map.contains(name) || map.at(name) != shard) throw bad_index(index, concat(name, " is in ", shard));
+      entries_[name] = entry;
+      file_of_[name] = files_.size() - 1;
+    }
+  }
+  if (entries_.size() != map.size()) throw bad_index(index, "it names tensors that its files do not have");
+}
+
+std::string CheckpointReader::checksum() const {
+  std::string all;
+  for (const SafetensorsReader& file : files_) all += file.checksum();
+  return all;
+}
+
+torch::Tensor CheckpointReader::read(const std::string& name) const { return files_[file_of_.at(name)].read(name); }
+
+TensorFile load_safetensors(const std::filesystem::path& path) {
+  const CheckpointReader reader(path, Checksum::kOptional);
+  TensorFile file{.tensors = {}, .metadata = reader.metadata()};
+  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name).clone();  // not the mapping
+  return file;
+}
+
+}  // namespace lockstep
