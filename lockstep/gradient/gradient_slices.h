@@ -3,7 +3,7 @@
 // buckets of one layout, and each rank has 1/N of every bucket: it gets the mean gradient of that slice, updates it, and
 // gives it to the other ranks.
 //
-//   reduce-scatter (gradient/reducer.h, or gradient/shard_gradients.h) -> exchanged() -> begin_update() -> the optimizer
+//   reduce-scatter (gradient/reducer.h, or strategy/ddp/shard_exchange.h) -> exchanged() -> begin_update() -> the optimizer
 //   updates its parts() -> end_update(): all-gather
 //
 // Owns:    blocks of parameters, of which the parameters become views; a slice of the gradients for each

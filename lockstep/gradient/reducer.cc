@@ -301,13 +301,13 @@ class Reducer::Impl {
         slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
+  // NCCL makes its calls in order: whoever waits for the slice has waited for the flags.
   void store_slices(double factor) {
     const torch::NoGradGuard no_grad;
     std::vector<torch::Tensor> used;
     for (std::size_t i = 0; i < buckets_.size(); ++i) {
       Bucket& bucket = buckets_[i];
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
-      bucket.work->wait();
       bucket.slice_work->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
       const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
