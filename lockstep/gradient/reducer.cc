@@ -310,6 +310,7 @@ class Reducer::Impl {
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
       bucket.slice_work->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
+      wait_for_device(world_.device(), WorldState::timeout_of(world_));
       const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
       const auto* count = ranks_with_gradient.const_data_ptr<float>();
       for (const Slot& slot : bucket.slots)

@@ -123,6 +123,7 @@ class ExchangeOfShards : public GradientExchange {
     const torch::Tensor flags = shards_.front().buckets[bucket].flags.clone();
     for (std::size_t i = 1; i < shards_.size(); ++i) flags.add_(shards_[i].buckets[bucket].flags);
     world_.all_reduce(flags);
+    wait_for_device(world_.device(), WorldState::timeout_of(world_));
     const torch::Tensor shards_with_gradient = flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = shards_with_gradient.const_data_ptr<float>();
     for (const Slot& slot : shards_.front().buckets[bucket].slots)
