@@ -32,6 +32,14 @@ struct DistributedDataParallelOptions {
   // of lockstep's and the parameters are on the CPU. false: every rank has its own.
   bool share_parameters = true;
 
+  // true: where ranks are GPUs and the optimizer is one of lockstep's, but not LAMB or LARS, each rank updates a slice of the
+  // parameters and has the optimizer's state of that slice only: buckets are reduce-scattered, and step() ends with an all-gather
+  // of the parameters. .grad then stays this rank's own. What this can't do is an error: a plain loss.backward(), a gradient
+  // that is written between backward() and step(), a second backward() without zero_grad() or no_sync(). The optimizer's
+  // state_of() is then a call of all ranks, in the same order. Beside a hook, an algorithm, mean_in_grad,
+  // gradient_as_bucket_view, sparse gradients, or parameters that the optimizer does not hold, every rank updates all.
+  bool slice_update = false;
+
   // true: after backward() .grad is the mean over all samples of all ranks, as in PyTorch. false: where all ranks are on
   // one machine and share parameters, .grad stays this rank's own gradient, and step() sums the gradients of all ranks
   // and updates in one pass, which is faster (docs/design/fused-step.md). Everywhere else .grad is the mean in any case:
@@ -70,7 +78,8 @@ struct DistributedDataParallelOptions {
   // V > 0: the global batch is cut into V shards whatever the number N of ranks (a divisor of V), and every rank calls
   // backward() for each of its V/N shards in turn; the last one exchanges. The sum over shards has one order, so 1, 2,
   // 4 ... V ranks give the same bits, if a shard's gradient has: the same intra-op threads, random numbers that depend
-  // on the shard. Needs shared parameters and all ranks on one machine; buffers are then those of shard 0.
+  // on the shard. Needs shared parameters and all ranks on one machine, or GPUs with slice_update and an
+  // optimizer other than LAMB and LARS; buffers are then those of shard 0.
   int virtual_shards = 0;
 };
 

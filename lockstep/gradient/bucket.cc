@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/local_gradients.h"
@@ -33,11 +34,19 @@ std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTe
   return buckets;
 }
 
-// Layout, in elements: the gradients of the slots one after another without gaps, then a flag for each slot, all of the
-// parameters' dtype. Flags are exchanged with the gradients: their sum says how many ranks have a gradient.
-Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters) {
+// Elements from the beginning of one parameter to that of the next.
+std::int64_t place_of(const torch::Tensor& parameter, int slices) {
+  return slices == 0 ? parameter.numel()
+                     : round_up<std::int64_t>(parameter.numel(), kCacheLine / parameter.element_size());
+}
+
+// Layout, in elements: the gradients of the slots one after another, without gaps unless there are slices, then a flag for each
+// slot, all of the parameters' dtype. Flags are exchanged with the gradients: their sum says how many ranks have a gradient.
+Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters, int slices) {
+  constexpr std::size_t kWidestLoad = 16;  // bytes, of a GPU
   std::int64_t values = 0;
-  for (const auto& [name, tensor] : parameters) values += tensor.numel();
+  for (const auto& [name, tensor] : parameters) values += place_of(tensor, slices);
+  if (slices > 0) values = round_up<std::int64_t>(values, slices * kWidestLoad / parameters[0].tensor.element_size());
   const auto count = static_cast<std::int64_t>(parameters.size());
   Bucket bucket;
   bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
@@ -47,7 +56,7 @@ Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameter
   for (const auto& parameter : parameters) {
     const std::int64_t size = parameter.tensor.numel();
     bucket.slots.push_back({parameter, bucket.flat.narrow(0, offset, size), bucket.flags.narrow(0, index++, 1)});
-    offset += size;
+    offset += place_of(parameter.tensor, slices);
   }
   return bucket;
 }
@@ -99,6 +108,14 @@ torch::Tensor Slot::view_like_parameter() const {
       .set_(gradient.storage(), gradient.storage_offset(), parameter.tensor.sizes(), parameter.tensor.strides());
 }
 
+void Slot::move_parameter(const torch::Tensor& block) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor& tensor = parameter.tensor;
+  const torch::Tensor place = block.as_strided(tensor.sizes(), tensor.strides(), gradient.storage_offset());
+  place.copy_(tensor);
+  tensor.set_data(place);
+}
+
 bool Bucket::full() const {
   return std::all_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.packed; });
 }
@@ -113,9 +130,10 @@ std::vector<torch::Tensor> Bucket::parts() const {
   return parts;
 }
 
-std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit) {
+std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit,
+                                 int slices) {
   std::vector<Bucket> buckets;
-  for (const auto& group : cut_into_buckets(parameters, limit)) buckets.push_back(make_bucket(world, group));
+  for (const auto& group : cut_into_buckets(parameters, limit)) buckets.push_back(make_bucket(world, group, slices));
   return buckets;
 }
 

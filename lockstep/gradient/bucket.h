@@ -34,6 +34,9 @@ struct Slot {
   // Makes `factor` times the slot the gradient: a copy; with `as_view`, a view of the slot.
   void store_mean(double factor, bool as_view);
 
+  // The parameter becomes a part of `block`, which has the layout of the bucket's gradients.
+  void move_parameter(const torch::Tensor& block);
+
  private:
   torch::Tensor view_like_parameter() const;
 };
@@ -41,12 +44,13 @@ struct Slot {
 // One flat tensor: the gradients of its parameters one after another, then one flag per parameter.
 struct Bucket {
   torch::Tensor flat;
-  torch::Tensor values;  // its gradients: a view
+  torch::Tensor values;  // its gradients, and what fills it up to a whole number of slices: a view
   torch::Tensor flags;   // (slots) view
   std::vector<Slot> slots;
 
   // Of the exchange while it is under way.
-  std::optional<Work> work{};             // of the whole bucket; with a hook, of the flags alone
+  std::optional<Work> work{};             // of the whole bucket; with a hook or slices, of the flags alone
+  std::optional<Work> slice_work{};       // with slices
   CommunicationHook::Finish finish_hook;  // with a hook
 
   bool full() const;
@@ -57,7 +61,9 @@ struct Bucket {
 };
 
 // Buckets with the last parameters first, each of one dtype and device and of at most `limit` bytes, unless a single
-// parameter is larger.
-std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit);
+// parameter is larger. slices: every bucket can be cut into as many equal parts; each parameter and each part then begins
+// where a GPU reads fast. 0: without gaps.
+std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit,
+                                 int slices = 0);
 
 }  // namespace lockstep

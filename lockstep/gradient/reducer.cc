@@ -71,6 +71,7 @@ class Reducer::Impl {
     std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(sparse_), is_sparse);
     std::remove_copy_if(parameters.begin(), parameters.end(), std::back_inserter(parameters_), is_sparse);
     build_buckets();
+    if (options_.slices) slices_ = std::make_shared<GradientSlices>(world_, buckets_);
   }
 
   ~Impl() { remove_hooks(); }
@@ -110,6 +111,7 @@ class Reducer::Impl {
   }
 
   const ReducerStatistics& statistics() const { return statistics_; }
+  const std::shared_ptr<GradientSlices>& slices() const { return slices_; }
 
  private:
   // ---- Before backward()
@@ -117,7 +119,18 @@ class Reducer::Impl {
   double count(std::int64_t samples, const torch::Tensor& loss) {
     if (failed_ || is_active_) throw after_failed_backward(world_.describe());
     forget_dropped_gradients();
+    if (slices_ && batches_.backwards == 0) require_no_gradient();
     return batches_.add(samples, loss);
+  }
+
+  void require_no_gradient() const {
+    if (const auto old = first_with_gradient(all_))
+      throw UsageError(
+          {.what = concat("backward() would add to a gradient of ", all_[*old].name, " that it has not counted"),
+           .here = world_.describe(),
+           .likely = "no zero_grad() since the last exchange, or a gradient that was set by hand",
+           .next = "call zero_grad() before backward(); for several backward() per step no_sync() around all "
+                   "but the last"});
   }
 
   // What was counted before a zero_grad() no longer counts.
@@ -167,6 +180,10 @@ class Reducer::Impl {
   // finish(). Autograd holds `guard`; if it is gone before, backward() failed.
   void start_by_itself() {
     if (batches_.samples > 0) throw after_other_backward(world_.describe());
+    if (slices_)
+      throw UsageError({.what = "a plain loss.backward() where each rank updates a slice of the parameters",
+                        .here = world_.describe(),
+                        .next = "call backward(loss, samples) of DistributedDataParallel, or leave out slice_update"});
     batches_.add_unknown();
     start_exchange();
     const std::shared_ptr<bool> guard(new bool(false), [this](const bool* finished) {
@@ -223,6 +240,9 @@ class Reducer::Impl {
       bucket.finish_hook = nullptr;
       if (!skips_hook_)
         bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
+    } else if (slices_) {
+      bucket.work.emplace(world_.all_reduce_async(bucket.flags));
+      bucket.slice_work.emplace(world_.reduce_scatter_async(bucket.values, {.output = slices_->slice(number)}));
     } else {
       bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
     }
@@ -234,7 +254,10 @@ class Reducer::Impl {
     const std::lock_guard lock(mutex_);
     pack_the_rest();
     const BatchTotals totals = totals_.wait();
-    for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
+    if (slices_)
+      store_slices(totals.samples > 0 ? scale_ / static_cast<double>(totals.samples) : 0);
+    else
+      for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
     if (world_.size() == 1 && batches_.samples > 0)
       scale_own(batches_.unit * static_cast<double>(batches_.backwards - batches_.leading) / batches_.samples);
@@ -278,6 +301,24 @@ class Reducer::Impl {
         slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
+  // NCCL makes its calls in order: whoever waits for the slice has waited for the flags.
+  void store_slices(double factor) {
+    const torch::NoGradGuard no_grad;
+    std::vector<torch::Tensor> used;
+    for (std::size_t i = 0; i < buckets_.size(); ++i) {
+      Bucket& bucket = buckets_[i];
+      const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
+      bucket.slice_work->wait();
+      torch::Tensor(slices_->slice(i)).mul_(factor);
+      wait_for_device(world_.device(), WorldState::timeout_of(world_));
+      const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
+      const auto* count = ranks_with_gradient.const_data_ptr<float>();
+      for (const Slot& slot : bucket.slots)
+        if (*count++ > 0) used.push_back(slot.parameter.tensor);
+    }
+    slices_->exchanged(std::move(used));
+  }
+
   // Alone there are no buckets: .grad is the sum of the batches. It is the mean already unless their sizes differ.
   void scale_own(double factor) const {
     const torch::NoGradGuard no_grad;
@@ -306,7 +347,7 @@ class Reducer::Impl {
   void build_buckets() {
     remove_hooks();
     buckets_.clear();  // gives its memory back first
-    buckets_ = make_buckets(world_, parameters_, options_.bucket_bytes);
+    buckets_ = make_buckets(world_, parameters_, options_.bucket_bytes, options_.slices ? world_.size() : 0);
     auto index = static_cast<std::int64_t>(parameters_.size());
     for_each_slot([&](Slot& slot) {
       slot.index = --index;
@@ -333,10 +374,11 @@ class Reducer::Impl {
   }
 
   // Once, after the first exchange: buckets are built anew, in the order in which gradients became ready on rank 0;
-  // parameters that did not become ready come last. Not with a hook, which keeps memory for each bucket.
+  // parameters that did not become ready come last. Not with a hook, which keeps memory for each bucket, nor with slices, whose
+  // optimizer state lies as the buckets do.
   void follow_order_of_rank_0() {
     order_is_known_ = true;
-    if (options_.hook) return;
+    if (options_.hook || slices_) return;
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
     wait_for_device(world_.device(), WorldState::timeout_of(world_));
@@ -368,6 +410,7 @@ class Reducer::Impl {
   ReducerOptions options_;
   OnFinished on_finished_;
   std::vector<Bucket> buckets_;
+  std::shared_ptr<GradientSlices> slices_;            // the optimizer has it, too
   bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
   std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
   std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
@@ -400,5 +443,6 @@ double Reducer::begin_accumulating(std::int64_t samples, const torch::Tensor& lo
 void Reducer::end_accumulating() { impl_->end_accumulating(); }
 void Reducer::cancel(const std::string& reason) { impl_->cancel(reason); }
 const ReducerStatistics& Reducer::statistics() const { return impl_->statistics(); }
+std::shared_ptr<GradientSlices> Reducer::slices() const { return impl_->slices(); }
 
 }  // namespace lockstep

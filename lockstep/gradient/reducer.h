@@ -22,6 +22,11 @@
 // parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. Such
 // parameters would hold their buckets back until the end of backward(); so once a step has left some out, begin() walks
 // the graph and packs at once those that this backward() will not reach.
+//
+// Note [Slices]
+// With slices a bucket is reduce-scattered: each rank gets the mean of its slice (gradient/gradient_slices.h), and .grad stays its
+// own. So backward() can't add to what was exchanged, as it can to a mean, and a plain loss.backward(), which does not say when
+// it begins, is refused.
 #pragma once
 
 #include <torch/types.h>
@@ -35,6 +40,7 @@
 
 #include "lockstep/batch_totals.h"
 #include "lockstep/communication_hook.h"
+#include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/step_agreement.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/world.h"
@@ -57,6 +63,9 @@ struct ReducerOptions {
 
   // Parameters whose gradients have few rows, as an embedding's: exchanged after backward(), without a hook.
   std::set<std::string> sparse{};
+
+  // Each rank gets the mean of its slice only. Without a hook, an algorithm or sparse gradients.
+  bool slices = false;
 
   // What every rank must have alike at the beginning of each exchange.
   std::function<StepSettings()> settings{};
@@ -98,6 +107,8 @@ class Reducer {
   void cancel(const std::string& reason);
 
   const ReducerStatistics& statistics() const;
+
+  std::shared_ptr<GradientSlices> slices() const;  // null: .grad is the mean
 
  private:
   class Impl;

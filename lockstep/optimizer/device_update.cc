@@ -9,26 +9,37 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
-// Those of the optimizer's parameters that this step updates.
+// What this step updates: parameters, or parts of them.
 struct DeviceUpdate::Updated {
-  std::vector<std::size_t> index;        // in OptimizerState::parameters
-  std::vector<torch::Tensor> values;     // the parameter, or the float32 master of a 16-bit one
+  std::vector<std::size_t> part;         // in the lists of OptimizerState
+  std::vector<torch::Tensor> stored;     // what the model computes with
+  std::vector<torch::Tensor> values;     // that, or the float32 master of 16 bits
   std::vector<torch::Tensor> gradients;  // of their dtype and memory order
 };
 
-DeviceUpdate::DeviceUpdate(OptimizerState& state) : state_(state) {
-  const auto beside = [&](bool (*wanted)(const torch::Tensor&)) {
-    std::vector<torch::Tensor> arrays(state.parameters.size());
-    for (std::size_t i = 0; i < arrays.size(); ++i) {
-      const torch::Tensor parameter = state.parameters[i].detach();
-      const auto dtype = is_16_bit(parameter) ? torch::kFloat32 : parameter.scalar_type();
-      if (wanted(parameter)) arrays[i] = torch::zeros_like(parameter, parameter.options().dtype(dtype));
+DeviceUpdate::DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices)
+    : state_(state), slices_(std::move(slices)) {
+  std::vector<torch::Tensor> parts;
+  for (std::size_t i = 0; i < state.parameters.size(); ++i)
+    if (!slices_) parameter_of_.push_back(i), parts.push_back(state.parameters[i].detach());
+  if (slices_)
+    for (const auto& part : slices_->parts()) {
+      const auto is_it = [&](const torch::Tensor& each) { return each.is_same(part.parameter); };
+      parameter_of_.push_back(
+          static_cast<std::size_t>(std::ranges::find_if(state.parameters, is_it) - state.parameters.begin()));
+      parts.push_back(part.values);
     }
+  const auto beside = [&](bool (*wanted)(const torch::Tensor&)) {
+    std::vector<torch::Tensor> arrays(parts.size());
+    for (std::size_t i = 0; i < arrays.size(); ++i)
+      if (wanted(parts[i])) arrays[i] = torch::zeros_like(parts[i], parts[i].options().dtype(state_dtype(parts[i])));
     return arrays;
   };
   const auto every = [](const torch::Tensor&) { return true; };
@@ -37,39 +48,55 @@ DeviceUpdate::DeviceUpdate(OptimizerState& state) : state_(state) {
   if (std::ranges::any_of(state.parameters, is_16_bit)) state.masters = beside(is_16_bit);
 }
 
+bool DeviceUpdate::is_updated(const torch::Tensor& parameter) const {
+  return slices_ ? slices_->is_used(parameter) : parameter.grad().defined();
+}
+
 // Where a 16-bit parameter is not its rounded master, it was written since the last step: from a checkpoint, or before the
 // first one.
 DeviceUpdate::Updated DeviceUpdate::find_updated() const {
   Updated updated;
-  for (std::size_t i = 0; i < state_.parameters.size(); ++i) {
-    const torch::Tensor parameter = state_.parameters[i].detach();
-    if (!state_.parameters[i].grad().defined()) continue;
-    torch::Tensor gradient = gradient_like(state_.parameters[i]);
-    updated.index.push_back(i);
-    if (!is_16_bit(parameter)) {
-      updated.values.push_back(parameter);
+  for (std::size_t part = 0; part < parameter_of_.size(); ++part) {
+    const torch::Tensor& parameter = state_.parameters[parameter_of_[part]];
+    if (!is_updated(parameter)) continue;
+    const torch::Tensor stored = slices_ ? slices_->parts()[part].values : parameter.detach();
+    const torch::Tensor gradient = slices_ ? slices_->parts()[part].gradient : gradient_like(parameter);
+    updated.part.push_back(part);
+    updated.stored.push_back(stored);
+    if (!is_16_bit(stored)) {
+      updated.values.push_back(stored);
       updated.gradients.push_back(gradient);
       continue;
     }
-    const torch::Tensor& master = state_.masters[i];
-    master.copy_(torch::where(master.to(parameter.scalar_type()).eq(parameter), master, parameter.to(torch::kFloat32)));
+    const torch::Tensor& master = state_.masters[part];
+    master.copy_(torch::where(master.to(stored.scalar_type()).eq(stored), master, stored.to(torch::kFloat32)));
     updated.values.push_back(master);
     updated.gradients.push_back(gradient.to(torch::kFloat32));
   }
   return updated;
 }
 
+double DeviceUpdate::norm_of(const Updated& updated) const {
+  std::vector<torch::Tensor> norms;
+  if (!updated.gradients.empty()) norms = at::_foreach_norm(updated.gradients, 2, torch::kFloat64);
+  if (!slices_) return torch::stack(norms).norm().item<double>();
+  std::vector<torch::Tensor> of_parts;
+  if (!parameter_of_.empty()) of_parts.assign(parameter_of_.size(), slices_->zero());
+  for (std::size_t u = 0; u < norms.size(); ++u) of_parts[updated.part[u]] = norms[u];
+  return slices_->norm(of_parts);
+}
+
 // As torch::nn::utils::clip_grad_norm_ and clip_grad_value_, of gradients without the loss scale. false: some gradient is
 // not finite.
-bool DeviceUpdate::clip(std::vector<torch::Tensor>& gradients, const ClippingOptions& clipping,
-                        const std::optional<double>& loss_scale) {
-  if (gradients.empty()) return true;
+bool DeviceUpdate::clip(Updated& updated, const ClippingOptions& clipping, const std::optional<double>& loss_scale) {
+  auto& gradients = updated.gradients;
+  if (gradients.empty() && !slices_) return true;
   double factor = 1 / loss_scale.value_or(1);
   if (loss_scale || clipping.max_norm > 0) {
-    const auto norms = at::_foreach_norm(gradients, 2, torch::kFloat64);
-    gradient_norm_ = torch::stack(norms).norm().item<double>() * factor;
+    gradient_norm_ = norm_of(updated) * factor;
     if (loss_scale && !std::isfinite(gradient_norm_)) return false;
   }
+  if (gradients.empty()) return true;
   if (clipping.max_norm > 0) factor *= std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6));
   if (factor != 1) gradients = at::_foreach_mul(gradients, factor);
   if (clipping.max_value > 0)
@@ -80,39 +107,56 @@ bool DeviceUpdate::clip(std::vector<torch::Tensor>& gradients, const ClippingOpt
 bool DeviceUpdate::run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups,
                        const ClippingOptions& clipping, const std::optional<double>& loss_scale) {
   Updated updated = find_updated();
-  if (!clip(updated.gradients, clipping, loss_scale)) return false;
+  if (!clip(updated, clipping, loss_scale)) return false;
+  for (std::size_t i = 0; i < state_.parameters.size(); ++i)
+    state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;
   for (std::size_t group = 0; group < groups.size(); ++group) {
     WholeTensors tensors;
     tensors.state.resize(state_.arrays.size());
-    for (std::size_t u = 0; u < updated.index.size(); ++u) {
-      const std::size_t i = updated.index[u];
+    for (std::size_t u = 0; u < updated.part.size(); ++u) {
+      const std::size_t i = parameter_of_[updated.part[u]];
       if (state_.group_of[i] != group) continue;
       tensors.parameters.push_back(updated.values[u]);
       tensors.gradients.push_back(updated.gradients[u]);
-      for (std::size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(state_.arrays[s][i]);
-      tensors.steps.push_back(++state_.steps[i]);
+      for (std::size_t s = 0; s < tensors.state.size(); ++s)
+        tensors.state[s].push_back(state_.arrays[s][updated.part[u]]);
+      tensors.steps.push_back(state_.steps[i]);
     }
     if (!tensors.parameters.empty()) rule.update_on_device(groups[group], tensors);
   }
   if (!state_.averages.empty()) average(updated);
-  for (std::size_t u = 0; u < updated.index.size(); ++u)
-    if (torch::Tensor parameter = state_.parameters[updated.index[u]]; is_16_bit(parameter))
-      parameter.copy_(updated.values[u]);
+  for (std::size_t u = 0; u < updated.part.size(); ++u)
+    if (is_16_bit(updated.stored[u])) updated.stored[u].copy_(updated.values[u]);
   return true;
 }
 
 void DeviceUpdate::average(const Updated& updated) {
   std::vector<torch::Tensor> averages, values;
-  for (std::size_t u = 0; u < updated.index.size(); ++u) {
-    const std::size_t i = updated.index[u];
-    if (state_.steps[i] == 1) {
-      state_.averages[i].copy_(updated.values[u]);
+  for (std::size_t u = 0; u < updated.part.size(); ++u) {
+    const std::size_t part = updated.part[u];
+    if (state_.steps[parameter_of_[part]] == 1) {
+      state_.averages[part].copy_(updated.values[u]);
     } else {
-      averages.push_back(state_.averages[i]);
+      averages.push_back(state_.averages[part]);
       values.push_back(updated.values[u]);
     }
   }
   if (!averages.empty()) at::_foreach_lerp_(averages, values, 1 - state_.ema_decay);
+}
+
+torch::Tensor DeviceUpdate::beside(const std::vector<torch::Tensor>& of, std::size_t i) const {
+  const torch::Tensor& parameter = state_.parameters[i];
+  return slices_ ? slices_->gather(parameter, of, state_dtype(parameter)) : of[i];
+}
+
+void DeviceUpdate::set_beside(const std::vector<torch::Tensor>& of, std::size_t i, const torch::Tensor& value) const {
+  const torch::Tensor parameter = state_.parameters[i].detach();
+  const torch::Tensor whole = torch::zeros_like(parameter, parameter.options().dtype(state_dtype(parameter)));
+  if (value.defined()) whole.copy_(value);
+  for (std::size_t part = 0; part < parameter_of_.size(); ++part)
+    if (parameter_of_[part] == i)
+      dense_view(of[part]).copy_(
+          dense_view(whole).narrow(0, slices_ ? slices_->parts()[part].begin : 0, of[part].numel()));
 }
 
 }  // namespace lockstep

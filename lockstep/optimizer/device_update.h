@@ -1,41 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 // optimizer/device_update.h: updates parameters that are on a GPU with libtorch's kernels for whole lists of tensors.
 //
-// Flow:    .grad + UpdateRule -> here -> parameters, optimizer state
+// Flow:    .grad, or gradient/gradient_slices.h + UpdateRule -> here -> parameters, optimizer state
 // Owns:    nothing; the optimizer state is on the parameters' device
 // Threads: one thread, whose current streams the work is put on
-// Ranks:   no communication
+// Ranks:   no communication; with slices all ranks make the same calls, and those that need a norm or whole state send
 #pragma once
 
 #include <torch/types.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
+#include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/optimizer/flat_update.h"
 
 namespace lockstep {
 
 class DeviceUpdate {
  public:
-  // Allocates the state of its parameters, which are dense and on one GPU; it must outlive this.
-  explicit DeviceUpdate(OptimizerState& state);
+  // Allocates the state of its parameters, which are dense and on one GPU; it must outlive this. slices: where this rank
+  // updates a part of them, all of which are the state's; null: all of them. Rules that are not layerwise.
+  explicit DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices = nullptr);
 
-  // Updates every parameter that has a .grad, which stays as it is. Waits for the GPU only with clipping by norm or loss
-  // scaling, for one number. Returns false if the step was skipped.
+  // Updates every parameter that has a .grad, which stays as it is; or its slice. Waits for the GPU only with clipping by norm or
+  // loss scaling, for one number. Returns false if the step was skipped.
   bool run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const ClippingOptions& clipping,
            const std::optional<double>& loss_scale);
 
   double gradient_norm() const { return gradient_norm_; }
 
+  // What `of`, one of the state's lists, has beside parameter i. With slices a copy, put together from those of all ranks: all
+  // call. Throws PeerLost.
+  torch::Tensor beside(const std::vector<torch::Tensor>& of, std::size_t i) const;
+
+  // The other way: undefined are zeros. Sends nothing.
+  void set_beside(const std::vector<torch::Tensor>& of, std::size_t i, const torch::Tensor& value) const;
+
  private:
   struct Updated;
+  bool is_updated(const torch::Tensor& parameter) const;
   Updated find_updated() const;
-  bool clip(std::vector<torch::Tensor>& gradients, const ClippingOptions& clipping,
-            const std::optional<double>& loss_scale);
+  double norm_of(const Updated& updated) const;
+  bool clip(Updated& updated, const ClippingOptions& clipping, const std::optional<double>& loss_scale);
   void average(const Updated& updated);
 
   OptimizerState& state_;
+  std::shared_ptr<GradientSlices> slices_;
+  std::vector<std::size_t> parameter_of_;  // of each part: its index in OptimizerState::parameters
   double gradient_norm_ = 0;
 };
 

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/device_update.h"
@@ -30,6 +31,11 @@ UsageError state_written() {
                "Python"});
 }
 
+// What an optimizer keeps beside this parameter, without values.
+torch::Tensor meta_like(const torch::Tensor& parameter) {
+  return torch::empty(parameter.sizes(), torch::TensorOptions(torch::kMeta).dtype(state_dtype(parameter)));
+}
+
 // The tensor `name` of a saved state. Throws CheckpointError.
 const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
   const auto found = state.find(name);
@@ -46,10 +52,21 @@ struct Optimizer::Layout : OptimizerState {
   std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
   std::unique_ptr<FlatUpdate> flat;                       // on the CPU
   std::unique_ptr<DeviceUpdate> on_device;                // on a GPU
+  std::shared_ptr<GradientSlices> slices;                 // of which it updates this rank's; null: everything
   double calls = 0;                                       // of step()
   double last_settings = 0;                               // their hash, of the last one
   double states_set = 0;                                  // set_state() since broadcast_state()
   std::int64_t noted_writes = 0;                          // see writes()
+
+  // The lists that have something beside parameter i, by their names in a saved state.
+  std::map<std::string, const std::vector<torch::Tensor>*> lists_beside(std::size_t i,
+                                                                        const std::vector<std::string>& names) const {
+    std::map<std::string, const std::vector<torch::Tensor>*> lists;
+    for (std::size_t n = 0; n < arrays.size(); ++n) lists[names[n]] = &arrays[n];
+    if (ema_decay > 0) lists["ema"] = &averages;
+    if (is_16_bit(parameters[i])) lists["master"] = &masters;
+    return lists;
+  }
 
   // How often the state was written, by its tensors' version counters: step() itself does not raise them.
   std::int64_t writes() const {
@@ -104,7 +121,8 @@ void Optimizer::make_state(Layout& all) {
     all.flat = std::make_unique<FlatUpdate>(source_->memory(), all);
     return;
   }
-  all.on_device = std::make_unique<DeviceUpdate>(all);
+  all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
+  all.on_device = std::make_unique<DeviceUpdate>(all, all.slices);
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {
@@ -170,8 +188,14 @@ StepSettings Optimizer::settings() const {
   return settings;
 }
 
-void Optimizer::step_on_device(Layout& all) {
+// With slices end_update() waits, on the GPU, until all ranks have updated theirs.
+void Optimizer::step_on_device(Layout& all) try {
+  if (all.slices) all.slices->begin_update(all.parameters, {});
   skipped_ = !all.on_device->run(*rule_, param_groups_, clipping_, loss_scale_);
+  if (all.slices) all.slices->end_update();
+} catch (const std::exception& error) {
+  if (all.slices) all.slices->fail(concat("step() failed: ", error.what()));
+  throw;
 }
 
 double Optimizer::gradient_norm() const {
@@ -216,9 +240,8 @@ Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) cons
 // All but the number of steps.
 Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
   StateTensors state;
-  for (std::size_t n = 0; n < all.arrays.size(); ++n) state[rule_->state_names()[n]] = all.arrays[n][i];
-  if (!all.averages.empty()) state["ema"] = all.averages[i];
-  if (!all.masters.empty() && all.masters[i].defined()) state["master"] = all.masters[i];
+  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names()))
+    state[name] = all.on_device ? all.on_device->beside(*list, i) : (*list)[i];
   return state;
 }
 
@@ -228,8 +251,14 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
   all.states_set += 1;
-  for (auto& [name, tensor] : state_tensors(all, i))
-    state.empty() ? torch::Tensor(tensor).zero_() : torch::Tensor(tensor).copy_(saved(state, name, tensor));
+  const torch::Tensor like = meta_like(parameter);
+  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names())) {
+    const torch::Tensor value = state.empty() ? torch::Tensor() : saved(state, name, like);
+    if (all.on_device)
+      all.on_device->set_beside(*list, i, value);
+    else
+      value.defined() ? torch::Tensor((*list)[i]).copy_(value) : torch::Tensor((*list)[i]).zero_();
+  }
   all.noted_writes = all.writes();
   if (state.empty()) return;  // as before its first update
   all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
@@ -238,6 +267,9 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
 void Optimizer::broadcast_state(const World& world, int root) {
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
+  if (all.slices)
+    throw UsageError({.what = "broadcast_state() of an optimizer of which each rank has a slice",
+                      .next = "set_state() on every rank"});
   world.broadcast(torch::from_blob(all.steps.data(), static_cast<std::int64_t>(all.steps.size()), torch::kInt64), root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (all.steps[i] == 0) continue;

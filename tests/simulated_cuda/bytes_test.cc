@@ -131,13 +131,34 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
   return all;
 }
 
-// A bucket has the gradients and a number for each of the four tensors; ten sums of samples, losses and settings go beside it.
+// A bucket has the gradients and a number for each of the four tensors; ten sums of samples, losses and settings go beside it. Each
+// rank then gives its slice of the parameters.
 TEST(BytesOfRanks, in_ddp_are_gradients_and_some_numbers) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] : bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4})) {
-      EXPECT_EQ(each.exchanged, kK + 4 * kNumber + 10 * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + 4 * kNumber + 10 * kNumber) << rank << " of " << ranks;
       EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = 4 * kNumber + 10 * kNumber})) << rank << " of " << ranks;
     }
+}
+
+// Clipping by norm needs a norm for each part of a tensor that lies in one slice: 4 tensors that the slices cut in ranks - 1 places
+// at most.
+TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
+  for (const int ranks : {2, 3, 4})
+    for (const auto& [rank, each] :
+         bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 1}, .seed = 4})) {
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + 10 + 4 + ranks - 1) * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = (4 + 10 + 1) * kNumber})) << rank << " of " << ranks;
+    }
+}
+
+// Without slices each rank gives the gradients only.
+TEST(BytesOfRanks, in_ddp_with_separate_parameters_are_gradients_and_some_numbers) {
+  for (const auto& [rank, each] :
+       bytes_between_ranks(3, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}})) {
+    EXPECT_EQ(each.exchanged, kK + 4 * kNumber + 10 * kNumber) << rank;
+    EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = 4 * kNumber + 10 * kNumber})) << rank;
+  }
 }
 
 // Activations forward, their gradients back; the last stage has the loss of each micro-batch.

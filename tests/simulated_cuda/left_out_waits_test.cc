@@ -144,7 +144,11 @@ int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) 
     const Batch all = even_batch();
     const Batch mine = options.kind == StrategyKind::kPipeline ? all : part_of(all, world);
     const Batch batch{mine.data.to(world.device()), mine.target.to(world.device())};
-    const auto step = [&] { train_step(*strategy, batch); };
+    const auto step = [&] {  // the next forward finds what was not waited for in the update
+      strategy->update();
+      strategy->forward_backward(batch);
+    };
+    strategy->forward_backward(batch);
     step();
     step();  // the buckets of ddp are those of later steps now
     const int count = without(kind, 0, world, both, step).waits;
@@ -155,9 +159,19 @@ int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) 
   return waits;
 }
 
-// A sum of samples and losses, and a bucket of gradients.
+// A sum of samples and losses, and a bucket: its gradients, with which comes who has one, and its parameters.
 TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp) {
-  EXPECT_EQ(expect_seen_between_ranks("allreduce", {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4}), 2);
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .seed = 4};
+  EXPECT_EQ(expect_seen_between_ranks("allreduce", options), 1);
+  EXPECT_EQ(expect_seen_between_ranks("reduce_scatter", options), 1);
+  EXPECT_EQ(expect_seen_between_ranks("allgather", options), 1);
+}
+
+// The bucket goes as a whole.
+TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_separate_parameters) {
+  EXPECT_EQ(expect_seen_between_ranks(
+                "allreduce", {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}}),
+            2);
 }
 
 // The first stage waits for the gradient of each micro-batch.

@@ -22,6 +22,7 @@
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/fitting.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
+#include "lockstep/strategy/ddp/shard_exchange.h"
 #include "lockstep/strategy/ddp/step_check.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
@@ -87,6 +88,16 @@ Optimizer* optimizer_of_shared_parameters(const World& world, torch::optim::Opti
   return options.share_parameters && world.device().is_cpu() ? dynamic_cast<Optimizer*>(optimizer) : nullptr;
 }
 
+// Whether each rank updates a slice of the parameters: GPUs, for which nothing else was asked for.
+bool can_slice(const World& world, const torch::optim::Optimizer* optimizer,
+               const DistributedDataParallelOptions& options) {
+  const auto* const own = dynamic_cast<const Optimizer*>(optimizer);
+  return options.slice_update && own != nullptr && !own->layerwise() && !world.device().is_cpu() &&
+         (world.size() > 1 || options.virtual_shards > 0) && !options.mean_in_grad && !options.hook &&
+         options.algorithm == Algorithm::kDirect &&
+         !options.gradient_as_bucket_view;  // with virtual shards also one rank, which adds up as several do
+}
+
 // A number that no other DistributedDataParallel of these ranks has. Each counts its own; the highest of all ranks grows
 // with each one, whatever other ranks the members have worked with. Collective.
 double agree_on_number(const World& world) {
@@ -122,7 +133,7 @@ class DistributedDataParallel::Impl {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
     require_known_names(module, options_.ignored);
     require_known_names(module, options_.sparse_parameters);
-    require_shards_possible(world_, sharing != nullptr, options_);
+    require_shards_possible(world_, sharing != nullptr || can_slice(world_, optimizer, options_), options_);
     if (optimizer != nullptr) require_fitting(*optimizer, module, sharing != nullptr, options_.ignored);
     parameters_ = without(options.ignored, named_parameters(module));
     buffers_ = without(options.ignored, named_buffers(module));
@@ -141,8 +152,8 @@ class DistributedDataParallel::Impl {
     exchange_ = make_exchange();
     note_values();
     note_steps();
+    if (exchange_->source()) dynamic_cast<Optimizer&>(*optimizer).attach(exchange_->source());
     if (sharing == nullptr) return;
-    sharing->attach(exchange_->source());
     give_back_freed_memory();  // where the parameters were before
   }
 
@@ -273,12 +284,15 @@ class DistributedDataParallel::Impl {
                                         .shards = options_.virtual_shards / world_.size(),
                                         .updated = held_by(*optimizer_, trainable(parameters_)),
                                         .on_finished = on_finished});
+    const bool slices = can_slice(world_, optimizer_, options_) && holds_all_and_none_sparse();
+    if (options_.virtual_shards > 0) return make_shards(slices, on_finished);
     const ReducerOptions options{.bucket_bytes = options_.bucket_bytes,
                                  .hook = options_.hook,
                                  .algorithm = options_.algorithm,
                                  .static_graph = options_.static_graph,
                                  .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                  .sparse = options_.sparse_parameters,
+                                 .slices = slices,
                                  .settings = [this] { return settings(); }};
     if (!memory_)
       return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_finished),
@@ -290,6 +304,26 @@ class DistributedDataParallel::Impl {
       mean_->remember_mean(parameters_);
     };
     return exchange_through_buckets(std::make_unique<Reducer>(world_, trainable(parameters_), options, on_mean), mean_);
+  }
+
+  std::unique_ptr<GradientExchange> make_shards(bool slices, std::function<void(const BatchTotals&)> on_finished) {
+    if (!slices)
+      throw UsageError(
+          {.what = "virtual shards on GPUs, with parameters that have sparse gradients or that the optimizer does not "
+                   "hold",
+           .here = world_.describe(),
+           .next = "train without virtual shards, or freeze what the optimizer does not hold"});
+    return exchange_of_shards(world_, trainable(parameters_),
+                              {.shards = options_.virtual_shards,
+                               .bucket_bytes = options_.bucket_bytes,
+                               .settings = [this] { return settings(); },
+                               .on_finished = std::move(on_finished)});
+  }
+
+  bool holds_all_and_none_sparse() const {
+    const auto trained = trainable(parameters_);
+    return held_by(*optimizer_, trained).size() == trained.size() &&
+           std::ranges::none_of(trained, [this](const auto& p) { return options_.sparse_parameters.contains(p.name); });
   }
 
   void require_all_gradients() const {
@@ -350,14 +384,16 @@ class DistributedDataParallel::Impl {
     return settings;
   }
 
+  bool through_buckets() const { return !block_ || mean_; }
+
   // Only there: in shared memory a rank that writes alone is found in other ways.
   void note_values() {
-    if (exchange_->mean_in_grad()) values_ = values_of(parameters_);
+    if (through_buckets()) values_ = values_of(parameters_);
   }
 
   void note_steps() {
     const auto* const own = dynamic_cast<const Optimizer*>(optimizer_);
-    if (own == nullptr || !exchange_->mean_in_grad()) return;
+    if (own == nullptr || !through_buckets()) return;
     StepSettings settings = own->settings();
     steps_ = step_calls_in(settings);
   }

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "lockstep/base/trace.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
@@ -22,6 +23,7 @@ class DdpStrategy : public ReplicaStrategy {
         options_(options),
         ddp_(world, model(), optimizer(),
              {.share_parameters = options.ddp.share_parameters,
+              .slice_update = options.ddp.share_parameters,
               .hook = make_hook(options.compression),
               .algorithm = options.algorithm,
               .virtual_shards = options.ddp.virtual_shards}) {
@@ -62,8 +64,10 @@ class DdpStrategy : public ReplicaStrategy {
     const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
       const Range part = even_part(all, shard, options_.ddp.virtual_shards);
-      generator_->seed(
-          mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard)));
+      const std::uint64_t seed =
+          mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard));
+      generator_->seed(seed);
+      if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
       forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),
                             batch.target.slice(0, part.begin - before_mine, part.end - before_mine)});
     }

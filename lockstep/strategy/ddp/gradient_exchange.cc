@@ -54,9 +54,9 @@ class ExchangeInSharedMemory : public GradientExchange {
 class ExchangeThroughBuckets : public GradientExchange {
  public:
   ExchangeThroughBuckets(std::unique_ptr<Reducer> reducer, std::shared_ptr<LocalGradients> source)
-      : reducer_(std::move(reducer)), source_(std::move(source)) {}
+      : reducer_(std::move(reducer)), source_(std::move(source)), slices_(reducer_->slices()) {}
   ~ExchangeThroughBuckets() override {
-    if (source_) source_->close();
+    if (this->source()) this->source()->close();
   }
 
   double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) override {
@@ -71,15 +71,21 @@ class ExchangeThroughBuckets : public GradientExchange {
   void cancel(const std::string& reason) override { reducer_->cancel(reason); }
 
   void finish() override { reducer_->finish(); }
-  void drop() override {}  // finish() has
-  std::shared_ptr<GradientSource> source() override { return source_; }
-  bool mean_in_grad() const override { return true; }
+  void drop() override {  // finish() has dropped the rest
+    if (slices_) slices_->drop();
+  }
+  std::shared_ptr<GradientSource> source() override {
+    if (slices_) return slices_;
+    return source_;
+  }
+  bool mean_in_grad() const override { return !slices_; }
   std::int64_t bytes() const override { return reducer_->statistics().bytes; }
   double seconds() const override { return reducer_->statistics().exchange_seconds; }
 
  private:
   std::unique_ptr<Reducer> reducer_;
   std::shared_ptr<LocalGradients> source_;
+  std::shared_ptr<GradientSlices> slices_;
 };
 
 }  // namespace

@@ -10,6 +10,9 @@
 //   .grad          this rank's own                         the mean
 //   step()         sums the gradients of all ranks         uses .grad
 //
+// Between GPUs a bucket may be reduce-scattered: .grad stays this rank's own, and step() uses the mean of the rank's slice
+// (gradient/gradient_slices.h).
+//
 // Flow:    DistributedDataParallel -> here -> gradient/shared_gradients.h or gradient/reducer.h -> source()
 // Owns:    memory for the exchange
 // Threads: one thread
@@ -49,7 +52,7 @@ class GradientExchange {
   // After a finish() that found no samples on any rank, at the end of join(): there is no step().
   virtual void drop() = 0;
 
-  // Where an optimizer that updates shared parameters takes gradients from.
+  // Where an optimizer that updates shared parameters, or a slice of them, takes gradients from.
   virtual std::shared_ptr<GradientSource> source() = 0;
 
   virtual bool mean_in_grad() const = 0;  // between finish() and step()

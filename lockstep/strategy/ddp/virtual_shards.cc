@@ -33,8 +33,12 @@ void require_shards_possible(const World& world, bool shares, const DistributedD
   require(options.algorithm == Algorithm::kDirect, "an algorithm by name sums buckets", "leave one of the two out");
   require(!options.hook, "a communication hook sums gradients its own way", "leave one of the two out");
   require(!options.mean_in_grad, "mean_in_grad needs buckets", "leave one of the two out");
-  require(world.device().is_cpu() && world.local_size() == world.size(),
-          "not all ranks are on the cores of one machine", "train on one machine, or without virtual shards");
+  if (!world.device().is_cpu())
+    return require(shares, "each GPU would have to update a slice of the parameters",
+                   "slice_update = true, gradient_as_bucket_view = false, and an optimizer of lockstep's other than "
+                   "LAMB and LARS");
+  require(world.local_size() == world.size(), "not all ranks are on the cores of one machine",
+          "train on one machine, or without virtual shards");
   require(shares, "parameters are separate", "share_parameters = true, and an optimizer of lockstep's");
 }
 

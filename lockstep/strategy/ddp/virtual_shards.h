@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-// Throws UsageError unless options.virtual_shards is 0 or can be had. shares: the ranks share parameters.
+// Throws UsageError unless options.virtual_shards is 0 or can be had. shares: the ranks share parameters, or GPUs the update.
 void require_shards_possible(const World& world, bool shares, const DistributedDataParallelOptions& options);
 
 // A rank computes its shards one after another, each forward changing the buffers. What a shard computes must not
