@@ -7,6 +7,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 
@@ -64,7 +65,10 @@ std::vector<fs::path> CheckpointFolder::newest_first() const {
 
 void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const fs::path path = folder_ / file_name(step);
-  save_safetensors(path, file, fetch);
+  {
+    const trace::Span span("write checkpoint", step);
+    save_safetensors(path, file, fetch);
+  }
   int kept = 0;
   std::error_code ignored;  // a file that can't be removed is only a file too many
   for (const fs::path& each : newest_first())
