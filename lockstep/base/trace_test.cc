@@ -39,7 +39,7 @@ TEST_F(Trace, has_each_span_with_its_number_bytes_and_thread) {
   }
   const auto spans = recorded().spans;
   ASSERT_EQ(spans.size(), 2U);  // in the order of their ends
-  EXPECT_EQ(spans[0].name, "a name that has more letters tha");
+  EXPECT_EQ(spans[0].name, "a name that has more letters th");
   EXPECT_EQ(spans[0].number, -1);
   EXPECT_EQ(spans[0].bytes, 5);
   EXPECT_EQ(spans[1].name, "step");
