@@ -6,6 +6,7 @@
 namespace lockstep {
 
 int run_command(int argc, char** argv);
+int trace_command(int argc, char** argv);
 int env_command(int argc, char** argv);
 int report_command(int argc, char** argv);
 

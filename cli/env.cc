@@ -35,7 +35,7 @@ std::vector<Setting> all_settings() {
   settings.push_back({"cores_online", concat(::sysconf(_SC_NPROCESSORS_ONLN)), "this machine"});
   settings.push_back({"cores_of_rank", to_string(cores), "this process's affinity, or its share of it"});
   settings.push_back(threads_per_rank(threads_of(job, cores)));
-  for (const char* name : {"CUDA_VISIBLE_DEVICES", "LOCKSTEP_LOG", "OMP_NUM_THREADS"})
+  for (const char* name : {"CUDA_VISIBLE_DEVICES", "LOCKSTEP_LOG", "LOCKSTEP_TRACE", "OMP_NUM_THREADS"})
     settings.push_back(variable(name));
   return settings;
 }

@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/node_meeting.h"
@@ -36,6 +37,7 @@ struct RunArguments {
   double grace_seconds = 5;
   bool no_pin = false;
   int workers = 0;
+  std::string trace;
   LaunchOptions launch;  // the rest
 };
 
@@ -90,6 +92,8 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
       ->check(CLI::IsMember({"prefix", "split"}));
   app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
+  app.add_option("--trace", arguments.trace,
+                 "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0));
@@ -225,6 +229,18 @@ std::vector<std::string> command_of(const CLI::App& app) {
   return command;
 }
 
+// The ranks record (LOCKSTEP_TRACE); what they leave is put together here. Those of several machines need one folder.
+LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::string>& command, std::string file) {
+  if (file.empty()) return launch(options, command);
+  require_timeline_file(file);
+  file = std::filesystem::absolute(file);
+  if (options.nodes == 1) remove_rings(file);
+  ::setenv("LOCKSTEP_TRACE", file.c_str(), 1);
+  const LaunchResult result = launch(options, command);
+  if (options.nodes == 1) save_what_is_left(file, result.exit_code == 0);
+  return result;
+}
+
 }  // namespace
 
 int run_command(int argc, char** argv) {
@@ -238,7 +254,7 @@ int run_command(int argc, char** argv) {
   add_rank_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
     const LaunchOptions options = launch_options(arguments);
-    const LaunchResult result = launch(options, command_of(app));
+    const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
     if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
     return result.exit_code;
   });

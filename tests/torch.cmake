@@ -102,8 +102,9 @@ target_compile_definitions(reference_test PRIVATE
   OPTIMIZER_REFERENCE="${CMAKE_CURRENT_SOURCE_DIR}/reference/optimizers.safetensors")
 
 # Several machines, as network namespaces.
+add_library(drifting_clock MODULE hosts/drifting_clock.cc)
 add_test(NAME hosts.two_hosts_train_as_one_rank_does
-  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/two_hosts_test.sh $<TARGET_FILE:lockstep_command>)
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/two_hosts_test.sh $<TARGET_FILE:lockstep_command> $<TARGET_FILE:drifting_clock>)
 set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 120)
 
 add_test(NAME hosts.ranks_find_each_other
@@ -148,7 +149,7 @@ set_tests_properties(command.checkpoints_are_what_safetensors_reads PROPERTIES T
 # Timelines of runs that end well and of one that loses a rank.
 add_test(NAME command.a_trace_shows_what_every_rank_does
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/trace_test.py $<TARGET_FILE:lockstep_command>
-    $<TARGET_FILE:misbehaving_task>)
+    $<TARGET_FILE:misbehaving_task> $<TARGET_FILE:unusual_loop>)
 set_tests_properties(command.a_trace_shows_what_every_rank_does PROPERTIES TIMEOUT 300)
 
 # Pages of `lockstep report` in headless Chromium, and what it says of files that are damaged.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what `--trace` writes.
 
-  trace_test.py COMMAND MISBEHAVING_TASK   `lockstep train`, and a program that can lose a rank
-  trace_test.py --machines FILE            a trace of two machines of two ranks each, whose clocks differ
+  trace_test.py COMMAND MISBEHAVING_TASK OWN_LOOP   `lockstep`, a program that can lose a rank, one with a loop of its own
+  trace_test.py --machines FILE                     a trace of two machines of two ranks each, whose clocks differ
 """
 import json
 import os
@@ -37,9 +37,37 @@ def spans(trace):
     return found
 
 
+def events_of(trace, kind):
+    return [event for event in trace["traceEvents"] if event["ph"] == kind]
+
+
+def counters(trace):
+    """The values of each counter of each rank."""
+    found = defaultdict(list)
+    for event in events_of(trace, "C"):
+        found[event["pid"], event["name"]].append(event["args"]["value"])
+    return found
+
+
+def arrows(trace):
+    """(from, to): of each message that has both ends in the trace; they lie within spans of those ranks."""
+    starts, ends = ({event["id"]: event for event in events_of(trace, kind)} for kind in "sf")
+    assert len(starts) == len(events_of(trace, "s")) and len(ends) == len(events_of(trace, "f")), "two arrows of one id"
+    found, ranks = [], spans(trace)
+    for number in starts.keys() & ends.keys():
+        start, end = starts[number], ends[number]
+        assert start["ts"] <= end["ts"], (start, end)
+        for event, name in (start, f"send {end['pid']}"), (end, f"receive {start['pid']}"):
+            around = [each for each in ranks[event["pid"]] if within(event | {"end": event["ts"]}, each)]
+            assert named(around, name), (event, name, around)
+        found.append((start["pid"], end["pid"]))
+    return found
+
+
 def spans_of_protobuf(content):
     """The same of a .pftrace, and what it says about the run."""
     parents, names, open_spans, found = {}, {}, defaultdict(list), defaultdict(list)
+    flows, ends_of_flows = set(), set()
     for packet in Trace.FromString(content).packet:
         if packet.HasField("track_descriptor"):
             track = packet.track_descriptor
@@ -47,13 +75,20 @@ def spans_of_protobuf(content):
             continue
         event = packet.track_event
         stack = open_spans[event.track_uuid]
-        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+        flows.update(event.flow_ids)
+        ends_of_flows.update(event.terminating_flow_ids)
+        if event.type == TrackEvent.TYPE_COUNTER:
+            assert names[event.track_uuid] in ("memory", "batches ready", "staleness"), names[event.track_uuid]
+            found["counters"].append(event.counter_value)
+        elif event.type == TrackEvent.TYPE_SLICE_BEGIN:
             stack.append({"name": event.name, "tid": event.track_uuid, "ts": packet.timestamp / 1000,
-                          "args": {note.name: note.int_value for note in event.debug_annotations}})
+                          "cat": "".join(event.categories), "args": {note.name: note.int_value for note in event.debug_annotations}})
         else:
             rank = int(names[parents[event.track_uuid]].split()[1])
             found[rank].append(stack.pop() | {"end": packet.timestamp / 1000})
     assert not any(open_spans.values()), "a span without an end"
+    assert found.pop("counters"), "no counters"
+    assert not flows ^ ends_of_flows, "messages that were not received, or not sent"
     return found, json.loads(names[1])
 
 
@@ -82,6 +117,11 @@ def expect_steps(events, rank, first, end):
         inside = [event for event in events if within(event, step)]
         for phase in ("forward", "backward", "exchange", "update", "barrier 1: gradients", "barrier 2: settings", "barrier 3: updated"):
             assert len(named(inside, phase)) == 1, (phase, step, inside)
+        for module in ("conv1", "conv2", "fc1", "fc2", "avg_pool2d"):
+            for way in ("forward", "backward"):
+                (phase,) = named(inside, way)
+                found = [event for event in named(inside, module) if event.get("cat") == way]
+                assert any(within(event, phase) for event in found), (module, way, found)
     waits = {event["name"] for event in events if event["name"].startswith("wait for rank")}
     assert waits <= {f"wait for rank {1 - rank}"}, waits
     return waits
@@ -143,8 +183,79 @@ def expect_strategies(command, folder):
         file = Path(folder, f"{strategy}.json")
         run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": strategy, "ranks": 2, "max-steps": 3,
                                  "trace": file})
-        found = {event["name"] for events in spans(json.loads(file.read_text())).values() for event in events}
+        trace = json.loads(file.read_text())
+        found = {event["name"] for events in spans(trace).values() for event in events}
         assert names <= found, (strategy, names - found)
+        assert all(value > 1e6 for value in counters(trace)[0, "memory"]), counters(trace)
+        assert counters(trace)[0, "batches ready"], counters(trace).keys()
+
+
+def expect_messages(command, folder):
+    """A pipeline of processes, and servers: who sends, and who receives."""
+    file = Path(folder, "messages.json")
+    options = {"model": "lenet", "data": "synthetic:640x1x28x28", "max-steps": 3, "trace": file}
+    launched = [command, "run", "--nproc-per-node", 2, "--", command, "train"]
+    run(list(map(str, launched)), options | {"strategy": "pipeline"})
+    assert set(arrows(json.loads(file.read_text()))) == {(0, 1), (1, 0)}, "no messages between stages"
+    run([command, "train"], options | {"strategy": "kvstore", "kvstore": "dist_async", "ranks": 2})
+    trace = json.loads(file.read_text())
+    found = arrows(trace)
+    assert {(0, 1), (1, 0), (0, 2), (2, 0)} <= set(found), set(found)
+    assert found.count((1, 0)) >= 3 and found.count((0, 1)) >= 3, "no push or pull of each step"
+    delays = counters(trace)[0, "staleness"]
+    assert delays and min(delays) >= 0, delays
+
+
+def expect_loops_of_ones_own(command, program, folder):
+    """`lockstep run --trace`: 15 steps; rank 1 has a forked child, which does not end the trace of its parent."""
+    for kind in ("json", "pftrace"):
+        file = Path(folder, f"own.{kind}")
+        done = subprocess.run([command, "run", "--nproc-per-node", "2", "--trace", file, "--", program], capture_output=True, text=True,
+                              timeout=120, env=os.environ | {"HABIT": "fork"})
+        assert done.returncode == 0, done
+        ranks, about = spans_of_protobuf(file.read_bytes()) if kind == "pftrace" else (None, None)
+        if kind == "json":
+            trace = json.loads(file.read_text())
+            ranks, about = spans(trace), trace["otherData"]
+            assert counters(trace)[1, "memory"]
+        assert about["complete"] and sorted(ranks) == [0, 1], about
+        for events in ranks.values():
+            for name in ("backward", "exchange", "optimizer step", "barrier 1: gradients", "barrier 3: updated"):
+                assert len(named(events, name)) == 15, (name, len(named(events, name)))
+            for way in ("forward", "backward"):
+                assert len([event for event in named(events, "2") if event.get("cat") == way]) >= 15, "no module 2"
+        expect_common_clock(ranks, "barrier 1: gradients", 100)
+        assert list(Path(folder).glob(f"own.{kind}.*")) == [], "rings are left"
+
+
+def expect_what_a_loop_that_failed_did(command, program, folder):
+    file = Path(folder, "failed.json")
+    done = subprocess.run([command, "run", "--nproc-per-node", "2", "--trace", file, "--", program], capture_output=True, text=True,
+                          timeout=120, env=os.environ | {"HABIT": "write_gradient"})
+    assert done.returncode != 0 and "failed.json has what each rank did" in done.stderr, done
+    trace = json.loads(file.read_text())
+    assert not trace["otherData"]["complete"] and all(named(events, "backward") for events in spans(trace).values())
+    assert list(Path(folder).glob("failed.json.*")) == [], "rings are left"
+
+
+def expect_rings_of_another_launcher(command, program, folder):
+    """LOCKSTEP_TRACE alone: the ranks leave their rings, `lockstep trace` makes the file."""
+    file = Path(folder, "left.json")
+    launched = [command, "run", "--nproc-per-node", "2", "--", program]
+    subprocess.run(launched, check=True, stdout=subprocess.DEVNULL, timeout=120, env=os.environ | {"LOCKSTEP_TRACE": str(file)})
+    assert len(list(Path(folder).glob("left.json.rank*"))) == 2 and not file.exists()
+    broken = file.with_name("left.json.rank2")
+    broken.write_bytes(file.with_name("left.json.rank1").read_bytes()[:10000])
+    done = subprocess.run([command, "trace", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "left.json.rank2" in done.stderr and "cut off" in done.stderr, done
+    trace = json.loads(file.read_text())
+    assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0, 1]
+    assert list(Path(folder).glob("left.json.*")) == [broken], "what can't be read stays"
+    broken.unlink()
+    done = subprocess.run([command, "trace", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "there is no" in done.stderr, done
+    done = subprocess.run([command, "run", "--trace", "x.txt", "--", "true"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and ".json or .pftrace" in done.stderr, done
 
 
 def expect_ranks_that_end_when_they_like(command, folder):
@@ -177,13 +288,17 @@ def expect_machines(file):
 def main():
     if sys.argv[1] == "--machines":
         return expect_machines(sys.argv[2])
-    command, program = (str(Path(path).resolve()) for path in sys.argv[1:3])
+    command, program, own_loop = (str(Path(path).resolve()) for path in sys.argv[1:4])
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("json", "pftrace"):
             expect_trace_of_some_steps(command, folder, kind)
         expect_what_a_lost_rank_did(program, folder)
         expect_what_a_single_rank_did(program, folder)
         expect_strategies(command, folder)
+        expect_messages(command, folder)
+        expect_loops_of_ones_own(command, own_loop, folder)
+        expect_what_a_loop_that_failed_did(command, own_loop, folder)
+        expect_rings_of_another_launcher(command, own_loop, folder)
         expect_ranks_that_end_when_they_like(command, folder)
         expect_usage_errors(command, folder)
 

@@ -25,7 +25,7 @@ SUB_ROOMS = {
 }
 PUBLIC = {
     "base": "error deadline cores memory stop stop_all",
-    "collective": "collective_types world spawn",
+    "collective": "collective_types world spawn timeline",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",
     "gradient": "communication_hook batch_totals",

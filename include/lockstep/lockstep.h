@@ -20,6 +20,7 @@
 #include "lockstep/communication_hook.h"  // compressed gradients
 #include "lockstep/sync_batch_norm.h"     // batch norm over all ranks
 #include "lockstep/gradient_scaler.h"     // loss scaling for float16
+#include "lockstep/timeline.h"            // a file with what every rank did when
 #include "lockstep/periodic_average.h"    // local SGD in a loop of your own
 #include "lockstep/layout.h"              // channels last or not
 #include "lockstep/activation_checkpoint.h"  // less memory for activations, which are computed twice

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -16,7 +17,7 @@
 namespace lockstep::trace {
 namespace {
 
-constexpr std::array<char, 16> kMagic{"lockstep ring 1"};
+constexpr std::array<char, 16> kMagic{"lockstep ring 2"};
 
 // A span in the ring. A reader takes it if `number` is the place's own: a span that was being written when its process
 // died is left out.
@@ -26,8 +27,11 @@ struct Slot {
   std::int64_t end;
   std::int64_t number;
   std::int64_t bytes;
+  std::uint64_t arrow;
   std::int32_t thread;
+  Kind kind;
   Name name;
+  bool arrives;
 };
 
 struct Ring {
@@ -75,40 +79,103 @@ RecordedSpan recorded(const Slot& slot, const std::array<ClockOffset, 2>& clock)
           .bytes = slot.bytes,
           .begin = on_rank_0(clock, slot.begin),
           .end = on_rank_0(clock, slot.end),
-          .thread = slot.thread};
+          .thread = slot.thread,
+          .kind = slot.kind,
+          .arrow = slot.arrow,
+          .arrives = slot.arrives};
 }
 
-}  // namespace
-
-void Span::begin(const Label& label) {
-  const std::size_t length = std::min(label.name.size(), name_.size() - 1);
-  std::copy_n(label.name.begin(), length, name_.begin());
-  name_.at(length) = 0;
-  number_ = label.number;
-  bytes_ = label.bytes;
-  begin_ = now();
+Name cut(std::string_view name) {
+  Name short_name{};
+  std::copy_n(name.begin(), std::min(name.size(), short_name.size() - 1), short_name.begin());
+  return short_name;
 }
 
-void Span::end() const {
+struct Entry {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t number = -1;
+  std::int64_t bytes = -1;
+  const Name& name;
+  Kind kind = Kind::kSpan;
+  std::uint64_t arrow = 0;
+  bool arrives = false;
+};
+
+void put(const Entry& entry) {
   Ring* const to = ring.load(std::memory_order_acquire);
   if (to == nullptr) return;
   const std::uint64_t before = to->count.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = to->slots()[before % to->capacity];
   slot.count.exchange(0, std::memory_order_acq_rel);  // before what follows is written
-  slot.begin = begin_;
-  slot.end = now();
-  slot.number = number_;
-  slot.bytes = bytes_;
+  slot.begin = entry.begin;
+  slot.end = entry.end;
+  slot.number = entry.number;
+  slot.bytes = entry.bytes;
+  slot.arrow = entry.arrow;
   slot.thread = this_thread();
-  slot.name = name_;
+  slot.kind = entry.kind;
+  slot.name = entry.name;
+  slot.arrives = entry.arrives;
   slot.count.store(before + 1, std::memory_order_release);
 }
 
+// The second number in /proc/self/statm, in pages.
+std::int64_t resident_bytes() {
+  const UniqueFd file(::open("/proc/self/statm", O_RDONLY | O_CLOEXEC));
+  std::array<char, 64> text{};
+  if (!file || ::read(file.get(), text.data(), text.size() - 1) <= 0) return 0;
+  char* end = nullptr;
+  std::strtoll(text.data(), &end, 10);
+  return std::strtoll(end, nullptr, 10) * ::sysconf(_SC_PAGESIZE);
+}
+
+}  // namespace
+
+void Span::begin(const Label& label) {
+  name_ = cut(label.name);
+  number_ = label.number;
+  bytes_ = label.bytes;
+  begin_ = now();
+}
+
+void Span::end() const { put({.begin = begin_, .end = now(), .number = number_, .bytes = bytes_, .name = name_}); }
+
+void write(std::int64_t begin, const Label& label) {
+  put({.begin = begin,
+       .end = now(),
+       .number = label.number,
+       .bytes = label.bytes,
+       .name = cut(label.name),
+       .kind = label.kind,
+       .arrow = label.arrow,
+       .arrives = label.arrives});
+}
+
+void write_count(const char* name, std::int64_t value) {
+  const std::int64_t time = now();
+  put({.begin = time, .end = time, .number = value, .name = cut(name), .kind = Kind::kCounter});
+}
+
+void write_memory() {
+  constexpr std::int64_t kPause = 10'000'000;
+  static std::atomic<std::int64_t> last{0};
+  std::int64_t before = last.load(std::memory_order_relaxed);
+  const std::int64_t time = now();
+  if (time - before >= kPause && last.compare_exchange_strong(before, time)) write_count("memory", resident_bytes());
+}
+
 void open(const std::filesystem::path& file, const Process& process, std::size_t spans) {
+  if (is_open())
+    throw UsageError({.what = "a second trace in this process",
+                      .likely = "LOCKSTEP_TRACE or `lockstep run --trace`, and a Timeline of the program's own",
+                      .next = "leave one of them out"});
   Ring* const made =
       new (map_file(file, Ring::bytes(spans))) Ring{.magic = kMagic, .capacity = spans, .process = process};
   ring.store(made, std::memory_order_release);
 }
+
+bool is_open() { return ring.load() != nullptr; }
 
 void record(bool on) { recording.store(on && ring.load() != nullptr, std::memory_order_relaxed); }
 

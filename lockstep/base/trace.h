@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/trace.h: what this process does when, for --trace: spans of time in a ring of bounded size.
+// base/trace.h: what this process does when, for --trace: spans of time and counters in a ring of bounded size.
 //
-// Flow:    a Span around a phase, collective or batch -> the ring -> Recording -> train/timeline.h
+// Flow:    a Span around a phase, collective or batch, count() -> the ring -> Recording -> lockstep/timeline.h
 // Owns:    one ring per process: a file mapping, so that its file has the last spans of a process however it ends. The
 //          mapping stays until the process ends
 // Threads: any; a Span is its thread's. open() and close(): one thread
@@ -30,12 +30,24 @@ inline std::int64_t now() {  // ns of CLOCK_MONOTONIC, which the processes of a 
 
 inline std::atomic<bool> recording{false};  // record() alone changes it
 
-using Name = std::array<char, 24>;  // cut off where it is longer; ends with 0
+inline std::int64_t now_if_recording() { return recording.load(std::memory_order_relaxed) ? now() : 0; }
+
+using Name = std::array<char, 32>;  // cut off where it is longer; ends with 0
+
+enum class Kind : std::int32_t {
+  kSpan,
+  kForward,   // an operator of a module in forward(), and
+  kBackward,  // its part in backward()
+  kCounter,   // `number` is its value at `begin`
+};
 
 struct Label {
   std::string name;
   std::int64_t number = -1;  // -1: none; else a part of the name: "bucket 3"
   std::int64_t bytes = -1;   // -1: none
+  Kind kind = Kind::kSpan;
+  std::uint64_t arrow = 0;  // of a message: the same at both ends, and of no other; 0: none
+  bool arrives = false;     // the arrow ends here
 };
 
 class Span {
@@ -65,6 +77,25 @@ class Span {
   Name name_;
 };
 
+// A span from `begin`, which was now_if_recording(), until now. make_label() is called only where it is recorded.
+void write(std::int64_t begin, const Label& label);
+template <class MakeLabel>
+requires std::is_invocable_v<MakeLabel>
+void write(std::int64_t begin, const MakeLabel& make_label) {
+  if (begin != 0) write(begin, make_label());
+}
+
+void write_count(const char* name, std::int64_t value);
+inline void count(const char* name, std::int64_t value) {  // the counter's value from now on
+  if (recording.load(std::memory_order_relaxed)) write_count(name, value);
+}
+
+// The counter "memory": bytes of this process in memory. At most every 10 ms, because reading it takes some microseconds.
+void write_memory();
+inline void count_memory() {
+  if (recording.load(std::memory_order_relaxed)) write_memory();
+}
+
 // This clock was `offset` ns behind rank 0's at `at`.
 struct ClockOffset {
   std::int64_t at = 0;
@@ -79,14 +110,15 @@ struct Process {
   std::array<ClockOffset, 2> clock{};  // at the start, and at the end; the same until then
 };
 
-constexpr std::size_t kSpans = std::size_t{1} << 16U;  // of a ring: 4.7 MB
+constexpr std::size_t kSpans = std::size_t{1} << 16U;  // of a ring: 5.8 MB
 
-// Makes the ring and its file. Throws SystemError: no room on the disk.
+// Makes the ring and its file. Throws SystemError: no room on the disk. UsageError: this process has a ring.
 void open(const std::filesystem::path& file, const Process& process, std::size_t spans = kSpans);
 void record(bool on);                                         // from now on; nothing without a ring
 void finish(const std::optional<ClockOffset>& clock_at_end);  // ends recording
 std::string content();                                        // of the ring: what is in its file
 void close();                                                 // ends recording; the file stays
+bool is_open();
 
 // ---- What a ring holds
 
@@ -97,6 +129,9 @@ struct RecordedSpan {
   std::int64_t begin = 0;  // ns of rank 0's clock
   std::int64_t end = 0;
   std::int32_t thread = 0;
+  Kind kind = Kind::kSpan;
+  std::uint64_t arrow = 0;
+  bool arrives = false;
 };
 
 struct Recording {

@@ -34,12 +34,12 @@ TEST_F(Trace, has_each_span_with_its_number_bytes_and_thread) {
   {
     const trace::Span outer("step", 17);
     std::thread([] {
-      const trace::Span other([] { return trace::Label{.name = "a name of more than 24 letters", .bytes = 5}; });
+      const trace::Span other([] { return trace::Label{.name = "a name that has more letters than fit", .bytes = 5}; });
     }).join();
   }
   const auto spans = recorded().spans;
   ASSERT_EQ(spans.size(), 2U);  // in the order of their ends
-  EXPECT_EQ(spans[0].name, "a name of more than 24 ");
+  EXPECT_EQ(spans[0].name, "a name that has more letters th");
   EXPECT_EQ(spans[0].number, -1);
   EXPECT_EQ(spans[0].bytes, 5);
   EXPECT_EQ(spans[1].name, "step");
@@ -70,6 +70,42 @@ TEST_F(Trace, keeps_the_last_spans_and_counts_the_others) {
   EXPECT_EQ(found.lost, 13);
   ASSERT_EQ(found.spans.size(), 8U);
   for (int i = 0; i < 8; ++i) EXPECT_EQ(found.spans[static_cast<unsigned>(i)].number, 13 + i);
+}
+
+TEST_F(Trace, has_counters_arrows_and_spans_that_were_measured_elsewhere) {
+  open(8);
+  trace::count("queue", 3);
+  const std::int64_t begin = trace::now_if_recording();
+  trace::write(begin, [] {
+    return trace::Label{.name = "receive", .kind = trace::Kind::kBackward, .arrow = 77, .arrives = true};
+  });
+  trace::write(0, [] { return trace::Label{.name = "began while nothing was recorded"}; });
+  const auto spans = recorded().spans;
+  ASSERT_EQ(spans.size(), 2U);
+  EXPECT_EQ(spans[0].kind, trace::Kind::kCounter);
+  EXPECT_EQ(spans[0].name, "queue");
+  EXPECT_EQ(spans[0].number, 3);
+  EXPECT_EQ(spans[1].kind, trace::Kind::kBackward);
+  EXPECT_EQ(spans[1].begin, begin);
+  EXPECT_EQ(spans[1].arrow, 77U);
+  EXPECT_TRUE(spans[1].arrives);
+}
+
+TEST_F(Trace, counts_memory_at_most_every_10_ms) {
+  open(1 << 10);
+  const std::int64_t begin = trace::now();
+  for (int i = 0; i < 100; ++i) trace::count_memory();
+  const std::int64_t took = trace::now() - begin;
+  const auto spans = recorded().spans;
+  ASSERT_GE(spans.size(), 1U);
+  EXPECT_LE(spans.size(), static_cast<unsigned>(took / 10'000'000 + 1));
+  EXPECT_EQ(spans[0].name, "memory");
+  EXPECT_GT(spans[0].number, 1 << 20);
+}
+
+TEST_F(Trace, is_one_in_a_process) {
+  open(8);
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { open(8); }), "a second trace in this process"));
 }
 
 TEST_F(Trace, takes_spans_of_many_threads_at_once) {

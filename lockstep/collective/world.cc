@@ -5,6 +5,7 @@
 #include <set>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/tensor_call.h"
 #include "lockstep/collective/world_state.h"
@@ -18,22 +19,31 @@ struct Work::State {
   std::shared_ptr<WorldState> world;  // lives as long as what it has under way
   TensorCall call;
   FuturePtr future;
+  std::uint64_t arrow = 0;  // in a trace, of a receive
   bool finished = false;
 
-  void finish() {
-    if (!finished) call.finish();
+  // `began` to wait: now_if_recording().
+  void finish(std::int64_t began) {
+    if (finished) return;
+    call.finish();
     finished = true;
+    if (call.call.operation != Operation::kReceive) return;
+    const int source = call.call.peer == kAnyRank ? future->source() : call.call.peer;
+    if (arrow == 0) arrow = world->arrow_of(call.call, source);
+    trace::write(began, [&] { return world->label_of(call.call, source, arrow); });
   }
 };
 
 void Work::wait() {
+  const std::int64_t began = trace::now_if_recording();
   state_->future->wait();
-  state_->finish();
+  state_->finish(began);
 }
 
 void Work::wait(Deadline deadline) {
+  const std::int64_t began = trace::now_if_recording();
   state_->future->wait(deadline);
-  state_->finish();
+  state_->finish(began);
 }
 
 bool Work::done() { return state_->future->done(); }
@@ -103,6 +113,7 @@ void check_agreement(const World& world, const RankLists& lists) {
 // The lists of all ranks, where this one's is `ranks`; empty for a rank that is not in its own.
 RankLists World::agree_on_lists(const std::vector<int>& ranks) const {
   check_list(*this, ranks);
+  state_->count_sub_world();
   const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
   RankLists lists = exchange_lists(*this, is_member ? ranks : RankList());
   check_agreement(*this, lists);
@@ -148,15 +159,24 @@ std::optional<World> World::split(int color, int key) const {
 
 torch::Tensor World::run(const TensorCall& call) const {
   call.begin();
-  state_->transport_for(call).run(call);
+  if (is_message(call.call.operation))
+    state_->run_message(call);
+  else
+    state_->transport_for(call).run(call);
   call.finish();
   return call.result;
 }
 
 Work World::start(TensorCall call) const {
   call.begin();
+  const Call& asked = call.call;
+  const std::int64_t began = trace::now_if_recording();
+  const bool between_known = is_message(asked.operation) && asked.peer != kAnyRank;
+  const std::uint64_t arrow = between_known ? state_->arrow_of(asked, asked.peer) : 0;
   FuturePtr future = state_->transport_for(call).start(call);
-  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future)}));
+  if (asked.operation == Operation::kSend)
+    trace::write(began, [&] { return state_->label_of(asked, asked.peer, arrow); });
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
 }
 
 // ---- Others

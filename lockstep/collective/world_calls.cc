@@ -319,7 +319,7 @@ Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
 
 int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
   const TensorCall call = message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag);
-  const int source = state_->transport_for(call).run(call);
+  const int source = state_->run_message(call);
   call.finish();
   return source;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/world_state.h"
 
-
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -15,6 +15,7 @@
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -75,6 +76,11 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks)
   state->cores = cores;
   state->timeout = timeout;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);
+  state->trace_id_ = mix_numbers(trace_id_, sub_worlds_);
+  for (const int member : ranks) {
+    state->job_ranks.push_back(job_ranks[member]);
+    state->trace_id_ = mix_numbers(state->trace_id_, static_cast<std::uint64_t>(member));
+  }
   const auto me = std::ranges::find(ranks, rank()) - ranks.begin();
   state->job = job_of_rank(job, static_cast<int>(me), state->nodes);
   state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
@@ -88,6 +94,8 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);
+  state->job_ranks.resize(job.world_size);
+  std::iota(state->job_ranks.begin(), state->job_ranks.end(), 0);
   if (job.world_size == 1) state->cpu_transport = make_self();
   return state;
 }
@@ -101,7 +109,11 @@ void WorldState::abandon(const std::string& reason) const {
   if (cpu_transport.get_deleter().process.is_here()) cpu_transport->fail(reason);
 }
 
-World World::from_env(const WorldOptions& options) { return WorldState::from_env_on(options.device, options.timeout); }
+World World::from_env(const WorldOptions& options) {
+  World world = WorldState::from_env_on(options.device, options.timeout);
+  trace_if_asked(world);
+  return world;
+}
 
 World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
   const JobEnvironment job = read_job_environment();
@@ -118,12 +130,39 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   job.rank = rank;
   job.world_size = size;
   auto state = make_world_state(job, options);
-  if (size == 1) return world_of(std::move(state));
-  connect(*state, store);
-  state->job = job_of_rank(state->job, rank, state->nodes);
-  state->caller.device = device_of_rank(options.device, state->job.local_rank);
-  state->cores = cores_of(state->job, usable_cores());
-  return world_of(std::move(state));
+  if (size > 1) {
+    connect(*state, store);
+    state->job = job_of_rank(state->job, rank, state->nodes);
+    state->caller.device = device_of_rank(options.device, state->job.local_rank);
+    state->cores = cores_of(state->job, usable_cores());
+  }
+  World world = world_of(std::move(state));
+  trace_if_asked(world);
+  return world;
+}
+
+int WorldState::run_message(const TensorCall& message) {
+  const Call& call = message.call;
+  const std::int64_t began = trace::now_if_recording();
+  std::uint64_t arrow = call.peer == kAnyRank ? 0 : arrow_of(call, call.peer);
+  const int source = transport_for(message).run(message);
+  const int peer = call.peer == kAnyRank ? source : call.peer;
+  if (arrow == 0) arrow = arrow_of(call, peer);
+  trace::write(began, [&] { return label_of(call, peer, arrow); });
+  return source;
+}
+
+std::uint64_t WorldState::arrow_of(const Call& message, int peer) {
+  const bool sends = message.operation == Operation::kSend;
+  return arrows_.next(trace_id_, {sends ? rank() : peer, sends ? peer : rank(), message.tag});
+}
+
+trace::Label WorldState::label_of(const Call& message, int peer, std::uint64_t arrow) const {
+  return {.name = to_string(message.operation),
+          .number = job_ranks[peer],
+          .bytes = static_cast<std::int64_t>(message.count * size_of(message.dtype)),
+          .arrow = arrow,
+          .arrives = message.operation == Operation::kReceive};
 }
 
 World World::single(const WorldOptions& options) { return WorldState::world_of(make_world_state({}, options)); }

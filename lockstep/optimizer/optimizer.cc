@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
@@ -131,6 +132,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     const torch::AutoGradMode with_grad(true);
     loss = closure();
   }
+  const trace::Span span("optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
   if (all.given != number_of_parameters())

@@ -12,6 +12,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/gpus.h"
+#include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
@@ -92,6 +93,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
   if (options.resume) resume();
+  name_modules(named_parameters(strategy.model()));
 }
 
 Json TrainingLoop::run() {

@@ -15,11 +15,11 @@
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
+#include "lockstep/timeline.h"
 #include "lockstep/train/curves.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
-#include "lockstep/train/timeline.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -8,12 +8,12 @@
 #include <cstdlib>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
+#include "lockstep/timeline.h"
 #include "lockstep/train/option_table.h"
-#include "lockstep/train/timeline.h"
-#include "lockstep/train/timeline_file.h"
 
 namespace lockstep {
 

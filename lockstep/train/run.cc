@@ -15,6 +15,7 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/process_title.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
@@ -31,7 +32,6 @@
 #include "lockstep/train/options.h"
 #include "lockstep/train/ranks_and_devices.h"
 #include "lockstep/train/run_facts.h"
-#include "lockstep/train/timeline.h"
 
 namespace lockstep {
 namespace {
@@ -145,6 +145,8 @@ void check_before_start(const TrainOptions& options, const Program& program, int
 
 int run_parsed(TrainOptions options, const Program& program) {
   const JobEnvironment job = read_job_environment();
+  const char* const trace = std::getenv("LOCKSTEP_TRACE");
+  if (trace != nullptr && options.trace.empty()) options.trace = trace;
   if (job.rank == 0) check_options(options);
   catch_signals(options.preemption);
   options.command = command_of(program.argc, program.argv);

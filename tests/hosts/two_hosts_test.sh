@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Two hosts of two ranks each: network namespaces joined by a link, whose clocks are an hour apart. Shared memory inside each
+# Two hosts of two ranks each: network namespaces joined by a link, whose clocks are an hour apart
+# and drift. Shared memory inside each
 # host, Gloo between them. First they train, and must get the losses of one rank and a common timeline. Then a rank is killed while they train: all ranks of both hosts
 # must end.
 #
 # Everything happens in namespaces of this script's own (in a user namespace where it is not run by root). The kernel
 # removes them when the script ends, however it ends; nothing outside is touched.
 #
-#   two_hosts_test.sh LOCKSTEP
+#   two_hosts_test.sh LOCKSTEP DRIFTING_CLOCK
 set -euo pipefail
 if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
   export IN_OWN_NAMESPACES=1
   exec unshare --map-root-user --user --net --mount --pid --fork --mount-proc "$0" "$@"
 fi
-lockstep=$1
+lockstep=$1 drifting_clock=$2 drift_ppm=0
+since=$(python3 -c 'import time; print(time.clock_gettime_ns(time.CLOCK_MONOTONIC) + 3600 * 10**9)')  # of host 1's clock
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -33,16 +35,20 @@ done
 options=(train --threads 1 --batch-size 37 --quiet --timeout 60)
 on_host() {  # HOST METRICS OPTION...
   local clock=()
-  [ "$1" -eq 0 ] || clock=(unshare --time --monotonic 3600 --boottime 3600 --fork --kill-child)
+  [ "$1" -eq 0 ] || clock=(unshare --time --monotonic 3600 --boottime 3600 --fork --kill-child
+    env LD_PRELOAD="$drifting_clock" DRIFT_SINCE="$since" DRIFT_PPM="$drift_ppm")
   ip netns exec "host$1" "${clock[@]}" "$lockstep" run --nproc-per-node 2 --nnodes 2 --node-rank "$1" --master-addr 10.77.0.1 \
     --master-port 29500 --grace 1 -- "$lockstep" "${options[@]}" --metrics "$work/$2" "${@:3}"
 }
 for algorithm in direct ring; do
+  # As clocks do; and so fast that the 1 ms would not be kept without a correction for it.
+  [ $algorithm = direct ] && drift_ppm=50 || drift_ppm=5000
   on_host 1 $algorithm.jsonl --max-steps 6 --algorithm $algorithm --trace "$work/$algorithm.json" &
   on_host 0 $algorithm.jsonl --max-steps 6 --algorithm $algorithm --trace "$work/$algorithm.json"
   wait $!
   "$(dirname "$0")/../trace_test.py" --machines "$work/$algorithm.json"
 done
+drift_ppm=0
 "$lockstep" "${options[@]}" --metrics "$work/one.jsonl" --max-steps 6
 
 python3 - "$work" <<'PYTHON'

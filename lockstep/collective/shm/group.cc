@@ -46,14 +46,13 @@ void carry_out(GroupState& state, const Call& call) {
   }
 }
 
-// How a trace shows a call. `peer` is a rank of the job.
-trace::Label label_of(const Signature& signature, std::int64_t peer = -1) {
+// How a trace shows a collective. Messages are shown by World.
+trace::Label label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
   const bool of_step = signature.operation == Operation::kStep;
   const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
   return {.name = of_step ? kPhases.at(static_cast<unsigned>(signature.root)) : to_string(signature.operation),
-          .number = peer,
           .bytes = of_step || bytes == 0 ? -1 : bytes};
 }
 
@@ -176,11 +175,8 @@ std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes)
 int Group::run(const Call& call) {
   require_own_process();
   check_call(call, size());
-  const trace::Span span([&] {
-    if (!is_message(call.operation)) return label_of(parts_->state.announced_as().value_or(signature_of(call)));
-    return label_of(signature_of(call), call.peer == kAnyRank ? -1 : job_rank(call.peer));
-  });
   if (is_message(call.operation)) return parts_->mailbox.run(call);
+  const trace::Span span([&] { return label_of(parts_->state.announced_as().value_or(signature_of(call))); });
   parts_->state.run(call.timeout, [&] { carry_out(parts_->state, call); });
   return kAnyRank;
 }

@@ -64,7 +64,9 @@ class Prefetcher::Shared {
       std::unique_lock lock(mutex_);
       wait_for_batch(lock, watch);
       statistics += std::exchange(took_, {});
-      statistics.queued += static_cast<double>(std::ranges::count(places_, true, &Place::ready));
+      const auto ready = std::ranges::count(places_, true, &Place::ready);
+      statistics.queued += static_cast<double>(ready);
+      trace::count("batches ready", ready);
       place = std::exchange(place_of(taken_), {});
       ++taken_;
     }

@@ -12,6 +12,7 @@
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
+#include "lockstep/collective/operator_spans.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
@@ -150,6 +151,7 @@ class DistributedDataParallel::Impl {
     shard_buffers_ = ShardBuffers(buffers_, options.virtual_shards / world_.size());
     if (sharing != nullptr) share_parameters();
     exchange_ = make_exchange();
+    name_modules(parameters_);
     note_values();
     note_steps();
     if (exchange_->source()) dynamic_cast<Optimizer&>(*optimizer).attach(exchange_->source());
@@ -179,6 +181,8 @@ class DistributedDataParallel::Impl {
   double begin_backward(std::int64_t samples, const torch::Tensor& loss = {}) try {
     exchange_seconds_ = 0;
     begun_ = {samples, !no_sync_};
+    backward_began_ = trace::now_if_recording();
+    trace::count_memory();
     return exchange_->begin(samples, loss, begun_.exchanges);
   } catch (const std::exception& error) {
     fail(error);
@@ -188,6 +192,7 @@ class DistributedDataParallel::Impl {
   void end_backward() try {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
+    trace::write(backward_began_, [] { return trace::Label{.name = "backward"}; });
   } catch (const std::exception& error) {
     fail(error);
     throw;
@@ -430,7 +435,8 @@ class DistributedDataParallel::Impl {
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;
-  } begun_;  // by begin_backward()
+  } begun_;                          // by begin_backward()
+  std::int64_t backward_began_ = 0;  // for a trace
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;

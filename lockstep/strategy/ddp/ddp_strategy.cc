@@ -2,7 +2,6 @@
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
@@ -79,7 +78,6 @@ class DdpStrategy : public ReplicaStrategy {
       require_device(batch.data, world_.device(), "the batch");
       loss = timed(phases_.forward, "forward", [&] { return task_.loss(forward(batch.data), batch.target); });
     }
-    const trace::Span span("backward");
     const Stopwatch watch;
     ddp_.backward(loss, batch.size());
     phases_.backward += watch.seconds() - ddp_.exchange_seconds();

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
+#include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
@@ -61,6 +62,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
   set_layout(*replica.model, replica.layout);
   replica.optimizer = make_optimizer(replica.model->parameters(), update_options(options));
+  name_modules(named_parameters(*replica.model));
   return replica;
 }
 

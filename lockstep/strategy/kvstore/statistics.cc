@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 
 namespace lockstep {
 namespace {
@@ -54,6 +55,7 @@ void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of
   devices.add(static_cast<double>(devices_of_worker));
   samples_per_device.add(static_cast<double>(samples) / static_cast<double>(devices_of_worker));
   delays.add(delay);
+  trace::count("staleness", delay);
 }
 
 void StoreStatistics::add_update(std::int64_t samples) {

@@ -51,6 +51,7 @@ from lockstep.batch_norm import SyncBatchNorm
 from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
 from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm
+from lockstep.timeline import Timeline
 
 __all__ = [
     "Adam",
@@ -73,6 +74,7 @@ __all__ = [
     "Sampler",
     "SyncBatchNorm",
     "SystemError",
+    "Timeline",
     "UsageError",
     "catch_stop_signals",
     "stop_requested",

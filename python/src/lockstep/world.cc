@@ -10,6 +10,7 @@
 #include "bindings.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/sync_batch_norm.h"
+#include "lockstep/timeline.h"
 #include "replica.h"
 
 namespace py = pybind11;
@@ -55,6 +56,13 @@ void bind_world(py::module_& module) {
       .def_property_readonly("size", &World::size)
       .def("barrier", &World::barrier, Release())
       .def("split", &World::split, Release(), py::arg("color"), py::arg("key") = 0);
+  py::class_<Timeline>(module, "Timeline", "What every rank does when (lockstep/timeline.h).")
+      .def(py::init([](const World& world, const std::string& file, std::int64_t first, std::int64_t end) {
+             return std::make_unique<Timeline>(world, file, StepRange{first, end});
+           }),
+           Release(), py::arg("world"), py::arg("file"), py::arg("first"), py::arg("end"))
+      .def("begin_step", &Timeline::begin_step, py::arg("step"))
+      .def("finish", &Timeline::finish, Release(), py::arg("together") = true);
   module.def("timeout_of", &timeout_of, py::arg("group"), py::arg("device"), "Of a process group; None: not known.");
   module.def(
       "normalise_over_ranks",

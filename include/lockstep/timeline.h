@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// train/timeline.h: --trace: one file with what every rank did when, for Perfetto and chrome://tracing.
+// lockstep/timeline.h: one file with what every rank did when, for Perfetto (ui.perfetto.dev) and chrome://tracing: what
+// `lockstep train --trace` writes, for training loops of one's own.
 //
-// Flow:    base/trace.h, the ring of each rank -> finish(): to rank 0, with its clock -> the file
-//          a run that failed: the rings' files -> save_what_is_left(), in the launcher -> the file
+// Without a line of code LOCKSTEP_TRACE=FILE.json or `lockstep run --trace FILE.json` does the same from World::from_env
+// on; docs/watching.md says what differs.
+//
+// Flow:    spans and counters -> the ring of each rank -> finish(): to rank 0, with its clock -> the file
+//          a run that failed: the rings' files -> `lockstep run`, `lockstep trace` -> the file
 // Owns:    the file of this rank's ring, FILE.rank3, until finish() removes it
-// Threads: one thread
+// Threads: one thread; spans are recorded on all
 // Ranks:   all ranks make one and finish it; rank 0 writes
 #pragma once
 
@@ -27,9 +31,10 @@ StepRange parse_steps(const std::string& text);  // "100:120"; "": all. Throws U
 class Timeline {
  public:
   // Records nothing if `file` is empty. Else compares this machine's clock with rank 0's, by messages, and blocks until
-  // rank 0 has answered. Throws SystemError: no room for the ring beside `file`.
-  Timeline(const World& world, std::string file, StepRange steps);
-  ~Timeline();
+  // rank 0 has answered. Records from here on, or where there are `steps`, from begin_step(). Throws SystemError: no
+  // room for the ring beside `file`. UsageError: not .json or .pftrace; a second one in this process.
+  Timeline(const World& world, std::string file, StepRange steps = {});
+  ~Timeline();  // ends recording. Without finish() the rings stay: `lockstep trace FILE` makes the file of them
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
@@ -38,7 +43,7 @@ class Timeline {
   // Sends the ring to rank 0, which writes the file. Blocks until it has the ring. If a rank is lost by now, or ranks end
   // at different times (`together` is false), the rings' files stay for the launcher. Throws SystemError: rank 0 can't write
   // the file.
-  void finish(bool together);
+  void finish(bool together = true);
 
  private:
   void gather();
@@ -47,12 +52,5 @@ class Timeline {
   std::string file_;
   StepRange steps_;
 };
-
-// Puts the rings that the ranks of this machine have left beside `file` into it and removes them; marked as incomplete
-// where a rank has not finished. Nothing where there are none.
-// For a run that has failed: what goes wrong is a warning in the log.
-void save_what_is_left(const std::string& file);
-
-void remove_rings(const std::string& file);  // of an earlier run
 
 }  // namespace lockstep

@@ -1,40 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/train/timeline.h"
+#include "lockstep/timeline.h"
 
 #include <unistd.h>
 
-#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <optional>
 #include <vector>
 
-#include "lockstep/base/file.h"
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/own_process.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/base/trace.h"
+#include "lockstep/collective/operator_spans.h"
+#include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
-#include "lockstep/train/timeline_file.h"
 
 namespace lockstep {
 namespace {
-
-std::string ring_file(const std::string& file, int rank) { return concat(file, ".rank", rank); }
-
-bool is_ring(const std::string& name, const std::string& of_file) {
-  const std::string start = of_file + ".rank";
-  int rank = 0;
-  return name.starts_with(start) && parse_int(name.substr(start.size()), rank);
-}
-
-std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
-  std::vector<std::filesystem::path> rings;
-  const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
-    if (is_ring(entry.path().filename(), file.filename())) rings.push_back(entry.path());
-  return rings;
-}
 
 // ---- Clocks
 
@@ -98,6 +83,12 @@ Recordings receive_all(const World& world) {
   return all;
 }
 
+void open_ring(const World& world, const std::string& file) {
+  require_timeline_file(file);
+  trace::open(ring_file(file, world.rank()), this_process(world));
+  show_operators();
+}
+
 }  // namespace
 
 StepRange parse_steps(const std::string& text) {
@@ -112,7 +103,9 @@ StepRange parse_steps(const std::string& text) {
 
 Timeline::Timeline(const World& world, std::string file, StepRange steps)
     : world_(world), file_(std::move(file)), steps_(steps) {
-  if (!file_.empty()) trace::open(ring_file(file_, world.rank()), this_process(world));
+  if (file_.empty()) return;
+  open_ring(world, file_);
+  trace::record(steps_.first == 0);
 }
 
 Timeline::~Timeline() {
@@ -120,7 +113,9 @@ Timeline::~Timeline() {
 }
 
 void Timeline::begin_step(std::int64_t step) {
-  if (!file_.empty()) trace::record(steps_.has(step));
+  if (file_.empty()) return;
+  trace::record(steps_.has(step));
+  trace::count_memory();
 }
 
 void Timeline::finish(bool together) try {
@@ -141,25 +136,15 @@ void Timeline::gather() {
   std::filesystem::remove(ring_file(file_, world_.rank()));
 }
 
-void save_what_is_left(const std::string& file) try {
-  Recordings found;
-  for (const auto& ring : ring_files(file)) try {
-      found.push_back(trace::parse(read_file(ring), ring));
-    } catch (const DataError& error) {
-      log_warning(error.what());
-    }
-  if (found.empty()) return;
-  std::ranges::sort(found, {}, [](const trace::Recording& recording) { return recording.process.rank; });
-  const bool complete = std::ranges::all_of(found, [](const auto& recording) { return recording.process.finished; });
-  write_timeline(file, found, complete);
-  remove_rings(file);
-  if (!complete) log_warning(concat(file, " has what each rank did before the run failed"));
-} catch (const std::exception& error) {
-  log_warning(error.what());
-}
-
-void remove_rings(const std::string& file) {
-  for (const auto& ring : ring_files(file)) std::filesystem::remove(ring);
+void trace_if_asked(const World& world) {
+  const char* const file = std::getenv("LOCKSTEP_TRACE");
+  if (file == nullptr || *file == '\0' || trace::is_open()) return;
+  open_ring(world, file);
+  trace::record(true);
+  static const OwnProcess process;  // a forked child does not finish for its parent
+  std::atexit([] {
+    if (process.is_here() && trace::is_open()) trace::finish({});
+  });
 }
 
 }  // namespace lockstep

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// base/timeline_file.h: the file of --trace: JSON as chrome://tracing reads it, or Perfetto's protobuf (trace_packet.proto,
+// track_event.proto); and the rings beside it, FILE.rank3, from which it can be made when ranks have died.
+//
+// Flow:    the Recordings of all ranks, or what ranks have left -> here -> a file for ui.perfetto.dev
+// Threads: any
+// Ranks:   no communication; one rank writes
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/base/trace.h"
+
+namespace lockstep {
+
+using Recordings = std::vector<trace::Recording>;  // of each rank, in their order
+
+bool is_timeline_file(const std::string& file);       // its name ends in .json or .pftrace
+void require_timeline_file(const std::string& file);  // throws UsageError
+
+// complete: every rank came to its end. Times begin with 0 at the first span. Throws SystemError.
+void write_timeline(const std::string& file, const Recordings& recordings, bool complete);
+
+// ---- Rings
+
+std::string ring_file(const std::string& file, int rank);
+
+// Puts the rings beside `file` into it and removes them. Marked as incomplete unless all ranks have finished and the job
+// `ended_well`. False: there are none. A ring that can't be read is a warning in the log, and stays. Throws SystemError.
+bool merge_rings(const std::string& file, bool ended_well = true);
+
+// The same for a run that may have failed: what goes wrong is a warning in the log.
+void save_what_is_left(const std::string& file, bool ended_well = true);
+
+void remove_rings(const std::string& file);  // of an earlier run
+
+}  // namespace lockstep

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/operator_spans.h: modules in a trace: a span for each operator of a forward() that autograd takes part in,
+// and one for its part of backward().
+//
+// Flow:    torch's RecordFunction -> here -> base/trace.h
+// Owns:    the names of parameters (no tensor is kept alive), until the process ends
+// Threads: any
+// Ranks:   no communication
+//
+// libtorch's modules have no hooks. But torch tells of each operator with its inputs, and of each node of autograd with
+// the number that its operator gave it (what torch.profiler draws its arrows by). An operator with a parameter among its
+// inputs is shown by the name of the module that has the parameter, "conv1"; any other by its own name, "relu".
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace lockstep {
+
+// "features.0.weight" is a parameter of the module "features.0". Later names of a parameter replace earlier ones.
+void name_parameter(const at::Tensor& parameter, const std::string& path);
+
+template <class NamedTensors>
+void name_modules(const NamedTensors& parameters) {
+  for (const auto& [path, parameter] : parameters) name_parameter(parameter, path);
+}
+
+// From now on, while trace::recording. Costs about a microsecond for each operator; nothing before this call.
+void show_operators();
+
+}  // namespace lockstep
