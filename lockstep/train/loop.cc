@@ -99,7 +99,7 @@ Json TrainingLoop::run() {
   while (position_.step < last_step() && !stopped_) train_epoch();
   if (position_.step != saved_step_) save_checkpoint();
   timeline_.finish(/*together=*/step_world_.size() == world_.size());
-  if (stopped_) return leave_early();
+  if (stopped_) return leave_early(watch.seconds());
   const Json run = summary(watch.seconds());
   metrics_.write(run);
   curves_.end_run(position_.step);
@@ -190,9 +190,12 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
 // ---- around the steps
 
 // No rank ends before the checkpoint is written: a launcher might end the others.
-Json TrainingLoop::leave_early() {
+Json TrainingLoop::leave_early(double seconds) {
   step_world_.barrier();
-  const Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", !options_.checkpoint_dir.empty()}};
+  Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", !options_.checkpoint_dir.empty()}};
+  const Json totals = summary(seconds);
+  for (const auto& [name, value] : totals.items())
+    if (name != "event") event[name] = value;
   metrics_.write(event);
   if (world_.rank() == 0)
     log_warning(concat("stopped after step ", position_.step, " of ", last_step(), ", as asked by a signal; ",

@@ -53,7 +53,7 @@ class TrainingLoop {
   void save_checkpoint();
   void resume();
   Json summary(double seconds) const;
-  Json leave_early();
+  Json leave_early(double seconds);
 
   bool stands_aside() const;
   std::int64_t ranks() const;
