@@ -12,6 +12,7 @@
 #include "lockstep/base/names.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
+#include "lockstep/launch/interfaces.h"
 
 namespace lockstep::compare {
 namespace {
@@ -142,6 +143,10 @@ void choose_links(Request& request) {
   if (settings.links == Links::kShaped) return;
   if (request.links == "shaped")
     throw UsageError({.what = concat("--links shaped, but ", why), .next = "run it as root, or leave --links out"});
+  if (address_for_others().empty())
+    throw UsageError({.what = concat("hosts with links can't be made here, nor hosts on the loopback device: ", why),
+                      .likely = "this machine has no network address, by which ranks of several hosts find each other",
+                      .next = "run it as root, with iproute2"});
   std::cerr << "lockstep compare: the ranks are hosts on the loopback device, whose speed is not that of a network: "
             << why << '\n';
 }

@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/interfaces.h"
 
 namespace lockstep::compare {
 namespace {
@@ -94,8 +95,8 @@ class Training {
       command = {"nsenter", concat("--net=", network_->host(host).path())};
       variables = network_->variables(host, 0, 1);
     } else if (port_) {
-      variables =
-          bench::launcher_variables({.host = host, .hosts = hosts, .address = "127.0.0.1", .port = port_->number()});
+      variables = bench::launcher_variables(
+          {.host = host, .hosts = hosts, .address = address_for_others(), .port = port_->number()});
     }
     command.push_back(bench::beside_this("lockstep-train"));
     command.insert(command.end(), run_.arguments.begin(), run_.arguments.end());

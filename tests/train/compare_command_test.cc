@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "lockstep/launch/interfaces.h"
 #include "tests/launch/child.h"
 #include "tests/train/command.h"
 
@@ -19,9 +20,11 @@ nlohmann::json comparison_in(const std::filesystem::path& folder) {
   return nlohmann::json::parse(read_file(folder / "comparison.json"));
 }
 
+nlohmann::json runs_in(const std::filesystem::path& folder) { return comparison_in(folder).at("runs"); }
+
 int finished_in(const std::filesystem::path& folder) {
   if (!std::filesystem::exists(folder / "comparison.json")) return 0;
-  const auto runs = comparison_in(folder)["runs"];
+  const auto runs = runs_in(folder);
   return static_cast<int>(std::ranges::count(runs, "finished", [](const auto& run) { return run["state"]; }));
 }
 
@@ -100,7 +103,7 @@ class Comparison : public ::testing::Test {
   }
   std::map<std::string, std::string> metrics_of_finished() const {
     std::map<std::string, std::string> metrics;
-    for (const auto& run : comparison_in(folder_ / "out")["runs"])
+    for (const auto& run : runs_in(folder_ / "out"))
       if (run["state"] == "finished")
         metrics[run["name"]] = read_file(folder_ / "out" / run["folder"].get<std::string>() / "metrics.jsonl");
     return metrics;
@@ -136,7 +139,7 @@ TEST_F(Comparison, goes_on_where_it_was_stopped) {
     EXPECT_TRUE(contains(metrics, "{\"event\":\"stop\"")) << name;
     EXPECT_EQ(name.starts_with("ddp"), metrics.find("exchanged_bytes") != std::string::npos) << name;
   }
-  for (const auto& run : comparison_in(folder_ / "out")["runs"]) EXPECT_GT(run["peak_memory_bytes"], 1e6) << run;
+  for (const auto& run : runs_in(folder_ / "out")) EXPECT_GT(run["peak_memory_bytes"], 1e6) << run;
 
   const auto before = read_file(folder_ / "out" / "comparison.json");
   const Ended other = run(two + Words{"--threads", "2"});
@@ -148,7 +151,7 @@ TEST_F(Comparison, goes_on_where_it_was_stopped) {
 // LeNet has no nine stages. This seed of the order puts `single` first.
 TEST_F(Comparison, names_a_run_that_fails_and_makes_the_others) {
   const Ended ended = run(command({"--strategies", "single,pipeline", "--devices", "9", "--seeds", "1", "--steps", "2",
-                                   "--order-seed", "1"}),
+                                   "--order-seed", "2"}),
                           kLong);
   EXPECT_EQ(ended.exit_code, 1) << ended.error;
   EXPECT_EQ(finished_in(folder_ / "out"), 1);
@@ -160,13 +163,18 @@ TEST_F(Comparison, ends_a_run_at_its_deadline) {
       run(command({"--strategies", "single", "--seeds", "1", "--epochs", "1000000", "--deadline", "2"}), kLong);
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(contains(ended.output, "failed: single-1-seed1: it did not end within 2 s (--deadline)")) << ended.output;
-  EXPECT_EQ(comparison_in(folder_ / "out")["runs"][0]["state"], "failed");
+  EXPECT_EQ(runs_in(folder_ / "out")[0]["state"], "failed");
 }
 
 TEST_F(Comparison, has_ranks_as_hosts_on_the_loopback_device) {
   const Ended ended = run(command({"server-vs-ring", "--links", "loopback", "--strategies", "ddp,servers-2",
                                    "--devices", "2", "--seeds", "1", "--steps", "3"}),
                           kLong);
+  if (address_for_others().empty()) {
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.error, "this machine has no network address")) << ended.error;
+    return;
+  }
   ASSERT_EQ(ended.exit_code, 0) << ended.error << ended.output;
   EXPECT_TRUE(contains(ended.error, "hosts on the loopback device"));
   EXPECT_TRUE(contains(ended.output, "| servers-2-2 | 1 | ")) << ended.output;
