@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel, in turn: on cores over Gloo, or
 // with a GPU for each rank over NCCL.
+#include <unistd.h>
+
 #include <cstring>
-#include <fstream>
 #include <iostream>
 
 #include <ATen/Parallel.h>
