@@ -72,8 +72,7 @@ bench-hosts: setup-bench  ## as root: measures several machines, simulated by ne
 	cmake --preset release -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench hosts --json bench/results/hosts.json
-	build/release/bin/lockstep bench strategies --json bench/results/strategies.json
-	bench/plot_strategies.py
+	build/release/bin/lockstep compare server-vs-ring --links shaped --output build/server-vs-ring
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

@@ -132,16 +132,20 @@ void Network::connect(int host) const {
 
 std::string Network::address(int host) const { return concat("10.77.0.", host + 1); }
 
+Variables launcher_variables(const RankPlace& place) {
+  return {{"RANK", concat(place.host * place.ranks_per_host + place.local_rank)},
+          {"WORLD_SIZE", concat(place.hosts * place.ranks_per_host)},
+          {"LOCAL_RANK", concat(place.local_rank)},
+          {"LOCAL_WORLD_SIZE", concat(place.ranks_per_host)},
+          {"GROUP_RANK", concat(place.host)},
+          {"MASTER_ADDR", place.address},
+          {"MASTER_PORT", concat(place.port)},
+          {"OMP_NUM_THREADS", "1"}};
+}
+
 Variables Network::variables(int host, int local_rank, int ranks_per_host) const {
   constexpr int kPort = 29500;  // of a network that has nothing else in it
-  return {{"RANK", concat(host * ranks_per_host + local_rank)},
-          {"WORLD_SIZE", concat(hosts() * ranks_per_host)},
-          {"LOCAL_RANK", concat(local_rank)},
-          {"LOCAL_WORLD_SIZE", concat(ranks_per_host)},
-          {"GROUP_RANK", concat(host)},
-          {"MASTER_ADDR", address(0)},
-          {"MASTER_PORT", concat(kPort)},
-          {"OMP_NUM_THREADS", "1"}};
+  return launcher_variables({host, hosts(), local_rank, ranks_per_host, address(0), kPort});
 }
 
 LinkBytes Network::bytes(int host) const {

@@ -57,6 +57,18 @@ struct LinkOptions {
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
+// Where one rank is, and where all of them meet.
+struct RankPlace {
+  int host = 0;
+  int hosts = 1;
+  int local_rank = 0;
+  int ranks_per_host = 1;
+  std::string address;
+  int port = 0;
+};
+
+Variables launcher_variables(const RankPlace& place);  // those of torchrun, and one OpenMP thread
+
 class Network {
  public:
   Network(int hosts, const LinkOptions& options);  // throws SystemError: not root, no iproute2

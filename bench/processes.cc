@@ -4,6 +4,7 @@
 #include <poll.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <system_error>
 
 #include "lockstep/base/file.h"
@@ -49,6 +50,13 @@ void wait_for_success(std::list<Process>& processes, const std::string& name, st
       throw SystemError({.what = concat(name, " did not end in time")});
     std::erase_if(processes, [&](const Process& process) { return has_succeeded(process, name); });
   }
+}
+
+double pss_bytes(int pid) {
+  std::ifstream file(concat("/proc/", pid, "/smaps_rollup"));
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) * 1024;
+  return 0;
 }
 
 std::string run_python(const std::string& script, const std::vector<std::string>& arguments) {

@@ -36,6 +36,9 @@ std::string beside_this(const std::string& name);
 // of them failed, or they did not all end in time.
 void wait_for_success(std::list<Process>& processes, const std::string& name, std::chrono::milliseconds timeout);
 
+// The process's share of memory (PSS), in bytes; 0: it has ended.
+double pss_bytes(int pid);
+
 // Runs `script`, whose path is from the folder of this program, with the python3 and the PYTHONPATH of the caller and one
 // OpenMP thread per process. Returns its stdout. Blocks, at most 10 minutes. Throws SystemError: it failed (its message
 // is on stderr), or did not end.

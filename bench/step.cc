@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel, in turn: on cores over Gloo, or
 // with a GPU for each rank over NCCL.
+#include <unistd.h>
+
 #include <cstring>
-#include <fstream>
 #include <iostream>
 
 #include <ATen/Parallel.h>
@@ -85,12 +86,7 @@ struct StepRun {
 constexpr std::size_t kCopied = std::size_t{64} << 20;
 constexpr int kCopies = 5;
 
-double pss_mib() {
-  std::ifstream file("/proc/self/smaps_rollup");
-  for (std::string line; std::getline(file, line);)
-    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) / 1024;
-  return 0;
-}
+double pss_mib() { return pss_bytes(::getpid()) / (1 << 20); }
 
 // What is taken of the device; of a GPU also by other programs.
 double taken_mib(torch::Device device) {

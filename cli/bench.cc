@@ -23,7 +23,6 @@ constexpr std::array kBenchmarks = {
     Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
     Benchmark{"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
     Benchmark{"memory", "the stages of a pipeline beside what they can't do without", bench_memory},
-    Benchmark{"strategies", "parameter server against ring, over 1 to 8 hosts; needs root", bench_strategies},
 };
 
 int print_help() {

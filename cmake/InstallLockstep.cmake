@@ -19,7 +19,7 @@ set_target_properties(lockstep_train lockstep_verify lockstep_data lockstep_gpus
 set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME lockstep)
 install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT local)
 install(TARGETS lockstep_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-install(TARGETS lockstep_train lockstep_verify lockstep_data lockstep_gpus RUNTIME DESTINATION libexec/lockstep)
+install(TARGETS lockstep_train lockstep_verify lockstep_compare lockstep_data lockstep_gpus RUNTIME DESTINATION libexec/lockstep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/lockstepConfig.cmake.in lockstepConfig.cmake

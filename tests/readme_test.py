@@ -45,6 +45,8 @@ def typed(words, folder):
         return [words[: words.index("--") + 1] + ["true"]]
     if words[1] == "bench":
         return [["lockstep", "bench", name, "--help"] for name in words[2:] if name != "|"]
+    if words[1] == "compare":
+        return [words + ["--list"]]
     if words[1] in ("verify", "data", "report", "env"):
         return [words]
     raise SystemExit(f"README.md: nobody has told this test how to type {shlex.join(words)}")

@@ -70,6 +70,11 @@ target_compile_definitions(command_test PRIVATE
   SLOW_LENET="$<TARGET_FILE:slow_lenet>")
 add_dependencies(command_test lockstep_train lockstep_data misbehaving_task slow_lenet)
 
+lockstep_test(compare_test command.compare SHARDS 4 TIMEOUT 600 SOURCES train/compare_command_test.cc launch/child.cc)
+target_link_libraries(compare_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(compare_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>")
+add_dependencies(compare_test lockstep_compare lockstep_train)
+
 lockstep_test(lost_ranks_test command.lost_ranks SHARDS 4 TIMEOUT 600
   SOURCES train/lost_ranks_test.cc train/ranks.cc launch/child.cc)
 target_link_libraries(lost_ranks_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
@@ -110,7 +115,8 @@ set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 1
 add_test(NAME hosts.ranks_find_each_other
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
-set_tests_properties(hosts.ranks_find_each_other hosts.slurm PROPERTIES TIMEOUT 300)
+add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.ranks_find_each_other hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
 
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)

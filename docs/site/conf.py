@@ -46,7 +46,7 @@ html_show_copyright = False
 # What a page lists below itself. Pages in docs/ that are not listed come after those of "Using lockstep".
 CONTENTS = {
     "README": [
-        ("Using lockstep", "docs/tutorial docs/five-systems docs/install docs/data docs/strategies/README docs/watching docs/process"),
+        ("Using lockstep", "docs/tutorial docs/five-systems docs/install docs/data docs/strategies/README docs/watching docs/compare docs/process"),
         ("Reference", "docs/api/cpp docs/api/python docs/collectives docs/correctness docs/step-rules docs/benchmarks"),
         ("Inside", "HACKING docs/design/README CONTRIBUTING CHANGELOG"),
     ],

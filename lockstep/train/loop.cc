@@ -106,7 +106,7 @@ Json TrainingLoop::run() {
   const bool saved = save_last_checkpoint();
   record_saved();
   timeline_.finish(/*together=*/step_world_.size() == world_.size());
-  const Json run = stopped_ ? leave_early(saved) : summary(watch.seconds());
+  const Json run = stopped_ ? leave_early(watch.seconds(), saved) : summary(watch.seconds());
   metrics_.write(run);
   if (!stopped_) {
     curves_.end_run(position_.step);
@@ -201,14 +201,18 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
 // ---- around the steps
 
 // No rank ends before the checkpoint is written: a launcher might end the others.
-Json TrainingLoop::leave_early(bool saved) {
+Json TrainingLoop::leave_early(double seconds, bool saved) {
   step_world_.barrier();
   if (world_.rank() == 0)
     log_warning(concat("stopped after step ", position_.step, " of ", last_step(), ", as asked by a signal; ",
                        options_.checkpoint_dir.empty() ? "nothing is saved: there is no --checkpoint-dir"
                        : saved                         ? "--resume goes on from here"
                                                        : "its checkpoint is not saved"));
-  return {{"event", "stop"}, {"step", position_.step}, {"saved", saved}};
+  Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", saved}};
+  const Json totals = summary(seconds);
+  for (const auto& [name, value] : totals.items())
+    if (name != "event") event[name] = value;
+  return event;
 }
 
 // Warns once a run that steps wait for data. Not before kStepsThatTell: the first steps wait for the first batches.

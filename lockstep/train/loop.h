@@ -58,7 +58,7 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void resume();
   Json summary(double seconds) const;
-  Json leave_early(bool saved);
+  Json leave_early(double seconds, bool saved);
 
   bool stands_aside() const;
   std::int64_t ranks() const;

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+// `lockstep compare`: plans, real comparisons that are stopped and continued, and what it refuses.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+
+#include "lockstep/launch/interfaces.h"
+#include "tests/launch/child.h"
+#include "tests/train/command.h"
+
+namespace lockstep::testing {
+namespace {
+
+constexpr auto kLong = std::chrono::minutes(5);
+const Words kCompare = {LOCKSTEP_COMMAND, "compare"};
+const Words kTiny = {"--data", "synthetic", "--batch-size", "32"};
+
+nlohmann::json comparison_in(const std::filesystem::path& folder) {
+  return nlohmann::json::parse(read_file(folder / "comparison.json"));
+}
+
+nlohmann::json runs_in(const std::filesystem::path& folder) { return comparison_in(folder).at("runs"); }
+
+int finished_in(const std::filesystem::path& folder) {
+  if (!std::filesystem::exists(folder / "comparison.json")) return 0;
+  const auto runs = runs_in(folder);
+  return static_cast<int>(std::ranges::count(runs, "finished", [](const auto& run) { return run["state"]; }));
+}
+
+Words names_in(const std::filesystem::path& folder) {
+  Words names;
+  if (std::filesystem::exists(folder))
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename());
+  std::ranges::sort(names);
+  return names;
+}
+
+// ---- plans
+
+Words planned(const Words& options) {
+  const Ended ended = run(kCompare + options + Words{"--list"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  Words names;
+  for (const std::string& line : split(ended.output, '\n'))
+    if (!line.empty() && line.front() != ' ' && !line.ends_with(" runs")) names.push_back(line);
+  EXPECT_TRUE(contains(ended.output, concat("\n", names.size(), " runs\n")));
+  return names;
+}
+
+bool has(const Words& names, const std::string& name) { return std::ranges::count(names, name) == 1; }
+
+TEST(CompareCommand, lists_the_runs_of_every_experiment) {
+  const Words strategies = planned({"strategies", "--devices", "4", "--seeds", "1"});
+  EXPECT_EQ(strategies.size(), 9U);
+  EXPECT_TRUE(has(strategies, "single-1-seed1") && has(strategies, "kvstore-dist_async-4-seed1"));
+  EXPECT_EQ(planned({"--devices", "4", "--seeds", "1"}), strategies);
+
+  const Words scaling = planned({"scaling", "--devices", "1,2,3", "--seeds", "1,2"});
+  EXPECT_EQ(scaling.size(), 2U * (1 + 7 * 3 + 1));  // single on one device, a pipeline of two stages on two
+  EXPECT_TRUE(has(scaling, "pipeline-2-2-seed2") && !has(scaling, "pipeline-2-3-seed2"));
+
+  const Words hosts = planned({"server-vs-ring", "--links", "loopback", "--seeds", "1"});
+  EXPECT_EQ(hosts.size(), 5U * 8);
+  EXPECT_TRUE(has(hosts, "servers-4-8-seed1"));
+
+  EXPECT_TRUE(has(planned({"batch-and-rate", "--devices", "2"}), "ddp-2-batch_size=1024-lr_scaling=linear-seed3"));
+  EXPECT_EQ(planned({"average-every", "--devices", "2", "--seeds", "1"}).size(), 8U);
+  EXPECT_EQ(planned({"staleness", "--devices", "2", "--seeds", "1"}).size(), 8U);
+  EXPECT_TRUE(has(planned({"bubble", "--seeds", "1"}), "pipeline-10-micro_batches=16-seed1"));
+  EXPECT_EQ(planned({"kvstore-kinds", "--devices", "2", "--seeds", "1"}).size(), 16U);
+}
+
+TEST(CompareCommand, varies_what_it_is_told_to) {
+  EXPECT_EQ(planned({"average-every", "--devices", "2", "--seeds", "7", "--vary", "average-every=3"}),
+            (Words{"single-1-seed7", "averaging-2-average_every=3-seed7"}));
+  EXPECT_EQ(planned({"--strategies", "single", "--seeds", "1", "--vary", "lr=0.1,0.2", "--vary", "model=mlp"}),
+            (Words{"single-1-lr=0.1-model=mlp-seed1", "single-1-lr=0.2-model=mlp-seed1"}));
+}
+
+TEST(CompareCommand, turns_samples_into_steps_of_each_batch) {
+  const Ended ended = run(kCompare + Words{"batch-and-rate", "--devices", "2", "--samples", "1000", "--list"});
+  EXPECT_TRUE(contains(ended.output,
+                       "--batch-size 64 --data auto --lr-scaling none --model lenet --ranks 2 --seed 1 "
+                       "--strategy ddp --threads 1 --epochs 1000000 --max-steps 16"));
+  EXPECT_TRUE(contains(ended.output, "--max-steps 4 ")) << ended.output;  // of 256
+}
+
+// ---- real comparisons
+
+class Comparison : public ::testing::Test {
+ protected:
+  // Waits until so many runs have finished and the next is in the middle.
+  void expect_in_the_middle(const Child& comparison, int finished) {
+    const auto runs = folder_ / "out" / "runs";
+    const auto has_begun = [&](const auto& name) { return steps_in(runs / name / "metrics.jsonl") > 1; };
+    const auto in_the_middle = [&] {
+      return finished_in(folder_ / "out") == finished && std::ssize(names_in(runs)) > finished &&
+             std::ranges::all_of(names_in(runs), has_begun);
+    };
+    EXPECT_TRUE(wait_until([&] { return in_the_middle() || !is_running(comparison.pid()); }, kLong));
+    EXPECT_TRUE(is_running(comparison.pid())) << comparison.error();
+  }
+  std::map<std::string, std::string> metrics_of_finished() const {
+    std::map<std::string, std::string> metrics;
+    for (const auto& run : runs_in(folder_ / "out"))
+      if (run["state"] == "finished")
+        metrics[run["name"]] = read_file(folder_ / "out" / run["folder"].get<std::string>() / "metrics.jsonl");
+    return metrics;
+  }
+  Words command(const Words& options) const { return kCompare + options + kTiny + Words{"--output", folder_ / "out"}; }
+
+  TempFolder folder_;
+};
+
+TEST_F(Comparison, goes_on_where_it_was_stopped) {
+  const Words two = command({"--strategies", "single,ddp", "--devices", "2", "--seeds", "1,2", "--seconds", "0.5"});
+  std::map<std::string, std::string> finished;
+  int count = 0;
+  for (const int signal : {SIGINT, SIGKILL}) {
+    Child stopped(two);
+    expect_in_the_middle(stopped, ++count);
+    stopped.signal(signal);
+    EXPECT_EQ(stopped.wait(kLong), 128 + signal) << stopped.error();
+    EXPECT_EQ(stopped.error().find("stopped after 1 of 4 runs; the same command goes on") != std::string::npos,
+              signal == SIGINT);
+    finished.merge(metrics_of_finished());
+  }
+  EXPECT_EQ(finished.size(), 2U);
+  const Ended ended = run(two, kLong);
+  ASSERT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "2 of 4 runs are in"));
+  const auto all = metrics_of_finished();
+  EXPECT_EQ(all.size(), 4U);
+  for (const auto& [name, metrics] : finished) EXPECT_EQ(all.at(name), metrics) << name;
+  EXPECT_TRUE(contains(ended.output, "| ddp-2 | 2 | ")) << ended.output;
+  for (const auto& [name, metrics] : all) {  // each starts at step 0 once, and has totals although it was stopped
+    EXPECT_EQ(metrics.find("\"step\":0,"), metrics.rfind("\"step\":0,")) << name;
+    EXPECT_TRUE(contains(metrics, "{\"event\":\"stop\"")) << name;
+    EXPECT_EQ(name.starts_with("ddp"), metrics.find("exchanged_bytes") != std::string::npos) << name;
+  }
+  for (const auto& run : runs_in(folder_ / "out")) EXPECT_GT(run["peak_memory_bytes"], 1e6) << run;
+
+  const auto before = read_file(folder_ / "out" / "comparison.json");
+  const Ended other = run(two + Words{"--threads", "2"});
+  EXPECT_EQ(other.exit_code, 2);
+  EXPECT_TRUE(contains(other.error, "holds another comparison: threads is 1 there and 2 here")) << other.error;
+  EXPECT_EQ(read_file(folder_ / "out" / "comparison.json"), before);
+}
+
+// LeNet has no nine stages. This seed of the order puts `single` first.
+TEST_F(Comparison, names_a_run_that_fails_and_makes_the_others) {
+  const Ended ended = run(command({"--strategies", "single,pipeline", "--devices", "9", "--seeds", "1", "--steps", "2",
+                                   "--order-seed", "2"}),
+                          kLong);
+  EXPECT_EQ(ended.exit_code, 1) << ended.error;
+  EXPECT_EQ(finished_in(folder_ / "out"), 1);
+  EXPECT_TRUE(contains(ended.output, "failed: pipeline-9-seed1: it ended with exit code 2")) << ended.output;
+}
+
+TEST_F(Comparison, ends_a_run_at_its_deadline) {
+  const Ended ended =
+      run(command({"--strategies", "single", "--seeds", "1", "--epochs", "1000000", "--deadline", "2"}), kLong);
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.output, "failed: single-1-seed1: it did not end within 2 s (--deadline)")) << ended.output;
+  EXPECT_EQ(runs_in(folder_ / "out")[0]["state"], "failed");
+}
+
+TEST_F(Comparison, has_ranks_as_hosts_on_the_loopback_device) {
+  const Ended ended = run(command({"server-vs-ring", "--links", "loopback", "--strategies", "ddp,servers-2",
+                                   "--devices", "2", "--seeds", "1", "--steps", "3"}),
+                          kLong);
+  if (address_for_others().empty()) {
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.error, "this machine has no network address")) << ended.error;
+    return;
+  }
+  ASSERT_EQ(ended.exit_code, 0) << ended.error << ended.output;
+  EXPECT_TRUE(contains(ended.error, "hosts on the loopback device"));
+  EXPECT_TRUE(contains(ended.output, "| servers-2-2 | 1 | ")) << ended.output;
+  EXPECT_EQ(comparison_in(folder_ / "out")["settings"]["links"], "loopback");
+}
+
+// ---- bad input
+
+struct Refused {
+  Words options;
+  std::string message;
+};
+
+class CompareRefuses : public ::testing::TestWithParam<Refused> {};
+INSTANTIATE_TEST_SUITE_P(
+    Options, CompareRefuses,
+    ::testing::Values(Refused{{"speed"}, "knows no experiment 'speed'"},
+                      Refused{{"--strategies", "ddp,mpi"}, "knows no strategy 'mpi'"},
+                      Refused{{"--seeds", "1,1"}, "-seed1 is asked for twice"}, Refused{{"--vary", "lr"}, "--vary lr"},
+                      Refused{{"--vary", "lr=0.1,,0.2"}, "--vary lr=0.1,,0.2"},
+                      Refused{{"batch-and-rate", "--batch-size", "32"}, "--batch-size, which batch-and-rate varies"},
+                      Refused{{"--strategies", "servers-2"}, "servers as hosts"},
+                      Refused{{"--strategies", "pipeline", "--devices", "1"}, "nothing to run"},
+                      Refused{{"--seconds", "10", "--deadline", "10"}, "is not below --deadline"},
+                      Refused{{"--", "--ranks", "2"}, "--ranks after --"},
+                      Refused{{"--strategies", "single", "--", "--no-such-option", "3"}, "--no-such-option"}),
+    [](const auto& tested) { return concat("case_", tested.index); });
+
+TEST_P(CompareRefuses, what_makes_no_sense) {
+  const TempFolder folder;
+  const Ended ended = run(kCompare + Words{"--output", folder / "out"} + GetParam().options);
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, GetParam().message));
+}
+
+TEST(CompareCommand, refuses_two_budgets) {
+  EXPECT_NE(run(kCompare + Words{"--list", "--epochs", "1", "--steps", "3"}).exit_code, 0);
+}
+
+TEST(CompareCommand, leaves_a_folder_that_is_not_its_own_alone) {
+  const TempFolder folder;
+  const Words compare = kCompare + Words{"--strategies", "single", "--output", folder.path()};
+  const auto refuses = [&](const std::string& file, const std::string& content, const std::string& message) {
+    write_file(folder / file, content);
+    const Ended ended = run(compare);
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.error, message)) << ended.error;
+    EXPECT_EQ(read_file(folder / file), content);
+  };
+  refuses("notes.txt", "mine", "holds other files, and no comparison");
+  refuses("comparison.json", "{\"lockstep_comparison\": 1, \"sett", "is no comparison that this lockstep can continue");
+  refuses("comparison.json", "{\"lockstep_comparison\": 2}", "is no comparison that this lockstep can continue");
+  EXPECT_EQ(names_in(folder.path()), (Words{"comparison.json", "notes.txt"}));
+}
+
+}  // namespace
+}  // namespace lockstep::testing
