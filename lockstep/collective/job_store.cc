@@ -1,23 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/job_store.h"
 
-#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <thread>
 
-#include <c10/util/Logging.h>
-
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
-
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/poll.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/store/store_client.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -26,6 +21,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kResolveEvery{200};
+constexpr milliseconds kLastLook{100};
 
 RendezvousError cannot_resolve(const Endpoint& endpoint, const std::string& why) {
   return RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", why),
@@ -45,70 +41,16 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-RendezvousError no_store(const Endpoint& endpoint, const std::string& why) {
-  return RendezvousError({.what = concat("no store at ", endpoint.text(), ": ", why),
-                          .likely = "another program answers at this port, or rank 0 died",
-                          .next = "look at rank 0's output, or choose another MASTER_PORT"});
-}
-
-// The first that c10d's client sends; a store sends the number back.
-struct [[gnu::packed]] FirstMessage {
-  c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;
-  std::uint32_t magic = c10d::detail::validationMagicNumber;
-  c10d::detail::QueryType ping = c10d::detail::QueryType::PING;
-  std::uint32_t number = 4711;
-};
-
-// c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
-Endpoint wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  const AddressList addresses = resolve(endpoint, deadline);
-  for (;;) {
-    const auto answered = connect_to(addresses, deadline);
-    if (answered && is_store(*answered, deadline)) return {answered->address, endpoint.port};
-    if (deadline.passed() && answered) throw no_store(endpoint, "what listens there does not answer as a store does");
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
-                             .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
-                             .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
-    std::this_thread::sleep_for(kRetryEvery);
-  }
-}
-
-// c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
-// errors that follow. One at a time: the level is the process's.
-class WithoutWarnings {
- public:
-  WithoutWarnings() { FLAGS_caffe2_log_level = std::max(level_, c10::GLOG_ERROR); }
-  ~WithoutWarnings() { FLAGS_caffe2_log_level = level_; }
-
- private:
-  static inline std::mutex one_at_a_time_;
-  std::lock_guard<std::mutex> lock_{one_at_a_time_};
-  int level_ = FLAGS_caffe2_log_level;
-};
-
-// The store at `endpoint`, whose host is a number; served here where there is a listener.
-c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, milliseconds timeout, UniqueFd listener = {}) try {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(endpoint.port);
-  options.isServer = static_cast<bool>(listener);
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  if (listener) options.masterListenFd = listener.release();
-  const WithoutWarnings quiet;
-  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
-} catch (const std::exception& error) {
-  throw no_store(endpoint, split(error.what(), '\n').front());
+// At one of `addresses`, before the deadline. Nothing: what listens there is no store, or has not let this rank in.
+std::shared_ptr<StoreClient> say_hello(Connection connection, const Deadline& deadline) {
+  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(std::move(connection.fd)));
+  return client->hello(deadline) ? client : nullptr;
 }
 
 }  // namespace
 
-bool is_store(const Connection& connection, const Deadline& deadline) {
-  const FirstMessage message;
-  std::uint32_t answer = 0;
-  return ::send(connection.fd.get(), &message, sizeof message, MSG_NOSIGNAL) == sizeof message &&
-         wait_for(POLLIN, connection.fd.get(), deadline) &&
-         ::recv(connection.fd.get(), &answer, sizeof answer, 0) == sizeof answer && answer == message.number;
+std::string name_of_job(const JobEnvironment& job) {
+  return concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
 }
 
 AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int socket_type) {
@@ -133,17 +75,51 @@ UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports
   throw cannot_listen(endpoint);
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
-  return make_store(wait_for_answer(endpoint, job, Deadline::after(timeout)), timeout);
-}
-
 c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds timeout) {
-  const Endpoint endpoint = endpoint_of(listener);  // before the listener moves
-  return make_store(endpoint, timeout, std::move(listener));
+  const std::string host = endpoint_of(listener).host;
+  auto server = std::make_shared<StoreServer>(std::move(listener),
+                                              [](UniqueFd fd) { return std::make_unique<Channel>(std::move(fd)); });
+  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(server->own_connection()));
+  return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 
-c10::intrusive_ptr<c10d::Store> store_at(const Endpoint& endpoint, milliseconds timeout) {
-  return make_store(endpoint, timeout);
+c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const Deadline& deadline, milliseconds timeout) {
+  auto answered = connect_to(addresses, deadline);
+  if (!answered) return {};
+  const std::string host = answered->address;
+  auto client = say_hello(std::move(*answered), deadline);
+  return client ? c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, host) : nullptr;
+}
+
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  const AddressList addresses = resolve(endpoint, deadline);
+  for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery))
+    if (auto store = store_at(addresses, deadline, timeout)) return store;
+  const bool silent = connect_to(addresses, Deadline::after(kLastLook)).has_value();
+  throw RendezvousError(
+      {.what = silent ? concat("no store at ", endpoint.text(), ": what listens there does not answer as a store does")
+                      : concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+       .likely = silent ? "another program answers at this port, or rank 0 hangs"
+                        : "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
+       .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+}
+
+void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job) {
+  const std::string mine = name_of_job(job);
+  const auto refuse = [&](const std::string& what, const std::string& who) {
+    throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", where),
+                           .here = concat("rank ", job.rank, " of ", mine),
+                           .peer = who,
+                           .likely = "two jobs with one MASTER_PORT",
+                           .next = "wait for the other job, or choose another MASTER_PORT"});
+  };
+  if (job.rank == 0) store.set("job", mine);
+  if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
+  const std::string seat = concat("rank/", job.rank, "/");
+  const std::int64_t number = store.add(seat, 1);
+  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
+  if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
 }
 
 std::string text_in(c10d::Store& store, const std::string& key) try {
