@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "lockstep/base/host_name.h"
@@ -13,6 +14,7 @@
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/store/store_client.h"
+#include "lockstep/collective/store/tls_channel.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -21,7 +23,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kResolveEvery{200};
-constexpr milliseconds kLastLook{100};
+constexpr milliseconds kAskAgainEvery{50};          // who did not let this rank in
+constexpr milliseconds kSecretComesWithin{60'000};  // a file in a home on NFS may be seen late
 
 RendezvousError cannot_resolve(const Endpoint& endpoint, const std::string& why) {
   return RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", why),
@@ -41,10 +44,41 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-// At one of `addresses`, before the deadline. Nothing: what listens there is no store, or has not let this rank in.
-std::shared_ptr<StoreClient> say_hello(Connection connection, const Deadline& deadline) {
-  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(std::move(connection.fd)));
-  return client->hello(deadline) ? client : nullptr;
+std::unique_ptr<Channel> channel_with(const JobSecret& secret, UniqueFd fd, TlsChannel::Role role) {
+  if (secret.is_off()) return std::make_unique<Channel>(std::move(fd));
+  const auto key = secret.find();
+  return key ? std::make_unique<TlsChannel>(std::move(fd), *key, role) : nullptr;
+}
+
+// None: what listens there is no store, or not one with this secret; or there is no secret yet.
+c10::intrusive_ptr<c10d::Store> say_hello(Connection connection, const JobSecret& secret, const Deadline& deadline,
+                                          milliseconds timeout) {
+  auto channel = channel_with(secret, std::move(connection.fd), TlsChannel::Role::kClient);
+  if (!channel) return {};
+  auto client = std::make_shared<StoreClient>(std::move(channel));
+  if (!client->hello(deadline)) return {};
+  return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, connection.address);
+}
+
+RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+                          .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
+                          .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+}
+
+RendezvousError not_let_in(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError(
+      {.what = concat("rank ", job.rank, " was not let in at ", endpoint.text(),
+                      ": what listens there does not answer as this job's store does"),
+       .likely =
+           "another secret here than on rank 0's machine, --insecure-network on one of them only, or another program",
+       .next = ways_to_a_secret()});
+}
+
+RendezvousError no_secret_here(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError({.what = concat("rank ", job.rank, " has no secret for the job at ", endpoint.text()),
+                          .likely = "rank 0 has put one into its home, which is not the home of this machine",
+                          .next = ways_to_a_secret()});
 }
 
 }  // namespace
@@ -75,34 +109,48 @@ UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports
   throw cannot_listen(endpoint);
 }
 
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds timeout) {
+SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
+  auto secret = std::make_shared<const JobSecret>(concat(place, " ", name_of_job(job)), job.rank == 0);
+  if (secret->is_off() && job.rank == 0)
+    log_warning("--insecure-network: whoever reaches this network can join the job, read it and change it");
+  return secret;
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
   const std::string host = endpoint_of(listener).host;
-  auto server = std::make_shared<StoreServer>(std::move(listener),
-                                              [](UniqueFd fd) { return std::make_unique<Channel>(std::move(fd)); });
+  const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
+    try {
+      return channel_with(*secret, std::move(fd), TlsChannel::Role::kServer);
+    } catch (const Error&) {
+      return nullptr;
+    }
+  };
+  auto server = std::make_shared<StoreServer>(std::move(listener), admit);
   auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(server->own_connection()));
   return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 
-c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const Deadline& deadline, milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
+                                         const Deadline& deadline, milliseconds timeout) {
   auto answered = connect_to(addresses, deadline);
-  if (!answered) return {};
-  const std::string host = answered->address;
-  auto client = say_hello(std::move(*answered), deadline);
-  return client ? c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, host) : nullptr;
+  return answered ? say_hello(std::move(*answered), secret, deadline, timeout) : nullptr;
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
+                                           milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
-  for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery))
-    if (auto store = store_at(addresses, deadline, timeout)) return store;
-  const bool silent = connect_to(addresses, Deadline::after(kLastLook)).has_value();
-  throw RendezvousError(
-      {.what = silent ? concat("no store at ", endpoint.text(), ": what listens there does not answer as a store does")
-                      : concat("rank ", job.rank, " found nobody at ", endpoint.text()),
-       .likely = silent ? "another program answers at this port, or rank 0 hangs"
-                        : "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
-       .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+  std::optional<Deadline> secret_by;  // since rank 0 answers
+  for (bool refused = false;; refused = false) {
+    if (auto answered = connect_to(addresses, deadline)) {
+      if (auto store = say_hello(std::move(*answered), secret, deadline, timeout)) return store;
+      if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
+      if (secret_by->passed() && !secret.is_off() && !secret.find()) throw no_secret_here(endpoint, job);
+      refused = true;
+    }
+    if (deadline.passed()) throw refused ? not_let_in(endpoint, job) : nobody_at(endpoint, job);
+    std::this_thread::sleep_for(std::min(refused ? kAskAgainEvery : kRetryEvery, deadline.left()));
+  }
 }
 
 void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job) {

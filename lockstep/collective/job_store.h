@@ -10,8 +10,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <memory>
 #include <string>
 
+#include "lockstep/collective/store/job_secret.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
 
@@ -27,16 +29,21 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
 // endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
 
-// Where `listener` listens. Does not wait for anybody.
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, std::chrono::milliseconds timeout);
+using SecretPtr = std::shared_ptr<const JobSecret>;
 
-// Blocks until a store answers there. Throws RendezvousError.
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job,
+// Where `listener` listens, for whoever has the secret. Does not wait for anybody.
+c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, std::chrono::milliseconds timeout);
+
+// Blocks until a store with this secret answers there. Throws RendezvousError.
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
                                            std::chrono::milliseconds timeout);
 
-// One try, until `deadline`. None: nobody, or no store, answers at any of the addresses.
-c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const Deadline& deadline,
-                                         std::chrono::milliseconds timeout);
+// One try, until `deadline`. None: nobody, or no store with this secret, answers at any of the addresses.
+c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
+                                         const Deadline& deadline, std::chrono::milliseconds timeout);
+
+// Of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
+SecretPtr secret_of(const JobEnvironment& job, const std::string& place);
 
 // Size, and the name that its launcher gave it.
 std::string name_of_job(const JobEnvironment& job);

@@ -66,22 +66,24 @@ std::string attempt() {
 
 // Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
 c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const JobEnvironment& job,
-                                             milliseconds timeout) {
+                                             const JobSecret& secret, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
     for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
       set_port(addresses, port);
       try {
-        auto store = store_at(addresses, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())), timeout);
+        auto store =
+            store_at(addresses, secret, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())), timeout);
         if (store && store->check({"job"}) && text_in(*store, "job") == name_of_job(job)) return store;
       } catch (const std::exception&) {  // it has gone
       }
     }
-  throw RendezvousError({.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
-                                        job.master_port + job.master_ports - 1),
-                         .likely = "rank 0 did not start, or died early, or a firewall drops packets to these ports",
-                         .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
+  throw RendezvousError(
+      {.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
+                      job.master_port + job.master_ports - 1),
+       .likely = "rank 0 did not start, died early or has another secret; or a firewall drops packets to these ports",
+       .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
 }
 
 // Note [Rendezvous through mpirun]
@@ -119,7 +121,7 @@ c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& j
   if (job.rank == 0) {
     UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
     const Endpoint endpoint = endpoint_of(listener);
-    served = serve_store(std::move(listener), timeout);
+    served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
     launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
   }
   launcher->fence();
@@ -127,7 +129,7 @@ c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& j
   const auto parts = split(launcher->get(0, "endpoint" + number), ',');
   Endpoint endpoint{parts.back()};
   parse_int(parts.front(), endpoint.port);
-  return join_store(endpoint, job, timeout);
+  return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
 }
 
 c10d::Store* beneath_prefixes(c10d::Store* store) {
@@ -140,9 +142,12 @@ c10d::Store* beneath_prefixes(c10d::Store* store) {
 c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const Endpoint endpoint = reachable_endpoint(job, deadline);
-  auto store = job.rank == 0          ? serve_store(listen_on(endpoint, deadline, job.master_ports), timeout)
-               : job.master_ports > 1 ? find_own_job(endpoint, job, timeout)
-                                      : join_store(endpoint, job, timeout);
+  // A rank 0 that finds its port taken leaves the secret of the other job alone.
+  UniqueFd listener = job.rank == 0 ? listen_on(endpoint, deadline, job.master_ports) : UniqueFd();
+  const auto secret = secret_of(job, concat(job.job_id, " ", job.master_addr, ":", job.master_port));
+  auto store = listener               ? serve_store(std::move(listener), secret, timeout)
+               : job.master_ports > 1 ? find_own_job(endpoint, job, *secret, timeout)
+                                      : join_store(endpoint, job, *secret, timeout);
   require_own_job(*store, endpoint.text(), job);
   return store;
 }

@@ -5,6 +5,7 @@
 #include <netdb.h>
 
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -59,6 +60,8 @@ using testing::message_of;
 constexpr milliseconds kPatience = std::chrono::seconds(20);
 
 struct Jobs : ::testing::Test {
+  Jobs() { ::setenv("LOCKSTEP_SECRET", std::string(64, 'c').c_str(), 1); }
+  ~Jobs() override { ::unsetenv("LOCKSTEP_SECRET"); }
   JobEnvironment job(int rank, const std::string& name, int size = 2) const {
     JobEnvironment environment;
     environment.rank = environment.local_rank = rank;
@@ -119,7 +122,7 @@ TEST_F(Jobs, that_are_complete_let_nobody_else_in) {
 TEST_F(Jobs, give_up_at_the_deadline_on_a_program_that_accepts_and_is_silent) {
   const UniqueFd silent = listen_on({"127.0.0.1", port.number()}, Deadline::after(kPatience));
   const std::string message = message_of<RendezvousError>([&] { connect_at_address(job(1, ""), milliseconds(300)); });
-  EXPECT_TRUE(contains(message, "what listens there does not answer as a store does"));
+  EXPECT_TRUE(contains(message, "what listens there does not answer as this job's store does"));
 }
 
 TEST_F(Jobs, with_several_ports_pass_over_a_program_that_accepts_and_is_silent) {

@@ -47,11 +47,12 @@ bool StoreServer::hear_wish() {
   Wish wish = kEnd;
   if (::recv(wishes_.get(), &wish, 1, 0) != 1 || wish == kEnd) return false;
   listener_.reset();
+  admit_ = nullptr;  // with the secret that it holds
   std::erase_if(connections_, [](const Connection& connection) { return !connection.known; });
   return true;
 }
 
-// Never waits without an end: newcomers have a deadline.
+// While it listens it looks at newcomers' deadlines; afterwards ranks that ask, or the end, wake it.
 void StoreServer::serve() {
   for (;;) {
     const bool accepts = listener_ && accept_again_.passed();
@@ -59,8 +60,8 @@ void StoreServer::serve() {
                               {.fd = accepts ? listener_.get() : -1, .events = POLLIN, .revents = 0}};
     for (const Connection& connection : connections_)
       polls.push_back({.fd = connection.stream.fd(), .events = connection.stream.events(), .revents = 0});
-    ::poll(polls.data(), polls.size(),
-           static_cast<int>((accepts ? kLookAtDeadlinesEvery : kWithoutDescriptors).count()));
+    const auto longest = accepts ? kLookAtDeadlinesEvery : kWithoutDescriptors;
+    ::poll(polls.data(), polls.size(), listener_ ? static_cast<int>(longest.count()) : -1);
     auto polled = polls.begin() + 2;
     std::erase_if(connections_, [&](Connection& connection) {
       const bool late = !connection.known && connection.says_hello_by.passed();
