@@ -30,6 +30,6 @@ std::optional<std::size_t> Channel::write(std::span<const char> bytes) {
   return moved(::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
 }
 
-short Channel::events() const { return POLLIN; }
+short Channel::events(bool has_to_write) const { return static_cast<short>(POLLIN | (has_to_write ? POLLOUT : 0)); }
 
 }  // namespace lockstep

@@ -25,7 +25,8 @@ class Channel {
   virtual std::optional<std::size_t> read(std::span<char> room);
   virtual std::optional<std::size_t> write(std::span<const char> bytes);
 
-  virtual short events() const;  // what poll() has to wait for before the next read()
+  // What poll() has to wait for before the next read(), or where `has_to_write` the next write().
+  virtual short events(bool has_to_write) const;
 
   int fd() const { return fd_.get(); }
 

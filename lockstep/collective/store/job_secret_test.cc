@@ -16,18 +16,22 @@ using testing::message_of;
 
 const std::string kHex = "00112233445566778899aabbccddeeffABCDEF00112233445566778899aabbcc";
 
-struct FindSecret : ::testing::Test {
-  FindSecret() { ::setenv("HOME", home.path().c_str(), 1); }
-  ~FindSecret() override {
+struct JobsSecret : ::testing::Test {
+  JobsSecret() : home_before(std::getenv("HOME") != nullptr ? std::getenv("HOME") : "/") {
+    ::setenv("HOME", home.path().c_str(), 1);
+  }
+  ~JobsSecret() override {
+    ::setenv("HOME", home_before.c_str(), 1);
     for (const char* name : {"LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE", "LOCKSTEP_INSECURE_NETWORK"}) ::unsetenv(name);
   }
   static std::string error() {
     return message_of<EnvironmentError>([] { JobSecret("a job", false); });
   }
   testing::TempFolder home;
+  std::string home_before;
 };
 
-TEST_F(FindSecret, in_the_environment) {
+TEST_F(JobsSecret, in_the_environment) {
   ::setenv("LOCKSTEP_SECRET", kHex.c_str(), 1);
   const auto secret = JobSecret("a job", false).find();
   ASSERT_TRUE(secret);
@@ -35,7 +39,7 @@ TEST_F(FindSecret, in_the_environment) {
   EXPECT_EQ((*secret)[31], 0xcc);
 }
 
-TEST_F(FindSecret, what_is_none_is_an_error_that_does_not_show_it) {
+TEST_F(JobsSecret, what_is_none_is_an_error_that_does_not_show_it) {
   for (const std::string& wrong : {kHex.substr(2), kHex + "0", "g" + kHex.substr(1), std::string()}) {
     ::setenv("LOCKSTEP_SECRET", wrong.c_str(), 1);
     EXPECT_TRUE(contains(error(), "LOCKSTEP_SECRET is not 64 hexadecimal digits"));
@@ -43,7 +47,7 @@ TEST_F(FindSecret, what_is_none_is_an_error_that_does_not_show_it) {
   }
 }
 
-TEST_F(FindSecret, in_a_file_that_only_this_user_can_read) {
+TEST_F(JobsSecret, in_a_file_that_only_this_user_can_read) {
   const std::string path = home.file("secret");
   write_file(path, kHex + "\n");
   ::setenv("LOCKSTEP_SECRET_FILE", path.c_str(), 1);
@@ -58,7 +62,7 @@ TEST_F(FindSecret, in_a_file_that_only_this_user_can_read) {
   EXPECT_TRUE(contains(error(), "openssl rand -hex 32"));
 }
 
-TEST_F(FindSecret, in_the_home_where_rank_0_puts_one_for_each_job) {
+TEST_F(JobsSecret, in_the_home_where_rank_0_puts_one_for_each_job) {
   const JobSecret other("a job", false);
   EXPECT_FALSE(other.find());
   {
@@ -72,7 +76,7 @@ TEST_F(FindSecret, in_the_home_where_rank_0_puts_one_for_each_job) {
   EXPECT_FALSE(other.find()) << "gone with the job";
 }
 
-TEST_F(FindSecret, nowhere_in_a_network_that_is_trusted) {
+TEST_F(JobsSecret, nowhere_in_a_network_that_is_trusted) {
   ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
   EXPECT_TRUE(JobSecret("a job", true).is_off());
   EXPECT_FALSE(home.has(".lockstep"));

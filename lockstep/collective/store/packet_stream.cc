@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/store/packet_stream.h"
 
-#include <poll.h>
-
 #include <array>
 #include <cstring>
 
@@ -79,12 +77,14 @@ bool PacketStream::read() {
 }
 
 bool PacketStream::write() {
-  while (!out_.empty()) {
-    const auto bytes = channel_->write(out_);
+  while (has_to_write()) {
+    const auto bytes = channel_->write(std::span<const char>(out_).subspan(sent_));
     if (!bytes) return false;
     if (*bytes == 0) return true;
-    out_.erase(0, *bytes);
+    sent_ += *bytes;
   }
+  out_.clear();
+  sent_ = 0;
   return true;
 }
 
@@ -98,7 +98,5 @@ std::optional<Packet> PacketStream::next() {
   in_.erase(0, sizeof length + length);
   return packet;
 }
-
-short PacketStream::events() const { return static_cast<short>(channel_->events() | (out_.empty() ? 0 : POLLOUT)); }
 
 }  // namespace lockstep

@@ -54,11 +54,12 @@ class PacketStream {
 
   std::optional<Packet> next();  // of those that have come
   void put(const Packet& packet) { out_ += encode(packet); }
-  bool has_to_write() const { return !out_.empty(); }
+  bool has_to_write() const { return sent_ < out_.size(); }
+  bool is_broken() const { return broken_; }  // what came last was no packet
   void allow(std::size_t longest) { longest_ = longest; }
 
   int fd() const { return channel_->fd(); }
-  short events() const;
+  short events() const { return channel_->events(has_to_write()); }
 
  private:
   bool has_packet() const;
@@ -67,6 +68,7 @@ class PacketStream {
   std::size_t longest_ = kLongestHello;
   std::string in_;
   std::string out_;
+  std::size_t sent_ = 0;  // of it
   bool broken_ = false;
 };
 

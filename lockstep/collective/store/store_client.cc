@@ -19,6 +19,7 @@ using Kind = Packet::Kind;
 using Bytes = MeetingStore::Bytes;
 
 constexpr milliseconds kLongestPauseOfWait{20};
+constexpr milliseconds kLeastPatience{30'000};  // for one answer, however short a wait for a key is
 
 std::string text_of(const Bytes& bytes) { return {bytes.begin(), bytes.end()}; }
 Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
@@ -31,6 +32,7 @@ std::optional<Packet> StoreClient::exchange(const Packet& request, const Deadlin
   for (;;) {
     if (!stream_.write() || !stream_.read()) return std::nullopt;
     if (const auto answer = stream_.next()) return answer;
+    if (stream_.is_broken()) return std::nullopt;
     if (!wait_for(stream_.events(), stream_.fd(), deadline)) return std::nullopt;
   }
 }
@@ -50,7 +52,9 @@ bool StoreClient::hello(const Deadline& deadline) {
   return answer && answer->kind == Kind::kDone;
 }
 
-Packet MeetingStore::ask(const Packet& request) { return client_->ask(request, Deadline::after(getTimeout())); }
+Packet MeetingStore::ask(const Packet& request) {
+  return client_->ask(request, Deadline::after(std::max(getTimeout(), kLeastPatience)));
+}
 
 c10::intrusive_ptr<c10d::Store> MeetingStore::clone() {
   return c10::make_intrusive<MeetingStore>(client_, server_, getTimeout(), host_);

@@ -97,7 +97,7 @@ bool StoreServer::serve_one(Connection& connection) {
   while (!stream.has_to_write()) {
     if (!stream.read()) return false;
     const auto request = stream.next();
-    if (!request) return true;
+    if (!request) return !stream.is_broken();
     if (!connection.known && request->kind != Packet::Kind::kHello) return false;
     answer(connection, *request);
     if (!stream.write()) return false;

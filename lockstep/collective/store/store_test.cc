@@ -64,7 +64,7 @@ struct ServedStore : ::testing::TestWithParam<std::string> {
     return false;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Store, ServedStore, ::testing::Values("", kOneSecret),
+INSTANTIATE_TEST_SUITE_P(WorldStore, ServedStore, ::testing::Values("", kOneSecret),
                          [](const auto& told) { return told.param.empty() ? "insecure" : "secured"; });
 
 std::vector<std::uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
@@ -217,7 +217,7 @@ std::unique_ptr<Channel> secured(UniqueFd fd, TlsChannel::Role role) {
   return std::make_unique<TlsChannel>(std::move(fd), Secret{7}, role);
 }
 
-TEST(Wire, shows_what_is_said_without_a_secret_and_not_with_it) {
+TEST(ConnectionOverheard, shows_what_is_said_without_a_secret_and_not_with_it) {
   const std::string pattern = "a pattern that is easily found";
   Wiretapped open(&plain), closed(&secured);
   EXPECT_EQ(open.say(pattern), pattern);
@@ -226,7 +226,7 @@ TEST(Wire, shows_what_is_said_without_a_secret_and_not_with_it) {
   EXPECT_EQ(closed.seen.find(pattern), std::string::npos);
 }
 
-TEST(Wire, a_changed_byte_is_noticed_and_an_old_conversation_is_no_use) {
+TEST(ConnectionOverheard, a_changed_byte_is_noticed_and_an_old_conversation_is_no_use) {
   Wiretapped first(&secured), again(&secured);
   EXPECT_EQ(first.say("said once"), "said once");
   ::send(again.wires[1][1], first.seen.data(), first.seen.size(), MSG_NOSIGNAL);

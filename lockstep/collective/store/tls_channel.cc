@@ -55,11 +55,12 @@ SSL_CTX* make_context(TlsChannel::Role role) {
     throw SystemError({.what = "can't use OpenSSL for the connections between machines",
                        .likely = "an OpenSSL that is configured without TLS 1.3"});
   ::SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-  ::SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);  // and no certificate is trusted
-  if (serves)
+  if (serves) {
     ::SSL_CTX_set_psk_find_session_callback(context, &find_secret);
-  else
+  } else {
     ::SSL_CTX_set_psk_use_session_callback(context, &use_secret);
+    ::SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);  // and no certificate is trusted
+  }
   return context;
 }
 
@@ -140,6 +141,10 @@ std::optional<std::size_t> TlsChannel::write(std::span<const char> bytes) {
   return step == Step::kGone ? std::nullopt : std::optional(step == Step::kDone ? count : 0);
 }
 
-short TlsChannel::events() const { return static_cast<short>(POLLIN | (to_send_.empty() ? 0 : POLLOUT)); }
+// Before the handshake is over only the other end can bring it further.
+short TlsChannel::events(bool has_to_write) const {
+  const bool can_write = has_to_write && ::SSL_is_init_finished(ssl_.get()) == 1;
+  return static_cast<short>(POLLIN | (can_write || !to_send_.empty() ? POLLOUT : 0));
+}
 
 }  // namespace lockstep

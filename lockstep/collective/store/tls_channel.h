@@ -28,7 +28,7 @@ class TlsChannel final : public Channel {
 
   std::optional<std::size_t> read(std::span<char> room) override;
   std::optional<std::size_t> write(std::span<const char> bytes) override;
-  short events() const override;
+  short events(bool has_to_write) const override;
 
  private:
   struct Free {
