@@ -36,6 +36,7 @@ struct RunArguments {
   std::string output = "prefix";
   double grace_seconds = 5;
   bool no_pin = false;
+  bool insecure_network = false;
   int workers = 0;
   std::string trace;
   LaunchOptions launch;  // the rest
@@ -84,6 +85,11 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->envname("PET_RDZV_CONF");
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
+}
+
+void add_security_options(CLI::App& app, RunArguments& arguments) {
+  app.add_flag("--insecure-network", arguments.insecure_network,
+               "between machines ask nobody for the job's secret, and encrypt nothing");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
@@ -252,8 +258,10 @@ int run_command(int argc, char** argv) {
   add_job_options(app, arguments);
   add_meeting_options(app, arguments.meeting);
   add_rank_options(app, arguments);
+  add_security_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
     const LaunchOptions options = launch_options(arguments);
+    if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
     const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
     if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
     return result.exit_code;

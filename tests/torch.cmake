@@ -63,7 +63,7 @@ endforeach()
 target_link_libraries(lossless_ranks PRIVATE GTest::gtest)
 
 lockstep_test(command_test command SHARDS 8 TIMEOUT 600
-  SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc launch/child.cc)
+  SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc security/one_machine_test.cc launch/child.cc)
 target_link_libraries(command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>"
@@ -114,9 +114,11 @@ set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 1
 
 add_test(NAME hosts.ranks_find_each_other
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.security
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
-set_tests_properties(hosts.ranks_find_each_other hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
+set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
 
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)

@@ -1,23 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/job_store.h"
 
-#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
+#include <optional>
 #include <thread>
 
-#include <c10/util/Logging.h>
-
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
-
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/poll.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/store/store_client.h"
+#include "lockstep/collective/store/tls_channel.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -26,6 +23,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kResolveEvery{200};
+constexpr milliseconds kAskAgainEvery{50};          // who did not let this rank in
+constexpr milliseconds kSecretComesWithin{60'000};  // a file in a home on NFS may be seen late
 
 RendezvousError cannot_resolve(const Endpoint& endpoint, const std::string& why) {
   return RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", why),
@@ -45,70 +44,47 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-RendezvousError no_store(const Endpoint& endpoint, const std::string& why) {
-  return RendezvousError({.what = concat("no store at ", endpoint.text(), ": ", why),
-                          .likely = "another program answers at this port, or rank 0 died",
-                          .next = "look at rank 0's output, or choose another MASTER_PORT"});
+std::unique_ptr<Channel> channel_with(const JobSecret& secret, UniqueFd fd, TlsChannel::Role role) {
+  if (secret.is_off()) return std::make_unique<Channel>(std::move(fd));
+  const auto key = secret.find();
+  return key ? std::make_unique<TlsChannel>(std::move(fd), *key, role) : nullptr;
 }
 
-// The first that c10d's client sends; a store sends the number back.
-struct [[gnu::packed]] FirstMessage {
-  c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;
-  std::uint32_t magic = c10d::detail::validationMagicNumber;
-  c10d::detail::QueryType ping = c10d::detail::QueryType::PING;
-  std::uint32_t number = 4711;
-};
-
-// c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
-Endpoint wait_for_answer(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
-  const AddressList addresses = resolve(endpoint, deadline);
-  for (;;) {
-    const auto answered = connect_to(addresses, deadline);
-    if (answered && is_store(*answered, deadline)) return {answered->address, endpoint.port};
-    if (deadline.passed() && answered) throw no_store(endpoint, "what listens there does not answer as a store does");
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
-                             .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
-                             .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
-    std::this_thread::sleep_for(kRetryEvery);
-  }
+// None: what listens there is no store, or not one with this secret; or there is no secret yet.
+c10::intrusive_ptr<c10d::Store> say_hello(Connection connection, const JobSecret& secret, const Deadline& deadline,
+                                          milliseconds timeout) {
+  auto channel = channel_with(secret, std::move(connection.fd), TlsChannel::Role::kClient);
+  if (!channel) return {};
+  auto client = std::make_shared<StoreClient>(std::move(channel));
+  if (!client->hello(deadline)) return {};
+  return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, connection.address);
 }
 
-// c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
-// errors that follow. One at a time: the level is the process's.
-class WithoutWarnings {
- public:
-  WithoutWarnings() { FLAGS_caffe2_log_level = std::max(level_, c10::GLOG_ERROR); }
-  ~WithoutWarnings() { FLAGS_caffe2_log_level = level_; }
+RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+                          .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
+                          .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+}
 
- private:
-  static inline std::mutex one_at_a_time_;
-  std::lock_guard<std::mutex> lock_{one_at_a_time_};
-  int level_ = FLAGS_caffe2_log_level;
-};
+RendezvousError not_let_in(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError(
+      {.what = concat("rank ", job.rank, " was not let in at ", endpoint.text(),
+                      ": what listens there does not answer as this job's store does"),
+       .likely =
+           "another secret here than on rank 0's machine, --insecure-network on one of them only, or another program",
+       .next = ways_to_a_secret()});
+}
 
-// The store at `endpoint`, whose host is a number; served here where there is a listener.
-c10::intrusive_ptr<c10d::Store> make_store(const Endpoint& endpoint, milliseconds timeout, UniqueFd listener = {}) try {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(endpoint.port);
-  options.isServer = static_cast<bool>(listener);
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  if (listener) options.masterListenFd = listener.release();
-  const WithoutWarnings quiet;
-  return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
-} catch (const std::exception& error) {
-  throw no_store(endpoint, split(error.what(), '\n').front());
+RendezvousError no_secret_here(const Endpoint& endpoint, const JobEnvironment& job) {
+  return RendezvousError({.what = concat("rank ", job.rank, " has no secret for the job at ", endpoint.text()),
+                          .likely = "rank 0 has put one into its home, which is not the home of this machine",
+                          .next = ways_to_a_secret()});
 }
 
 }  // namespace
 
-bool is_store(const Connection& connection, const Deadline& deadline) {
-  const FirstMessage message;
-  std::uint32_t answer = 0;
-  return ::send(connection.fd.get(), &message, sizeof message, MSG_NOSIGNAL) == sizeof message &&
-         wait_for(POLLIN, connection.fd.get(), deadline) &&
-         ::recv(connection.fd.get(), &answer, sizeof answer, 0) == sizeof answer && answer == message.number;
+std::string name_of_job(const JobEnvironment& job) {
+  return concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
 }
 
 AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int socket_type) {
@@ -133,17 +109,65 @@ UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports
   throw cannot_listen(endpoint);
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
-  return make_store(wait_for_answer(endpoint, job, Deadline::after(timeout)), timeout);
+SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
+  auto secret = std::make_shared<const JobSecret>(concat(place, " ", name_of_job(job)), job.rank == 0);
+  if (secret->is_off() && job.rank == 0)
+    log_warning("--insecure-network: whoever reaches this network can join the job, read it and change it");
+  return secret;
 }
 
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, milliseconds timeout) {
-  const Endpoint endpoint = endpoint_of(listener);  // before the listener moves
-  return make_store(endpoint, timeout, std::move(listener));
+c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
+  const std::string host = endpoint_of(listener).host;
+  const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
+    try {
+      return channel_with(*secret, std::move(fd), TlsChannel::Role::kServer);
+    } catch (const Error&) {
+      return nullptr;
+    }
+  };
+  auto server = std::make_shared<StoreServer>(std::move(listener), admit);
+  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(server->own_connection()));
+  return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 
-c10::intrusive_ptr<c10d::Store> store_at(const Endpoint& endpoint, milliseconds timeout) {
-  return make_store(endpoint, timeout);
+c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
+                                         const Deadline& deadline, milliseconds timeout) {
+  auto answered = connect_to(addresses, deadline);
+  return answered ? say_hello(std::move(*answered), secret, deadline, timeout) : nullptr;
+}
+
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
+                                           milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  const AddressList addresses = resolve(endpoint, deadline);
+  std::optional<Deadline> secret_by;  // since rank 0 answers
+  for (bool refused = false;; refused = false) {
+    if (auto answered = connect_to(addresses, deadline)) {
+      if (auto store = say_hello(std::move(*answered), secret, deadline, timeout)) return store;
+      if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
+      if (secret_by->passed() && !secret.is_off() && !secret.find()) throw no_secret_here(endpoint, job);
+      refused = true;
+    }
+    if (deadline.passed()) throw refused ? not_let_in(endpoint, job) : nobody_at(endpoint, job);
+    std::this_thread::sleep_for(std::min(refused ? kAskAgainEvery : kRetryEvery, deadline.left()));
+  }
+}
+
+void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job) {
+  const std::string mine = name_of_job(job);
+  const auto refuse = [&](const std::string& what, const std::string& who) {
+    throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", where),
+                           .here = concat("rank ", job.rank, " of ", mine),
+                           .peer = who,
+                           .likely = "two jobs with one MASTER_PORT",
+                           .next = "wait for the other job, or choose another MASTER_PORT"});
+  };
+  if (job.rank == 0) store.set("job", mine);
+  if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
+  const std::string seat = concat("rank/", job.rank, "/");
+  const std::int64_t number = store.add(seat, 1);
+  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
+  if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
 }
 
 std::string text_in(c10d::Store& store, const std::string& key) try {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/job_store.h: the c10d store of a job, served by rank 0 and joined by the others, at an address that is known.
 //
-// Flow:    rendezvous.cc, rendezvous_file.cc -> here -> launch/endpoint.h, c10d::TCPStore
+// Flow:    rendezvous.cc -> here -> launch/endpoint.h, store/store_client.h
 // Owns:    the store lives in the process that serves it
 // Threads: call from one thread
 // Ranks:   rank 0 serves, the others join
@@ -10,8 +10,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <memory>
 #include <string>
 
+#include "lockstep/collective/store/job_secret.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
 
@@ -27,19 +29,29 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
 // endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
 
-// Where `listener` listens.
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, std::chrono::milliseconds timeout);
+using SecretPtr = std::shared_ptr<const JobSecret>;
 
-// Whether the other end answers as a c10d store does. c10d's own client would wait without a deadline for a program that
-// accepts connections and never says anything. Afterwards the connection is of no more use.
-bool is_store(const Connection& connection, const Deadline& deadline);
+// Where `listener` listens, for whoever has the secret. Does not wait for anybody.
+c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, std::chrono::milliseconds timeout);
 
-// Blocks until a store answers there. Throws RendezvousError.
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job,
+// Blocks until a store with this secret answers there. Throws RendezvousError.
+c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
                                            std::chrono::milliseconds timeout);
 
-// At once. Throws RendezvousError if it is no store that answers.
-c10::intrusive_ptr<c10d::Store> store_at(const Endpoint& endpoint, std::chrono::milliseconds timeout);
+// One try, until `deadline`. None: nobody, or no store with this secret, answers at any of the addresses.
+c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
+                                         const Deadline& deadline, std::chrono::milliseconds timeout);
+
+// Of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
+SecretPtr secret_of(const JobEnvironment& job, const std::string& place);
+
+// Size, and the name that its launcher gave it.
+std::string name_of_job(const JobEnvironment& job);
+
+// Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the
+// job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed. Throws
+// RendezvousError, which calls the store `where`.
+void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job);
 
 // Blocks until it is set, at most for the store's timeout. Throws RendezvousError.
 std::string text_in(c10d::Store& store, const std::string& key);

@@ -16,8 +16,10 @@
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/agent_store.h"
 #include "lockstep/collective/job_store.h"
-#include "lockstep/collective/rendezvous_file.h"
+#include "lockstep/collective/machine_meeting.h"
+#include "lockstep/collective/store/store_client.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/interfaces.h"
 #include "lockstep/launch/launcher_store.h"
@@ -56,75 +58,32 @@ Endpoint reachable_endpoint(const JobEnvironment& job, const Deadline& deadline)
                          .next = "give the address at which the other machines reach this one"});
 }
 
-// torchrun's agent serves the store itself, across restarts of the ranks: each attempt gets keys of its own.
-bool agent_serves_store() {
-  const char* told = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  return told != nullptr && std::string(told) == "True";
-}
-
+// torchrun's agent keeps its store across restarts of the ranks: each attempt gets keys of its own.
 std::string attempt() {
   const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
   return concat("lockstep/", restarts != nullptr ? restarts : "0");
 }
 
-std::string name_of_job(const JobEnvironment& job) {
-  return concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
-}
-
-// Two jobs that were given one MASTER_PORT: ranks of the second reach the store of the first. They are told apart by the
-// job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed.
-void require_own_job(c10d::Store& store, const Endpoint& endpoint, const JobEnvironment& job) {
-  const std::string mine = name_of_job(job);
-  const auto refuse = [&](const std::string& what, const std::string& who) {
-    throw RendezvousError({.what = concat("rank ", job.rank, " met ", what, " at ", endpoint.text()),
-                           .here = concat("rank ", job.rank, " of ", mine),
-                           .peer = who,
-                           .likely = "two jobs with one MASTER_PORT",
-                           .next = "wait for the other job, or choose another MASTER_PORT"});
-  };
-  if (job.rank == 0) store.set("job", mine);
-  if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
-  const std::string seat = concat("rank/", job.rank, "/");
-  const std::int64_t number = store.add(seat, 1);
-  store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
-  if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
-}
-
 // Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
 c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const JobEnvironment& job,
-                                             milliseconds timeout) {
-  const std::string key = concat(attempt(), "/job");
+                                             const JobSecret& secret, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
     for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
       set_port(addresses, port);
-      const Deadline patience = Deadline::after(std::min(kStrangerAnswersIn, deadline.left()));
-      const auto answered = connect_to(addresses, patience);
-      if (!answered || !is_store(*answered, patience)) continue;
       try {
-        const auto probe = store_at({answered->address, port}, kStrangerAnswersIn);
-        if (!probe->check({key}) || text_in(*probe, key) != name_of_job(job)) continue;
-        return store_at({answered->address, port}, timeout);
-      } catch (const std::exception&) {  // no store
+        auto store =
+            store_at(addresses, secret, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())), timeout);
+        if (store && store->check({"job"}) && text_in(*store, "job") == name_of_job(job)) return store;
+      } catch (const std::exception&) {  // it has gone
       }
     }
-  throw RendezvousError({.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
-                                        job.master_port + job.master_ports - 1),
-                         .likely = "rank 0 did not start, or died early, or a firewall drops packets to these ports",
-                         .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
-}
-
-c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  const Endpoint endpoint = reachable_endpoint(job, deadline);
-  const bool agent = agent_serves_store();
-  auto store = job.rank == 0 && !agent ? serve_store(listen_on(endpoint, deadline, job.master_ports), timeout)
-               : job.master_ports > 1  ? find_own_job(endpoint, job, timeout)
-                                       : join_store(endpoint, job, timeout);
-  auto own = c10::make_intrusive<c10d::PrefixStore>(attempt(), std::move(store));
-  if (!agent) require_own_job(*own, endpoint, job);
-  return own;
+  throw RendezvousError(
+      {.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
+                      job.master_port + job.master_ports - 1),
+       .likely = "rank 0 did not start, died early or has another secret; or a firewall drops packets to these ports",
+       .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
 }
 
 // Note [Rendezvous through mpirun]
@@ -162,7 +121,7 @@ c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& j
   if (job.rank == 0) {
     UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
     const Endpoint endpoint = endpoint_of(listener);
-    served = serve_store(std::move(listener), timeout);
+    served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
     launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
   }
   launcher->fence();
@@ -170,7 +129,7 @@ c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& j
   const auto parts = split(launcher->get(0, "endpoint" + number), ',');
   Endpoint endpoint{parts.back()};
   parse_int(parts.front(), endpoint.port);
-  return join_store(endpoint, job, timeout);
+  return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
 }
 
 c10d::Store* beneath_prefixes(c10d::Store* store) {
@@ -180,10 +139,30 @@ c10d::Store* beneath_prefixes(c10d::Store* store) {
 
 }  // namespace
 
+c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  const Endpoint endpoint = reachable_endpoint(job, deadline);
+  // A rank 0 that finds its port taken leaves the secret of the other job alone.
+  UniqueFd listener = job.rank == 0 ? listen_on(endpoint, deadline, job.master_ports) : UniqueFd();
+  const auto secret = secret_of(job, concat(job.job_id, " ", job.master_addr, ":", job.master_port));
+  auto store = listener               ? serve_store(std::move(listener), secret, timeout)
+               : job.master_ports > 1 ? find_own_job(endpoint, job, *secret, timeout)
+                                      : join_store(endpoint, job, *secret, timeout);
+  require_own_job(*store, endpoint.text(), job);
+  return store;
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
-  if (!job.master_addr.empty()) return connect_at_address(job, timeout);
-  if (job.world_size > job.local_size) return connect_through_launcher(job, timeout);
-  return connect_through_file(job, timeout);
+  if (agent_serves_store())
+    return c10::make_intrusive<c10d::PrefixStore>(
+        attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), job, timeout));
+  if (is_on_one_machine(job)) return meet_on_machine(job, timeout);
+  return job.master_addr.empty() ? connect_through_launcher(job, timeout) : connect_at_address(job, timeout);
+}
+
+void let_nobody_else_in(c10d::Store& store) {
+  const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
+  if (meeting != nullptr && meeting->server() != nullptr) meeting->server()->stop_listening();
 }
 
 std::string address_towards(const std::string& host, milliseconds timeout) {
@@ -194,6 +173,8 @@ std::string address_towards(const std::string& host, milliseconds timeout) {
 }
 
 std::string address_towards_store(c10d::Store& store, milliseconds timeout) {
+  const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
+  if (meeting != nullptr && !meeting->host().empty()) return address_towards(meeting->host(), timeout);
   if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(beneath_prefixes(&store)))
     return address_towards(tcp->getHost(), timeout);
   const Lookup own_name =

@@ -16,14 +16,18 @@
 
 namespace lockstep {
 
-// With MASTER_ADDR: a TCPStore there, bound to that address only; where torchrun's agent already serves one, that one.
-// With several ports to try (job.master_ports), rank 0 takes the first free one, and the others look for their own job.
-// Without, on several machines: mpirun tells the ranks where rank 0 listens (launch/launcher_store.h).
-// Without, on this machine: rank 0 serves on a free loopback port and writes the port to a file named after the job that
-// only this user can read.
+// All ranks on one machine: at a Unix socket (machine_meeting.h). Where torchrun's agent serves a store, at that one.
+// Else connect_at_address; or without an address mpirun tells the ranks where rank 0 listens (launch/launcher_store.h).
 // A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
+
+// At MASTER_ADDR, where rank 0 listens at that address only. With several ports to try (job.master_ports) it takes the
+// first free one, and the others look for their own job. As connect_store.
+c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, std::chrono::milliseconds timeout);
+
+// Once all ranks have connected: rank 0 does not listen any more.
+void let_nobody_else_in(c10d::Store& store);
 
 // The address of this machine's interface that routes to `host`: what is there can reach this machine at it.
 // Throws RendezvousError: the name does not resolve before the timeout; SystemError: no route.

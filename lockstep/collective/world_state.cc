@@ -42,6 +42,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
   state.cpu_transport = std::move(transport);
   if (state.caller.device.is_cuda())
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
+  let_nobody_else_in(*store);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ without a process group."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,39 @@ def program(fails, backend, store=None):
         dist.destroy_process_group()
 
 
+def tcp_listeners(pid):
+    """The addresses at which a process listens, as the kernel lists them."""
+    sockets = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+        except FileNotFoundError:  # of listdir itself
+            pass
+    lines = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/{pid}/net/{table}") as listed:
+            lines += [line.split() for line in listed]
+    return [fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets]
+
+
+def without_tcp(backend):
+    """A process group again and again, each used, with nobody listening here or in the launcher."""
+    for _ in range(2):
+        dist.init_process_group(backend)
+        if backend == "lockstep":
+            listeners = tcp_listeners(os.getpid()) + tcp_listeners(os.getppid())
+            if listeners:
+                raise AssertionError(f"listens at {listeners}")
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        objects = [None, None]
+        dist.all_gather_object(objects, dist.get_rank())
+        if total.tolist() != [2, 2, 2] or objects != [0, 1]:
+            raise AssertionError(f"{total}, {objects}")
+        dist.destroy_process_group()
+    print(f"rank {os.environ['RANK']} of 2 has trained on one machine")
+
+
 def spawned(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -95,6 +129,13 @@ class Launchers(unittest.TestCase):
     def test_lockstep_run(self):
         for backend in ("none", "gloo"):
             result = lockstep_run("train", backend)
+            self.expect_trained(result.returncode, result.stdout)
+
+    def test_process_groups_of_lockstep_run_listen_at_no_tcp_port(self):
+        with socket.create_server(("127.0.0.1", 0)):
+            self.assertEqual(len(tcp_listeners(os.getpid())), 1, "a listener is found")
+        for backend in ("lockstep", "gloo"):
+            result = lockstep_run("without_tcp", backend)
             self.expect_trained(result.returncode, result.stdout)
 
     def test_torchrun(self):
@@ -145,7 +186,9 @@ def alone(queue):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["train"], ["fail"]):
+    if sys.argv[1:2] == ["without_tcp"]:
+        without_tcp(sys.argv[2])
+    elif sys.argv[1:2] in (["train"], ["fail"]):
         program(sys.argv[1] == "fail", *sys.argv[2:])
     else:
         unittest.main()

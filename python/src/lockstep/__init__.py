@@ -46,6 +46,7 @@ from lockstep._C import (
     UsageError,
     create_backend,
 )
+from lockstep._meeting import meet_without_tcp
 from lockstep._stop import catch_stop_signals, stop_requested, stop_signal
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.data import DataLoader, Sampler
@@ -83,3 +84,4 @@ __all__ = [
 
 os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 torch.distributed.Backend.register_backend("lockstep", create_backend, devices=["cpu"])
+meet_without_tcp()

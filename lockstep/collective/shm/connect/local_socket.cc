@@ -67,8 +67,8 @@ struct Envelope {
   msghdr header{};
 };
 
-UniqueFd make_socket() {
-  UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+UniqueFd make_socket(int type) {
+  UniqueFd fd(::socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) throw system_error("make", "a Unix socket");
   return fd;
 }
@@ -121,8 +121,8 @@ void SocketFolder::remove() {
   lock_.reset();
 }
 
-UniqueFd listen_at(const std::string& path) {
-  UniqueFd fd = make_socket();
+UniqueFd listen_at(const std::string& path, int type) {
+  UniqueFd fd = make_socket(type);
   const sockaddr_un address = address_of(path);
   if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
       ::listen(fd.get(), SOMAXCONN) != 0)
@@ -130,8 +130,8 @@ UniqueFd listen_at(const std::string& path) {
   return fd;
 }
 
-UniqueFd connect_to(const std::string& path) {
-  UniqueFd fd = make_socket();
+UniqueFd connect_to(const std::string& path, int type) {
+  UniqueFd fd = make_socket(type);
   const sockaddr_un address = address_of(path);
   if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     throw system_error("connect to", path);

@@ -8,6 +8,8 @@
 // Ranks:   both ends ask the kernel who the other is
 #pragma once
 
+#include <sys/socket.h>
+
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -46,9 +48,9 @@ struct Message {
   std::uint64_t layout = 0;  // bytes of the control segment: another build has another one
 };
 
-UniqueFd listen_at(const std::string& path);   // throws SystemError
-UniqueFd connect_to(const std::string& path);  // throws SystemError
-UniqueFd accept_from(int listener);            // none: nobody is waiting. Throws SystemError: no descriptors left
+UniqueFd listen_at(const std::string& path, int type = SOCK_SEQPACKET);   // throws SystemError
+UniqueFd connect_to(const std::string& path, int type = SOCK_SEQPACKET);  // throws SystemError
+UniqueFd accept_from(int listener);  // none: nobody is waiting. Throws SystemError: no descriptors left
 
 bool is_own_user(int socket);  // the process at the other end has this one's user
 

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/store/store_server.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <vector>
+
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kLookAtDeadlinesEvery{1000};
+constexpr std::chrono::milliseconds kWithoutDescriptors{100};  // until the next try to accept
+
+std::array<UniqueFd, 2> socket_pair() {
+  std::array<int, 2> fds{};
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds.data()) != 0) throw system_error("make", "a socket");
+  return {UniqueFd(fds[0]), UniqueFd(fds[1])};
+}
+
+}  // namespace
+
+StoreServer::StoreServer(UniqueFd listener, Admit admit) : listener_(std::move(listener)), admit_(std::move(admit)) {
+  auto own = socket_pair();
+  auto control = socket_pair();
+  own_end_ = std::move(own[0]);
+  connections_.push_back({.stream = PacketStream(std::make_unique<Channel>(std::move(own[1]))), .known = true});
+  connections_.back().stream.allow(PacketStream::kLongestPacket);
+  control_ = std::move(control[0]);
+  wishes_ = std::move(control[1]);
+  thread_ = std::thread([this] { serve(); });
+}
+
+StoreServer::~StoreServer() {
+  ask(kEnd);
+  thread_.join();
+}
+
+void StoreServer::ask(Wish wish) const { (void)!::send(control_.get(), &wish, 1, MSG_NOSIGNAL); }
+
+bool StoreServer::hear_wish() {
+  Wish wish = kEnd;
+  if (::recv(wishes_.get(), &wish, 1, 0) != 1 || wish == kEnd) return false;
+  listener_.reset();
+  admit_ = nullptr;  // with the secret that it holds
+  std::erase_if(connections_, [](const Connection& connection) { return !connection.known; });
+  return true;
+}
+
+// While it listens it looks at newcomers' deadlines; afterwards ranks that ask, or the end, wake it.
+void StoreServer::serve() {
+  for (;;) {
+    const bool accepts = listener_ && accept_again_.passed();
+    std::vector<pollfd> polls{{.fd = wishes_.get(), .events = POLLIN, .revents = 0},
+                              {.fd = accepts ? listener_.get() : -1, .events = POLLIN, .revents = 0}};
+    for (const Connection& connection : connections_)
+      polls.push_back({.fd = connection.stream.fd(), .events = connection.stream.events(), .revents = 0});
+    const auto longest = accepts ? kLookAtDeadlinesEvery : kWithoutDescriptors;
+    ::poll(polls.data(), polls.size(), listener_ ? static_cast<int>(longest.count()) : -1);
+    auto polled = polls.begin() + 2;
+    std::erase_if(connections_, [&](Connection& connection) {
+      const bool late = !connection.known && connection.says_hello_by.passed();
+      return ((polled++)->revents != 0 && !serve_one(connection)) || late;
+    });
+    if (polls[0].revents != 0 && !hear_wish()) return;
+    if (polls[1].revents != 0 && listener_) accept_one();
+  }
+}
+
+void StoreServer::accept_one() {
+  UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  const bool no_descriptors = !fd && (errno == EMFILE || errno == ENFILE);
+  if (no_descriptors) accept_again_ = Deadline::after(kWithoutDescriptors);
+  if (fd || no_descriptors) make_room();
+  if (!fd) return;
+  if (auto channel = admit_(std::move(fd))) connections_.push_back({.stream = PacketStream(std::move(channel))});
+}
+
+// Connections are in the order in which they came.
+void StoreServer::make_room() {
+  const auto is_new = [](const Connection& connection) { return !connection.known; };
+  if (static_cast<std::size_t>(std::ranges::count_if(connections_, is_new)) < kMostNewcomers && accept_again_.passed())
+    return;
+  if (const auto oldest = std::ranges::find_if(connections_, is_new); oldest != connections_.end())
+    connections_.erase(oldest);
+}
+
+// False: it is to be closed. Nothing is read from a rank that does not take its answers.
+bool StoreServer::serve_one(Connection& connection) {
+  PacketStream& stream = connection.stream;
+  if (!stream.write()) return false;
+  while (!stream.has_to_write()) {
+    if (!stream.read()) return false;
+    const auto request = stream.next();
+    if (!request) return !stream.is_broken();
+    if (!connection.known && request->kind != Packet::Kind::kHello) return false;
+    answer(connection, *request);
+    if (!stream.write()) return false;
+  }
+  return true;
+}
+
+void StoreServer::answer(Connection& connection, const Packet& request) {
+  if (!connection.known) connection.stream.allow(PacketStream::kLongestPacket);
+  connection.known = true;
+  connection.stream.put(table_.answer(request));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/store/store_server.h: serves a store to the ranks of a job, and to nobody else.
+//
+// Flow:    store_client.h -> here -> store_table.h
+// Owns:    the listening socket, a thread, the connections and what is stored
+// Threads: any; its own thread does the work
+// Ranks:   in rank 0's process
+//
+// Who may come in is decided by `admit`, from the socket alone, and by the channel that it makes. A newcomer has ten seconds
+// to say hello; there are never more than kMostNewcomers of them: the oldest makes room. What they send before is 64 bytes.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <list>
+#include <memory>
+#include <thread>
+
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/collective/store/packet_stream.h"
+#include "lockstep/collective/store/store_table.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+class StoreServer {
+ public:
+  static constexpr std::size_t kMostNewcomers = 64;
+  static constexpr std::chrono::seconds kSaysHelloWithin{10};
+
+  using Admit = std::function<std::unique_ptr<Channel>(UniqueFd)>;  // none: refused. Does not block, throws nothing
+
+  StoreServer(UniqueFd listener, Admit admit);  // throws SystemError
+  ~StoreServer();                               // ends all connections
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+  // A connection for the process that serves, which needs no hello. Once.
+  UniqueFd own_connection() { return std::move(own_end_); }
+
+  void stop_listening() { ask(kNoMoreRanks); }  // whoever has said hello stays
+
+ private:
+  struct Connection {
+    PacketStream stream;
+    bool known = false;
+    Deadline says_hello_by = Deadline::after(kSaysHelloWithin);
+  };
+  enum Wish : char { kEnd, kNoMoreRanks };
+
+  void ask(Wish wish) const;
+  void serve();
+  bool hear_wish();  // false: to end
+  void accept_one();
+  void make_room();
+  bool serve_one(Connection& connection);
+  void answer(Connection& connection, const Packet& request);
+
+  UniqueFd listener_;
+  Admit admit_;
+  UniqueFd own_end_;
+  UniqueFd wishes_;   // read by the thread
+  UniqueFd control_;  // written by the others
+  std::list<Connection> connections_;
+  StoreTable table_;
+  Deadline accept_again_ = Deadline::after({});
+  std::thread thread_;
+};
+
+}  // namespace lockstep

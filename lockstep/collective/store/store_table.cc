@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/store/store_table.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "lockstep/base/text.h"
+
+namespace lockstep {
+namespace {
+
+using Kind = Packet::Kind;
+
+Packet refused(const std::string& why) { return {Kind::kRefused, 0, {why}}; }
+
+Packet no_room() { return refused(concat("the store is full: ", StoreTable::kMostBytes >> 20, " MiB")); }
+
+bool parse_number(const std::string& text, std::int64_t& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+// How many texts a request of this kind has.
+bool has_its_texts(const Packet& request) {
+  const std::size_t count = request.texts.size();
+  switch (request.kind) {
+    case Kind::kSet: return count > 0 && count % 2 == 0;
+    case Kind::kGet:
+    case Kind::kCheck: return true;
+    case Kind::kAdd:
+    case Kind::kDelete: return count == 1;
+    case Kind::kCompareSet: return count == 3;
+    case Kind::kAppend: return count == 2;
+    case Kind::kHello:
+    case Kind::kCount: return count == 0;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+Packet StoreTable::answer(const Packet& request) {
+  if (!has_its_texts(request)) return refused("a malformed request");
+  const auto& texts = request.texts;
+  switch (request.kind) {
+    case Kind::kSet: return set(texts);
+    case Kind::kGet: return get(texts);
+    case Kind::kAdd: return add(texts[0], request.number);
+    case Kind::kCompareSet: return compare_set(texts[0], texts[1], texts[2]);
+    case Kind::kDelete: return erase(texts[0]);
+    case Kind::kAppend: {
+      const auto found = values_.find(texts[0]);
+      return set({texts[0], found == values_.end() ? texts[1] : found->second + texts[1]});
+    }
+    case Kind::kCheck: {
+      const bool all = std::ranges::all_of(texts, [this](const std::string& key) { return values_.contains(key); });
+      return {.number = all ? 1 : 0};
+    }
+    case Kind::kCount: return {.number = std::ssize(values_)};
+    default: return {};
+  }
+}
+
+bool StoreTable::put(const std::string& key, const std::string& value) {
+  const auto found = values_.find(key);
+  const std::size_t before = found == values_.end() ? 0 : found->second.size();
+  const std::size_t bytes = bytes_ - before + value.size() + (found == values_.end() ? key.size() + kBytesOfKey : 0);
+  if (bytes > kMostBytes) return false;
+  bytes_ = bytes;
+  values_[key] = value;
+  return true;
+}
+
+Packet StoreTable::set(const std::vector<std::string>& pairs) {
+  for (std::size_t i = 0; i < pairs.size(); i += 2)
+    if (!put(pairs[i], pairs[i + 1])) return no_room();
+  return {};
+}
+
+Packet StoreTable::get(const std::vector<std::string>& keys) const {
+  Packet answer;
+  for (const std::string& key : keys) {
+    const auto found = values_.find(key);
+    if (found == values_.end()) return {Kind::kMissing, 0, {key}};
+    answer.number += std::ssize(found->second);
+    if (static_cast<std::size_t>(answer.number) > PacketStream::kLongestPacket / 2)
+      return refused("more bytes at a time than the store sends");
+    answer.texts.push_back(found->second);
+  }
+  return answer;
+}
+
+Packet StoreTable::add(const std::string& key, std::int64_t number) {
+  const auto found = values_.find(key);
+  std::int64_t before = 0;
+  if (found != values_.end() && !parse_number(found->second, before)) return refused("adding to what is no number");
+  std::int64_t sum = 0;
+  if (__builtin_add_overflow(before, number, &sum)) return refused("adding beyond 64 bits");
+  if (!put(key, std::to_string(sum))) return no_room();
+  return {.number = sum};
+}
+
+// As c10d's stores: an expected value that is empty stands for a key that is not set.
+Packet StoreTable::compare_set(const std::string& key, const std::string& expected, const std::string& wanted) {
+  const auto found = values_.find(key);
+  const bool matches = found == values_.end() ? expected.empty() : found->second == expected;
+  if (!matches) return {.texts = {found == values_.end() ? expected : found->second}};
+  if (!put(key, wanted)) return no_room();
+  return {.texts = {wanted}};
+}
+
+Packet StoreTable::erase(const std::string& key) {
+  const auto found = values_.find(key);
+  if (found == values_.end()) return {.number = 0};
+  bytes_ -= found->first.size() + found->second.size() + kBytesOfKey;
+  values_.erase(found);
+  return {.number = 1};
+}
+
+}  // namespace lockstep
