@@ -29,7 +29,7 @@ lockstep_room_test(strategy 8)
 lockstep_room_test(checkpoint 1)
 lockstep_room_test(train 2)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
-target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json)
+target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json ${XXHASH_LIBRARY})
 
 # Mutated files, in a binary of its own: `make soak` gives it hours.
 lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400

@@ -2,7 +2,7 @@
 // checkpoint/file_image.h: safetensors files in memory: what a checkpoint's writer has, so that training may go on.
 //
 // Flow:    TensorFile -> copy() at the speed of memory -> write() to the disk, later and from another thread
-// Owns:    its memory, which it keeps for the next copy: fetching and clearing fresh pages takes longer than copying
+// Owns:    its memory, which it keeps for the next copy: fetching and clearing fresh pages takes time, too
 // Threads: one at a time
 // Ranks:   no communication
 #pragma once
