@@ -55,7 +55,7 @@ c10::intrusive_ptr<c10d::Store> say_hello(Connection connection, const JobSecret
                                           milliseconds timeout) {
   auto channel = channel_with(secret, std::move(connection.fd), TlsChannel::Role::kClient);
   if (!channel) return {};
-  auto client = std::make_shared<StoreClient>(std::move(channel));
+  auto client = std::make_shared<MeetingClient>(std::move(channel));
   if (!client->hello(deadline)) return {};
   return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, connection.address);
 }
@@ -125,8 +125,8 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret,
       return nullptr;
     }
   };
-  auto server = std::make_shared<StoreServer>(std::move(listener), admit);
-  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(server->own_connection()));
+  auto server = std::make_shared<MeetingServer>(std::move(listener), admit);
+  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
   return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 

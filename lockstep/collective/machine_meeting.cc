@@ -111,9 +111,9 @@ void wait_for_everyone(c10d::Store& store, const JobEnvironment& job, const Dead
 
 c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
   const fs::path path = path_of_socket(job);
-  auto server = std::make_shared<StoreServer>(listen_for(job, path), &admit_own_user);
+  auto server = std::make_shared<MeetingServer>(listen_for(job, path), &admit_own_user);
   const std::shared_ptr<void> removed_at_exit(nullptr, [&path](void*) { ::unlink(path.c_str()); });
-  auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(server->own_connection()));
+  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
   auto store = c10::make_intrusive<MeetingStore>(std::move(client), server, timeout);
   require_own_job(*store, where(job), job);
   wait_for_everyone(*store, job, Deadline::after(timeout));
@@ -127,7 +127,7 @@ c10::intrusive_ptr<c10d::Store> join_on_machine(const JobEnvironment& job, milli
   for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery)) {
     UniqueFd fd = try_to_connect(path);
     if (!fd) continue;
-    auto client = std::make_shared<StoreClient>(std::make_unique<Channel>(std::move(fd)));
+    auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(std::move(fd)));
     if (!client->hello(deadline)) continue;
     auto store = c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout);
     require_own_job(*store, where(job), job);

@@ -113,7 +113,7 @@ TEST_F(MachineMeeting, another_user_is_not_heard) {
   const pid_t stranger = ::fork();
   if (stranger == 0) {
     if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(2);
-    StoreClient client(std::make_unique<Channel>(shm::connect_to(path, SOCK_STREAM)));
+    MeetingClient client(std::make_unique<Channel>(shm::connect_to(path, SOCK_STREAM)));
     ::_exit(client.hello(Deadline::after(kMeetingPatience)) ? 1 : 0);
   }
   int status = -1;

@@ -27,7 +27,7 @@ Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 }  // namespace
 
 // Nothing: the connection is of no more use.
-std::optional<Packet> StoreClient::exchange(const Packet& request, const Deadline& deadline) {
+std::optional<Packet> MeetingClient::exchange(const Packet& request, const Deadline& deadline) {
   stream_.put(request);
   for (;;) {
     if (!stream_.write() || !stream_.read()) return std::nullopt;
@@ -37,7 +37,7 @@ std::optional<Packet> StoreClient::exchange(const Packet& request, const Deadlin
   }
 }
 
-Packet StoreClient::ask(const Packet& request, const Deadline& deadline) {
+Packet MeetingClient::ask(const Packet& request, const Deadline& deadline) {
   const std::lock_guard lock(mutex_);
   const auto answer = lost_ ? std::nullopt : exchange(request, deadline);
   lost_ = !answer.has_value();
@@ -47,7 +47,7 @@ Packet StoreClient::ask(const Packet& request, const Deadline& deadline) {
   return *answer;
 }
 
-bool StoreClient::hello(const Deadline& deadline) {
+bool MeetingClient::hello(const Deadline& deadline) {
   const auto answer = exchange({.kind = Kind::kHello}, deadline);
   return answer && answer->kind == Kind::kDone;
 }

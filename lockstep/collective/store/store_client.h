@@ -20,9 +20,9 @@
 
 namespace lockstep {
 
-class StoreClient {
+class MeetingClient {
  public:
-  explicit StoreClient(std::unique_ptr<Channel> channel) : stream_(std::move(channel)) {
+  explicit MeetingClient(std::unique_ptr<Channel> channel) : stream_(std::move(channel)) {
     stream_.allow(PacketStream::kLongestPacket);
   }
 
@@ -46,7 +46,7 @@ class MeetingStore final : public c10d::Store {
  public:
   using Bytes = std::vector<std::uint8_t>;
 
-  MeetingStore(std::shared_ptr<StoreClient> client, std::shared_ptr<StoreServer> server,
+  MeetingStore(std::shared_ptr<MeetingClient> client, std::shared_ptr<MeetingServer> server,
                std::chrono::milliseconds timeout, std::string host = "")
       : Store(timeout), client_(std::move(client)), server_(std::move(server)), host_(std::move(host)) {}
 
@@ -67,14 +67,14 @@ class MeetingStore final : public c10d::Store {
   void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
   bool hasExtendedApi() const override { return true; }
 
-  StoreServer* server() const { return server_.get(); }  // where this rank serves
-  const std::string& host() const { return host_; }      // where the store is, as a number; empty: on this machine
+  MeetingServer* server() const { return server_.get(); }  // where this rank serves
+  const std::string& host() const { return host_; }        // where the store is, as a number; empty: on this machine
 
  private:
   Packet ask(const Packet& request);
 
-  std::shared_ptr<StoreClient> client_;
-  std::shared_ptr<StoreServer> server_;
+  std::shared_ptr<MeetingClient> client_;
+  std::shared_ptr<MeetingServer> server_;
   std::string host_;
 };
 

@@ -25,7 +25,8 @@ std::array<UniqueFd, 2> socket_pair() {
 
 }  // namespace
 
-StoreServer::StoreServer(UniqueFd listener, Admit admit) : listener_(std::move(listener)), admit_(std::move(admit)) {
+MeetingServer::MeetingServer(UniqueFd listener, Admit admit)
+    : listener_(std::move(listener)), admit_(std::move(admit)) {
   auto own = socket_pair();
   auto control = socket_pair();
   own_end_ = std::move(own[0]);
@@ -36,14 +37,14 @@ StoreServer::StoreServer(UniqueFd listener, Admit admit) : listener_(std::move(l
   thread_ = std::thread([this] { serve(); });
 }
 
-StoreServer::~StoreServer() {
+MeetingServer::~MeetingServer() {
   ask(kEnd);
   thread_.join();
 }
 
-void StoreServer::ask(Wish wish) const { (void)!::send(control_.get(), &wish, 1, MSG_NOSIGNAL); }
+void MeetingServer::ask(Wish wish) const { (void)!::send(control_.get(), &wish, 1, MSG_NOSIGNAL); }
 
-bool StoreServer::hear_wish() {
+bool MeetingServer::hear_wish() {
   Wish wish = kEnd;
   if (::recv(wishes_.get(), &wish, 1, 0) != 1 || wish == kEnd) return false;
   listener_.reset();
@@ -53,7 +54,7 @@ bool StoreServer::hear_wish() {
 }
 
 // While it listens it looks at newcomers' deadlines; afterwards ranks that ask, or the end, wake it.
-void StoreServer::serve() {
+void MeetingServer::serve() {
   for (;;) {
     const bool accepts = listener_ && accept_again_.passed();
     std::vector<pollfd> polls{{.fd = wishes_.get(), .events = POLLIN, .revents = 0},
@@ -72,7 +73,7 @@ void StoreServer::serve() {
   }
 }
 
-void StoreServer::accept_one() {
+void MeetingServer::accept_one() {
   UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   const bool no_descriptors = !fd && (errno == EMFILE || errno == ENFILE);
   if (no_descriptors) accept_again_ = Deadline::after(kWithoutDescriptors);
@@ -82,7 +83,7 @@ void StoreServer::accept_one() {
 }
 
 // Connections are in the order in which they came.
-void StoreServer::make_room() {
+void MeetingServer::make_room() {
   const auto is_new = [](const Connection& connection) { return !connection.known; };
   if (static_cast<std::size_t>(std::ranges::count_if(connections_, is_new)) < kMostNewcomers && accept_again_.passed())
     return;
@@ -91,7 +92,7 @@ void StoreServer::make_room() {
 }
 
 // False: it is to be closed. Nothing is read from a rank that does not take its answers.
-bool StoreServer::serve_one(Connection& connection) {
+bool MeetingServer::serve_one(Connection& connection) {
   PacketStream& stream = connection.stream;
   if (!stream.write()) return false;
   while (!stream.has_to_write()) {
@@ -105,7 +106,7 @@ bool StoreServer::serve_one(Connection& connection) {
   return true;
 }
 
-void StoreServer::answer(Connection& connection, const Packet& request) {
+void MeetingServer::answer(Connection& connection, const Packet& request) {
   if (!connection.known) connection.stream.allow(PacketStream::kLongestPacket);
   connection.known = true;
   connection.stream.put(table_.answer(request));

@@ -23,17 +23,17 @@
 
 namespace lockstep {
 
-class StoreServer {
+class MeetingServer {
  public:
   static constexpr std::size_t kMostNewcomers = 64;
   static constexpr std::chrono::seconds kSaysHelloWithin{10};
 
   using Admit = std::function<std::unique_ptr<Channel>(UniqueFd)>;  // none: refused. Does not block, throws nothing
 
-  StoreServer(UniqueFd listener, Admit admit);  // throws SystemError
-  ~StoreServer();                               // ends all connections
-  StoreServer(const StoreServer&) = delete;
-  StoreServer& operator=(const StoreServer&) = delete;
+  MeetingServer(UniqueFd listener, Admit admit);  // throws SystemError
+  ~MeetingServer();                               // ends all connections
+  MeetingServer(const MeetingServer&) = delete;
+  MeetingServer& operator=(const MeetingServer&) = delete;
 
   // A connection for the process that serves, which needs no hello. Once.
   UniqueFd own_connection() { return std::move(own_end_); }

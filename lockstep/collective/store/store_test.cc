@@ -125,7 +125,7 @@ TEST_P(ServedStore, who_has_not_said_hello_is_disconnected_at_the_first_wrong_by
 
 TEST_P(ServedStore, idle_connections_keep_no_rank_out) {
   std::vector<UniqueFd> idle;
-  for (std::size_t i = 0; i < 4 * StoreServer::kMostNewcomers; ++i) idle.push_back(connection());
+  for (std::size_t i = 0; i < 4 * MeetingServer::kMostNewcomers; ++i) idle.push_back(connection());
   EXPECT_TRUE(is_closed(idle.front())) << "the oldest made room";
   const auto joined = join();
   joined->set("key", "value");
