@@ -110,7 +110,7 @@ struct Process {
   std::array<ClockOffset, 2> clock{};  // at the start, and at the end; the same until then
 };
 
-constexpr std::size_t kSpans = std::size_t{1} << 16U;  // of a ring: 5.8 MB
+constexpr std::size_t kSpans = std::size_t{1} << 16U;  // of a ring: 6.3 MB
 
 // Makes the ring and its file. Throws SystemError: no room on the disk. UsageError: this process has a ring.
 void open(const std::filesystem::path& file, const Process& process, std::size_t spans = kSpans);
