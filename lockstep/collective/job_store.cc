@@ -141,7 +141,7 @@ c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEn
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   std::optional<Deadline> secret_by;  // since rank 0 answers
-  for (bool refused = false;; refused = false) {
+  for (bool refused = false;;) {      // once is enough: rank 0 may give up, and go, before this rank does
     if (auto answered = connect_to(addresses, deadline)) {
       if (auto store = say_hello(std::move(*answered), secret, deadline, timeout)) return store;
       if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));

@@ -49,7 +49,7 @@ std::string digits_of(const Secret& secret) {
 
 // Nothing: there is no such file. Throws EnvironmentError: others can read it, or it is another user's.
 std::optional<std::string> read_private(const fs::path& path) {
-  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat info {};
   if (!fd || ::fstat(fd.get(), &info) != 0) return std::nullopt;
   if (!S_ISREG(info.st_mode) || info.st_uid != ::geteuid() || (info.st_mode & 077) != 0)

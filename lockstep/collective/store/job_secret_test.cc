@@ -55,7 +55,8 @@ TEST_F(JobsSecret, in_a_file_that_only_this_user_can_read) {
   EXPECT_TRUE(contains(error(), "is not this user's alone"));
   ::chmod(path.c_str(), 0600);
   EXPECT_TRUE(JobSecret("a job", false).find());
-  write_file(path, kHex + kHex);
+  write_file(path, kHex + kHex);  // a new file, with the modes of one
+  ::chmod(path.c_str(), 0600);
   EXPECT_TRUE(contains(error(), "does not hold 64 hexadecimal digits"));
   ::setenv("LOCKSTEP_SECRET_FILE", home.file("none").c_str(), 1);
   EXPECT_TRUE(contains(error(), "can't read LOCKSTEP_SECRET_FILE: No such file"));

@@ -34,4 +34,4 @@ def _meet(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others
 
 def meet_without_tcp() -> None:
     """From now on, in this process."""
-    rendezvous._rendezvous_handlers["env"] = _meet
+    rendezvous._rendezvous_handlers.update(env=_meet)
