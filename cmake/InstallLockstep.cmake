@@ -41,7 +41,7 @@ install(CODE "
   endif()" COMPONENT local)
 
 # What a wheel is packed from; all of it is part of the release build.
-add_custom_target(packaged DEPENDS lockstep lockstep_command lockstep_train lockstep_verify lockstep_data lockstep_gpus)
+add_custom_target(packaged DEPENDS lockstep lockstep_command lockstep_train lockstep_verify lockstep_compare lockstep_data lockstep_gpus)
 if(TARGET lockstep_python)
   add_dependencies(packaged lockstep_python)
   install(TARGETS lockstep_python LIBRARY DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
