@@ -2,16 +2,17 @@
 """init_process_group() of ranks that `lockstep run` has started on one machine: they meet at a Unix socket that only their
 user can reach. torch's own TCPStore would listen at every interface and let in whoever connects."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch.distributed as dist
-from torch.distributed import rendezvous
 
 from lockstep import _C
 
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name
 _by_tcp = rendezvous._rendezvous_handlers["env"]
 
 
