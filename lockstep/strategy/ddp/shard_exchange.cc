@@ -5,7 +5,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -97,7 +96,7 @@ class ExchangeOfShards : public GradientExchange {
       if (const torch::Tensor& loss = shards_[i].batch.weighted_loss; loss.defined())
         losses[world_.rank() * std::ssize(shards_) + static_cast<std::int64_t>(i)].copy_(loss);
     world_.all_reduce(losses);
-    wait_for_device(world_.device(), WorldState::timeout_of(world_));
+    WorldState::wait_for_device(world_);
     const torch::Tensor known = losses.cpu();
     double sum = 0;
     for (int i = 0; i < options_.shards; ++i) sum += known.const_data_ptr<double>()[i];
@@ -123,7 +122,7 @@ class ExchangeOfShards : public GradientExchange {
     const torch::Tensor flags = shards_.front().buckets[bucket].flags.clone();
     for (std::size_t i = 1; i < shards_.size(); ++i) flags.add_(shards_[i].buckets[bucket].flags);
     world_.all_reduce(flags);
-    wait_for_device(world_.device(), WorldState::timeout_of(world_));
+    WorldState::wait_for_device(world_);
     const torch::Tensor shards_with_gradient = flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = shards_with_gradient.const_data_ptr<float>();
     for (const Slot& slot : shards_.front().buckets[bucket].slots)
