@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs test soak cuda bench bench-hosts format clean
+.PHONY: help demo wheel deb packaged docs plots test soak cuda bench bench-hosts format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -41,12 +41,18 @@ docs: setup-docs  ## makes the documentation as a site in build/docs/html/
 	rm -rf build/docs docs/api
 	python3 -m sphinx --quiet --fail-on-warning --jobs auto -d build/docs/doctrees -c docs/site . build/docs/html
 
+plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." those of `lockstep compare`, and copies their tables
+	cmake --preset release
+	cmake --build --preset release --target lockstep_command -j $(JOBS)
+	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
+
 test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_FUZZ_PAIRS = 1
 soak: export LOCKSTEP_STRESS_CALLS = 10000
+soak: export LOCKSTEP_WHOLE_EXPERIMENTS = 1
 soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
 	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release
 

@@ -104,14 +104,3 @@ def save(name, result):
     path = path_of(name)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
     print(f"kept in {path.relative_to(ROOT)}")
-
-
-def use_svg():
-    """matplotlib's pyplot, which draws the same SVG file from the same figures. Debian's python3 has it, in python3-matplotlib."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "lockstep"
-    from matplotlib import pyplot
-
-    return pyplot

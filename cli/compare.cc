@@ -213,6 +213,13 @@ int train_all(const Request& request, Folder& folder, const StopSignals& signals
   return folder.count("failed") > 0 ? kFailed : 0;
 }
 
+void show_tables(const Request& request, const Folder& folder, const std::vector<Run>& runs) {
+  std::ostringstream tables;
+  print_summary(tables, request.settings, folder, runs);
+  write_file(std::filesystem::path(request.output) / "tables.md", tables.str());
+  std::cout << tables.str() << std::flush;
+}
+
 int compare(const Request& request, const std::string& command) {
   const std::vector<Run> runs = plan(request.settings, experiment_named(request.settings.experiment));
   if (request.list) {
@@ -225,7 +232,7 @@ int compare(const Request& request, const std::string& command) {
     std::cerr << "lockstep compare: " << done << " of " << runs.size() << " runs are in " << request.output
               << " already\n";
   const int code = train_all(request, folder, signals);
-  if (code <= kFailed) print_summary(std::cout, request.settings, folder, runs);
+  if (code <= kFailed) show_tables(request, folder, runs);
   return code;
 }
 

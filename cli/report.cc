@@ -31,8 +31,9 @@ int write_report(const std::vector<std::string>& runs, const std::string& output
       std::cerr << run["name"].get<std::string>() << ": " << text.get<std::string>() << '\n';
     partial += run["partial"].empty() ? 0 : 1;
   }
-  const std::size_t count = data["runs"].size();
+  const std::size_t count = data["runs"].size(), benchmarks = data["benchmarks"].size();
   std::cout << output << ": " << count << (count == 1 ? " run" : " runs");
+  if (benchmarks > 0) std::cout << ", " << benchmarks << (benchmarks == 1 ? " benchmark" : " benchmarks");
   if (partial > 0) std::cout << ", " << partial << " partial";
   std::cout << ", " << human_bytes(page.size()) << std::endl;
   return 0;
@@ -48,7 +49,7 @@ int report_command(int argc, char** argv) {
   app.add_option(
          "RUN", runs,
          "[NAME=]METRICS[,TRACE]: files of lockstep train --metrics and --trace FILE.json; a trace alone; a folder "
-         "with metrics.jsonl; the folder of a comparison")
+         "with metrics.jsonl; the folder of a comparison; the file of lockstep bench step --json")
       ->required();
   app.add_option("--output", output, "the file to write");
   return parse_and_run(app, argc, argv, [&] { return write_report(runs, output); });

@@ -161,25 +161,48 @@ def comparison(folder):
         name = f"{strategy}-{devices}-seed{seed}"
         state = {"towers-2-seed1": "failed", "towers-2-seed2": "missing"}.get(name, "finished")
         runs.append({"name": name, "folder": f"runs/{name}", "strategy": strategy, "devices": devices, "seed": seed, "varied": {},
-                     "state": state, "seconds": 3.0})
+                     "state": state, "seconds": 3.0, "number": len(runs), "contender": strategy})
         events = four_steps() if state == "finished" else four_steps()[:3]
         if state != "missing":
             write(folder / "compared/runs" / name / "metrics.jsonl", *[e | {"seconds": 0.5 / devices + seed / 100} if e["event"] == "step" else e
                                                                      for e in events])
-    description = {"lockstep_comparison": 1, "experiment": "scaling", "settings": {}, "machine": {"host": "here", "cores": 2},
-                   "command": "lockstep compare scaling", "runs": runs}
+    description = {"lockstep_comparison": 1, "experiment": "scaling", "across": "devices", "settings": {}, "machine": {"host": "here", "cores": 2},
+                   "command": "lockstep compare scaling", "runs": runs[::-1]}  # in the order in which they were made
     file = folder / "compared/comparison.json"
     write(file, description)
     found, _ = report(folder, folder / "compared")
     partial = {run["name"]: run["partial"] for run in found["runs"]}
     assert partial["ddp-2-seed1"] == [], partial
     assert partial["towers-2-seed1"][-1] == "state: failed" and partial["towers-2-seed2"] == ["there is nothing of it", "state: missing"], partial
-    assert found["comparison"]["experiment"] == "scaling"
+    assert found["comparison"]["experiment"] == "scaling" and found["runs"][0]["name"] == "single-1-seed1", found["runs"][0]
     write(folder / "later/comparison.json", description | {"lockstep_comparison": 2})
     expect_error(folder, "is in format 2", folder / "later")
     (folder / "later/comparison.json").write_text(file.read_text()[:99])
     expect_error(folder, "does not describe a comparison", folder / "later")
     expect_error(folder, "neither metrics.jsonl nor comparison.json", folder, code=2)
+
+
+def kinds_of_two_models(folder):
+    """A comparison that is drawn against its contenders and varies the model."""
+    runs = []
+    for contender, devices in [("single", 1), ("kvstore-local", 2), ("kvstore-dist_sync", 2)]:
+        for model in ("inception", "alexnet"):
+            name = f"{contender}-{devices}-model={model}"
+            runs.append({"name": name, "number": len(runs), "folder": f"runs/{name}", "contender": contender, "strategy": contender.split("-")[0],
+                         "devices": devices, "seed": 1, "varied": {"model": model}, "state": "finished"})
+            write(folder / "kinds/runs" / name / "metrics.jsonl", start(model=model), *map(step, range(4)), end(model=model, pushed_bytes=4e6))
+    write(folder / "kinds/comparison.json", {"lockstep_comparison": 1, "experiment": "kvstore-kinds", "across": "contender", "runs": runs})
+    found, _ = report(folder, folder / "kinds")
+    assert found["warnings"] == [], found["warnings"]
+
+
+def benchmark(folder):
+    model = {"lockstep": {"step": 0.05}, "pytorch": {"ddp": 0.1, "no_sync": 0.06}}
+    write(folder / "step.json", {"machine": "one", "ranks": 2, "models": {"lenet": model, "mlp": {"lockstep": {"step": 0.2}, "pytorch": {}}}})
+    found, said = report(folder, folder / "step.json")
+    assert found["runs"] == [] and said == "", said
+    write(folder / "other.json", {"models": {"lenet": {}}})
+    expect_error(folder, "no event of lockstep", folder / "other.json")
 
 
 def ways_to_name_a_run(folder, metrics, trace):
@@ -205,12 +228,12 @@ class Screen:
         self.browser = Browser(folder)
         self.driver = self.browser.driver
 
-    def open(self, page, width, scheme, media="screen"):
+    def open(self, page, width, scheme, media="screen", last="To repeat it"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500})
         self.browser.open(page)
-        self.browser.find("section:last-of-type h2", "To repeat it")
+        self.browser.find("section:last-of-type h2", last)
         console = self.driver.get_log("browser")
         assert console == [], console
         assert self.ask("document.scrollingElement.scrollWidth") <= width, f"{page} is wider than {width} pixels"
@@ -264,6 +287,16 @@ def look_at_a_comparison(screen):
     assert abs(means[1][1] - (0.515 / 0.265)) < 0.01 and errors[1][1][0] < means[1][1] < errors[1][1][1], (means, errors)
 
 
+def look_at_other_pages(screen):
+    screen.open("kinds.html", 1200, "light")
+    (kinds,) = (found for found in screen.ask("charts.map(each => [each.canvas.ariaLabel, each.data.labels, each.data.datasets.map(set => set.label)])")
+                if found[0] == "bytes moved")
+    assert kinds[1:] == [["single", "kvstore-local", "kvstore-dist_sync"], ["model inception", "model alexnet"]], kinds
+    for width, scheme in ((360, "dark"), (1200, "light")):
+        screen.open("step.html", width, scheme, last="Benchmark")
+    assert screen.ask("charts[0].data.datasets.map(set => set.data)") == [[0.5, 1], [0.6, None], [1, None]]
+
+
 def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -271,16 +304,18 @@ def main():
         common = ["--quiet", "--model", "lenet", "--data", "synthetic:320x1x28x28", "--ranks", 2, "--threads", 1, "--batch-size", 16]
         lockstep("train", *common, "--epochs", 2, "--metrics", folder / "ddp.jsonl", "--trace", trace)
         lockstep("train", *common, "--epochs", 1, "--strategy", "kvstore", "--kvstore", "dist_async", "--metrics", folder / "async.jsonl")
-        for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison):
+        for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison, kinds_of_two_models, benchmark):
             check(folder)
         bad_traces(folder, trace)
         ways_to_name_a_run(folder, folder / "ddp.jsonl", trace)
         lockstep("report", f"</script><b>ddp</b>={folder}/ddp.jsonl,{trace}", folder / "async.jsonl", "--output", folder / "runs.html")
-        lockstep("report", folder / "compared", "--output", folder / "comparison.html")
+        for page, what in {"comparison": "compared", "kinds": "kinds", "step": "step.json"}.items():
+            lockstep("report", folder / what, "--output", folder / f"{page}.html")
         screen = Screen(folder)
         try:
             look_at_runs(screen)
             look_at_a_comparison(screen)
+            look_at_other_pages(screen)
         finally:
             screen.driver.quit()
 

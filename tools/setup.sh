@@ -41,7 +41,7 @@ demo_packages=(
 wheel_packages=(python3-dev dpkg-dev)
 test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
-bench_packages=(libopenmpi-dev libmpich-dev python3-matplotlib)
+bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
 missing_packages() {

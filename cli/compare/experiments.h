@@ -35,6 +35,7 @@ enum class DeviceCounts { kAll, kUpToAll };  // all cores, at least 2; each numb
 struct Experiment {
   std::string name;
   std::string description;
+  std::string across = "devices";  // what its plots are drawn against: also "contender", or the key of an option
   std::vector<Case> cases;
   DeviceCounts counts = DeviceCounts::kAll;
   std::vector<int> devices;  // in place of `counts`

@@ -26,8 +26,10 @@ Json to_json(const Options& options) {
 
 Json missing(const Run& run) {
   return {{"name", run.name},
+          {"number", run.number},
           {"group", run.group},
           {"folder", concat("runs/", run.name)},
+          {"contender", run.contender.name},
           {"strategy", run.contender.strategy},
           {"devices", run.devices},
           {"seed", run.seed},
@@ -68,6 +70,7 @@ Folder::Folder(const fs::path& path, const Settings& settings, const std::string
     : path_(path), runs_(std::move(runs)) {
   about_ = {{"lockstep_comparison", kVersion},
             {"experiment", settings.experiment},
+            {"across", experiment_named(settings.experiment).across},
             {"settings", compare::to_json(settings)},
             {"machine", {{"description", bench::machine()}, {"cores", usable_cores().size()}}},
             {"command", command}};

@@ -2,6 +2,7 @@
 // cli/compare/folder.h: the folder of a comparison, from which it is continued, and which `lockstep report` reads.
 //
 //   comparison.json          settings, machine, command, and each run with its state; written anew after every run
+//   tables.md                what print_summary() has shown at the end
 //   runs/NAME/metrics.jsonl  what `lockstep train --metrics` wrote
 //   runs/NAME/output.txt     stdout and stderr of the run
 //   runs/NAME/trace.json     with --trace

@@ -69,7 +69,7 @@ std::optional<double> Metrics::bytes_per_step() const {
 
 // Rank 0 of servers is a server: what it waits for tells nothing about the workers.
 std::optional<double> Metrics::waiting() const {
-  if (const auto bubble = total("bubble")) return bubble;
+  if (total("bubble")) return std::nullopt;
   const double computed = total("forward_seconds").value_or(0) + total("backward_seconds").value_or(0);
   const double seconds = sum_from(step_seconds, 0);
   if (computed == 0 || seconds <= 0) return std::nullopt;

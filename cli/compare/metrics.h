@@ -26,7 +26,8 @@ struct Metrics {
   std::optional<double> samples_per_second() const;  // the mean
   std::optional<double> loss() const;                // the mean of the last tenth of the steps
   std::optional<double> bytes_per_step() const;  // exchanged, or pushed and pulled; nothing: the strategy counts none
-  std::optional<double> waiting() const;         // the share of time in which rank 0 waits for others or for data
+  std::optional<double> waiting()
+      const;  // the share of time in which rank 0 waits for others or for data; of no pipeline
 };
 
 // Lines that are not whole, or no metrics, are left out: a run may be at work on the file, or may have died. A file that is not

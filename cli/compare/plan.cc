@@ -59,7 +59,8 @@ std::string label(const Options& varied) {
 
 bool can_be(const Run& run) {
   int stages = 1;
-  if (const auto found = run.varied.find("stages"); found != run.varied.end()) parse_int(found->second, stages);
+  for (const Options& options : {run.contender.options, run.varied})
+    if (const auto found = options.find("stages"); found != options.end()) parse_int(found->second, stages);
   if (run.contender.strategy == "pipeline" && (run.devices < 2 || (stages > 0 && run.devices % stages != 0)))
     return false;
   return run.devices <= run.contender.most_devices;
@@ -90,7 +91,8 @@ Words arguments_of(const Settings& settings, const Run& run) {
                   {"strategy", run.contender.strategy},
                   {"seed", concat(run.seed)}};
   if (run.contender.most_devices > 1 && settings.links == Links::kNone) options["ranks"] = concat(run.devices);
-  for (const auto& [option, value] : run.varied) options[option] = value;
+  for (const Options& more : {run.contender.options, run.varied})
+    for (const auto& [option, value] : more) options[option] = value;
   Words words;
   for (const auto& [option, value] : options) words.insert(words.end(), {"--" + option, value});
   for (const Words& more : {budget_of(settings, batch), settings.train, Words{"--quiet"}})
@@ -102,7 +104,6 @@ Run run_of(const Settings& settings, const Case& one, const Options& varied, int
   Run run{.contender = contender_named(one.contender), .varied = varied, .devices = devices, .seed = seed};
   run.group = concat(one.contender, "-", devices, label(varied));
   run.name = concat(run.group, "-seed", seed);
-  run.varied.insert(run.contender.options.begin(), run.contender.options.end());
   run.arguments = arguments_of(settings, run);
   return run;
 }
@@ -141,6 +142,7 @@ std::vector<Run> plan(const Settings& settings, const Experiment& experiment) {
           if (const Run run = run_of(settings, one, varied, devices, seed); can_be(run)) runs.push_back(run);
   }
   require_names(runs);
+  for (int number = 0; Run & run : runs) run.number = number++;
   return runs;
 }
 

@@ -12,8 +12,9 @@ namespace lockstep::compare {
 struct Run {
   std::string name;   // of its folder, such as averaging-2-average_every=8-seed1
   std::string group;  // the name without the seed
+  int number = 0;     // in the order of the tables
   Contender contender;
-  Options varied;  // the contender's options, and those that the experiment varies
+  Options varied;  // what the experiment varies, or --vary
   int devices = 1;
   int seed = 1;
 

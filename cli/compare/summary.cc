@@ -5,6 +5,7 @@
 
 #include "cli/compare/metrics.h"
 #include "lockstep/base/text.h"
+#include "lockstep/cores.h"
 
 namespace lockstep::compare {
 namespace {
@@ -106,6 +107,8 @@ const std::vector<Column>& columns() {
       {"link MB/step", [](const Result& r) { return r.link_bytes; }, kMega, 2},
       {"memory MiB", [](const Result& r) { return std::optional(r.memory); }, kMebi, 0},
       {"waiting %", [](const Result& r) { return r.metrics.waiting(); }, 100, 0},
+      {"bubble %", [](const Result& r) { return r.metrics.total("bubble"); }, 100, 0},
+      {"formula %", [](const Result& r) { return r.metrics.total("ideal_bubble"); }, 100, 0},
       {"delay", [](const Result& r) { return r.metrics.total("mean_delay"); }, 1, 2},
       {"max delay", [](const Result& r) { return r.metrics.total("max_delay"); }, 1, 0},
   };
@@ -118,6 +121,18 @@ std::string speed_up(const std::vector<Group>& groups, const Group& group) {
   const Group* one = one_device(groups, group);
   const Turns alone = one == nullptr ? Turns{} : turns_of(*one, speed);
   return alone.empty() ? "" : cell(turns_of(group, speed), 1 / bench::median(alone), 2);
+}
+
+// Milliseconds of a step of p stages that share what `single` does evenly and wait for the bubble of the formula; no less
+// than the cores that there are take for all of it.
+std::string ideal_step(const Settings& settings, const std::vector<Group>& groups, const Group& group) {
+  const auto bubble = group.front().metrics.total("ideal_bubble");
+  const Group* one = one_device(groups, group);
+  if (!bubble || one == nullptr) return "";
+  const double at_once = std::max(1.0, static_cast<double>(usable_cores().size()) / settings.threads);
+  const double devices = std::min(at_once, group.front().run->devices * (1 - *bubble));
+  const Turns alone = turns_of(*one, [](const Result& r) { return r.metrics.seconds_per_step(); });
+  return alone.empty() ? "" : fixed(bench::median(alone) * 1e3 / devices, 1);
 }
 
 // ---- tables
@@ -138,12 +153,13 @@ void print(std::ostream& out, const Words& heads, const Rows& rows) {
   for (const Words& row : rows) out << "| " << join(kept(row), " | ") << " |\n";
 }
 
-void print_results(std::ostream& out, const std::vector<Group>& groups) {
-  Words heads{"", "runs", "speed-up"};
+void print_results(std::ostream& out, const Settings& settings, const std::vector<Group>& groups) {
+  Words heads{"", "runs", "speed-up", "ideal step ms"};
   for (const Column& column : columns()) heads.push_back(column.head);
   Rows rows;
   for (const Group& group : groups) {
-    rows.push_back({group.front().run->group, concat(group.size()), speed_up(groups, group)});
+    rows.push_back(
+        {group.front().run->group, concat(group.size()), speed_up(groups, group), ideal_step(settings, groups, group)});
     for (const Column& column : columns())
       rows.back().push_back(cell(turns_of(group, column.value), column.unit, column.digits));
   }
@@ -223,12 +239,11 @@ void print_summary(std::ostream& out, const Settings& settings, const Folder& fo
     out << settings.experiment << ": " << settings.model << ", " << settings.threads << " thread"
         << (settings.threads == 1 ? "" : "s") << " per device; " << bench::machine()
         << "\nThe number in a name is that of devices. Medians over the seeds, ± half of the range.\n\n";
-    print_results(out, groups);
+    print_results(out, settings, groups);
     print_epochs(out, groups);
     print_formulas(out, settings, groups);
   }
   print_failures(out, folder, runs);
-  out.flush();
 }
 
 }  // namespace lockstep::compare

@@ -54,6 +54,16 @@ bench::LinkBytes busiest(const std::vector<bench::LinkBytes>& before, const std:
   return most;
 }
 
+// The first error that lockstep train has written, such as ": UsageError: ..."; "" if there is none.
+std::string error_in(const std::filesystem::path& output) {
+  constexpr std::string_view kBefore = "lockstep: ";  // a word in lower case, such as "warning", is that of a log
+  std::ifstream file(output);
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with(kBefore) && line.size() > kBefore.size() && std::isupper(line[kBefore.size()]) != 0)
+      return ": " + line.substr(kBefore.size());
+  return "";
+}
+
 // The processes of one run, and what is seen of them from outside.
 class Training {
  public:
@@ -133,7 +143,8 @@ class Training {
     if (!good && outcome_.why.empty()) {
       outcome_.exit_code = status->signal != 0 ? 128 + status->signal : status->exit_code;
       outcome_.why = status->signal != 0 ? concat("killed by signal ", status->signal)
-                                         : concat("it ended with exit code ", status->exit_code);
+                                         : concat("it ended with exit code ", status->exit_code,
+                                                  error_in(place_.folder / "output.txt"));
     }
     return true;
   }

@@ -154,7 +154,7 @@ const fact = (run, key) => run.run?.[key] ?? settings(run)[key] ?? run.case?.[ke
 const ranksOf = run => run.trace?.ranks || [];
 const stepping = run => ranksOf(run).filter(rank => rank.steps > 0);
 const finite = values => (values || []).filter(given);
-const caseOf = run => run.case ? [run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
+const caseOf = run => run.case ? [run.case.contender || run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
 const cases = [...new Set(data.runs.map(caseOf))];
 const hueOf = run => cases.indexOf(caseOf(run));
 
@@ -165,6 +165,10 @@ function moved(run) {
 function memory(run) {
   if (given(run.case?.peak_memory_bytes)) return run.case.peak_memory_bytes;
   return run.run?.each_rank ? sum(run.run.each_rank.map(rank => rank.pss_bytes)) : null;
+}
+function busiestLink(run) {
+  const link = run.case?.busiest_link_bytes_per_step;
+  return link ? Math.max(link.sent, link.received) : null;
 }
 function rate(run) {
   const steps = run.steps;
@@ -184,12 +188,13 @@ const RESULTS = [
   { name: "training loss", of: run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), format: number },
   { name: "best val. accuracy", of: run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, format: percent },
   { name: "bytes moved", of: moved, format: bytes, ratio: true },
-  { name: "busiest link, per step", of: run => run.case?.busiest_link_bytes_per_step?.sent, format: bytes, ratio: true },
+  { name: "busiest link, per step", of: busiestLink, format: bytes, ratio: true },
   { name: "memory", of: memory, format: bytes, ratio: true },
   { name: "waiting in a step", of: waiting, format: duration },
   { name: "mean delay", of: run => run.run?.mean_delay, format: number },
   { name: "largest delay", of: run => run.run?.max_delay, format: number },
   { name: "bubble", of: run => run.run?.bubble, format: percent },
+  { name: "bubble by the formula", of: run => run.run?.ideal_bubble, format: percent },
 ];
 
 // ---- Sections
@@ -208,6 +213,7 @@ function differingSettings() {
 function header() {
   const many = data.runs.length;
   document.title = many === 1 ? `${data.runs[0].name}: lockstep report` : `lockstep report of ${many} runs`;
+  if (!many) return void element(page, "h1", "Benchmarks");
   element(page, "h1", data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : `${many} runs`);
   const partial = data.runs.filter(run => run.partial.length).length;
   if (partial) element(page, "p", many === 1 ? "This run is partial: the table says what is missing." : `${partial} of ${many} runs are partial: the table says what is missing.`, "warning");
@@ -222,6 +228,7 @@ function cell(row, run, result) {
 }
 
 function table() {
+  if (!data.runs.length) return;
   const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs[0].name}.` : null);
   const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
   const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
@@ -240,13 +247,28 @@ function table() {
 
 // ---- A comparison: repeats of a case become a mean with an error bar
 
+// What tells the runs of a comparison apart: [contender, numbers of devices and values of options].
+function factsOf(run) {
+  const facts = { contender: run.case.contender || run.case.strategy, devices: run.case.devices, ...run.case.varied };
+  return Object.fromEntries(Object.entries(facts).map(([key, value]) => [key, plain(value)]));
+}
+
+// A series has what its runs have in common, but for what all runs have; x is what they are drawn against. A run without that,
+// such as `single` beside numbers of stages, has its contender there. "devices" is told only of a contender with several.
 function grouped(runs) {
-  const devices = new Set(runs.map(run => run.case.devices));
-  const varied = Object.keys(runs.find(run => run.case.varied)?.case.varied || {});
-  const across = devices.size > 1 || !varied.length ? "devices" : varied[0];
-  const x = run => plain(across === "devices" ? run.case.devices : run.case.varied?.[across]);
-  const series = run => [run.case.strategy, ...Object.entries(run.case.varied || {}).filter(([key]) => key !== across).map(([key, value]) => `${key} ${value}`)].join(", ");
-  const labels = [...new Set(runs.map(x))].sort((a, b) => isNaN(a) || isNaN(b) ? a < b ? -1 : 1 : a - b);
+  const across = data.comparison.across || "devices";
+  const facts = runs.map(factsOf);
+  const values = (key, some = facts) => new Set(some.map(each => each[key]).filter(given));
+  const several = contender => values("devices", facts.filter(each => each.contender === contender)).size > 1;
+  const tells = (each, key) => key !== across && (key === "devices" ? several(each.contender) : values(key).size > 1);
+  const words = { contender: (_, value) => value, devices: (_, value) => `${value} devices` };
+  const x = run => factsOf(run)[across] ?? factsOf(run).contender;
+  const series = run => {
+    const each = factsOf(run);
+    return Object.keys(each).filter(key => tells(each, key)).map(key => (words[key] || ((name, value) => `${name} ${value}`))(key.replaceAll("_", " "), each[key])).join(", ") || each.contender;
+  };
+  const labels = [...new Set(runs.map(x))];
+  if (!labels.some(isNaN)) labels.sort((a, b) => a - b);
   return { across, x, series, labels, names: [...new Set(runs.map(series))] };
 }
 
@@ -270,10 +292,42 @@ function comparison() {
       const values = groups.labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
       const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
       return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
-        errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
+        skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
     });
     chart(made, result.name, "bar", sets, axis(groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: groups.labels, format: result.format, legend: true });
   }
+}
+
+// ---- Benchmarks
+
+const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp]];
+
+// The milliseconds of a bar behind its end.
+const barTexts = {
+  id: "barTexts",
+  afterDatasetsDraw(chart) {
+    chart.ctx.save();
+    chart.ctx.fillStyle = variable("--text");
+    chart.ctx.textBaseline = "middle";
+    chart.data.datasets.forEach((set, i) => chart.getDatasetMeta(i).data.forEach((bar, at) => {
+      if (set.texts?.[at] && chart.isDatasetVisible(i)) chart.ctx.fillText(set.texts[at], bar.x + 4, bar.y);
+    }));
+    chart.ctx.restore();
+  },
+};
+Chart.register(barTexts);
+
+function benchmarks() {
+  if (!data.benchmarks.length) return;
+  const models = Object.assign({}, ...data.benchmarks.map(each => each.models));
+  const machines = [...new Set(data.benchmarks.map(each => `${each.machine}, ${each.ranks} ranks`))];
+  const base = model => model.pytorch?.ddp || model.lockstep.step;
+  const sets = PEERS.map(([label, of], hue) => {
+    const seconds = Object.values(models).map(of);
+    return { label, hue, data: Object.values(models).map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
+  }).filter(set => set.data.some(given));
+  chart(grid(section("Benchmark", `lockstep bench step, beside PyTorch. ${machines.join("; ")}.`)), "Time of a training step", "bar", sets,
+    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * Object.keys(models).length });
 }
 
 // ---- Curves
@@ -430,6 +484,7 @@ function counters() {
 }
 
 function repeat() {
+  if (!data.runs.length) return;
   const made = section("To repeat it");
   const machine = facts => [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
   if (data.comparison?.machine) element(made, "p", machine(data.comparison.machine), "quiet");
@@ -446,4 +501,4 @@ function repeat() {
 
 page.textContent = "";
 Chart.defaults.font.family = "system-ui, sans-serif";
-for (const part of [header, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();
+for (const part of [header, benchmarks, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();

@@ -117,7 +117,21 @@ Json read_case(const fs::path& folder, const Json& about) {
 
 // ---- All
 
+// A file of `lockstep bench step --json`, or nothing.
+Json read_benchmark(const std::string& word) {
+  if (!fs::is_regular_file(word) || !word.ends_with(".json")) return nullptr;
+  Json benchmark = parse(read_file(word));
+  const Json* models = find(benchmark, "models");
+  if (models == nullptr || !models->is_object() || models->empty()) return nullptr;
+  const auto measured = [](const Json& model) { return has_number(model.value("lockstep", Json()), "step"); };
+  return std::ranges::all_of(*models, measured) ? benchmark : Json();
+}
+
 void add_runs(const std::string& word, Json& found) {
+  if (const Json benchmark = read_benchmark(word); !benchmark.is_null()) {
+    found["benchmarks"].push_back(benchmark);
+    return;
+  }
   const fs::path description = fs::path(word) / "comparison.json";
   if (!fs::exists(description)) {
     found["runs"].push_back(read(files_of(word)));
@@ -125,6 +139,8 @@ void add_runs(const std::string& word, Json& found) {
     return;
   }
   Json comparison = read_comparison(description);
+  const auto number = [](const Json& about) { return has_number(about, "number") ? about["number"].get<int>() : 0; };
+  std::ranges::stable_sort(comparison["runs"].get_ref<Json::array_t&>(), {}, number);  // as in the tables, not as made
   for (const Json& about : comparison["runs"]) found["runs"].push_back(read_case(word, about));
   comparison.erase("runs");
   found["comparison"] = comparison;
@@ -141,8 +157,16 @@ std::string subject(const Json& run, const char* key) {
   return "";
 }
 
+// Whether it is a run of a comparison that tries several values of `key`.
+bool varies(const Json& run, const char* key) {
+  const Json* about = find(run, "case");
+  const Json* varied = about == nullptr ? nullptr : find(*about, "varied");
+  return varied != nullptr && find(*varied, key) != nullptr;
+}
+
 void warn_of_differences(Json& found) {
   for (const char* key : {"model", "data"}) {
+    if (std::ranges::all_of(found["runs"], [key](const Json& run) { return varies(run, key); })) continue;
     std::set<std::string> values;
     for (const Json& run : found["runs"])
       if (const std::string value = subject(run, key); !value.empty()) values.insert(value);
@@ -163,7 +187,8 @@ void number_equal_names(Json& runs) {
 }  // namespace
 
 Json read_runs(const std::vector<std::string>& runs) {
-  Json found = {{"runs", Json::array()}, {"comparison", nullptr}, {"warnings", Json::array()}};
+  Json found = {
+      {"runs", Json::array()}, {"comparison", nullptr}, {"benchmarks", Json::array()}, {"warnings", Json::array()}};
   for (const std::string& word : runs) add_runs(word, found);
   number_equal_names(found["runs"]);
   warn_of_differences(found);

@@ -240,7 +240,7 @@ void require_json(const std::filesystem::path& file) {
   if (name.find(".json.rank") != std::string::npos)
     throw DataError({.what = concat(file.string(), " is what one rank kept for its trace"),
                      .likely = "the run was ended before its trace was written",
-                     .next = "make the report without the trace"});
+                     .next = "make the trace of what all ranks have left: lockstep trace FILE.json"});
 }
 
 }  // namespace

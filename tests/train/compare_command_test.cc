@@ -150,6 +150,62 @@ TEST_F(Comparison, goes_on_where_it_was_stopped) {
   EXPECT_EQ(read_file(folder_ / "out" / "comparison.json"), before);
 }
 
+// ---- every experiment with two steps: a few of its runs, and in `make soak` all of them
+
+// The cells of a column of the tables, by the name of the row.
+std::map<std::string, std::string> column_of(const std::string& tables, const std::string& head) {
+  std::map<std::string, std::string> cells;
+  std::size_t place = 0;
+  for (const std::string& line : split(tables, '\n')) {
+    const Words words = split(line, '|');
+    const auto found = static_cast<std::size_t>(std::ranges::find(words, " " + head + " ") - words.begin());
+    if (found < words.size())
+      place = found;
+    else if (line.starts_with("| ") && !line.starts_with("| ---") && place > 0)
+      cells[words[1]] = words.at(place);
+  }
+  return cells;
+}
+
+struct Small {
+  std::string experiment;
+  Words few;
+  std::string column;  // which answers its question
+};
+
+class SmallExperiment : public Comparison, public ::testing::WithParamInterface<Small> {};
+INSTANTIATE_TEST_SUITE_P(
+    All, SmallExperiment,
+    ::testing::Values(
+        Small{"scaling", {"--strategies", "single,towers", "--devices", "1,2"}, "speed-up"},
+        Small{"batch-and-rate", {"--vary", "batch-size=8,16", "--vary", "lr-scaling=none,linear"}, "loss"},
+        Small{"average-every", {"--vary", "average-every=2"}, "samples/s"},
+        Small{"staleness", {"--strategies", "kvstore-dist_bounded", "--vary", "staleness=1"}, "max delay"},
+        Small{"bubble", {"--devices", "10", "--vary", "micro-batches=2", "--batch-size", "10"}, "formula %"},
+        Small{"kvstore-kinds",
+              {"--strategies", "kvstore-local_allreduce_cpu,kvstore-dist_async", "--vary", "model=lenet"},
+              "MB/step"}),
+    [](const auto& tested) {
+      std::string name = tested.param.experiment;
+      std::ranges::replace(name, '-', '_');
+      return name;
+    });
+
+TEST_P(SmallExperiment, answers_its_question) {
+  const auto& [experiment, few, column] = GetParam();
+  const bool soak = std::getenv("LOCKSTEP_WHOLE_EXPERIMENTS") != nullptr;
+  const Ended ended = run(
+      kCompare + Words{experiment, "--seeds", "1", "--steps", "2", "--data", "synthetic", "--output", folder_ / "out"} +
+          (soak ? Words{} : few),
+      kLong);
+  ASSERT_EQ(ended.exit_code, 0) << ended.error << ended.output;
+  EXPECT_EQ(ended.output, read_file(folder_ / "out" / "tables.md"));
+  const auto cells = column_of(ended.output, column);
+  EXPECT_FALSE(cells.empty()) << ended.output;
+  for (const auto& [name, cell] : cells)
+    EXPECT_TRUE(name.starts_with(" single") || std::isdigit(cell[1])) << name << '\n' << ended.output;
+}
+
 // LeNet has no nine stages. This seed of the order puts `single` first.
 TEST_F(Comparison, names_a_run_that_fails_and_makes_the_others) {
   const Ended ended = run(command({"--strategies", "single,pipeline", "--devices", "9", "--seeds", "1", "--steps", "2",
@@ -157,7 +213,8 @@ TEST_F(Comparison, names_a_run_that_fails_and_makes_the_others) {
                           kLong);
   EXPECT_EQ(ended.exit_code, 1) << ended.error;
   EXPECT_EQ(finished_in(folder_ / "out"), 1);
-  EXPECT_TRUE(contains(ended.output, "failed: pipeline-9-seed1: it ended with exit code 2")) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "failed: pipeline-9-seed1: it ended with exit code 2: UsageError: "))
+      << ended.output;
 }
 
 TEST_F(Comparison, ends_a_run_at_its_deadline) {

@@ -147,6 +147,17 @@ class LocalStrategy : public StoreStrategy {
  private:
   Store& store() override { return store_; }
 
+  // Weights that a device shares with the store are not copied.
+  void before_push(const PushOptions& /*options*/) override {
+    for (const auto& device : parameters_)
+      for (std::size_t i = 0; i < device.size(); ++i) {
+        if (!device[i].grad().defined()) continue;
+        const auto bytes = static_cast<std::int64_t>(device[i].nbytes());
+        statistics_.pushed_bytes += bytes;
+        if (!update_in_store_ || !device[i].is_alias_of(store_.values()[i])) statistics_.pulled_bytes += bytes;
+      }
+  }
+
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
     for (const auto& device : parameters_)

@@ -153,6 +153,7 @@ void StoreServer::add_push(int worker, const RequestHeader& request, SliceRange 
                            std::span<const std::uint8_t> has_value) {
   if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
   Lock lock(mutex_);
+  statistics_.pushed_bytes += static_cast<std::int64_t>(values.nbytes());
   table_.add_push(worker, slices, has_value, request.push.samples);
   if (request.trained && slices.last == request.slices.last) {
     clients_[worker].last_push = request;
@@ -226,6 +227,7 @@ torch::Tensor StoreServer::read(int worker, SliceRange slices) {
   const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
   torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
   table_.mark_read(worker, slices);
+  statistics_.pulled_bytes += static_cast<std::int64_t>(region.nbytes());
   return region;
 }
 

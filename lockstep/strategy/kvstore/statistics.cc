@@ -70,6 +70,8 @@ Report StoreStatistics::report() const {
                 {"examples_per_device", samples_per_device.most()},
                 {"examples_per_update", samples_per_update.most()},
                 {"updates", static_cast<double>(updates)},
+                {"pushed_bytes", static_cast<double>(pushed_bytes)},
+                {"pulled_bytes", static_cast<double>(pulled_bytes)},
                 {"max_delay", static_cast<double>(delays.max())},
                 {"mean_delay", delays.mean()}};
   for (const auto& [delay, count] : delays.counts())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/kvstore/statistics.h: what a store measures: batch sizes, updates, and the delay of each gradient.
+// strategy/kvstore/statistics.h: what a store measures: batch sizes, updates, bytes, and the delay of each gradient.
 //
 // Threads: one at a time (the server's lock); a copy is a value
 // Ranks:   a server's own
@@ -55,6 +55,8 @@ struct StoreStatistics {
   Span samples_per_device;  // in one gradient
   Span samples_per_update;
   DelayHistogram delays;
+  std::int64_t pushed_bytes = 0;  // that came to this server, or that the devices gave to a local store
+  std::int64_t pulled_bytes = 0;  // that it sent, or that a local store copied to the devices
 
   // Gradients and updates of no samples are not counted.
   void add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay);
