@@ -267,10 +267,12 @@ void TrainingLoop::save_checkpoint() {
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }
 
-// After the first step, when the optimizer has its state: then the first save takes no longer than others.
+// After the first step, when the optimizer has its state: then the first save takes no longer than others. All ranks that save
+// count, because slices of the optimizer's state are gathered from them.
 void TrainingLoop::make_room_to_save() {
-  if (!checkpoints_ || std::exchange(has_room_to_save_, true)) return;
-  if (const std::size_t bytes = snapshot_bytes(strategy_); bytes > 0) checkpoints_->reserve(bytes);
+  if (options_.checkpoint_dir.empty() || stands_aside() || std::exchange(has_room_to_save_, true)) return;
+  const std::size_t bytes = snapshot_bytes(strategy_);
+  if (checkpoints_ && bytes > 0) checkpoints_->reserve(bytes);
 }
 
 void TrainingLoop::record_saved() {

@@ -14,7 +14,7 @@
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
-// Ranks:   take_snapshot, Snapshot::send, share_checkpoint and restore_snapshot are collective
+// Ranks:   take_snapshot, snapshot_bytes, Snapshot::send, share_checkpoint and restore_snapshot are collective
 #pragma once
 
 #include <functional>
@@ -44,7 +44,8 @@ struct Snapshot {
 // keeping.
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
-// About how large this rank's snapshot will be; 0 where ranks hold parts of the model. No communication.
+// About how large this rank's snapshot will be; 0 where ranks hold parts of the model. Blocks where each rank has a slice of the
+// optimizer's state, which is gathered.
 std::size_t snapshot_bytes(Strategy& strategy);
 
 // A checkpoint that rank 0 has found, for all ranks. Where every rank can open the same file, all map it: the machine then
