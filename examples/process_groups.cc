@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include <lockstep/lockstep.h>
-#include <torch/types.h>
+#include <torch/torch.h>
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(what);
@@ -17,7 +17,7 @@ void train(lockstep::World& world) {
   const auto targets = inputs.matmul(torch::randn({16, 1})).tanh();
 
   torch::manual_seed(2 + world.rank());  // other parameters on every rank, until rank 0's are broadcast
-  lockstep::MLP net(lockstep::MLPOptions{.inputs = 16, .hidden = {32}, .outputs = 1});
+  torch::nn::Sequential net(torch::nn::Linear(16, 32), torch::nn::ReLU(), torch::nn::Linear(32, 1));
   lockstep::SGD optimizer(net->parameters(), {.lr = 0.2});
   lockstep::DistributedDataParallel ddp(world, *net, optimizer, {.algorithm = lockstep::Algorithm::kRing});
 

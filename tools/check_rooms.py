@@ -9,6 +9,7 @@ Public:   include/lockstep/ is what is installed. Each of its headers belongs to
 Headers:  say what they are in their first line and have #pragma once (x_body.h is included several times on purpose).
 Comments: paths named in comments and in documentation exist; no labels of a design paper (S0 to S4) in the code.
 Licence:  every source file names it, once one does.
+Examples: are at most 80 lines long.
 Docs:     HACKING.md maps every room; README.md and docs/python-frameworks.md quote the examples as they are.
 """
 import re
@@ -157,6 +158,13 @@ def check_map():
             complain("HACKING.md", f"the map does not mention lockstep/{room}/")
 
 
+def check_examples():
+    for path in tracked("examples/*.cc", "examples/*.py"):
+        length = len((ROOT / path).read_text().splitlines())
+        if length > 80:
+            complain(path, f"has {length} lines, more than 80")
+
+
 def check_quoted_programs():
     readme = (ROOT / "README.md").read_text()
     for example in ("own_loop", "own_task"):
@@ -173,7 +181,7 @@ def check_quoted_programs():
 
 
 def main():
-    for check in (check_rooms, check_comments, check_licence, check_map, check_quoted_programs):
+    for check in (check_rooms, check_comments, check_licence, check_map, check_examples, check_quoted_programs):
         check()
     left = list(dict.fromkeys(problems))
     print("\n".join(left) or "the rooms are in order")

@@ -38,8 +38,8 @@ class DataParallel {
       : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
                           .forward =
                               [](torch::nn::Module& module, const torch::Tensor& data) {
-                                using Net = typename decltype(make_module())::ContainedType;
-                                return dynamic_cast<Net&>(module).forward(data);
+                                using Module = typename decltype(make_module())::ContainedType;
+                                return dynamic_cast<Module&>(module).forward(data);
                               }},
                      devices, seed) {}
   DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it

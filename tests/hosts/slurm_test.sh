@@ -12,6 +12,7 @@ if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
   exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
 fi
 lockstep=$(realpath "$1")
+repository=$(realpath "$(dirname "$0")/../..")
 source "$(dirname "$0")/hosts.sh"
 source "$(dirname "$0")/slurm.sh"
 make_hosts n1 n2
@@ -48,13 +49,18 @@ SCRIPT
 LOCKSTEP=$lockstep sbatch --wait -N2 -n4 --output taken.log taken.sh "${train[@]}" --metrics taken.jsonl ||
   { cat taken.log; exit 1; }
 
+# The script of docs/clusters.md, with fewer cores and steps.
+sed -n '/^## Slurm/,/^```$/p' "$repository/docs/clusters.md" | sed -n '/^#!/,/^srun/p' |
+  sed -e 's/-per-node 4/-per-node 2/; s/-per-task 4/-per-task 1/g; s/lockstep train .*\(--checkpoint-dir\) [^ ]*/"$@" \1 page/' >page.sh
+sbatch --wait --output page.log page.sh "${train[@]}" --metrics page.jsonl || { cat page.sh page.log; exit 1; }
+
 python3 - <<'PYTHON'
 import json
 def losses(name):
     events = [json.loads(line) for line in open(f"{name}.jsonl")]
     return [event["loss"] for event in events if event["event"] == "step"], events[-1]["ranks"]
 one, _ = losses("one")
-for name in "srun", "taken":
+for name in "srun", "taken", "page":
     many, ranks = losses(name)
     assert ranks == 4 and len(many) == len(one) == 3, (name, ranks, many, one)
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (name, many, one)
