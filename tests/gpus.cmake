@@ -22,7 +22,10 @@ endif()
 # A rank of ddp has a GPU for itself: 2, 3 and 4 ranks.
 add_test(NAME strategy.simulated_gpus
   COMMAND strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
-set_tests_properties(strategy.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
+
+# Asynchronous workers, which have a reference of their own.
+add_test(NAME step_fuzz.simulated_gpus COMMAND step_fuzz --gtest_filter=Workers/WorkersInTurn.*)
+set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
   "LD_PRELOAD=$<TARGET_FILE:lockstep_simulated_cuda>;LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_TEST_DEVICES=cuda")
 
 lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600

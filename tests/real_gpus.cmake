@@ -23,7 +23,8 @@ set(on_gpus ${CMAKE_COMMAND} -E env LOCKSTEP_TEST_DEVICES=cuda)
 
 add_test(NAME strategy.gpus
   COMMAND ${on_gpus} $<TARGET_FILE:strategy_test> --gtest_filter=${gpu_filter}${ranks_on_gpus}-${not_on_gpus})
-set_tests_properties(strategy.gpus PROPERTIES TIMEOUT 1200)
+add_test(NAME step_fuzz.gpus COMMAND ${on_gpus} $<TARGET_FILE:step_fuzz> --gtest_filter=Workers/WorkersInTurn.*)
+set_tests_properties(strategy.gpus step_fuzz.gpus PROPERTIES TIMEOUT 1200)
 
 # Under NVIDIA's tools, which slow a kernel down a hundred times: each strategy on two devices.
 find_program(COMPUTE_SANITIZER compute-sanitizer HINTS /usr/local/cuda/bin REQUIRED)

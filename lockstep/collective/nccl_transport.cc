@@ -83,8 +83,14 @@ class NcclTransport : public Transport {
       case Operation::kSend: return nccl_->send(input, call.peer, static_cast<int>(call.tag));
       case Operation::kReceive: return nccl_->recv(output, call.peer, static_cast<int>(call.tag));
       case Operation::kReduceScatter:
+        if (send.empty())  // parts of equal length: NCCL works on the whole; it would copy a list of parts to one
+          return nccl_->_reduce_scatter_base(output.front(), input.front(),
+                                             options_of<c10d::ReduceScatterOptions>(call));
+        [[fallthrough]];
       case Operation::kScatter: return issue_to_parts(call, output, parts_of(input, send));
       case Operation::kAllGather:
+        if (send.empty()) return nccl_->_allgather_base(output.front(), input.front());
+        [[fallthrough]];
       case Operation::kGather: return issue_from_parts(call, parts_of(output, send), input);
       default: return nccl_->barrier();
     }

@@ -182,6 +182,19 @@ class Nccl final : public c10d::Backend {
                  });
   }
 
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    Tensors outputs{output};
+    std::vector<Tensors> inputs{input.tensor_split(size_)};
+    return reduce_scatter(outputs, inputs, options);
+  }
+
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> outputs{output.tensor_split(size_)};
+    Tensors inputs{input};
+    return allgather(outputs, inputs, options);
+  }
+
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     const at::Tensor& input = one(inputs);
     const Tensors parts = outputs.empty() ? Tensors() : outputs.front();

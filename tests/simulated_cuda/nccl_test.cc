@@ -95,6 +95,17 @@ TEST(SimulatedNccl, scatters_and_gathers_uneven_parts) {
   }));
 }
 
+TEST(SimulatedNccl, scatters_and_gathers_equal_parts_of_a_tensor) {
+  expect_no_errors(run(2, [](Rank rank) {
+    Tensor part = here(rank, 0, 3), whole = here(rank, static_cast<float>(rank.rank + 1));
+    rank.nccl._reduce_scatter_base(part, whole, c10d::ReduceScatterOptions())->wait();
+    EXPECT_EQ(total(part), 9);
+    part.add_(rank.rank);
+    rank.nccl._allgather_base(whole, part, c10d::AllgatherOptions())->wait();
+    EXPECT_EQ(total(whole[0]) + total(whole[3]), 7);
+  }));
+}
+
 TEST(SimulatedNccl, sends_and_receives_in_order) {
   expect_no_errors(run(2, [](Rank rank) {
     Tensors first{here(rank, 1)}, second{here(rank, 2)};

@@ -405,12 +405,20 @@ OptimizerOptions optimizer_of(const TrainerPlan& plan) {
   return {};
 }
 
+// Where devices are GPUs, each worker has the next ones.
+std::vector<DevicePlace> places_of_worker(int worker, int devices) {
+  std::vector<DevicePlace> places = testing::test_places((worker + 1) * devices);
+  if (!places.empty()) places.erase(places.begin(), places.end() - devices);
+  return places;
+}
+
 Course run_rank(const StrategyProgram& program, const World& world, Turns& turns) {
   StrategyOptions options = program.options;
   options.optimizer = optimizer_of(program.plan);
+  const int worker = is_asynchronous(program) ? world.rank() - options.kvstore.servers : -1;
+  if (worker >= 0) options.places = places_of_worker(worker, options.devices);
   const auto strategy = make_strategy(world, task_of(program), options);
   const World share = strategy->data_world(world);
-  const int worker = is_asynchronous(program) ? world.rank() - options.kvstore.servers : -1;
   Course course;
   for (std::size_t step = 0; step < program.batches.size(); ++step) {
     set_learning_rate(strategy->optimizer(), program.rates[step]);
@@ -421,7 +429,7 @@ Course run_rank(const StrategyProgram& program, const World& world, Turns& turns
   }
   strategy->synchronise();
   for (const torch::Tensor& p : strategy->model().parameters())
-    course.parameters.push_back(is_held(p) ? p.detach().clone() : torch::Tensor());  // another stage has it
+    course.parameters.push_back(is_held(p) ? p.detach().cpu().clone() : torch::Tensor());  // another stage has it
   world.barrier();
   return course;
 }
@@ -445,6 +453,20 @@ std::string difference(const Course& course, const Course& expected) {
 }  // namespace
 
 StrategyProgram random_strategy_program(std::uint64_t seed) { return StrategyGenerator(seed).program(); }
+
+StrategyProgram workers_in_turn(KVStoreKind kind, Rule rule, int workers, int devices) {
+  constexpr int kServers = 1, kBatches = 20;
+  StrategyProgram program{.ranks = kServers + workers, .plan = {.rule = rule}, .widths = {6, 8, 7, 4}};
+  program.plan.lr = rule == Rule::kAdamW ? 0.01 : 0.1;
+  program.options = {.kind = StrategyKind::kKVStore,
+                     .devices = devices,
+                     .timeout = std::chrono::seconds(20),
+                     .kvstore = {.kind = kind, .servers = kServers, .staleness = workers - 1, .split_above = 40}};
+  program.batches.assign(kBatches, 10);  // 3 and 4 workers have parts of different sizes
+  program.rates.assign(kBatches, program.plan.lr);
+  for (int i = 0; i < workers * kBatches; ++i) program.order.push_back(i % workers);
+  return program;
+}
 
 std::vector<std::string> features_of(const StrategyProgram& program) {
   const StrategyOptions& options = program.options;

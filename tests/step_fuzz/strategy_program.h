@@ -25,6 +25,10 @@ struct StrategyProgram {
 };
 
 StrategyProgram random_strategy_program(std::uint64_t seed);
+
+// dist_async or dist_bounded, with the least bound that lets workers 0, 1, 2 ... take turns.
+StrategyProgram workers_in_turn(KVStoreKind kind, Rule rule, int workers, int devices);
+
 std::string text_of(const StrategyProgram& program);
 std::vector<std::string> features_of(const StrategyProgram& program);
 

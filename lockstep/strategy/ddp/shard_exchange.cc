@@ -59,12 +59,9 @@ class ExchangeOfShards : public GradientExchange {
     totals_.start(batches_of_rank(), options_.settings());
     BatchTotals totals = totals_.wait();
     totals.mean_loss = sum_of_losses() / static_cast<double>(totals.samples);
-    std::vector<torch::Tensor> used;
-    for (std::size_t i = 0; i < shards_.front().buckets.size(); ++i) {
+    for (std::size_t i = 0; i < shards_.front().buckets.size(); ++i)
       sum_slice(i, totals.samples > 0 ? 1 / static_cast<double>(totals.samples) : 0);
-      add_used(i, used);
-    }
-    slices_->exchanged(std::move(used));
+    slices_->exchanged(used_parameters());
     done_ = 0;
     seconds_ += watch.seconds();
     options_.on_finished(totals);
@@ -118,15 +115,25 @@ class ExchangeOfShards : public GradientExchange {
     slice.mul_(factor);
   }
 
-  void add_used(std::size_t bucket, std::vector<torch::Tensor>& used) const {
-    const torch::Tensor flags = shards_.front().buckets[bucket].flags.clone();
-    for (std::size_t i = 1; i < shards_.size(); ++i) flags.add_(shards_[i].buckets[bucket].flags);
+  static torch::Tensor flags_of(const Shard& shard) {
+    std::vector<torch::Tensor> flags;
+    for (const Bucket& bucket : shard.buckets) flags.push_back(bucket.flags.to(torch::kFloat32));
+    return torch::cat(flags);
+  }
+
+  // Those that have a gradient in a shard of any rank.
+  std::vector<torch::Tensor> used_parameters() const {
+    const torch::Tensor flags = flags_of(shards_.front());
+    for (std::size_t i = 1; i < shards_.size(); ++i) flags.add_(flags_of(shards_[i]));
     world_.all_reduce(flags);
     WorldState::wait_for_device(world_);
-    const torch::Tensor shards_with_gradient = flags.to(torch::kCPU, torch::kFloat32);
+    const torch::Tensor shards_with_gradient = flags.cpu();
     const auto* count = shards_with_gradient.const_data_ptr<float>();
-    for (const Slot& slot : shards_.front().buckets[bucket].slots)
-      if (*count++ > 0) used.push_back(slot.parameter.tensor);
+    std::vector<torch::Tensor> used;
+    for (const Bucket& bucket : shards_.front().buckets)
+      for (const Slot& slot : bucket.slots)
+        if (*count++ > 0) used.push_back(slot.parameter.tensor);
+    return used;
   }
 
   World world_;

@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
@@ -45,7 +47,7 @@ bool sleep_until(shm::Flag& flag, std::chrono::nanoseconds longest, const Done& 
 
 int Devices::left_behind() { return threads_left_behind.load(); }
 
-DevicesState::DevicesState(const DevicesOptions& options) : options_(options) {
+DevicesState::DevicesState(const DevicesOptions& options) : options_(options), most_threads_(at::get_num_threads()) {
   if (options_.cores.empty()) options_.cores = usable_cores();
   if (options_.places.empty()) options_.places = even_places(torch::kCPU, count());
   for (std::string& each : names_of(options_.places)) names_.push_back(std::move(each));
@@ -56,13 +58,14 @@ DevicesState::DevicesState(const DevicesOptions& options) : options_(options) {
   stoppable_.emplace([this](const std::string& reason) { fail_as_stopped(reason); });
 }
 
-// The thread's cores, and its current device. Every thread works on the default stream of its GPU: devices on the same
+// The thread's cores, and its current device. It has a thread for each core, but not more than the thread that made the
+// devices (--threads). Every thread works on the default stream of its GPU: devices on the same
 // GPU then take turns, and a copy between two GPUs is in the order of all work on both.
 void DevicesState::settle(int index) const {
   const DevicePlace& place = options_.places[to_size(index)];
   const CoreSet cores = place.cores.empty() ? cores_of_rank(options_.cores, index, count()) : place.cores;
   pin_this_thread(cores);
-  at::set_num_threads(static_cast<int>(cores.size()));
+  at::set_num_threads(std::min(static_cast<int>(cores.size()), most_threads_));
   if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
 }
 

@@ -93,6 +93,7 @@ class DevicesState {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   DevicesOptions options_;
+  int most_threads_;  // of each device
   IntVector<std::unique_ptr<DeviceSeat>> seats_;
   IntVector<std::string> names_;
   IntVector<IntVector<shm::Group>> teams_;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/devices.h"
 
+#include <ATen/Parallel.h>
 #include <torch/nn/functional/dropout.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -178,6 +180,18 @@ TEST(Devices, name_the_one_that_is_too_slow) {
   EXPECT_LT(watch.seconds(), 1);
   EXPECT_EQ(Devices::left_behind(), 0);
   go_on = true;
+}
+
+TEST(Devices, have_a_thread_for_each_core_but_not_more_than_their_maker) {
+  const int before = at::get_num_threads();
+  const int cores = static_cast<int>(usable_cores().size());
+  for (const int most : {1, cores, cores + 1}) {
+    at::set_num_threads(most);
+    int threads = 0;
+    Devices({.count = 1}).run([&](Device&) { threads = at::get_num_threads(); });
+    EXPECT_EQ(threads, std::min(most, cores));
+  }
+  at::set_num_threads(before);
 }
 
 TEST(Devices, count_the_threads_that_outlive_them) {
