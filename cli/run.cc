@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
 #include "lockstep/launch/environment.h"
+#include "lockstep/launch/job_secret.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/node_meeting.h"
 
@@ -247,6 +248,15 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
   return result;
 }
 
+// Of a job on several machines. Never the secret itself: this may be a log.
+void say_where_the_secret_is() {
+  const char* const off = std::getenv("LOCKSTEP_INSECURE_NETWORK");
+  if (is_secret_told() || (off != nullptr && std::string_view(off) == "1")) return;
+  std::cerr
+      << "lockstep: the job's secret is in this user's home, for machines that share it. For others make one here: "
+      << kLineThatMakesASecret << '\n';
+}
+
 }  // namespace
 
 int run_command(int argc, char** argv) {
@@ -260,8 +270,9 @@ int run_command(int argc, char** argv) {
   add_rank_options(app, arguments);
   add_security_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
-    const LaunchOptions options = launch_options(arguments);
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
+    const LaunchOptions options = launch_options(arguments);
+    if (options.nodes > 1 && options.node_rank == 0) say_where_the_secret_is();
     const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
     if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
     return result.exit_code;

@@ -116,9 +116,11 @@ add_test(NAME hosts.ranks_find_each_other
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.security
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.munge
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/munge_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
-set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
+set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.munge hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
 
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)

@@ -14,8 +14,8 @@
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/store/store_client.h"
-#include "lockstep/collective/store/tls_channel.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/secured_channel.h"
 
 namespace lockstep {
 namespace {
@@ -44,18 +44,11 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-std::unique_ptr<Channel> channel_with(const JobSecret& secret, UniqueFd fd, TlsChannel::Role role) {
-  if (secret.is_off()) return std::make_unique<Channel>(std::move(fd));
-  const auto key = secret.find();
-  return key ? std::make_unique<TlsChannel>(std::move(fd), *key, role) : nullptr;
-}
-
 // None: what listens there is no store, or not one with this secret; or there is no secret yet.
-c10::intrusive_ptr<c10d::Store> say_hello(Connection connection, const JobSecret& secret, const Deadline& deadline,
+c10::intrusive_ptr<c10d::Store> say_hello(SecuredConnection connection, const Deadline& deadline,
                                           milliseconds timeout) {
-  auto channel = channel_with(secret, std::move(connection.fd), TlsChannel::Role::kClient);
-  if (!channel) return {};
-  auto client = std::make_shared<MeetingClient>(std::move(channel));
+  if (!connection.channel) return {};
+  auto client = std::make_shared<MeetingClient>(std::move(connection.channel));
   if (!client->hello(deadline)) return {};
   return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, connection.address);
 }
@@ -77,7 +70,8 @@ RendezvousError not_let_in(const Endpoint& endpoint, const JobEnvironment& job) 
 
 RendezvousError no_secret_here(const Endpoint& endpoint, const JobEnvironment& job) {
   return RendezvousError({.what = concat("rank ", job.rank, " has no secret for the job at ", endpoint.text()),
-                          .likely = "rank 0 has put one into its home, which is not the home of this machine",
+                          .likely = "rank 0 has put one into its home, which is not the home of this machine; or this "
+                                    "machine has no munged, and rank 0's has",
                           .next = ways_to_a_secret()});
 }
 
@@ -120,7 +114,7 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret,
   const std::string host = endpoint_of(listener).host;
   const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
     try {
-      return channel_with(*secret, std::move(fd), TlsChannel::Role::kServer);
+      return serve_channel(std::move(fd), secret);
     } catch (const Error&) {
       return nullptr;
     }
@@ -132,8 +126,8 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret,
 
 c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
                                          const Deadline& deadline, milliseconds timeout) {
-  auto answered = connect_to(addresses, deadline);
-  return answered ? say_hello(std::move(*answered), secret, deadline, timeout) : nullptr;
+  auto answered = connect_securely(addresses, secret, deadline);
+  return answered ? say_hello(std::move(*answered), deadline, timeout) : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
@@ -142,8 +136,8 @@ c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEn
   const AddressList addresses = resolve(endpoint, deadline);
   std::optional<Deadline> secret_by;  // since rank 0 answers
   for (bool refused = false;;) {      // once is enough: rank 0 may give up, and go, before this rank does
-    if (auto answered = connect_to(addresses, deadline)) {
-      if (auto store = say_hello(std::move(*answered), secret, deadline, timeout)) return store;
+    if (auto answered = connect_securely(addresses, secret, deadline)) {
+      if (auto store = say_hello(std::move(*answered), deadline, timeout)) return store;
       if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
       if (secret_by->passed() && !secret.is_off() && !secret.find()) throw no_secret_here(endpoint, job);
       refused = true;
@@ -168,6 +162,19 @@ void require_own_job(c10d::Store& store, const std::string& where, const JobEnvi
   const std::int64_t number = store.add(seat, 1);
   store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
   if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
+}
+
+void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEnvironment& job,
+                       const Deadline& deadline) {
+  std::int64_t came = store.add("joined", 1);
+  for (; job.rank == 0 && came < job.world_size; came = store.add("joined", 0)) {
+    if (deadline.passed())
+      throw RendezvousError({.what = concat("only ", came, " of ", job.world_size, " ranks came"),
+                             .here = concat("rank 0, waiting at ", where),
+                             .likely = "a rank died before it got here, runs on another machine, or was not let in",
+                             .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
+    std::this_thread::sleep_for(kRetryEvery);
+  }
 }
 
 std::string text_in(c10d::Store& store, const std::string& key) try {

@@ -13,9 +13,9 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/collective/store/job_secret.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
+#include "lockstep/launch/job_secret.h"
 
 namespace lockstep {
 
@@ -28,8 +28,6 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
 // c10d's own server would listen on every interface; this one listens at `endpoint` only. Of `ports` ports from
 // endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
-
-using SecretPtr = std::shared_ptr<const JobSecret>;
 
 // Where `listener` listens, for whoever has the secret. Does not wait for anybody.
 c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, std::chrono::milliseconds timeout);
@@ -52,6 +50,10 @@ std::string name_of_job(const JobEnvironment& job);
 // job's size and name, or else by a rank that comes twice. Nothing that the first job reads is changed. Throws
 // RendezvousError, which calls the store `where`.
 void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job);
+
+// Of rank 0: blocks until all others have called it, too. Of the others: does not block. Throws RendezvousError.
+void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEnvironment& job,
+                       const Deadline& deadline);
 
 // Blocks until it is set, at most for the store's timeout. Throws RendezvousError.
 std::string text_in(c10d::Store& store, const std::string& key);

@@ -98,17 +98,6 @@ std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
   return shm::is_own_user(fd.get()) ? std::make_unique<Channel>(std::move(fd)) : nullptr;
 }
 
-void wait_for_everyone(c10d::Store& store, const JobEnvironment& job, const Deadline& deadline) {
-  while (store.add("joined", 0) < job.world_size - 1) {
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("only ", store.add("joined", 0) + 1, " of ", job.world_size, " ranks came"),
-                             .here = concat("rank 0, waiting at ", where(job)),
-                             .likely = "a rank died before it got here, or runs on another machine",
-                             .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
-    std::this_thread::sleep_for(kRetryEvery);
-  }
-}
-
 c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
   const fs::path path = path_of_socket(job);
   auto server = std::make_shared<MeetingServer>(listen_for(job, path), &admit_own_user);
@@ -116,7 +105,7 @@ c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, mill
   auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
   auto store = c10::make_intrusive<MeetingStore>(std::move(client), server, timeout);
   require_own_job(*store, where(job), job);
-  wait_for_everyone(*store, job, Deadline::after(timeout));
+  wait_for_everyone(*store, where(job), job, Deadline::after(timeout));
   server->stop_listening();
   return store;
 }
@@ -131,7 +120,7 @@ c10::intrusive_ptr<c10d::Store> join_on_machine(const JobEnvironment& job, milli
     if (!client->hello(deadline)) continue;
     auto store = c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout);
     require_own_job(*store, where(job), job);
-    store->add("joined", 1);
+    wait_for_everyone(*store, where(job), job, deadline);
     return store;
   }
   throw RendezvousError(

@@ -160,6 +160,17 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, millise
   return job.master_addr.empty() ? connect_through_launcher(job, timeout) : connect_at_address(job, timeout);
 }
 
+c10::intrusive_ptr<c10d::Store> connect_process_group(JobEnvironment job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  job.job_id += " process group";
+  auto store = connect_store(job, timeout);
+  if (agent_serves_store() || is_on_one_machine(job)) return store;
+  wait_for_everyone(*store, job.master_addr.empty() ? job.job_id : concat(job.master_addr, ":", job.master_port), job,
+                    deadline);
+  let_nobody_else_in(*store);
+  return store;
+}
+
 void let_nobody_else_in(c10d::Store& store) {
   const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
   if (meeting != nullptr && meeting->server() != nullptr) meeting->server()->stop_listening();

@@ -26,6 +26,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::ch
 // first free one, and the others look for their own job. As connect_store.
 c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, std::chrono::milliseconds timeout);
 
+// As connect_store, for a process group of torch.distributed, apart from World's own meeting: the store stays for the
+// group's life. Rank 0 blocks until all have come, and does not listen any more then.
+c10::intrusive_ptr<c10d::Store> connect_process_group(JobEnvironment job, std::chrono::milliseconds timeout);
+
 // Once all ranks have connected: rank 0 does not listen any more.
 void let_nobody_else_in(c10d::Store& store);
 

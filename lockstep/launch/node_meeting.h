@@ -10,7 +10,7 @@
 // The launcher that can listen at the endpoint is machine 0. The others connect and say how many ranks they start; they
 // are numbered as they come. Once `most` machines are there, or `least` and nobody new for `last_call`, machine 0 tells
 // each of them its place. A launcher that has gone away by then is left out. Texts are lines; none has more than 256
-// characters.
+// characters. They go through channels that ask for the job's secret (secured_channel.h).
 #pragma once
 
 #include <chrono>
@@ -37,7 +37,8 @@ struct NodePlace {
 };
 
 // Blocks until every machine has its place. Throws RendezvousError: too few machines at the deadline, another job at the
-// endpoint, no address of any machine; UsageError: a job whose name does not fit into a line.
+// endpoint, no address of any machine, another secret here than there; EnvironmentError: a secret that is none;
+// UsageError: a job whose name does not fit into a line.
 NodePlace meet_nodes(const NodeMeeting& meeting);
 
 }  // namespace lockstep

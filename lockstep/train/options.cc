@@ -190,6 +190,8 @@ std::vector<Option> output_table(TrainOptions& o) {
       option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
              {.at_least = 0, .next = "0: after the epochs"}),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
+      flag("--insecure-network", o.insecure_network, kMayChange,
+           "between machines ask nobody for the job's secret, and encrypt nothing"),
   };
 }
 

@@ -79,6 +79,7 @@ struct TrainOptions {
   PreemptionOptions preemption;
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
+  bool insecure_network = false;  // no secret, no encryption between machines
 };
 
 // What the user may choose on the command line.

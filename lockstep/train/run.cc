@@ -148,6 +148,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   const char* const trace = std::getenv("LOCKSTEP_TRACE");
   if (trace != nullptr && options.trace.empty()) options.trace = trace;
   if (job.rank == 0) check_options(options);
+  if (options.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
   catch_signals(options.preemption);
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;

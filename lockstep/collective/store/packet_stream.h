@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/collective/store/channel.h"
+#include "lockstep/launch/channel.h"
 
 namespace lockstep {
 

@@ -14,7 +14,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/job_store.h"
 #include "lockstep/collective/store/store_client.h"
-#include "lockstep/collective/store/tls_channel.h"
+#include "lockstep/launch/tls_channel.h"
 #include "tests/support.h"
 
 namespace lockstep {

@@ -407,5 +407,110 @@ TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_i
   EXPECT_GT(delays.mean(), 0);
 }
 
+// ---- Requests that can't be right. A worker sends them by hand; the server takes it for lost, and says why.
+
+using Talk = std::function<void(const Link& link)>;
+
+std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kDistSync) {
+  return trouble_of(
+      [&] {
+        const StrategyOptions options{.timeout = std::chrono::seconds(20), .kvstore = {.kind = kind, .servers = 1}};
+        testing::run_over(Fabric::kSharedMemory, 2,
+                          [&](World& world) {
+                            const DistSetting setting = connect_store(world, options);
+                            if (setting.serves())
+                              StoreServer(setting).wait_for_goodbyes();
+                            else
+                              talk(setting.to_servers.front());
+                          },
+                          {.timeout = std::chrono::seconds(20)});
+      },
+      20);
+}
+
+// Two slices of 4 floats of key 0; the second one as `change` leaves it.
+void init(const Link& link, const std::function<void(KeySlice&)>& change = {}) {
+  std::vector<KeySlice> slices{{.key = 0, .begin = 0, .count = 4, .offset = 0},
+                               {.key = 0, .begin = 4, .count = 4, .offset = 64}};
+  if (change) change(slices.back());
+  link.send(RequestHeader{.request = Request::kInit, .count = 2});
+  link.send_all(std::span<const KeySlice>(slices));
+  if (change) return;
+  link.send_bytes(torch::zeros({128}, torch::kUInt8));
+  link.receive<ReplyHeader>();
+}
+
+TEST(StoreServerChecks, the_layout_of_keys) {
+  struct Case {
+    std::function<void(KeySlice&)> change;
+    const char* says;
+  };
+  for (const Case& each : {Case{[](KeySlice& slice) { slice.offset = 8; }, "where a slice lies is 8, and can be 64"},
+                           Case{[](KeySlice& slice) { slice.offset = std::int64_t{1} << 50; }, "where a slice lies"},
+                           Case{[](KeySlice& slice) { slice.begin = 2; }, "first element is 2, and can be 4"},
+                           Case{[](KeySlice& slice) { slice.count = -4; }, "a slice has -4 elements"},
+                           Case{[](KeySlice& slice) { slice.count = std::int64_t{1} << 61; }, "this machine's memory"},
+                           Case{[](KeySlice& slice) { slice.key = std::size_t{1} << 60; }, "a slice's key"},
+                           Case{[](KeySlice& slice) { slice.dtype = torch::ScalarType(99); }, "dtype there is not"}})
+    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+                           init(link, each.change);
+                           link.receive<ReplyHeader>();
+                         }),
+                         each.says));
+  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
+                         link.send(RequestHeader{.request = Request::kInit, .count = std::int64_t{1} << 60});
+                         link.receive<ReplyHeader>();
+                       }),
+                       "the number of slices"));
+}
+
+TEST(StoreServerChecks, requests) {
+  struct Case {
+    RequestHeader request;
+    const char* says;
+  };
+  for (const Case& each :
+       {Case{{.request = static_cast<Request>(77)}, "a request is 77"},
+        Case{{.request = Request::kPush, .slices = {0, 3}}, "the last slice is 3, and can be 0 to 2"},
+        Case{{.request = Request::kPull, .slices = {2, 1}}, "the first slice is 2, and can be 0 to 1"},
+        Case{{.request = Request::kPull, .slices = {0, ~std::size_t{0}}}, "the last slice is -1"},
+        Case{{.request = Request::kPush, .slices = {0, 2}, .push = {.samples = -1}}, "the number of samples is -1"},
+        Case{{.request = Request::kPush, .slices = {0, 2}, .threshold = 0.5}, "a threshold of 0.5"},
+        Case{{.request = Request::kPullRows, .slices = {0, 0}, .count = 1, .bytes = 4}, "rows of no key"},
+        Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 0}, "the bytes of a row is 0"},
+        Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = std::int64_t{1} << 60, .bytes = 4},
+             "rows has"}})
+    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+                           init(link);
+                           link.send(each.request);
+                           link.receive<ReplyHeader>();
+                         }),
+                         each.says));
+}
+
+TEST(StoreServerChecks, what_follows_a_request) {
+  EXPECT_TRUE(
+      contains(servers_trouble([](const Link& link) {
+                 init(link);
+                 link.send(RequestHeader{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 4});
+                 link.send_bytes(torch::tensor({std::int64_t{4}}).view(torch::kUInt8));
+                 link.receive<ReplyHeader>();
+               }),
+               "the first of the rows is 4, and can be 0 to 3"));
+  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
+                         init(link);
+                         UpdateOptions options{.optimizer = SGDOptions{.lr = std::nan("")}};
+                         link.send(RequestHeader{.request = Request::kOptimizer});
+                         link.send(options);
+                         link.receive<ReplyHeader>();
+                       }),
+                       "lr is nan"));
+  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
+                         link.send(RequestHeader{.request = Request::kPull});
+                         link.receive<ReplyHeader>();
+                       }),
+                       "a request before the keys"));
+}
+
 }  // namespace
 }  // namespace lockstep

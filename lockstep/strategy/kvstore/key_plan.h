@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/received.h"
+
 namespace lockstep {
 
 struct Key {
@@ -72,6 +74,9 @@ class BlockLayout {
   // Cuts a range into the parts that kPushPull sends one by one: each about a sixteenth of the block, at least 256 KiB.
   // At least one part, which may be empty.
   std::vector<SliceRange> parts_of(SliceRange range) const;
+
+  // Of slices that another process has sent: they lie as add() lays them, one behind the other. Throws MismatchError.
+  void require_possible(const Received& sender) const;
 
  private:
   std::vector<KeySlice> slices_;

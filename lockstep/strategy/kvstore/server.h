@@ -39,6 +39,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/received.h"
 #include "lockstep/batch_totals.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/kvstore/messages.h"
@@ -97,6 +98,8 @@ class StoreServer {
   // ---- server_requests.cc: each on its client's thread
   void serve(int client);
   void handle(int client, const RequestHeader& request);
+  void check(int client, const RequestHeader& request) const;
+  void check_rows(const Received& sender, const RequestHeader& request) const;
   void create(int worker, const RequestHeader& request);
   void set_optimizer(int worker);
   void push(int worker, const RequestHeader& request);

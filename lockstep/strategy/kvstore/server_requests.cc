@@ -3,12 +3,31 @@
 #include "lockstep/strategy/kvstore/server.h"
 
 #include <algorithm>
+#include <cmath>
+#include <variant>
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/two_bit.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
+namespace {
+
+constexpr std::int64_t kMostSlices = std::int64_t{1} << 24;
+constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // of one push: sums of them stay exact
+
+void check_options(const Received& sender, const UpdateOptions& options) {
+  sender.in(static_cast<std::int64_t>(options.optimizer.index()), 0,
+            static_cast<std::int64_t>(std::variant_size_v<OptimizerOptions>) - 1, "the optimizer");
+  if (const auto* sgd = std::get_if<SGDOptions>(&options.optimizer))
+    sender.in(*reinterpret_cast<const std::uint8_t*>(&sgd->nesterov), 0, 1, "nesterov");
+  for (const auto& [name, value] : values_of(options.optimizer))
+    sender.require(std::isfinite(value), concat(name, " is ", value));
+  for (const double number : {options.clipping.max_norm, options.clipping.max_value, options.ema_decay})
+    sender.require(number >= 0 && std::isfinite(number), concat("clipping or average of ", number));
+}
+
+}  // namespace
 
 void StoreServer::serve(int client) {
   const torch::NoGradGuard no_grad;
@@ -22,7 +41,44 @@ void StoreServer::serve(int client) {
   }
 }
 
+// A request comes from another process: what it says is checked before it is used. What depends on its payload is checked
+// where that is received.
+void StoreServer::check(int client, const RequestHeader& request) const {
+  const Received sender(name_of(client));
+  sender.in(static_cast<std::int64_t>(request.request), 0, static_cast<std::int64_t>(Request::kGoodbye), "a request");
+  if (request.request == Request::kAlive || request.request == Request::kState) return;
+  sender.require(is_worker(client), "a request that only workers make");
+  if (request.request == Request::kInit) {
+    sender.in(request.count, 0, kMostSlices, "the number of slices");
+    return;
+  }
+  sender.require(clients_[client].outbox.defined(), "a request before the keys");
+  const auto all = std::ssize(table_.layout().slices());
+  const auto last = sender.in(static_cast<std::int64_t>(request.slices.last), 0, all, "the last slice");
+  sender.in(static_cast<std::int64_t>(request.slices.first), 0, last, "the first slice");
+  for (const bool* flag : {&request.trained, &request.stopping})
+    sender.in(*reinterpret_cast<const std::uint8_t*>(flag), 0, 1, "a flag");
+  sender.in(request.push.samples, 0, kMostSamples, "the number of samples");
+  sender.in(request.devices, 0, kMostSamples, "the number of devices");
+  sender.require(!std::isinf(request.push.learning_rate), "a learning rate that is infinite");
+  const bool compressed = setting_.options.compression.kind == Compression::kTwoBit;
+  sender.require(request.threshold == 0 || (compressed && request.threshold > 0 && std::isfinite(request.threshold)),
+                 concat("a threshold of ", request.threshold));
+  if (request.request == Request::kPullRows) check_rows(sender, request);
+}
+
+// A key's slices follow each other without gaps, so the server's rows of it are one table.
+void StoreServer::check_rows(const Received& sender, const RequestHeader& request) const {
+  const auto slices = table_.layout().slices_of(request.slices);
+  sender.require(!slices.empty() && slices.front().key == slices.back().key, "rows of no key, or of several");
+  const std::int64_t bytes = slices.back().offset + slices.back().bytes() - slices.front().offset;
+  sender.in(request.bytes, 1, std::max<std::int64_t>(bytes, 1), "the bytes of a row");
+  sender.require(bytes % request.bytes == 0, concat("rows of ", request.bytes, " bytes in ", bytes));
+  sender.bytes(request.count, std::max<std::int64_t>(request.bytes, sizeof(std::int64_t)), "rows");
+}
+
 void StoreServer::handle(int client, const RequestHeader& request) {
+  check(client, request);
   switch (request.request) {
     case Request::kInit: create(client, request); break;
     case Request::kOptimizer: set_optimizer(client); break;
@@ -44,6 +100,7 @@ void StoreServer::create(int worker, const RequestHeader& request) {
   std::vector<KeySlice> slices(request.count);
   link.receive_all(std::span(slices));
   const BlockLayout layout(std::move(slices));
+  layout.require_possible(Received(name_of(worker)));
   const torch::Tensor inbox = link.allocate(layout.bytes());
   clients_[worker].outbox = link.allocate(layout.bytes());
   if (worker == 0) link.receive_bytes(inbox);
@@ -66,6 +123,7 @@ void StoreServer::create(int worker, const RequestHeader& request) {
 
 void StoreServer::set_optimizer(int worker) {
   auto options = clients_[worker].link.receive<UpdateOptions>();
+  check_options(Received(name_of(worker)), options);
   const bool own_state = kind() != KVStoreKind::kDistSync && workers() > 1;
   if (auto* sgd = std::get_if<SGDOptions>(&options.optimizer); sgd && own_state) sgd->nesterov = sgd->momentum > 0;
   Lock lock(mutex_);
@@ -248,11 +306,16 @@ void StoreServer::pull(int worker, const RequestHeader& request) {
   clients_[worker].link.send_bytes(region);
 }
 
-// A key's slices follow each other without gaps, so the server's rows of it are one table.
 void StoreServer::pull_rows(int worker, const RequestHeader& request) {
   const Link& link = clients_[worker].link;
   const torch::Tensor rows = torch::empty({request.count}, torch::kInt64);
   link.receive_bytes(rows.view(torch::kUInt8));
+  const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
+  if (rows.numel() > 0) {
+    const Received sender(name_of(worker));
+    sender.in(rows.min().item<std::int64_t>(), 0, have - 1, "the first of the rows");
+    sender.in(rows.max().item<std::int64_t>(), 0, have - 1, "the last of the rows");
+  }
   Lock lock(mutex_);
   wait_until_merged(lock, worker, request.slices);
   const torch::Tensor region = table_.layout().region_of(request.slices, table_.values());

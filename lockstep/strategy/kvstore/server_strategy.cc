@@ -4,6 +4,8 @@
 #include <map>
 #include <thread>
 
+#include "lockstep/base/received.h"
+#include "lockstep/base/text.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
@@ -132,12 +134,30 @@ class ServerStrategy : public ReplicaStrategy {
       const auto count = peer.receive<ReplyHeader>().count;
       const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
       for (std::int64_t i = 0; i < count; ++i) {
-        const auto slice = peer.receive<KeySlice>();
-        const torch::Tensor value = next().front();
-        place({.place = slice, .value = value, .state = state_in(next())}, states);
+        SliceState slice{.place = peer.receive<KeySlice>()};
+        if (const Tensors value = next(); !value.empty()) slice.value = value.front();
+        slice.state = state_in(next());
+        check(Received(concat("the server that is rank ", peer.peer_in_job())), slice);
+        place(slice, states);
       }
     });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
+  }
+
+  // Another server has sent it.
+  void check(const Received& sender, const SliceState& found) const {
+    const KeySlice& slice = found.place;
+    sender.in(static_cast<std::int64_t>(slice.key), 0, std::ssize(values_) - 1, "a slice's key");
+    const torch::Tensor& whole = values_[slice.key];
+    sender.in(slice.count, 0, whole.numel(), "the elements of a slice");
+    sender.in(slice.begin, 0, whole.numel() - slice.count, "a slice's first element");
+    const auto is_slice = [&slice](const torch::Tensor& part) {
+      return part.defined() && part.dim() == 1 && part.numel() == slice.count;
+    };
+    sender.require(is_slice(found.value) && found.value.scalar_type() == whole.scalar_type(),
+                   concat("it is no slice of tensor ", slice.key));
+    for (const auto& [name, part] : found.state)
+      sender.require(is_slice(part) || part.dim() == 0, concat("no optimizer's state of that slice: ", name));
   }
 
   // Into the model, and into `states`, where the parts of a split key come together.

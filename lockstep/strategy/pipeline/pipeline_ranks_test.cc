@@ -281,6 +281,44 @@ TEST(TensorMessages, carry_shapes_dtypes_and_undefined_tensors) {
   });
 }
 
+// The header of one tensor, {count, dtype, on host, requires_grad, memory format, dimensions, sizes…}, with one number
+// that can't be right.
+TEST(TensorMessages, refuse_a_header_with_an_impossible_number) {
+  constexpr std::int64_t kFloat = 6, kLong = 4, kMuch = std::int64_t{1} << 40;
+  struct Case {
+    std::vector<std::int64_t> header;
+    const char* says;
+  };
+  for (const Case& each :
+       {Case{{-1}, "number of tensors is -1"}, Case{{97}, "number of tensors is 97"},
+        Case{{kMuch}, "number of tensors"}, Case{{1, 300}, "dtype is 300"}, Case{{1, -2}, "dtype is -2"},
+        Case{{1, 22}, "there is no dtype 22"}, Case{{1, kFloat, 2}, "whether it is on the host is 2"},
+        Case{{1, kFloat, 1, 7}, "requires_grad is 7"},
+        Case{{1, kLong, 1, 1, 0, 1, 1}, "integers that require gradients"},
+        Case{{1, kFloat, 1, 0, 9}, "memory format is 9"}, Case{{1, kFloat, 1, 0, 2, 1, 5}, "memory format"},
+        Case{{1, kFloat, 1, 0, 0, -3}, "dimensions is -3"}, Case{{1, kFloat, 1, 0, 0, 96}, "no place for size"},
+        Case{{1, kFloat, 1, 0, 0, 1, -5}, "size is -5"},
+        Case{{1, kFloat, 1, 0, 0, 2, kMuch, kMuch}, "too many elements"},
+        Case{{1, kFloat, 1, 0, 0, 1, kMuch}, "this machine's memory"}})
+    run_ranks(2, [&](World& world) {
+      if (world.rank() == 0) {
+        const torch::Tensor header = torch::zeros({96}, torch::kInt64);
+        header.narrow(0, 0, std::ssize(each.header)).copy_(torch::tensor(each.header, torch::kInt64));
+        world.send(header, 1, 5);
+      } else {
+        EXPECT_TRUE(contains(message_of<MismatchError>([&] { receive_tensors(world, 0, 5); }), each.says));
+      }
+    });
+}
+
+TEST(TensorMessages, refuse_an_optimizers_state_that_is_none) {
+  const torch::Tensor name = torch::tensor({109}, torch::kUInt8), value = torch::ones({3});
+  EXPECT_EQ(state_in({name, value}).count("m"), 1U);
+  for (const Tensors& wrong :
+       {Tensors{name}, Tensors{value, value}, Tensors{torch::Tensor(), value}, Tensors{name, {}}})
+    message_of<MismatchError>([&] { state_in(wrong); });
+}
+
 TEST(TensorMessages, refuse_too_many_tensors) {
   run_ranks(2, [](World& world) {
     if (world.rank() != 0) return;

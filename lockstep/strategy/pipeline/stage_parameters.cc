@@ -5,6 +5,8 @@
 #include <numeric>
 #include <set>
 
+#include "lockstep/base/received.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
@@ -109,6 +111,9 @@ OptimizerStates move_tensors(const StagedTensors& before, const StagedTensors& a
         sender.finish();
       } else if (stages.rank() == stage) {
         Tensors message = receive_tensors(stages, before[i].stages.front(), kMoveTag);
+        Received(concat("stage ", before[i].stages.front()))
+            .require(!message.empty() && message.front().defined() && message.front().sizes() == tensor.sizes(),
+                     concat("it is not the tensor ", before[i].named.name));
         put_data(tensor, torch::empty_like(tensor, tensor.options().device(stages.device())).copy_(message.front()));
         message.erase(message.begin());
         states[tensor.unsafeGetTensorImpl()] = state_in(message);

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
+#include <algorithm>
+#include <limits>
+#include <span>
+
+#include "lockstep/base/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -29,19 +34,59 @@ torch::Tensor header_of(const Tensors& tensors) {
   return torch::tensor(words, torch::kInt64);
 }
 
-// An empty tensor as the header describes it from `word` on, which moves behind it.
-torch::Tensor next_tensor(const std::int64_t*& word, torch::Device device) {
-  const std::int64_t dtype = *word++;
-  if (dtype == kUndefined) return {};
-  const bool on_host = *word++ != 0;
-  const bool requires_grad = *word++ != 0;
-  const auto format = static_cast<torch::MemoryFormat>(*word++);
-  const torch::IntArrayRef sizes(word + 1, to_size(*word));
-  word += 1 + sizes.size();
-  const auto options =
-      torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(on_host ? torch::kCPU : device);
-  return torch::empty(sizes, options, format).requires_grad_(requires_grad);
-}
+// Reads a header, of which every number is checked before it is used: it comes from another process.
+class HeaderReader {
+ public:
+  HeaderReader(const torch::Tensor& header, int from)
+      : words_(header.const_data_ptr<std::int64_t>(), kHeaderWords), sender_(concat("rank ", from)) {}
+
+  std::int64_t next(const std::string& name, std::int64_t least, std::int64_t most) {
+    sender_.require(at_ < words_.size(), concat("no place for ", name));
+    return sender_.in(words_[at_++], least, most, name);
+  }
+
+  // An empty tensor as the header describes it.
+  torch::Tensor next_tensor(torch::Device device) {
+    const std::int64_t dtype = next("dtype", kUndefined, std::numeric_limits<std::int8_t>::max());
+    if (dtype == kUndefined) return {};
+    sender_.require(is_dtype(dtype), concat("there is no dtype ", dtype));
+    const bool on_host = next("whether it is on the host", 0, 1) != 0;
+    const bool requires_grad = next("requires_grad", 0, 1) != 0;
+    const auto format = static_cast<torch::MemoryFormat>(
+        next("memory format", 0, static_cast<std::int64_t>(torch::MemoryFormat::ChannelsLast3d)));
+    const auto options =
+        torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(on_host ? torch::kCPU : device);
+    const std::vector<std::int64_t> sizes = next_sizes(options);
+    sender_.require(suits(format, sizes.size()), concat("memory format ", format, " of ", sizes.size(), " dimensions"));
+    sender_.require(!requires_grad || !c10::isIntegralType(options.dtype().toScalarType(), /*includeBool=*/true),
+                    "integers that require gradients");
+    return torch::empty(sizes, options, format).requires_grad_(requires_grad);
+  }
+
+ private:
+  static bool suits(torch::MemoryFormat format, std::size_t dimensions) {
+    if (format == torch::MemoryFormat::Contiguous) return true;
+    return format == torch::MemoryFormat::ChannelsLast
+               ? dimensions == 4
+               : format == torch::MemoryFormat::ChannelsLast3d && dimensions == 5;
+  }
+
+  std::vector<std::int64_t> next_sizes(const torch::TensorOptions& options) {
+    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, static_cast<std::int64_t>(kHeaderWords))));
+    std::int64_t elements = 1;
+    for (std::int64_t& size : sizes) {
+      size = next("size", 0, std::numeric_limits<std::int64_t>::max());
+      sender_.require(!__builtin_mul_overflow(elements, std::max<std::int64_t>(size, 1), &elements),
+                      "too many elements");
+    }
+    sender_.bytes(elements, static_cast<std::int64_t>(options.dtype().itemsize()), "a tensor");
+    return sizes;
+  }
+
+  std::span<const std::int64_t> words_;
+  std::size_t at_ = 0;
+  Received sender_;
+};
 
 }  // namespace
 
@@ -69,13 +114,18 @@ void TensorSender::finish() {
 Tensors receive_tensors(const World& world, int from, int tag) {
   const torch::Tensor header = torch::empty({static_cast<std::int64_t>(kHeaderWords)}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
-  const auto* word = header.const_data_ptr<std::int64_t>();
-  Tensors tensors(to_size(*word++));
-  for (torch::Tensor& tensor : tensors) {
-    tensor = next_tensor(word, world.device());
+  HeaderReader reader(header, from);
+  Tensors tensors(to_size(reader.next("number of tensors", 0, static_cast<std::int64_t>(kHeaderWords))));
+  for (torch::Tensor& tensor : tensors) tensor = reader.next_tensor(world.device());
+  for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});
-  }
   return tensors;
+}
+
+bool is_dtype(std::int64_t number) {
+  if (number < 0 || number >= static_cast<std::int64_t>(torch::ScalarType::NumOptions)) return false;
+  const auto dtype = static_cast<torch::ScalarType>(number);
+  return c10::isFloatingType(dtype) || c10::isComplexType(dtype) || c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
 Tensors message_of(const Optimizer::StateTensors& state) {
@@ -88,10 +138,16 @@ Tensors message_of(const Optimizer::StateTensors& state) {
 }
 
 Optimizer::StateTensors state_in(const Tensors& message) {
+  const Received sender("the rank that has the optimizer's state");
+  sender.require(message.size() % 2 == 0, concat("names and values, ", message.size(), " of them"));
   Optimizer::StateTensors state;
   for (std::size_t i = 0; i < message.size(); i += 2) {
-    const auto* name = message[i].const_data_ptr<std::uint8_t>();
-    state[std::string(name, name + message[i].numel())] = message[i + 1];
+    const torch::Tensor& text = message[i];
+    sender.require(text.defined() && text.scalar_type() == torch::kUInt8 && text.is_cpu() && text.is_contiguous() &&
+                       message[i + 1].defined(),
+                   "a name that is no text, or has no value");
+    const auto* name = text.const_data_ptr<std::uint8_t>();
+    state[std::string(name, name + text.numel())] = message[i + 1];
   }
   return state;
 }

@@ -10,6 +10,7 @@
 // Ranks:   one sends, one receives, in the same order per tag
 #pragma once
 
+#include <cstdint>
 #include <deque>
 
 #include "lockstep/optimizer.h"
@@ -37,11 +38,15 @@ class TensorSender {
   std::deque<Work> under_way_;
 };
 
-// Blocks until they are there. Throws PeerLost.
+// Blocks until they are there. Throws PeerLost; MismatchError: a header that describes no tensors, or more than this
+// machine's memory.
 Tensors receive_tensors(const World& world, int from, int tag);
+
+// Whether a number that was received stands for a dtype that tensors of a message can have.
+bool is_dtype(std::int64_t number);
 
 // An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
 Tensors message_of(const Optimizer::StateTensors& state);
-Optimizer::StateTensors state_in(const Tensors& message);
+Optimizer::StateTensors state_in(const Tensors& message);  // throws MismatchError
 
 }  // namespace lockstep

@@ -46,7 +46,7 @@ from lockstep._C import (
     UsageError,
     create_backend,
 )
-from lockstep._meeting import meet_without_tcp
+from lockstep._meeting import keep_strangers_out, meet
 from lockstep._stop import catch_stop_signals, stop_requested, stop_signal
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.data import DataLoader, Sampler
@@ -78,10 +78,11 @@ __all__ = [
     "Timeline",
     "UsageError",
     "catch_stop_signals",
+    "meet",
     "stop_requested",
     "stop_signal",
 ]
 
 os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
 torch.distributed.Backend.register_backend("lockstep", create_backend, devices=["cpu"])
-meet_without_tcp()
+keep_strangers_out()

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""init_process_group() of ranks that `lockstep run` has started on one machine: they meet at a Unix socket that only their
-user can reach. torch's own TCPStore would listen at every interface and let in whoever connects."""
+"""Where the ranks of init_process_group() meet.
+
+Ranks of `lockstep run` meet at lockstep's own store: on one machine at a Unix socket that only their user can reach, on several
+with the job's secret. torch's own TCPStore listens at every interface and lets in whoever connects: where ranks on several
+machines still meet there, a warning says so."""
 
 import importlib
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypedDict
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -13,26 +18,72 @@ import torch.distributed as dist
 from lockstep import _C
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name
-_by_tcp = rendezvous._rendezvous_handlers["env"]
+Met = Iterator[tuple[dist.Store, int, int]]
+_by_tcp: dict[str, Callable[..., Met]] = {scheme: rendezvous._rendezvous_handlers[scheme] for scheme in ("env", "tcp")}
 
 
-def _are_launched_here(url: str) -> bool:
-    """The launcher sets LOCKSTEP_JOB where all its ranks are on its machine. A program may still number ranks in its own way."""
-    told = dict(part.split("=", 1) for part in urlparse(url).query.split("&") if "=" in part)
+class Meeting(TypedDict):
+    """The arguments of init_process_group() that say who meets where."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+
+
+def meet(timeout: timedelta = rendezvous.default_pg_timeout) -> Meeting:
+    """Where the ranks of a launcher meet: init_process_group(backend, **lockstep.meet()), under lockstep run, srun, mpirun, or
+    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand.
+
+    On one machine a Unix socket that only this user can reach; between machines with the job's secret (docs/security.md). Under
+    torchrun its own store, which asks nobody. All ranks call it, once for each process group. Blocks until rank 0 answers, and
+    rank 0 until all have come; then nobody else is let in.
+
+    Raises RendezvousError: not all came before the timeout, or another secret; EnvironmentError: the variables of no launcher."""
+    store, rank, size = _C.meet_launched_ranks(timeout)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def _told(url: str, name: str) -> str | None:
+    """A program may number ranks in its own way: torch puts that into the URL."""
+    given = dict(part.split("=", 1) for part in urlparse(url).query.split("&") if "=" in part)
+    return given.get(name.lower(), os.environ.get(name))
+
+
+def _are_launched(url: str) -> bool:
+    """By lockstep run, whose ranks have LOCKSTEP_JOB."""
     mine = os.environ.get
-    same = all(told.get(name.lower(), mine(name)) == mine(name) for name in ("RANK", "WORLD_SIZE"))
-    return bool(mine("LOCKSTEP_JOB")) and same and mine("LOCAL_WORLD_SIZE") == mine("WORLD_SIZE")
+    same = all(_told(url, name) == mine(name) for name in ("RANK", "WORLD_SIZE"))
+    return "LOCKSTEP_JOB" in os.environ and mine("TORCHELASTIC_USE_AGENT_STORE") != "True" and same
 
 
-def _meet(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others) -> Iterator[tuple[dist.Store, int, int]]:
-    """What torch calls for env://."""
-    if not _are_launched_here(url):
-        yield from _by_tcp(url, timeout, **others)
+def _warn_of_strangers(url: str, host: str) -> None:
+    if host in ("", "localhost", "::1") or host.startswith("127.") or os.environ.get("LOCKSTEP_INSECURE_NETWORK") == "1":
         return
-    yield _C.meet_launched_ranks(timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _told(url, "RANK") != "0" or _told(url, "WORLD_SIZE") == "1":
+        return
+    warnings.warn(
+        f"lockstep: these ranks meet at PyTorch's TCPStore on {host}, which lets in whoever connects. With the job's secret: start "
+        "them by lockstep run, or init_process_group(…, **lockstep.meet())",
+        stacklevel=2,
+    )
+
+
+def _meet_env(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others) -> Met:
+    """What torch calls for env://."""
+    if not _are_launched(url):
+        _warn_of_strangers(url, os.environ.get("MASTER_ADDR", ""))
+        yield from _by_tcp["env"](url, timeout, **others)
+        return
+    yield _C.meet_launched_ranks(timeout)
     raise RuntimeError("the ranks of lockstep run meet once for each process group")
 
 
-def meet_without_tcp() -> None:
+def _meet_tcp(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others) -> Met:
+    """What torch calls for tcp://."""
+    _warn_of_strangers(url, urlparse(url).hostname or "")
+    yield from _by_tcp["tcp"](url, timeout, **others)
+
+
+def keep_strangers_out() -> None:
     """From now on, in this process."""
-    rendezvous._rendezvous_handlers.update(env=_meet)
+    rendezvous._rendezvous_handlers.update(env=_meet_env, tcp=_meet_tcp)

@@ -3,10 +3,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "lockstep/collective/c10d/backend.h"
-#include "lockstep/collective/machine_meeting.h"
+#include "lockstep/collective/rendezvous.h"
 
 namespace lockstep::python {
 namespace {
@@ -20,11 +21,10 @@ c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank
   return c10::make_intrusive<C10dBackend>(store, rank, size, timeout);
 }
 
-// Of a process group of ranks that `lockstep run` has started on one machine; apart from World's own meeting.
-StorePtr meet_launched_ranks(std::chrono::milliseconds timeout) {
-  JobEnvironment job = read_job_environment();
-  job.job_id += " process group";
-  return meet_on_machine(job, timeout);
+// For a process group of the ranks that a launcher has started: where they meet, this rank, and how many there are.
+std::tuple<StorePtr, int, int> meet_launched_ranks(std::chrono::milliseconds timeout) {
+  const JobEnvironment job = read_job_environment();
+  return {connect_process_group(job, timeout), job.rank, job.world_size};
 }
 
 }  // namespace
@@ -32,9 +32,10 @@ StorePtr meet_launched_ranks(std::chrono::milliseconds timeout) {
 void bind_backend(py::module_& module) {
   module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::call_guard<py::gil_scoped_release>(), "Blocks until all ranks are connected.");
-  module.def(
-      "meet_launched_ranks", &meet_launched_ranks, py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
-      "The store at which the ranks of this machine meet. Blocks until rank 0 answers; rank 0 until all have come.");
+  module.def("meet_launched_ranks", &meet_launched_ranks, py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
+             "(store, rank, size) of the ranks that a launcher has started. Blocks until rank 0 answers; rank 0 until "
+             "all have "
+             "come.");
 }
 
 }  // namespace lockstep::python

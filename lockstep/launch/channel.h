@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/store/channel.h: a stream of bytes to one peer, over a socket that does not block.
+// launch/channel.h: a stream of bytes to one peer, over a socket that does not block.
 //
 // Flow:    packet_stream.h -> here -> the socket
 // Owns:    the socket

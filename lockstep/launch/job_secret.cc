@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/store/job_secret.h"
+#include "lockstep/launch/job_secret.h"
 
 #include <fcntl.h>
 #include <pwd.h>
@@ -14,9 +14,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "lockstep/base/environment_switch.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/munge.h"
 
 namespace lockstep {
 namespace {
@@ -90,6 +92,14 @@ void write_private(const fs::path& path, const std::string& text) {
     throw no_secret(concat("can't write a secret for this job: ", std::strerror(errno)), path);
 }
 
+bool has_munge() { return !is_switched_off("LOCKSTEP_MUNGE") && seal_by_munge("").has_value(); }
+
+std::uint64_t hash_of(const std::string& job) {
+  std::uint64_t hash = 14695981039346656037U;  // FNV-1a: the same on every machine
+  for (const char letter : job) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
+  return hash;
+}
+
 Secret random_secret() {
   Secret secret{};
   if (::getrandom(secret.data(), secret.size(), 0) != std::ssize(secret)) throw system_error("make", "random bytes");
@@ -99,26 +109,29 @@ Secret random_secret() {
 }  // namespace
 
 std::string ways_to_a_secret() {
-  return "on every machine: export LOCKSTEP_SECRET=… with the output of one `openssl rand -hex 32`; or "
-         "LOCKSTEP_SECRET_FILE "
-         "with a file of mode 0600 that holds it; or start it from a home that all machines share; or, in a network "
-         "that "
-         "you trust, --insecure-network";
+  return concat(
+      "on one machine: ", kLineThatMakesASecret,
+      ", and what it prints on the others; or LOCKSTEP_SECRET_FILE with a file of mode 0600 that holds the same "
+      "digits; or munged with one key on all machines; or a home that all of them share; or, in a network that "
+      "you trust, --insecure-network");
 }
 
 JobSecret::JobSecret(const std::string& job, bool is_rank_0) {
   const char* off = std::getenv("LOCKSTEP_INSECURE_NETWORK");
   off_ = off != nullptr && std::string_view(off) == "1";
   if (off_) return;
-  told_ = told_secret();
-  if (told_) return;
-  std::uint64_t hash = 14695981039346656037U;  // FNV-1a: the same on every machine
-  for (const char letter : job) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
-  const fs::path folder = folder_in_home();
-  if (folder.empty()) throw no_secret("this user has no home for the secret of a job");
-  file_ = folder / concat("job-", hash);
+  known_ = told_secret();
+  if (known_) return;
+  by_munge_ = has_munge();
+  if (const fs::path folder = folder_in_home(); !folder.empty()) file_ = folder / concat("job-", hash_of(job));
   if (!is_rank_0) return;
-  write_private(file_, digits_of(random_secret()));
+  const Secret made = random_secret();
+  if (by_munge_) {
+    known_ = made;
+    return;
+  }
+  if (file_.empty()) throw no_secret("this machine has no munge, and this user no home, for the secret of a job");
+  write_private(file_, digits_of(made));
   is_made_here_ = true;
 }
 
@@ -127,11 +140,24 @@ JobSecret::~JobSecret() {
 }
 
 std::optional<Secret> JobSecret::find() const {
-  if (told_ || off_) return told_;
+  if (known_ || off_ || file_.empty()) return known_;
   // NFS looks for a new file only once its folder is opened again.
   const UniqueFd folder(::open(file_.parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   const auto text = read_private(file_);
   return text ? parse_secret(*text) : std::nullopt;
+}
+
+std::optional<std::string> JobSecret::credential() const {
+  return known_ ? seal_by_munge(digits_of(*known_)) : std::nullopt;
+}
+
+Secret secret_in(const std::string& credential) {
+  if (const auto secret = parse_secret(open_by_munge(credential))) return *secret;
+  throw no_secret("what came through munge is no secret");
+}
+
+bool is_secret_told() {
+  return std::getenv("LOCKSTEP_SECRET") != nullptr || std::getenv("LOCKSTEP_SECRET_FILE") != nullptr || has_munge();
 }
 
 }  // namespace lockstep

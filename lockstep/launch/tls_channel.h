@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/store/tls_channel.h: a channel that only somebody with the job's secret can open, read or change: TLS 1.3
+// launch/tls_channel.h: a channel that only somebody with the job's secret can open, read or change: TLS 1.3
 // with a key that both ends have already (RFC 8446, 2.2), and a fresh Diffie-Hellman exchange. There are no certificates.
 //
-// Flow:    job_store.cc -> here -> OpenSSL
+// Flow:    secured_channel.h -> here -> OpenSSL
 // Owns:    OpenSSL's state of one connection
 // Threads: one at a time
 #pragma once
@@ -12,12 +12,12 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/collective/store/channel.h"
-#include "lockstep/collective/store/job_secret.h"
+#include "lockstep/launch/channel.h"
+#include "lockstep/launch/job_secret.h"
 
 namespace lockstep {
 
-class TlsChannel final : public Channel {
+class TlsChannel : public Channel {
  public:
   enum class Role { kServer, kClient };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/store/job_secret.h"
+#include "lockstep/launch/job_secret.h"
 
 #include <sys/stat.h>
 
@@ -19,10 +19,12 @@ const std::string kHex = "00112233445566778899aabbccddeeffABCDEF0011223344556677
 struct JobsSecret : ::testing::Test {
   JobsSecret() : home_before(std::getenv("HOME") != nullptr ? std::getenv("HOME") : "/") {
     ::setenv("HOME", home.path().c_str(), 1);
+    ::setenv("LOCKSTEP_MUNGE", "0", 1);  // there is a test of it in tests/security/munge_test.sh
   }
   ~JobsSecret() override {
     ::setenv("HOME", home_before.c_str(), 1);
-    for (const char* name : {"LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE", "LOCKSTEP_INSECURE_NETWORK"}) ::unsetenv(name);
+    for (const char* name : {"LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE", "LOCKSTEP_INSECURE_NETWORK", "LOCKSTEP_MUNGE"})
+      ::unsetenv(name);
   }
   static std::string error() {
     return message_of<EnvironmentError>([] { JobSecret("a job", false); });
@@ -75,6 +77,20 @@ TEST_F(JobsSecret, in_the_home_where_rank_0_puts_one_for_each_job) {
       EXPECT_EQ(entry.status().permissions() & std::filesystem::perms::mask, std::filesystem::perms(0600));
   }
   EXPECT_FALSE(other.find()) << "gone with the job";
+}
+
+TEST_F(JobsSecret, told_only_where_it_is_not_in_the_home) {
+  EXPECT_FALSE(is_secret_told());
+  ::setenv("LOCKSTEP_SECRET", kHex.c_str(), 1);
+  EXPECT_TRUE(is_secret_told());
+}
+
+TEST_F(JobsSecret, without_a_home_is_an_error_with_the_ways_to_one) {
+  ::setenv("HOME", home.file("none/at all").c_str(), 1);
+  const std::string message = message_of<EnvironmentError>([] { JobSecret("a job", true); });
+  for (const char* way : {"export LOCKSTEP_SECRET=", "LOCKSTEP_SECRET_FILE", "munged", "a home that all of them share"})
+    EXPECT_TRUE(contains(message, way));
+  EXPECT_FALSE(JobSecret("a job", false).find());
 }
 
 TEST_F(JobsSecret, nowhere_in_a_network_that_is_trusted) {

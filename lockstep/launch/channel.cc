@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/store/channel.h"
+#include "lockstep/launch/channel.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/store/tls_channel.h"
+#include "lockstep/launch/tls_channel.h"
 
 #include <openssl/crypto.h>
 #include <openssl/err.h>

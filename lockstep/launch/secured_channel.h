@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// launch/secured_channel.h: channels between the first process of a job and the others, on several machines.
+//
+// Flow:    collective/job_store.h, node_meeting.h -> here -> tls_channel.h, endpoint.h
+// Owns:    nothing
+// Threads: any
+//
+// Where munge carries the secret: a process that does not have it says so as the first on a connection, gets a credential,
+// and connects again. The first byte tells that from TLS.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lockstep/launch/channel.h"
+#include "lockstep/launch/endpoint.h"
+#include "lockstep/launch/job_secret.h"
+
+namespace lockstep {
+
+// The end of the first process. None: it has no secret yet. Throws EnvironmentError, SystemError.
+std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret);
+
+struct SecuredConnection {
+  std::unique_ptr<Channel> channel;  // none: there is no secret for it
+  std::string address;               // that has answered, as a number
+};
+// One try, until `deadline`. Nothing: nobody answers at any of the addresses. What was given is no proof that the other
+// end has the same secret: the first reads and writes tell. Throws EnvironmentError: what munge carries can't be read.
+std::optional<SecuredConnection> connect_securely(const AddressList& addresses, const JobSecret& secret,
+                                                  const Deadline& deadline);
+
+}  // namespace lockstep
