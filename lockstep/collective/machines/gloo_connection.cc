@@ -5,15 +5,10 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
+#include "lockstep/collective/machines/gloo_device.h"
 
 namespace lockstep {
 namespace {
-
-std::shared_ptr<gloo::transport::Device> gloo_device(const std::string& address) {
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  if (interface != nullptr) return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
-  return c10d::ProcessGroupGloo::createDeviceForHostname(address);
-}
 
 // Gloo writes into connections that peers have closed: that must be an error of the call, not the end of the process.
 void ignore_broken_pipes() {
@@ -39,9 +34,12 @@ Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
   ignore_broken_pipes();
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
-  gloo_options->devices.push_back(gloo_device(options.address));
+  const GlooDevice device =
+      network_is_protected() ? tls_gloo_device(store, options) : plain_gloo_device(store, options);
+  gloo_options->devices.push_back(device);
   auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options.rank, options.size, gloo_options);
   issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
+  let_nobody_else_in(*device);
   return gloo;
 } catch (const Error&) {
   throw;

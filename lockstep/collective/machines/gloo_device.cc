@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/machines/gloo_device.h"
+
+#include <dlfcn.h>
+#include <gloo/transport/tcp/attr.h>
+#include <link.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "lockstep/base/text.h"
+#include "lockstep/collective/machines/gloo_identity.h"
+#include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/endpoint.h"
+#include "lockstep/launch/interfaces.h"
+
+namespace gloo::transport::tcp::tls {  // as libtorch has it; Debian's headers do not
+std::shared_ptr<transport::Device> CreateDevice(const struct attr& source, std::string key_file,
+                                                std::string certificate_file, std::string trusted_file,
+                                                std::string trusted_folder);
+}  // namespace gloo::transport::tcp::tls
+
+namespace lockstep {
+namespace {
+
+using Context = gloo::transport::Context;
+using AddressBytes = std::vector<char>;  // of Gloo: a sockaddr_storage and the number of the connection
+
+RendezvousError cannot_use_gloo(const std::string& why) {
+  return RendezvousError({.what = "can't encrypt the connections between machines: " + why,
+                          .likely = "another libtorch than 2.11, or files that are missing beside liblockstep.so",
+                          .next = "install lockstep again; or, in a network that you trust, --insecure-network"});
+}
+
+// ---- Note [Gloo's TLS]
+
+// gloo_openssl.cc, before Gloo opens `libssl.so` for the first time.
+void load_openssl_for_gloo() {
+  Dl_info own{};
+  ::dladdr(reinterpret_cast<void*>(&network_is_protected), &own);
+  const auto path = std::filesystem::path(own.dli_fname).parent_path() / "lockstep_gloo_openssl.so";
+  void* const ours = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  if (ours == nullptr) throw cannot_use_gloo(::dlerror());
+  if (::dlopen("libssl.so", RTLD_NOW | RTLD_LOCAL) != ours)
+    throw cannot_use_gloo("something else in this process has opened libssl.so");
+}
+
+void already_connected(void* /*context*/, void* /*store*/) {}
+
+constexpr const char* kTable = "_ZTVN4gloo9transport3tcp3tls7ContextE";
+constexpr const char* kConnectAll =
+    "_ZN4gloo9transport3tcp7Context24createAndConnectAllPairsESt10shared_ptrINS_6IStoreEE";
+constexpr std::size_t kBeforeFunctions = 2;  // the table begins with an offset and a type
+constexpr std::size_t kConnectAllAt = kBeforeFunctions + 4;
+
+// A copy of the class's table, in which connecting does nothing.
+void** table_of_connected(void** functions) {
+  Dl_info table{};
+  const ElfW(Sym)* symbol = nullptr;
+  ::dladdr1(functions, &table, reinterpret_cast<void**>(const_cast<ElfW(Sym)**>(&symbol)), RTLD_DL_SYMENT);
+  void** const begin = functions - kBeforeFunctions;
+  const std::size_t entries = symbol == nullptr ? 0 : symbol->st_size / sizeof(void*);
+  void* const library = ::dlopen(table.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr || table.dli_sname == nullptr || std::strcmp(table.dli_sname, kTable) != 0 ||
+      table.dli_saddr != begin || entries <= kConnectAllAt || begin[kConnectAllAt] != ::dlsym(library, kConnectAll))
+    throw cannot_use_gloo("this libtorch has another Gloo");
+  static std::vector<void*> copy;
+  copy.assign(begin, begin + entries);
+  copy[kConnectAllAt] = reinterpret_cast<void*>(&already_connected);
+  return copy.data() + kBeforeFunctions;
+}
+
+void leave_as_connected(Context& context) {
+  void**& functions = *reinterpret_cast<void***>(&context);
+  static void** const connected = table_of_connected(functions);
+  functions = connected;
+}
+
+// ---- Addresses
+
+AddressBytes with_number(AddressBytes address, std::size_t more) {
+  std::int64_t number = 0;
+  std::memcpy(&number, address.data() + sizeof(sockaddr_storage), sizeof number);
+  number += static_cast<std::int64_t>(more);
+  std::memcpy(address.data() + sizeof(sockaddr_storage), &number, sizeof number);
+  return address;
+}
+
+sockaddr_storage socket_address(const AddressBytes& address) {
+  sockaddr_storage result{};
+  std::memcpy(&result, address.data(), sizeof result);
+  return result;
+}
+
+// What the others are told: their connections with this rank have consecutive numbers, by their ranks.
+AddressBytes first_address(Context& context) {
+  const AddressBytes first = context.createPair(0)->address().bytes();
+  if (first.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
+    throw cannot_use_gloo("addresses of another form");
+  for (int rank = 1; rank < context.size; ++rank)
+    if (context.createPair(rank)->address().bytes() != with_number(first, static_cast<std::size_t>(rank)))
+      throw cannot_use_gloo("connections without consecutive numbers");
+  return first;
+}
+
+std::string text_of(const AddressBytes& address) {
+  const sockaddr_storage socket = socket_address(address);
+  return numeric(reinterpret_cast<const sockaddr*>(&socket),
+                 socket.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+}
+
+gloo::transport::tcp::attr place_of(const TransportOptions& options) {
+  gloo::transport::tcp::attr place;
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  if (interface != nullptr) place.iface = interface;
+  if (interface == nullptr) place.hostname = options.address;
+  return place;
+}
+
+// ---- Who takes part
+
+constexpr std::string_view kInsecure = "insecure";
+
+// What each rank says of itself before they connect.
+std::vector<std::string> exchange_alike(c10d::Store& store, const std::string& mine, const TransportOptions& options) {
+  auto texts = exchange_texts(store, "gloo", mine, options);
+  for (std::size_t rank = 0; rank < texts.size(); ++rank)
+    if ((texts[rank] == kInsecure) != (mine == kInsecure))
+      throw RendezvousError({.what = concat("rank ", rank, texts[rank] == kInsecure ? " trusts" : " does not trust",
+                                            " the network, other than this rank"),
+                             .here = options.describe,
+                             .likely = "LOCKSTEP_INSECURE_NETWORK or --insecure-network on some of the machines only",
+                             .next = "set it on all or on none"});
+  return texts;
+}
+
+// ---- The device
+
+class TlsDevice final : public gloo::transport::Device {
+ public:
+  TlsDevice(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options)
+      : store_(store), options_(options) {
+    load_openssl_for_gloo();
+    exchange_certificates();
+    device_ = gloo::transport::tcp::tls::CreateDevice(place_of(options_), identity_.key_file(),
+                                                      identity_.certificate_file(), identity_.trusted_file(), "");
+  }
+
+  std::string str() const override { return device_->str(); }
+  const std::string& getPCIBusID() const override { return device_->getPCIBusID(); }
+  int getInterfaceSpeed() const override { return device_->getInterfaceSpeed(); }
+
+  std::shared_ptr<Context> createContext(int rank, int size) override {
+    auto context = device_->createContext(rank, size);
+    context->setTimeout(options_.timeout);
+    connect(*context);
+    leave_as_connected(*context);
+    return context;
+  }
+
+  void let_nobody_else_in() const {
+    if (filter_) filter_->admit_nobody();
+  }
+
+ private:
+  // A line with this machine's addresses, and the certificate.
+  void exchange_certificates() {
+    const std::string addresses = concat(options_.address, ",", join(own_addresses(), ","));
+    const auto texts = exchange_alike(*store_, concat(addresses, "\n", identity_.certificate()), options_);
+    std::vector<std::string> certificates;
+    for (const std::string& text : texts) {
+      const std::size_t line = std::min(text.find('\n'), text.size());
+      for (const std::string& address : split(text.substr(0, line), ',')) admitted_.push_back(address);
+      certificates.push_back(text.substr(line));
+    }
+    identity_.trust(certificates);
+  }
+
+  // One after the other, as all do: of the connections that are still to be made, both ranks of the first come to it.
+  void connect(Context& context) {
+    const AddressBytes own = first_address(context);
+    filter_.emplace(socket_address(own));
+    filter_->admit_only(admitted_);
+    const auto all = exchange_texts(*store_, "gloo address", {own.begin(), own.end()}, options_);
+    for (int rank = 0; rank < context.size; ++rank)
+      if (rank != context.rank) connect_to(context, rank, all[static_cast<std::size_t>(rank)]);
+  }
+
+  void connect_to(Context& context, int rank, const std::string& told) const {
+    const AddressBytes address(told.begin(), told.end());
+    if (address.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
+      throw cannot_use_gloo("an address of another form");
+    try {
+      context.getPair(rank)->connect(with_number(address, static_cast<std::size_t>(context.rank)));
+    } catch (const std::exception& error) {
+      throw RendezvousError(
+          {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ",
+                          split(error.what(), '\n').front()),
+           .here = concat(options_.describe, " at ", options_.address),
+           .likely =
+               "a firewall between the machines drops packets, that rank died while starting, or a stranger answers",
+           .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  TransportOptions options_;
+  GlooIdentity identity_;
+  std::vector<std::string> admitted_;
+  GlooDevice device_;
+  std::optional<ListenerFilter> filter_;
+};
+
+}  // namespace
+
+bool network_is_protected() {
+  const char* insecure = std::getenv("LOCKSTEP_INSECURE_NETWORK");
+  return insecure == nullptr || std::string_view(insecure) != "1";
+}
+
+GlooDevice plain_gloo_device(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  exchange_alike(*store, std::string(kInsecure), options);
+  const auto place = place_of(options);
+  if (!place.iface.empty()) return c10d::ProcessGroupGloo::createDeviceForInterface(place.iface);
+  return c10d::ProcessGroupGloo::createDeviceForHostname(place.hostname);
+}
+
+GlooDevice tls_gloo_device(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+  return std::make_shared<TlsDevice>(store, options);
+}
+
+void let_nobody_else_in(const gloo::transport::Device& device) {
+  if (const auto* tls = dynamic_cast<const TlsDevice*>(&device)) tls->let_nobody_else_in();
+}
+
+}  // namespace lockstep
