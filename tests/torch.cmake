@@ -118,6 +118,9 @@ add_test(NAME hosts.security
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.munge
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/munge_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.fuzz
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/fuzz_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.fuzz PROPERTIES TIMEOUT 3600)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.munge hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)

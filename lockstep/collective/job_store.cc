@@ -55,7 +55,8 @@ c10::intrusive_ptr<c10d::Store> say_hello(SecuredConnection connection, const De
 
 RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
   return RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
-                          .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT",
+                          .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT; or a "
+                                    "firewall drops packets to this port",
                           .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
 }
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ import lockstep
 from test_step import expect_equal, global_batch, global_batches, make_model, train
 
 PROGRAM = os.path.abspath(__file__)
+SECRET = "0123456789abcdef" * 2
 
 
 def two_lines(fails=False):
@@ -69,11 +72,21 @@ def tcp_listeners(pid):
     return [fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets]
 
 
-def without_tcp(backend):
-    """A process group again and again, each used, with nobody listening here or in the launcher."""
+def meets_by_tcp():
+    """Whether the ranks of the process group have met at PyTorch's store."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
+
+
+def again_and_again(backend, machines="one", by="env"):
+    """A process group again and again, each used. On one machine nobody listens, neither here nor in the launcher."""
     for _ in range(2):
-        dist.init_process_group(backend)
-        if backend == "lockstep":
+        dist.init_process_group(backend, **(lockstep.meet() if by == "meet" else {}))
+        if meets_by_tcp():
+            raise AssertionError("met at a TCPStore")
+        if backend == "lockstep" and machines == "one":
             listeners = tcp_listeners(os.getpid()) + tcp_listeners(os.getppid())
             if listeners:
                 raise AssertionError(f"listens at {listeners}")
@@ -84,7 +97,8 @@ def without_tcp(backend):
         if total.tolist() != [2, 2, 2] or objects != [0, 1]:
             raise AssertionError(f"{total}, {objects}")
         dist.destroy_process_group()
-    print(f"rank {os.environ['RANK']} of 2 has trained on one machine")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    print(f"rank {rank} of 2 has trained on {machines} machine{'s' if machines == 'several' else ''}")
 
 
 def spawned(rank, store):
@@ -113,11 +127,38 @@ def by_slurms_variables(nodes, *arguments):
     return max(rank.returncode for rank in ranks), "".join(texts)
 
 
-def lockstep_run(*arguments):
+def command():
     program = shutil.which("lockstep") or os.environ.get("LOCKSTEP_COMMAND")
     if program is None:
         raise AssertionError("no command lockstep on PATH; LOCKSTEP_COMMAND may say where it is")
-    return started(program, "run", "--nproc-per-node", "2", "--", sys.executable, PROGRAM, *arguments)
+    return program
+
+
+def lockstep_run(*arguments):
+    return started(command(), "run", "--nproc-per-node", "2", "--", sys.executable, PROGRAM, *arguments)
+
+
+def own_address():
+    """By which other machines reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as to_others:
+        to_others.connect(("192.0.2.1", 1))  # sends nothing
+        return to_others.getsockname()[0]
+
+
+def two_lockstep_runs(secrets, *arguments):
+    """Two launchers, each of which starts one rank and takes itself for a machine. Returns exit codes and outputs."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((own_address(), 0))
+        address, port = reserved.getsockname()
+        launchers = []
+        for node, secret in enumerate(secrets):
+            where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", address, "--master-port", str(port))
+            environment = {**os.environ, "LOCKSTEP_SECRET": secret}
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+            launchers.append(subprocess.Popen([command(), "run", *where, "--", sys.executable, PROGRAM, *arguments], **output))
+        texts = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    return max(launcher.returncode for launcher in launchers), "".join(texts)
 
 
 class Launchers(unittest.TestCase):
@@ -135,8 +176,32 @@ class Launchers(unittest.TestCase):
         with socket.create_server(("127.0.0.1", 0)):
             self.assertEqual(len(tcp_listeners(os.getpid())), 1, "a listener is found")
         for backend in ("lockstep", "gloo"):
-            result = lockstep_run("without_tcp", backend)
+            result = lockstep_run("again", backend)
             self.expect_trained(result.returncode, result.stdout)
+
+    def test_process_groups_of_lockstep_run_on_several_machines_meet_with_the_secret(self):
+        for backend in ("lockstep", "gloo"):
+            self.expect_trained(*two_lockstep_runs((2 * SECRET,) * 2, "again", backend, "several"), machines="several machines")
+        code, output = two_lockstep_runs((2 * SECRET, SECRET[::-1] * 2), "meet_once")
+        self.assertNotEqual(code, 0)
+        self.assertIn("was not let in", output)
+
+    def test_meet_is_for_any_launcher(self):
+        self.expect_trained(*by_slurms_variables((0, 0), "again", "gloo", "one", "meet"))
+
+    def test_a_meeting_at_which_anybody_can_join_is_warned_of(self):
+        from lockstep import _meeting
+
+        for url, host, said in (
+            ("tcp://10.0.0.1:29500?rank=0&world_size=2", "10.0.0.1", 1),
+            ("tcp://10.0.0.1:29500?rank=1&world_size=2", "10.0.0.1", 0),
+            ("tcp://127.0.0.1:29500?rank=0&world_size=2", "127.0.0.1", 0),
+            ("tcp://10.0.0.1:29500?rank=0&world_size=1", "10.0.0.1", 0),
+        ):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                _meeting._warn_of_strangers(url, host)
+            self.assertEqual(len(warned), said, url)
 
     def test_torchrun(self):
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM)
@@ -177,8 +242,6 @@ class Launchers(unittest.TestCase):
 
 
 def alone(queue):
-    import warnings
-
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         lockstep.DistributedDataParallel(make_model())
@@ -186,8 +249,10 @@ def alone(queue):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["without_tcp"]:
-        without_tcp(sys.argv[2])
+    if sys.argv[1:2] == ["again"]:
+        again_and_again(*sys.argv[2:])
+    elif sys.argv[1:2] == ["meet_once"]:
+        lockstep.meet(timedelta(seconds=3))
     elif sys.argv[1:2] in (["train"], ["fail"]):
         program(sys.argv[1] == "fail", *sys.argv[2:])
     else:

@@ -46,7 +46,7 @@ std::optional<Packet> decode(std::string_view body) {
   Packet packet{*kind, *number, {}};
   while (!body.empty()) {
     const auto length = take_number<Length>(body);
-    if (!length || *length > body.size()) return std::nullopt;
+    if (!length || *length > body.size() || packet.texts.size() == Packet::kMostTexts) return std::nullopt;
     packet.texts.emplace_back(body.substr(0, *length));
     body.remove_prefix(*length);
   }

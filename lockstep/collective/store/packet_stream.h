@@ -32,6 +32,8 @@ struct Packet {
     kMissing,
     kRefused,  // answered by the store
   };
+  static constexpr std::size_t kMostTexts = std::size_t{1} << 17;  // a key of each rank
+
   Kind kind = Kind::kDone;
   std::int64_t number = 0;
   std::vector<std::string> texts{};

@@ -65,7 +65,9 @@ void MeetingStore::set(const std::string& key, const Bytes& value) {
 }
 
 Bytes MeetingStore::compareSet(const std::string& key, const Bytes& expected, const Bytes& wanted) {
-  return bytes_of(ask({.kind = Kind::kCompareSet, .texts = {key, text_of(expected), text_of(wanted)}}).texts.at(0));
+  const Packet answer = ask({.kind = Kind::kCompareSet, .texts = {key, text_of(expected), text_of(wanted)}});
+  if (answer.texts.size() != 1) C10_THROW_ERROR(DistStoreError, concat("the store in rank 0 gave no value of ", key));
+  return bytes_of(answer.texts.front());
 }
 
 Bytes MeetingStore::get(const std::string& key) { return multiGet({key}).at(0); }

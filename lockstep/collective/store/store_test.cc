@@ -9,10 +9,12 @@
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/job_store.h"
+#include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/store/store_client.h"
 #include "lockstep/launch/tls_channel.h"
 #include "tests/support.h"
@@ -158,6 +160,33 @@ TEST_P(ServedStore, lets_nobody_in_who_has_another_secret_or_none) {
     EXPECT_EQ(message.find(kOneSecret), std::string::npos);
   }
   EXPECT_EQ(store->getNumKeys(), 0);
+}
+
+TEST_P(ServedStore, nobody_connects_after_the_start) {
+  const auto joined = join();
+  let_nobody_else_in(*store);
+  const Deadline deadline = Deadline::after(kStorePatience);
+  const AddressList addresses = resolve(endpoint, deadline);
+  while (connect_to(addresses, deadline)) ASSERT_FALSE(deadline.passed());
+  joined->set("key", "value");
+  EXPECT_EQ(store->get_to_str("key"), "value");
+}
+
+// What the attacks above and in tests/security/attack.py would do to the store that torch's ranks meet at.
+TEST(StoreOfC10d, lets_in_whoever_connects_at_any_time_to_read_delete_replace_and_fill) {
+  c10d::TCPStoreOptions serving{.port = 0, .isServer = true, .waitWorkers = false};
+  const auto served = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", serving);
+  const c10::intrusive_ptr<c10d::Store> own = served;
+  own->set("address of rank 1", "the right one");
+  const c10d::TCPStoreOptions joining{.port = served->getPort(), .waitWorkers = false};
+  const c10::intrusive_ptr<c10d::Store> strangers = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", joining);
+  EXPECT_EQ(strangers->get_to_str("address of rank 1"), "the right one");
+  strangers->set("address of rank 1", "a stranger");
+  EXPECT_EQ(own->get_to_str("address of rank 1"), "a stranger");
+  EXPECT_TRUE(strangers->deleteKey("address of rank 1"));
+  const std::vector<std::uint8_t> large(std::size_t{2} << 20);
+  for (int i = 0; i < 70; ++i) strangers->set(concat("large", i), large);  // more than ours keeps
+  EXPECT_EQ(strangers->getNumKeys(), 70);
 }
 
 TEST_P(ServedStore, a_rank_learns_that_rank_0_has_gone) {
