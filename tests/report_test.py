@@ -146,6 +146,8 @@ def bad_traces(folder, trace):
     assert counters["memory"]["value"][-1] > 0, counters
     ours = counters["of this test"]
     assert ours["seconds"][:2] == [2, 5] and ours["value"][-1] == 699, ours
+    file.write_text(lines.replace('"format":1', '"format":2'))
+    expect_error(folder, "is in format 2", f"{metrics},{file}")
     file.write_text("{}")
     expect_error(folder, "has no span", f"{metrics},{file}")
     (folder / "x.pftrace").write_bytes(b"\x0a\x01")

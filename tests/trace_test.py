@@ -137,7 +137,7 @@ def expect_trace_of_some_steps(command, folder, kind):
         assert min(event["ts"] for event in trace["traceEvents"] if "ts" in event) == 0
     else:
         ranks, about = spans_of_protobuf(file.read_bytes())
-    assert about == {"complete": True, "overwritten_spans": {"rank 0": 0, "rank 1": 0}}, about
+    assert about == {"format": 1, "complete": True, "overwritten_spans": {"rank 0": 0, "rank 1": 0}}, about
     assert sorted(ranks) == [0, 1]
     assert set.union(*(expect_steps(events, rank, 3, 7) for rank, events in ranks.items())), "no rank ever waited for the other"
     for barrier in ("barrier 1: gradients", "barrier 2: settings", "barrier 3: updated"):

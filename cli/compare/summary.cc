@@ -236,7 +236,8 @@ void print_failures(std::ostream& out, const Folder& folder, const std::vector<R
 void print_summary(std::ostream& out, const Settings& settings, const Folder& folder, const std::vector<Run>& runs) {
   const std::vector<Group> groups = groups_of(folder, runs);
   if (!groups.empty()) {
-    out << settings.experiment << ": " << settings.model << ", " << settings.threads << " thread"
+    const bool one_model = value_in(*groups.front().front().run, "model").empty();
+    out << settings.experiment << ": " << (one_model ? settings.model + ", " : "") << settings.threads << " thread"
         << (settings.threads == 1 ? "" : "s") << " per device; " << bench::machine()
         << "\nThe number in a name is that of devices. Medians over the seeds, ± half of the range.\n\n";
     print_results(out, settings, groups);

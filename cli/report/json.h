@@ -8,6 +8,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
 namespace lockstep::report {
 
 using Json = nlohmann::ordered_json;
@@ -25,6 +28,14 @@ inline bool has_number(const Json& object, const std::string& key) {
 inline std::string text_of(const Json& object, const std::string& key) {
   const Json* value = find(object, key);
   return value != nullptr && value->is_string() ? value->get<std::string>() : "";
+}
+
+// Throws DataError: `key` says that a newer lockstep has written the file.
+inline void require_known_format(const Json& object, const std::string& key, int known, const std::string& file) {
+  if (!has_number(object, key) || object.at(key).get<double>() <= known) return;
+  throw DataError({.what = concat(file, " is in format ", object.at(key).dump(), ", and this lockstep knows ", known),
+                   .likely = "a newer lockstep has written it",
+                   .next = "make the report with the lockstep that wrote it"});
 }
 
 // Nothing but `discarded` for what is no JSON.

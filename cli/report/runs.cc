@@ -94,10 +94,7 @@ Json read_comparison(const fs::path& file) {
     throw DataError({.what = concat(file.string(), " does not describe a comparison"),
                      .likely = "it is cut off, or another kind of file",
                      .next = "run `lockstep compare` again with the same folder: it goes on where it was"});
-  if (comparison["lockstep_comparison"].get<double>() > kComparisonFormat)
-    throw DataError({.what = concat(file.string(), " is in format ", comparison["lockstep_comparison"].dump(),
-                                    ", and this lockstep knows ", kComparisonFormat),
-                     .next = "make the report with the lockstep that compared"});
+  require_known_format(comparison, "lockstep_comparison", kComparisonFormat, file.string());
   return comparison;
 }
 

@@ -13,6 +13,7 @@
 namespace lockstep::report {
 namespace {
 
+constexpr int kTraceFormat = 1;  // kFormat of lockstep/base/timeline_file.cc
 constexpr std::size_t kPointsOfRank = 300;
 
 struct Span {
@@ -257,6 +258,7 @@ Json read_trace(const std::filesystem::path& file) {
   require_json(file);
   const std::string content = read_file(file);
   const Trace trace = trace_in(content);
+  require_known_format(trace.about, "format", kTraceFormat, file.string());
   if (trace.spans == 0)
     throw DataError({.what = concat(file.string(), content.empty() ? " is empty" : " has no span in it"),
                      .likely = "the run died before its first step, or another kind of file",

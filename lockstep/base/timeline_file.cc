@@ -37,8 +37,10 @@ std::string name_of(const trace::Process& process) {
   return concat("rank ", process.rank, " on ", process.host.data(), ", pid ", process.pid);
 }
 
+constexpr int kFormat = 1;  // of names and arguments of spans; cli/report/trace.cc knows it
+
 TraceJson about(const Recordings& recordings, bool complete) {
-  TraceJson text = {{"complete", complete}, {"overwritten_spans", TraceJson::object()}};
+  TraceJson text = {{"format", kFormat}, {"complete", complete}, {"overwritten_spans", TraceJson::object()}};
   for (const trace::Recording& recording : recordings)
     text["overwritten_spans"][concat("rank ", recording.process.rank)] = recording.lost;
   return text;
