@@ -170,6 +170,13 @@ add_test(NAME command.a_report_shows_what_runs_did
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/report_test.py $<TARGET_FILE:lockstep_command>)
 set_tests_properties(command.a_report_shows_what_runs_did PROPERTIES TIMEOUT 300)
 
+# The memory of stages: of what they can't do without, at most 1.15 times as much.
+if(LOCKSTEP_BENCH AND NOT LOCKSTEP_SANITIZE)
+  add_test(NAME command.a_stage_takes_little_more_memory_than_it_needs
+    COMMAND $<TARGET_FILE:lockstep_command> bench memory --models gpt-mini,resnet18-32 --stages 2 --at-most 1.15)
+  set_tests_properties(command.a_stage_takes_little_more_memory_than_it_needs PROPERTIES TIMEOUT 300)
+endif()
+
 # The barriers of a step as a model that Spin checks exhaustively, with two and three ranks (10 s).
 find_program(SPIN spin REQUIRED)
 add_test(NAME gradient.step_protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/shm/check_protocol.sh

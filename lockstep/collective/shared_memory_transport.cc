@@ -79,6 +79,7 @@ FuturePtr SharedMemoryTransport::start(TensorCall call) {
 int SharedMemoryTransport::run(const TensorCall& call) {
   if (is_message(call.call.operation)) {
     queue_.hand_to_worker();
+    forget_done();
     return group_.run(call.call);
   }
   queue_.run([&] { group_.run(call.call); });
@@ -87,11 +88,16 @@ int SharedMemoryTransport::run(const TensorCall& call) {
 
 FuturePtr SharedMemoryTransport::start_message(TensorCall call) {
   queue_.hand_to_worker();
+  forget_done();
   const std::lock_guard lock(mutex_);
-  std::erase_if(messages_, [](const Message& message) { return message.future->done(); });
   FuturePtr future = group_.start(call.call);
   messages_.push_back({std::move(call), future});
   return future;
+}
+
+void SharedMemoryTransport::forget_done() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(messages_, [](const Message& message) { return message.future->done(); });
 }
 
 std::unique_ptr<Transport> SharedMemoryTransport::group(const RankLists& lists) {

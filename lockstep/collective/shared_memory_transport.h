@@ -45,6 +45,7 @@ class SharedMemoryTransport final : public CpuTransport {
   };
 
   FuturePtr start_message(TensorCall call);
+  void forget_done();  // messages
 
   // Destroyed in reverse order: first the queue, whose thread uses the group; last the tensors that the group's
   // messages use.

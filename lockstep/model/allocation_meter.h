@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// model/allocation_meter.h: how much memory tensors on the host take, while it lives, on the thread that made it. What
-// autograd keeps for backward is in it. What this thread allocates and another releases stays counted.
+// model/allocation_meter.h: how much memory tensors on the host, or on the GPUs, take while it lives, on the thread that
+// made it and on autograd's threads for its backward. What autograd keeps for backward is in it. What this thread allocates
+// and another releases stays counted.
 //
 // Threads: used on the thread that made it
 // Ranks:   no communication
@@ -17,17 +18,21 @@ namespace lockstep {
 
 class AllocationMeter {
  public:
+  explicit AllocationMeter(c10::DeviceType where = c10::DeviceType::CPU) { listener_->where = where; }
+
   std::int64_t now() const { return listener_->now; }    // bytes above what was there when it began
   std::int64_t most() const { return listener_->most; }  // so far
 
  private:
   struct Listener : c10::MemoryReportingInfoBase {
-    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device device) override {
+      if (device.type() != where) return;
       now += size;  // negative for a release
       most = std::max(most, now);
     }
-    bool memoryProfilingEnabled() const override { return true; }
+    bool memoryProfilingEnabled() const override { return where == c10::DeviceType::CPU; }  // GPUs report in any case
 
+    c10::DeviceType where = c10::DeviceType::CPU;
     std::int64_t now = 0;
     std::int64_t most = 0;
   };

@@ -89,6 +89,8 @@ char* allocate_on(int device, std::size_t bytes) {
   SimulatedCudaCounters& count = counters(device);
   count.allocated = on.region.live();
   count.peak = std::max(count.peak, count.allocated);
+  c10::reportMemoryUsageToProfiler(at, static_cast<std::int64_t>(bytes), count.allocated, on.region.limit(),
+                                   device_of(device));
   return at;
 }
 
@@ -100,8 +102,10 @@ void free_block(void* address) {
   DeviceState& on = state(device);
   on.region.give_back(static_cast<char*>(address), at->second.bytes);
   if (!race_of_reuse(at->second, at->second.stream).empty()) on.freed.push_back(at->second);
+  const auto bytes = static_cast<std::int64_t>(at->second.bytes);
   blocks().erase(at);
   counters(device).allocated = on.region.live();
+  c10::reportMemoryUsageToProfiler(address, -bytes, on.region.live(), on.region.limit(), device_of(device));
 }
 
 class DeviceMemory final : public c10::DeviceAllocator {

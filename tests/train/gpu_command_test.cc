@@ -266,6 +266,9 @@ TEST(GpuCommand, trains_a_model_above_the_memory_of_a_gpu_in_four_stages) {
   const Ended four = with_12_mib(pipeline + Words{folder / "gpus", "--devices", "cuda", "--ranks", "4",
                                                   "--devices-per-worker", "1", "--stages", "2,1,1,2"});
   EXPECT_EQ(four.exit_code, 0) << four.error;
+  const double bytes = metrics_in(folder / "gpus").back()["stage_0_bytes"];  // of its GPU, not of the host
+  EXPECT_GT(bytes, 3 << 20);
+  EXPECT_LT(bytes, 12 << 20);
   // One device without the limit, and the same random numbers for dropout.
   EXPECT_EQ(run(pipeline + Words{folder / "core", "--devices", "cpu", "--ranks", "1"}).exit_code, 0);
   const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");

@@ -2,6 +2,7 @@
 #include "lockstep/strategy/pipeline/add_in_place.h"
 
 #include <gtest/gtest.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
@@ -48,6 +49,52 @@ TEST(LargeWeights, have_the_gradients_of_plain_autograd) {
   const auto expected = gradients_of(model, false, torch::kFloat64), found = gradients_of(model, true, torch::kFloat64);
   for (std::size_t i = 0; i < expected.size(); ++i)
     EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
+}
+
+// Of 40 output channels, 16, 16 and 8 at a time.
+std::vector<torch::Tensor> gradients_of(torch::nn::Conv2d& convolution, bool in_place, const torch::Tensor& images) {
+  LargeWeights large(1);
+  torch::Tensor input = images.detach().clone().requires_grad_();
+  for (int step = 0; step < 2; ++step) {
+    torch::Tensor output;
+    {
+      std::optional<OperatorHandlerGuard> guard;
+      if (in_place) guard.emplace(large);
+      output = convolution->forward(input);
+    }
+    output.square().mean().backward();
+  }
+  std::vector<torch::Tensor> gradients = {input.grad()};
+  for (torch::Tensor parameter : convolution->parameters()) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = torch::Tensor();
+  }
+  return gradients;
+}
+
+TEST(LargeWeights, have_the_gradients_of_plain_autograd_in_a_convolution) {
+  for (const auto format : {torch::MemoryFormat::Contiguous, torch::MemoryFormat::ChannelsLast}) {
+    torch::nn::Conv2d convolution(torch::nn::Conv2dOptions(6, 40, 3).stride(2).padding(1).dilation(2));
+    convolution->to(torch::kFloat64);
+    convolution->weight.set_data(convolution->weight.contiguous(format));
+    const torch::Tensor images = torch::rand({3, 6, 9, 8}, torch::kFloat64).contiguous(format);
+    const auto expected = gradients_of(convolution, false, images), found = gradients_of(convolution, true, images);
+    ASSERT_EQ(found.size(), 3U);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
+  }
+}
+
+TEST(LargeWeights, need_little_more_than_one_gradient_of_a_convolution) {
+  torch::nn::Conv2d convolution(torch::nn::Conv2dOptions(512, 512, 3).bias(false));
+  const torch::Tensor images = torch::ones({16, 512, 3, 3});
+  LargeWeights large;
+  const AllocationMeter meter;
+  for (int step = 0; step < 2; ++step) {
+    const OperatorHandlerGuard guard(large);
+    convolution->forward(images).sum().backward();
+  }
+  EXPECT_LT(meter.most(), convolution->weight.numel() * 4 * 5 / 2);  // forward copies the weight into another layout
 }
 
 TEST(LargeWeights, leave_weights_with_hooks_to_autograd) {

@@ -59,7 +59,7 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
   Tensors gradients;
   for (const torch::Tensor& output : outputs)
     gradients.push_back(output.requires_grad() ? torch::ones_like(output) : torch::Tensor());
-  backward_from(outputs, gradients);
+  backward_from(edges_of(outputs), gradients);
   for (const torch::Tensor& output : outputs)
     if (output.defined()) wait_for_device(output.device());
   const double seconds = watch.seconds();

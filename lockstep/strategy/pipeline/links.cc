@@ -62,7 +62,12 @@ struct Way {
 StageLink message_link(int peer, const Way& out, const Way& in) {
   const auto sender = std::make_shared<TensorSender>(out.world, peer, out.tag);
   return {.send = [sender](const Tensors& tensors) { sender->send(tensors); },
-          .receive = [in, peer] { return receive_tensors(in.world, peer, in.tag); },
+          .receive =
+              [in, peer, sender] {
+                Tensors tensors = receive_tensors(in.world, peer, in.tag);
+                sender->forget_received();  // they may be the answer to what was sent
+                return tensors;
+              },
           .finish = [sender] { sender->finish(); }};
 }
 

@@ -2,6 +2,8 @@
 #include "lockstep/strategy/pipeline/stage.h"
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <map>
@@ -39,14 +41,35 @@ Tensors as_leaves(const Tensors& tensors) {
   return leaves;
 }
 
-void backward_from(const Tensors& outputs, const Tensors& gradients) {
-  Tensors roots, seeds;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    if (!gradients[i].defined()) continue;
-    roots.push_back(outputs[i]);
-    seeds.push_back(gradients[i]);
-  }
-  if (!roots.empty()) torch::autograd::backward(roots, seeds);
+Edges edges_of(const Tensors& outputs) {
+  Edges edges;
+  for (const torch::Tensor& each : outputs)
+    edges.push_back(each.defined() ? torch::autograd::impl::gradient_edge(each) : torch::autograd::Edge());
+  return edges;
+}
+
+namespace {
+
+// Where backward begins: it gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward() would
+// keep them until it ends.
+struct Handover : torch::autograd::Node {
+  Handover(torch::autograd::edge_list edges, Tensors gradients)
+      : Node(std::move(edges)), gradients_(std::move(gradients)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return std::move(gradients_); }
+
+  Tensors gradients_;
+};
+
+}  // namespace
+
+void backward_from(Edges outputs, Tensors gradients) {
+  const auto first = std::ranges::find_if(gradients, [](const torch::Tensor& each) { return each.defined(); });
+  if (first == gradients.end()) return;
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    if (!gradients[i].defined()) outputs[i] = {};
+  torch::Tensor root = torch::empty({}, first->options());
+  torch::autograd::create_gradient_edge(root, std::make_shared<Handover>(std::move(outputs), std::move(gradients)));
+  torch::autograd::backward({root}, {torch::empty_like(root)});
 }
 
 namespace {
@@ -67,7 +90,7 @@ class StageRun {
   // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
   // channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
-    const AllocationMeter meter;
+    const AllocationMeter meter(work_.device.type());
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
     result_.memory = meter.most();
     if (links_.before) links_.before->finish();
@@ -78,7 +101,8 @@ class StageRun {
  private:
   struct InFlight {
     Tensors inputs;
-    Tensors outputs;
+    Edges outputs;  // the next stage has the values
+    Tensors seeds;  // last stage: the gradient of the loss
   };
 
   void forward(int micro_batch) {
@@ -87,10 +111,14 @@ class StageRun {
     kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
     const trace::Span span("forward", micro_batch);
     const Stopwatch watch;
-    kept.outputs = through_pieces(kept.inputs, micro_batch);
-    if (!links_.behind) kept.outputs = {loss_of(kept.outputs, micro_batch)};
+    Tensors outputs = through_pieces(kept.inputs, micro_batch);
+    if (!links_.behind) {
+      outputs = {loss_of(outputs, micro_batch)};
+      kept.seeds = {torch::ones_like(outputs[0])};
+    }
+    kept.outputs = edges_of(outputs);
     result_.busy += watch.seconds();
-    if (links_.behind) links_.behind->send(as_leaves(kept.outputs));
+    if (links_.behind) links_.behind->send(as_leaves(outputs));
   }
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
@@ -108,10 +136,13 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    const Tensors gradients = links_.behind ? links_.behind->receive() : Tensors{torch::ones_like(kept.outputs[0])};
+    // A neighbour that is late would have this stage keep more and more gradients. It waits for nothing that comes after
+    // this: it takes its own steps in the same order.
+    if (links_.before && work_.device.is_cpu()) links_.before->finish();
+    Tensors gradients = links_.behind ? links_.behind->receive() : std::move(kept.seeds);
     const trace::Span span("backward", micro_batch);
     const Stopwatch watch;
-    backward_from(kept.outputs, gradients);
+    backward_from(std::move(kept.outputs), std::move(gradients));
     in_flight_.erase(micro_batch);
     result_.busy += watch.seconds();
     if (links_.before) links_.before->send(input_gradients(kept.inputs));

@@ -7,6 +7,8 @@
 // Ranks:   communicates through the links only
 #pragma once
 
+#include <torch/csrc/autograd/edge.h>
+
 #include <chrono>
 #include <cstdint>
 #include <vector>
@@ -52,7 +54,7 @@ struct StageWork {
 struct StageResult {
   double loss = 0;          // last stage: its micro-batches' share of the mean loss
   double busy = 0;          // seconds of forward and backward
-  std::int64_t memory = 0;  // bytes of tensors, at most
+  std::int64_t memory = 0;  // bytes of tensors on `device`, at most
   int in_flight = 0;        // micro-batches, at most
 };
 
@@ -62,8 +64,13 @@ StageResult run_stage(const Task& task, const StageWork& work, const StageLinks&
 // The same values without the graph that made them, as the next stage gets them. They require gradients as before.
 Tensors as_leaves(const Tensors& tensors);
 
-// Backward from the outputs whose gradient is defined.
-void backward_from(const Tensors& outputs, const Tensors& gradients);
+// Where backward from each of these tensors begins; it does not need their values.
+using Edges = std::vector<torch::autograd::Edge>;
+Edges edges_of(const Tensors& outputs);
+
+// Backward from the outputs whose gradient is defined. A gradient that the caller has moved here is freed as soon as backward
+// is done with it.
+void backward_from(Edges outputs, Tensors gradients);
 
 // The micro-batches of a batch, at most `most`: as even as possible, none of them empty; none at all of an empty batch.
 IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most);

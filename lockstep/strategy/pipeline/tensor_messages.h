@@ -27,11 +27,10 @@ class TensorSender {
   // PeerLost, of an earlier message.
   void send(const Tensors& tensors);
 
-  void finish();  // blocks until all that was sent has been received. Throws PeerLost
+  void forget_received();  // frees what has been received. Throws PeerLost
+  void finish();           // blocks until all that was sent has been received. Throws PeerLost
 
  private:
-  void forget_received();
-
   World world_;
   int to_;
   int tag_;
