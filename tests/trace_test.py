@@ -59,7 +59,9 @@ def arrows(trace):
         assert start["ts"] <= end["ts"], (start, end)
         for event, name in (start, f"send {end['pid']}"), (end, f"receive {start['pid']}"):
             around = [each for each in ranks[event["pid"]] if within(event | {"end": event["ts"]}, each)]
-            assert named(around, name), (event, name, around)
+            if start["pid"] == end["pid"]:  # between threads that are devices
+                name = "send to device" if event is start else "receive from device"
+            assert any(each["name"].startswith(name) for each in around), (event, name, around)
         found.append((start["pid"], end["pid"]))
     return found
 
@@ -189,6 +191,9 @@ def expect_strategies(command, folder):
         assert names <= found, (strategy, names - found)
         assert all(value > 1e6 for value in counters(trace)[0, "memory"]), counters(trace)
         assert counters(trace)[0, "batches ready"], counters(trace).keys()
+        assert set(arrows(trace)) == ({(0, 0)} if strategy == "pipeline" else set()), (strategy, arrows(trace))
+        if strategy == "pipeline":
+            assert {"send to device 1", "receive from device 0", "send to device 0", "receive from device 1"} <= found, found
 
 
 def expect_messages(command, folder):

@@ -5,12 +5,16 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "lockstep/base/own_process.h"
 #include "lockstep/base/trace.h"
@@ -66,17 +70,17 @@ class OperatorNames {
     return {};
   }
 
-  void name_node(std::uint64_t thread, std::int64_t number, const std::string& name) {
+  void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
     const std::lock_guard lock(names_mutex());
-    NodeName& node = node_of(number);
-    node = {.thread = thread, .number = number};
-    name.copy(node.name.data(), node.name.size() - 1);
+    for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number) {
+      node_of(number) = {.thread = thread, .number = number, .name = name};
+    }
   }
 
-  std::string name_of_node(std::uint64_t thread, std::int64_t number) {
+  std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
     const std::lock_guard lock(names_mutex());
     const NodeName& node = node_of(number);
-    return node.thread == thread && node.number == number ? node.name.data() : "";
+    return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
   }
 
  private:
@@ -93,14 +97,16 @@ class OperatorNames {
   std::array<NodeName, 1 << 13> nodes_;  // those of one forward(): a later one replaces them
 };
 
-// An operator that was not called by another one.
-struct OperatorContext final : at::ObserverContext {
-  std::int64_t begin = 0;
+// The operator that this thread is in: one that was not called by another one.
+struct CurrentOperator {
+  std::int64_t begin = 0;  // 0: none
+  int inside = 0;          // operators that it has called, that torch has told of and that have not ended
+  bool alone = false;      // torch tells of none that it calls
   std::uint64_t first_node = 0;
-  std::string name;
+  trace::Name name{};
 };
 
-thread_local bool in_operator = false;
+constinit thread_local CurrentOperator current;  // without a destructor: global objects may use operators at their end
 
 std::string_view without_namespace(std::string_view name) {
   const std::size_t colons = name.rfind("::");
@@ -108,56 +114,67 @@ std::string_view without_namespace(std::string_view name) {
 }
 
 // A name longer than a span's keeps its end, which tells modules apart.
-std::string end_of(std::string name) {
-  const std::size_t most = trace::Name().size() - 1;
-  return name.size() <= most ? name : name.substr(name.size() - most);
+trace::Name end_of(std::string_view name) {
+  trace::Name end{};
+  name.copy(end.data(), end.size() - 1, name.size() - std::min(name.size(), end.size() - 1));
+  return end;
 }
 
-std::unique_ptr<OperatorContext> begin_operator() {
-  if (in_operator || !trace::recording.load(std::memory_order_relaxed)) return nullptr;
-  in_operator = true;
-  auto context = std::make_unique<OperatorContext>();
-  context->begin = trace::now();
-  return context;
+bool is_within_another() {
+  if (current.begin == 0) return false;
+  ++current.inside;
+  return true;
+}
+
+// To be told of all that an operator calls would cost more than all the rest. torch's profiler wants to be told.
+void begin_operator(const trace::Name& name) {
+  current = {.begin = trace::now(),
+             .alone = !at::hasThreadLocalCallbacks(),
+             .first_node = at::sequence_number::peek(),
+             .name = name};
+  if (current.alone) at::enableRecordFunction(false);
+}
+
+// Returns it, if this is its end: operators of a thread end in the reverse order of their beginnings.
+std::optional<CurrentOperator> end_operator() {
+  if (current.begin == 0 || current.inside-- > 0) return {};
+  if (current.alone) at::enableRecordFunction(true);
+  return std::exchange(current, {});
+}
+
+void write(const CurrentOperator& ended, trace::Kind kind) {
+  trace::write(ended.begin, {.name = ended.name.data(), .kind = kind});
 }
 
 std::unique_ptr<at::ObserverContext> begin_forward(const at::RecordFunction& function) {
-  if (!c10::GradMode::is_enabled()) return nullptr;
-  auto context = begin_operator();
-  if (context == nullptr) return nullptr;
-  context->name = end_of(OperatorNames::instance().module_of(function.inputs()));
-  if (context->name.empty()) context->name = without_namespace(function.name());
-  context->first_node = at::sequence_number::peek();
-  return context;
+  if (is_within_another() || !c10::GradMode::is_enabled() || !trace::recording.load(std::memory_order_relaxed))
+    return {};
+  const std::string module = OperatorNames::instance().module_of(function.inputs());
+  begin_operator(end_of(module.empty() ? without_namespace(function.name()) : module));
+  return {};
 }
 
 // The nodes of this thread are numbered one after the other. An operator that has made none is not autograd's.
-void end_forward(const at::RecordFunction&, at::ObserverContext* made) {
-  const auto* const context = static_cast<OperatorContext*>(made);
-  if (context == nullptr) return;
-  in_operator = false;
+void end_forward(const at::RecordFunction&, at::ObserverContext*) {
+  const auto ended = end_operator();
   const std::uint64_t last = at::sequence_number::peek();
-  if (last == context->first_node) return;
-  const std::uint64_t thread = at::RecordFunction::currentThreadId();
-  for (std::uint64_t node = context->first_node; node < last; ++node)
-    OperatorNames::instance().name_node(thread, static_cast<std::int64_t>(node), context->name);
-  trace::write(context->begin, {.name = context->name, .kind = trace::Kind::kForward});
+  if (!ended || ended->first_node == last) return;
+  OperatorNames::instance().name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
+  write(*ended, trace::Kind::kForward);
 }
 
+// A node without a number adds to a .grad, and has no name here.
 std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
-  if (function.seqNr() < 0) return nullptr;  // adds to a .grad
-  auto context = begin_operator();
-  if (context == nullptr) return nullptr;
-  context->name = OperatorNames::instance().name_of_node(function.forwardThreadId(), function.seqNr());
-  if (context->name.empty()) context->name = function.name();
-  return context;
+  if (is_within_another() || !trace::recording.load(std::memory_order_relaxed)) return {};
+  trace::Name name{};
+  if (const std::int64_t number = function.seqNr(); number >= 0)
+    name = OperatorNames::instance().name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
+  begin_operator(name);
+  return {};
 }
 
-void end_node(const at::RecordFunction&, at::ObserverContext* made) {
-  const auto* const context = static_cast<OperatorContext*>(made);
-  if (context == nullptr) return;
-  in_operator = false;
-  trace::write(context->begin, {.name = context->name, .kind = trace::Kind::kBackward});
+void end_node(const at::RecordFunction&, at::ObserverContext*) {
+  if (const auto ended = end_operator(); ended && ended->name.front() != 0) write(*ended, trace::Kind::kBackward);
 }
 
 }  // namespace
@@ -166,14 +183,18 @@ void name_parameter(const at::Tensor& parameter, const std::string& path) {
   OperatorNames::instance().name_parameter(parameter, path);
 }
 
-void show_operators() {
-  [[maybe_unused]] static const bool once = [] {
-    at::addGlobalCallback(
-        at::RecordFunctionCallback(begin_forward, end_forward).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-    at::addGlobalCallback(
-        at::RecordFunctionCallback(begin_node, end_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
-    return true;
-  }();
+void show_operators(bool on) {
+  static std::vector<at::CallbackHandle> callbacks;
+  static bool shows = false;
+  if (on == std::exchange(shows, on)) return;
+  for (const at::CallbackHandle callback : callbacks)
+    on ? at::reenableCallback(callback) : at::disableCallback(callback);
+  if (!callbacks.empty()) return;
+  callbacks = {
+      at::addGlobalCallback(
+          at::RecordFunctionCallback(begin_forward, end_forward).needsInputs(true).scopes({at::RecordScope::FUNCTION})),
+      at::addGlobalCallback(
+          at::RecordFunctionCallback(begin_node, end_node).scopes({at::RecordScope::BACKWARD_FUNCTION}))};
 }
 
 }  // namespace lockstep

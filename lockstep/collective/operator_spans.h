@@ -26,7 +26,7 @@ void name_modules(const NamedTensors& parameters) {
   for (const auto& [path, parameter] : parameters) name_parameter(parameter, path);
 }
 
-// From now on, while trace::recording. Costs about a microsecond for each operator; nothing before this call.
-void show_operators();
+// From now on, while trace::recording. Costs about a microsecond for each operator; nothing while it is off. One thread.
+void show_operators(bool on);
 
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #include "lockstep/base/own_process.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/collective/trace_if_asked.h"
@@ -26,14 +27,14 @@ namespace {
 constexpr int kRounds = 20;
 
 // The round trip that took the shortest tells most: rank 0 answered within it.
-trace::ClockOffset ask_rank_0(const World& world) {
+trace::ClockOffset ask_rank_0(const ClockPeers& peers) {
   trace::ClockOffset best;
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
   for (int round = 0; round < kRounds; ++round) {
     const torch::Tensor theirs = torch::zeros({1}, torch::kInt64);
     const std::int64_t asked = trace::now();
-    world.send(theirs, 0);
-    world.receive(theirs, {.from = 0});
+    peers.send(theirs, 0);
+    peers.receive(theirs, 0);
     const std::int64_t took = trace::now() - asked;
     if (took >= shortest) continue;
     shortest = took;
@@ -42,27 +43,35 @@ trace::ClockOffset ask_rank_0(const World& world) {
   return best;
 }
 
-void answer(const World& world, int rank) {
+void answer(const ClockPeers& peers, int rank) {
   const torch::Tensor time = torch::zeros({1}, torch::kInt64);
   for (int round = 0; round < kRounds; ++round) {
-    world.receive(time, {.from = rank});
+    peers.receive(time, rank);
     time.fill_(trace::now());
-    world.send(time, rank);
+    peers.send(time, rank);
   }
 }
 
 // The ranks of rank 0's machine have its clock.
-trace::ClockOffset compare_clocks(const World& world) {
-  const torch::Tensor nodes = world.all_gather(torch::tensor({world.node_rank()}, torch::kInt64)).flatten();
-  const auto elsewhere = [&](int rank) { return nodes[rank].item<std::int64_t>() != nodes[0].item<std::int64_t>(); };
-  for (int rank = 1; rank < world.size() && world.rank() == 0; ++rank)
-    if (elsewhere(rank)) answer(world, rank);
-  return elsewhere(world.rank()) ? ask_rank_0(world) : trace::ClockOffset{.at = trace::now()};
+trace::ClockOffset compare_clocks(const ClockPeers& peers) {
+  const auto elsewhere = [&](int rank) { return peers.machine_of[to_size(rank)] != peers.machine_of[0]; };
+  const int size = static_cast<int>(peers.machine_of.size());
+  for (int rank = 1; rank < size && peers.rank == 0; ++rank)
+    if (elsewhere(rank)) answer(peers, rank);
+  return elsewhere(peers.rank) ? ask_rank_0(peers) : trace::ClockOffset{.at = trace::now()};
 }
 
-trace::Process this_process(const World& world) {
-  const trace::ClockOffset clock = compare_clocks(world);
-  trace::Process process{.rank = world.rank(), .pid = ::getpid(), .clock = {clock, clock}};
+ClockPeers peers_in(const World& world) {
+  const torch::Tensor nodes = world.all_gather(torch::tensor({world.node_rank()}, torch::kInt32)).flatten();
+  return {.rank = world.rank(),
+          .machine_of = {nodes.const_data_ptr<int>(), nodes.const_data_ptr<int>() + nodes.numel()},
+          .send = [&world](const torch::Tensor& tensor, int to) { world.send(tensor, to); },
+          .receive = [&world](const torch::Tensor& tensor, int from) { world.receive(tensor, {.from = from}); }};
+}
+
+trace::Process this_process(const ClockPeers& peers) {
+  const trace::ClockOffset clock = compare_clocks(peers);
+  trace::Process process{.rank = peers.rank, .pid = ::getpid(), .clock = {clock, clock}};
   host_name().copy(process.host.data(), process.host.size() - 1);
   return process;
 }
@@ -83,10 +92,14 @@ Recordings receive_all(const World& world) {
   return all;
 }
 
-void open_ring(const World& world, const std::string& file) {
+void open_ring(const ClockPeers& peers, const std::string& file) {
   require_timeline_file(file);
-  trace::open(ring_file(file, world.rank()), this_process(world));
-  show_operators();
+  trace::open(ring_file(file, peers.rank), this_process(peers));
+}
+
+void record(bool on) {
+  trace::record(on);
+  show_operators(on);
 }
 
 }  // namespace
@@ -104,23 +117,26 @@ StepRange parse_steps(const std::string& text) {
 Timeline::Timeline(const World& world, std::string file, StepRange steps)
     : world_(world), file_(std::move(file)), steps_(steps) {
   if (file_.empty()) return;
-  open_ring(world, file_);
-  trace::record(steps_.first == 0);
+  open_ring(peers_in(world), file_);
+  record(steps_.first == 0);
 }
 
 Timeline::~Timeline() {
-  if (!file_.empty()) trace::close();
+  if (file_.empty()) return;
+  show_operators(false);
+  trace::close();
 }
 
 void Timeline::begin_step(std::int64_t step) {
   if (file_.empty()) return;
-  trace::record(steps_.has(step));
+  record(steps_.has(step));
   trace::count_memory();
 }
 
 void Timeline::finish(bool together) try {
   if (file_.empty()) return;
-  trace::finish(together ? std::make_optional(compare_clocks(world_)) : std::nullopt);
+  show_operators(false);
+  trace::finish(together ? std::make_optional(compare_clocks(peers_in(world_))) : std::nullopt);
   if (together) gather();
 } catch (const PeerLost& error) {
   log_warning(concat("the trace is not complete: ", error.what()));
@@ -136,11 +152,25 @@ void Timeline::gather() {
   std::filesystem::remove(ring_file(file_, world_.rank()));
 }
 
-void trace_if_asked(const World& world) {
+namespace {
+
+// The file of a trace that has not begun.
+const char* asked_for() {
   const char* const file = std::getenv("LOCKSTEP_TRACE");
-  if (file == nullptr || *file == '\0' || trace::is_open()) return;
-  open_ring(world, file);
-  trace::record(true);
+  return file == nullptr || *file == '\0' || trace::is_open() ? nullptr : file;
+}
+
+}  // namespace
+
+void trace_if_asked(const World& world) {
+  if (asked_for() != nullptr) trace_if_asked(peers_in(world));
+}
+
+void trace_if_asked(const ClockPeers& peers) {
+  const char* const file = asked_for();
+  if (file == nullptr) return;
+  open_ring(peers, file);
+  record(true);
   static const OwnProcess process;  // a forked child does not finish for its parent
   std::atexit([] {
     if (process.is_here() && trace::is_open()) trace::finish({});

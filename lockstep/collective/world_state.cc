@@ -16,6 +16,7 @@
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
+#include "lockstep/collective/traced_messages.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -156,16 +157,11 @@ int WorldState::run_message(const TensorCall& message) {
 }
 
 std::uint64_t WorldState::arrow_of(const Call& message, int peer) {
-  const bool sends = message.operation == Operation::kSend;
-  return arrows_.next(trace_id_, {sends ? rank() : peer, sends ? peer : rank(), message.tag});
+  return arrows_.next(trace_id_, channel_of(message, rank(), peer));
 }
 
 trace::Label WorldState::label_of(const Call& message, int peer, std::uint64_t arrow) const {
-  return {.name = to_string(message.operation),
-          .number = job_ranks[peer],
-          .bytes = static_cast<std::int64_t>(message.count * size_of(message.dtype)),
-          .arrow = arrow,
-          .arrives = message.operation == Operation::kReceive};
+  return label_of_message(message, job_ranks[peer], arrow);
 }
 
 World World::single(const WorldOptions& options) { return WorldState::world_of(make_world_state({}, options)); }

@@ -17,6 +17,7 @@
 
 #include "lockstep/collective/future.h"
 #include "lockstep/collective/tensor_call.h"
+#include "lockstep/collective/traced_messages.h"
 
 namespace lockstep::backend {
 
@@ -61,11 +62,15 @@ class CollectiveWork final : public c10d::Work {
 // A send or receive of one tensor, which is complete once wait(), or isCompleted(), has said so.
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(int rank, c10d::OpType type, Tensors tensors, TensorCall call, FuturePtr future)
-      : c10d::Work(rank, type), tensors_(std::move(tensors)), call_(std::move(call)), future_(std::move(future)) {}
+  MessageWork(int rank, c10d::OpType type, Tensors tensors, TensorCall call, TracedMessage traced, FuturePtr future)
+      : c10d::Work(rank, type),
+        tensors_(std::move(tensors)),
+        call_(std::move(call)),
+        traced_(std::move(traced)),
+        future_(std::move(future)) {}
 
   bool isCompleted() override {
-    if (future_->done()) settle();
+    if (future_->done()) settle(trace::now_if_recording());
     return c10d::Work::isCompleted();
   }
   bool isSuccess() const override { return future_->done() && c10d::Work::isSuccess(); }
@@ -73,26 +78,29 @@ class MessageWork final : public c10d::Work {
   Tensors result() override { return tensors_; }
 
   bool wait(std::chrono::milliseconds timeout) override {
+    const std::int64_t began = trace::now_if_recording();
     if (timeout == kNoTimeout)
       future_->wait();
     else
       future_->wait(Deadline::after(timeout));
-    settle();
+    settle(began);
     return c10d::Work::wait(kNoTimeout);
   }
 
  private:
-  void settle() {
-    std::call_once(settled_, [this] {
-      finish(failure_of([this] {
+  void settle(std::int64_t began) {
+    std::call_once(settled_, [&] {
+      finish(failure_of([&] {
         future_->wait();
         call_.finish();
+        if (call_.call.operation == Operation::kReceive) traced_.write(began, future_->source());
       }));
     });
   }
 
   Tensors tensors_;
   TensorCall call_;
+  TracedMessage traced_;
   FuturePtr future_;
   std::once_flag settled_;
 };

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/pipeline/links.h"
 
+#include <atomic>
+
+#include "lockstep/base/trace.h"
+#include "lockstep/collective/message_arrows.h"
 #include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
@@ -14,34 +18,63 @@ namespace {
 // has seen that (acquire); in the same way a place is filled again only after taken_ says that it was emptied.
 class Channel {
  public:
-  explicit Channel(std::size_t capacity) : places_(capacity) {}
+  Channel(std::size_t capacity, int from, int to) : places_(capacity), from_(from), to_(to) {}
 
   // Blocks while the channel is full. Throws PeerLost.
   void send(Device& from, Tensors tensors) {
     const std::uint32_t sent = sent_.load();
+    const std::int64_t began = trace::now_if_recording(), bytes = began == 0 ? 0 : bytes_of(tensors);
     DevicesState::of(from).wait_on(from, taken_, "room in a channel",
                                    [&] { return sent - taken_.load() < places_.size(); });
     places_[sent % places_.size()] = std::move(tensors);
     sent_.raise(sent + 1);
+    trace::write(began, [&] {
+      return trace::Label{.name = "send to device", .number = to_, .bytes = bytes, .arrow = arrow_of(sent)};
+    });
   }
 
   // Blocks while the channel is empty. Throws PeerLost.
   Tensors receive(Device& at) {
     const std::uint32_t taken = taken_.load();
+    const std::int64_t began = trace::now_if_recording();
     DevicesState::of(at).wait_on(at, sent_, "what another stage sends", [&] { return sent_.load() != taken; });
     Tensors tensors = std::exchange(places_[taken % places_.size()], {});
     taken_.raise(taken + 1);
+    trace::write(began, [&] {
+      return trace::Label{.name = "receive from device",
+                          .number = from_,
+                          .bytes = bytes_of(tensors),
+                          .arrow = arrow_of(taken),
+                          .arrives = true};
+    });
     return tensors;
   }
 
  private:
+  static std::int64_t bytes_of(const Tensors& tensors) {
+    std::size_t bytes = 0;
+    for (const torch::Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
+    return static_cast<std::int64_t>(bytes);
+  }
+
+  static std::uint64_t next_id() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+  }
+
+  std::uint64_t arrow_of(std::uint32_t message) const { return mix_numbers(id_, message) | 1U; }
+
   std::vector<Tensors> places_;
-  alignas(64) shm::Flag sent_;   // messages sent so far
-  alignas(64) shm::Flag taken_;  // messages taken so far
+  const int from_;
+  const int to_;
+  const std::uint64_t id_ = next_id();  // of this process's channels
+  alignas(64) shm::Flag sent_;          // messages sent so far
+  alignas(64) shm::Flag taken_;         // messages taken so far
 };
 
 struct Channels {
-  explicit Channels(std::size_t capacity) : forward(capacity), backward(capacity) {}
+  Channels(std::size_t capacity, int device)
+      : forward(capacity, device, device + 1), backward(capacity, device + 1, device) {}
   Channel forward;
   Channel backward;
 };
@@ -75,7 +108,7 @@ StageLink message_link(int peer, const Way& out, const Way& in) {
 
 std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity) {
   IntVector<std::shared_ptr<Channels>> behind;  // of each device
-  for (int i = 0; i < devices; ++i) behind.push_back(std::make_shared<Channels>(capacity));
+  for (int i = 0; i < devices; ++i) behind.push_back(std::make_shared<Channels>(capacity, i));
   return [behind, stages](Device& device) {
     const int i = device.index();
     StageLinks links;
