@@ -9,8 +9,6 @@ refused. Waits for the port, at most 30 seconds.
 """
 
 import os
-import resource
-import select
 import socket
 import struct
 import sys
@@ -92,28 +90,8 @@ def noise(host, port):
     return False
 
 
-def crowd(host, port):
-    """More connections than the rank has descriptors for. Each must be made within seconds."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    poll = select.poll()
-    connections = {}
-    for _ in range(1000):
-        connection = socket.socket()
-        connection.setblocking(False)
-        connection.connect_ex((host, port))
-        connections[connection.fileno()] = connection
-        poll.register(connection, select.POLLOUT)
-    made, deadline = 0, time.monotonic() + 3
-    while made < len(connections) and time.monotonic() < deadline:
-        for number, _ in poll.poll(100):
-            made += connections[number].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-            poll.unregister(number)
-    print(f"crowd: {made} connections")
-    return made > 256
-
-
 if __name__ == "__main__":
-    attacks = {"join": join, "delete": delete, "fill": fill, "replace": replace, "idle": idle, "noise": noise, "crowd": crowd}
+    attacks = {"join": join, "delete": delete, "fill": fill, "replace": replace, "idle": idle, "noise": noise}
     try:
         succeeded = attacks[sys.argv[3]](sys.argv[1], int(sys.argv[2]))
     except (ConnectionError, TimeoutError) as error:

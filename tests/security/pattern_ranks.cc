@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that exchange an array of one pattern until a file is there: what network_test.sh looks for on the link, and
+// Ranks that exchange an array of one pattern until a file is there: what tensors_test.sh looks for on the link, and
 // attacks meanwhile.
 //
 //   pattern_ranks BEGUN END     rank 0 makes BEGUN after the first exchange, and looks for END

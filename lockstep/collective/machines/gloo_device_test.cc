@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keeps strangers out of Gloo's connections. tests/security/network_test.sh has the attacks over a network.
+// What keeps strangers out of Gloo's connections. tests/security/tensors_test.sh has the attacks over a network.
 #include "lockstep/collective/machines/gloo_device.h"
 
 #include <arpa/inet.h>
