@@ -125,6 +125,13 @@ add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.s
 add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.munge hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)
 
+add_executable(pattern_ranks security/pattern_ranks.cc)
+target_link_libraries(pattern_ranks PRIVATE lockstep)
+target_precompile_headers(pattern_ranks REUSE_FROM lockstep_pch)
+add_test(NAME hosts.security_of_tensors
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/tensors_test.sh $<TARGET_FILE:lockstep_command> $<TARGET_FILE:pattern_ranks>)
+set_tests_properties(hosts.security_of_tensors PROPERTIES TIMEOUT 120)
+
 # A user's own project against the install tree: as it is installed, so without sanitizers.
 if(NOT LOCKSTEP_SANITIZE)
   add_test(NAME install.a_users_project_builds_and_trains

@@ -14,6 +14,7 @@
 #include "lockstep/collective/connect.h"
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/gpus.h"
+#include "lockstep/collective/insecure_network.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/traced_messages.h"
@@ -35,14 +36,25 @@ std::string describe(const JobEnvironment& job) {
   return concat("rank ", job.rank, " of ", job.world_size, " on ", host_name());
 }
 
+void require_trust_for_nccl(const WorldState& state) {
+  if (std::ranges::max(state.nodes) == 0 || network_is_insecure()) return;
+  throw EnvironmentError({.what = "CUDA tensors would cross the network between machines in the clear",
+                          .here = state.caller.here,
+                          .likely = "NCCL, which carries them, neither encrypts nor authenticates",
+                          .next = "in a network that you trust: --insecure-network, or LOCKSTEP_INSECURE_NETWORK=1 for "
+                                  "all ranks; else keep the ranks on one machine"});
+}
+
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
   state.nodes = std::move(machine_of);
   state.cpu_transport = std::move(transport);
-  if (state.caller.device.is_cuda())
+  if (state.caller.device.is_cuda()) {
+    require_trust_for_nccl(state);
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
+  }
   let_nobody_else_in(*store);
 }
 

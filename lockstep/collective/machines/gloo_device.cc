@@ -43,7 +43,7 @@ RendezvousError cannot_use_gloo(const std::string& why) {
 // gloo_openssl.cc, before Gloo opens `libssl.so` for the first time.
 void load_openssl_for_gloo() {
   Dl_info own{};
-  ::dladdr(reinterpret_cast<void*>(&network_is_protected), &own);
+  ::dladdr(reinterpret_cast<void*>(&plain_gloo_device), &own);
   const auto path = std::filesystem::path(own.dli_fname).parent_path() / "lockstep_gloo_openssl.so";
   void* const ours = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (ours == nullptr) throw cannot_use_gloo(::dlerror());
@@ -218,11 +218,6 @@ class TlsDevice final : public gloo::transport::Device {
 };
 
 }  // namespace
-
-bool network_is_protected() {
-  const char* insecure = std::getenv("LOCKSTEP_INSECURE_NETWORK");
-  return insecure == nullptr || std::string_view(insecure) != "1";
-}
 
 GlooDevice plain_gloo_device(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
   exchange_alike(*store, std::string(kInsecure), options);

@@ -27,9 +27,6 @@
 
 namespace lockstep {
 
-// Unless LOCKSTEP_INSECURE_NETWORK=1.
-bool network_is_protected();
-
 using GlooDevice = std::shared_ptr<gloo::transport::Device>;
 
 // Both block until all ranks have said over `store` which of the two they want. Throw RendezvousError: not all have come,

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// What keeps strangers out of Gloo's connections. tests/security/tensors_test.sh has the attacks over a network.
+#include "lockstep/collective/machines/gloo_device.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/collective/machines/gloo_identity.h"
+#include "lockstep/collective/machines/link.h"
+#include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/error.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// Of somebody who changes what a rank tells the others: as PyTorch's TCPStore lets anybody do.
+class ForgedStore final : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    std::string text(value.begin(), value.end());
+    if (key == "lockstep/gloo/1") text = text.substr(0, text.find('\n') + 1) + GlooIdentity().certificate();
+    PrefixStore::set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
+  }
+};
+
+TransportOptions options_of(int rank) {
+  return {.rank = rank, .size = 2, .describe = "rank " + std::to_string(rank), .timeout = std::chrono::seconds(20)};
+}
+
+std::string error_of_link(const StorePtr& store, int rank) {
+  return testing::message_of<RendezvousError>([&] { MachineLink(store, options_of(rank), {"rank 0", "rank 1"}); });
+}
+
+TEST(GlooDevice, does_not_connect_to_a_rank_without_the_certificate_that_it_has_told) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::string error;
+  std::thread other([&] { error = error_of_link(c10::make_intrusive<ForgedStore>("x", store), 1); });
+  const std::string own = error_of_link(c10::make_intrusive<c10d::PrefixStore>("x", store), 0);
+  other.join();
+  EXPECT_TRUE(testing::contains(own, "can't connect")) << own;
+  EXPECT_TRUE(testing::contains(error, "can't connect")) << error;
+}
+
+TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_rest) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  store->set("lockstep/gloo/1", std::string("insecure"));
+  const std::string error = error_of_link(store, 0);
+  EXPECT_TRUE(testing::contains(error, "rank 1 trusts the network, other than this rank")) << error;
+}
+
+// Both send more than sockets hold, before either receives the other's.
+TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto exchange = [&](int rank) {
+    MachineLink link(store, options_of(rank), {"rank 0", "rank 1"});
+    std::vector<std::byte> mine(std::size_t{64} << 20, std::byte(rank + 1));
+    std::vector<std::byte> theirs(mine.size());
+    MachineLink::Transfers transfers;
+    for (int turn = 0; turn < 3; ++turn) {
+      link.receive(1 - rank, theirs.data(), theirs.size(), transfers);
+      link.send(1 - rank, mine.data(), mine.size(), transfers);
+      link.wait(transfers);
+    }
+    EXPECT_EQ(theirs, std::vector<std::byte>(mine.size(), std::byte(2 - rank)));
+  };
+  std::thread other([&] { exchange(1); });
+  exchange(0);
+  other.join();
+}
+
+// ---- The filter, on the loopback interface: 127.0.0.2 is a stranger
+
+sockaddr_in loopback(std::uint32_t last, std::uint16_t port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(0x7f000000 | last);
+  address.sin_port = port;
+  return address;
+}
+
+const sockaddr* raw(const sockaddr_in& address) { return reinterpret_cast<const sockaddr*>(&address); }
+
+bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds) {
+  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const sockaddr_in own = loopback(from, 0);
+  EXPECT_EQ(::bind(fd.get(), raw(own), sizeof own), 0);
+  ::connect(fd.get(), raw(to), sizeof to);
+  pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+  return ::poll(&connected, 1, milliseconds) == 1 && (connected.revents & POLLERR) == 0;
+}
+
+TEST(ListenerFilter, admits_the_given_addresses_and_later_nobody) {
+  const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(1, 0);
+  ASSERT_EQ(::bind(listener.get(), raw(address), sizeof address), 0);
+  ASSERT_EQ(::listen(listener.get(), 16), 0);
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  ASSERT_EQ(::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound), &length), 0);
+  std::memcpy(&address, &bound, sizeof address);
+
+  const ListenerFilter filter(bound);
+  constexpr int kLong = 10000, kShort = 200;
+  EXPECT_TRUE(connects(2, address, kLong));
+  filter.admit_only({"10.1.2.3", "127.0.0.1", "fe80::1"});
+  EXPECT_TRUE(connects(1, address, kLong));
+  EXPECT_FALSE(connects(2, address, kShort));
+  filter.admit_nobody();
+  EXPECT_FALSE(connects(1, address, kShort));
+}
+
+}  // namespace
+}  // namespace lockstep

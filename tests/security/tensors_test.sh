@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Two hosts exchange tensors, and a third in their network listens in and attacks the ports at which Gloo listens. Under
+# --insecure-network it finds a known pattern on the link, and ends a rank by a crowd of connections; else neither. Then a
+# firewall that drops the tensors' packets: an error that names the rank behind it. Everything is in namespaces of this script's own.
+#
+#   tensors_test.sh LOCKSTEP PATTERN_RANKS
+set -euo pipefail
+if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
+  export IN_OWN_NAMESPACES=1
+  exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
+fi
+lockstep=$1 pattern_ranks=$2
+here=$(dirname "$0")
+source "$here/../hosts/hosts.sh"
+make_hosts n1 n2 stranger
+export HOME=$work  # which all hosts see
+port=29500
+declare -a jobs
+fail() { echo "$*" >&2; exit 1; }
+
+# Few descriptors: a crowd of connections would need more.
+begin_exchange() {  # MODE OPTION...
+  local mode=$1
+  shift
+  rm -f "$work"/capture.* "$work"/exchange.*
+  /run/on-host n1 "$here/capture.py" eth0 "$work/capture.ready" >"$work/capture.$mode" &
+  capture=$!
+  until [ -e "$work/capture.ready" ]; do sleep 0.05; done
+  for node in 0 1; do
+    (ulimit -n 256 && exec /run/on-host n$((node + 1)) "$lockstep" run --nnodes 2 --node-rank $node --master-addr 10.77.0.11 \
+      --master-port $port "$@" -- "$pattern_ranks" "$work/exchange.begun" "$work/exchange.end" 2>"$work/$mode.$node.err") &
+    jobs[$node]=$!
+  done
+  local give_up=$((SECONDS + 60))
+  until [ -e "$work/exchange.begun" ]; do
+    [ $SECONDS -lt $give_up ] || fail "no exchange in 60 s: $(cat "$work/$mode".?.err)"
+    sleep 0.05
+  done
+}
+listening_ports() {  # HOST
+  on_host "$1" awk '$4 == "0A" { sub(".*:", "", $2); print $2 }' /proc/net/tcp | while read -r number; do echo $((16#$number)); done
+}
+crowd_somewhere() {  # at any port of n1
+  local number
+  for number in $(listening_ports n1); do
+    if on_host stranger "$here/crowd.py" 10.77.0.11 "$number"; then return 0; fi
+  done
+  return 1
+}
+end_capture() {  # MODE
+  kill "$capture"
+  wait "$capture" || true
+  read -r seen found <"$work/capture.$1"
+  [ "$seen" -gt 1000000 ] || fail "$1: the capture has seen only $seen bytes"
+}
+
+begin_exchange clear --insecure-network
+end_capture clear
+[ "$found" -gt 0 ] || fail "the pattern is not on an insecure link: $seen bytes"
+[ -n "$(listening_ports n1)" ] || fail "Gloo does not listen"
+crowd_somewhere || fail "a crowd does not bite"
+touch "$work/exchange.end"
+if wait "${jobs[0]}"; then fail "a crowd ended nothing"; fi
+wait "${jobs[1]}" || true
+
+begin_exchange tls
+if crowd_somewhere; then fail "a crowd got in"; fi
+touch "$work/exchange.end"
+wait "${jobs[0]}" || fail "$(cat "$work"/tls.?.err)"
+wait "${jobs[1]}" || fail "$(cat "$work"/tls.?.err)"
+end_capture tls
+[ "$found" -eq 0 ] || fail "$found packets have the pattern"
+
+# A firewall: of what n2 sends only packets for the meeting arrive.
+on_host n2 tc qdisc add dev eth0 clsact
+on_host n2 tc filter add dev eth0 egress protocol ip prio 1 u32 match ip dport $port 0xffff action pass
+on_host n2 tc filter add dev eth0 egress protocol ip prio 2 u32 match u32 0 0 action drop
+start() {  # NODE_RANK; in a subshell, whose process becomes the launcher
+  exec /run/on-host n$(($1 + 1)) "$lockstep" run --nnodes 2 --node-rank "$1" --master-addr 10.77.0.11 --master-port $port -- \
+    "$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 6 --max-steps 3 2>"$work/firewall.$1.err"
+}
+start 0 &
+if (start 1); then fail "trained through a firewall"; fi
+if wait $!; then fail "trained through a firewall"; fi
+cat "$work"/firewall.?.err | grep -q "can't connect to rank [01] at 10.77.0.1[12]" || fail "$(cat "$work"/firewall.?.err)"
+grep -q 'a firewall between the machines' "$work/firewall.1.err" || fail "$(cat "$work"/firewall.?.err)"
+echo "the pattern and the crowd get through without TLS, and neither with it"
