@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random bytes, and messages that are valid but for some bytes, to everything at which a running job listens.
 
-    fuzz.py MESSAGES SEED PID
+    fuzz.py MESSAGES SEED PID [MIB]
 
 Sends to the TCP and Unix sockets that listen in the network of process PID, over and over, until it has sent MESSAGES or the
 process has ended. Waits for a socket, at most 30 seconds. Keeps some connections open. Prints how many messages went to
 which kind of socket, and by how much the memory of the process and its descendants has grown meanwhile. Exits with 3 if nothing
-listened, with 4 if it grew by more than 64 MiB.
+listened, with 4 if it grew by more than MIB.
 """
 
 import os
@@ -21,7 +21,6 @@ from collections import Counter
 
 PATIENCE = 30
 LOOK_AGAIN_AFTER = 50  # messages: sockets come and go
-MOST_GROWTH = 64 << 20
 KEPT_OPEN = 200
 
 
@@ -153,4 +152,5 @@ def fuzz(messages, random, pid):
 if __name__ == "__main__":
     sent, growth = fuzz(int(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3]))
     print(dict(sent), f"{growth >> 20} MiB more", flush=True)
-    sys.exit(3 if not sent else 4 if growth > MOST_GROWTH else 0)
+    most = int(sys.argv[4]) << 20 if len(sys.argv) > 4 else growth
+    sys.exit(3 if not sent else 4 if growth > most else 0)
