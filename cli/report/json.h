@@ -8,6 +8,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
 namespace lockstep::report {
 
 using Json = nlohmann::ordered_json;
@@ -29,5 +32,14 @@ inline std::string text_of(const Json& object, const std::string& key) {
 
 // Nothing but `discarded` for what is no JSON.
 inline Json parse(const std::string& text) { return Json::parse(text, nullptr, /*allow_exceptions=*/false); }
+
+// Of a file whose `about` says in which format it is. Throws DataError: a newer one than `known`.
+inline void require_known_format(const Json& about, int known, const std::string& file) {
+  if (!has_number(about, "format") || about.at("format").get<double>() <= known) return;
+  throw DataError(
+      {.what = concat(file, " is in format ", about.at("format").dump(), ", and this lockstep knows ", known),
+       .likely = "a newer lockstep has written it",
+       .next = "make the report with the lockstep that trained"});
+}
 
 }  // namespace lockstep::report

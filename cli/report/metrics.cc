@@ -41,14 +41,6 @@ double number_of(const Json& event, const char* key) {
   return has_number(event, key) ? event.at(key).get<double>() : std::numeric_limits<double>::quiet_NaN();
 }
 
-void require_known_format(const Json& start, const std::string& file) {
-  if (!has_number(start, "format") || start.at("format").get<double>() <= kFormat) return;
-  throw DataError(
-      {.what = concat(file, " is in format ", start.at("format").dump(), ", and this lockstep knows ", kFormat),
-       .likely = "a newer lockstep has written it",
-       .next = "make the report with the lockstep that trained"});
-}
-
 // What an earlier attempt wrote from `step` on is void, its end too.
 void go_back_to(std::int64_t step, Events& events) {
   std::erase_if(events.steps, [&](const Step& other) { return other.step >= step; });
@@ -71,7 +63,7 @@ bool add_event(const Json& event, Events& events, const std::string& file) {
   const std::string kind = text_of(event, "event");
   if (kind == "step") return add_step(event, events);
   if (kind == "start") {
-    require_known_format(event, file);
+    require_known_format(event, kFormat, file);
     if (has_number(event, "step")) go_back_to(event.at("step").get<std::int64_t>(), events);
     events.start = event;
   } else if (kind == "epoch") {

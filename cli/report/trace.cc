@@ -8,6 +8,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep::report {
@@ -80,6 +81,7 @@ void add_whole_lines(const std::string& content, Trace& trace) {
     if (line.ends_with(',')) line.pop_back();
     add_event(parse(line), trace);
   }
+  if (const Json* about = find(parse(content.substr(0, content.find('\n')) + "]}"), "otherData")) trace.about = *about;
 }
 
 Trace trace_in(const std::string& content) {
@@ -233,20 +235,19 @@ Json facts_of(std::int64_t number, const Rank& rank) {
 }
 
 void require_json(const std::filesystem::path& file) {
-  const std::string name = file.filename().string();
-  if (name.ends_with(".pftrace"))
-    throw DataError({.what = concat(file.string(), " is in Perfetto's format, which the report does not read"),
-                     .next = "train with --trace FILE.json"});
-  if (name.find(".json.rank") != std::string::npos)
+  if (const std::string trace = file_of_ring(file); !trace.empty())
     throw DataError({.what = concat(file.string(), " is what one rank kept for its trace"),
                      .likely = "the run was ended before its trace was written",
-                     .next = "make the report without the trace"});
+                     .next = concat("lockstep trace ", trace, ", and report that file")});
+  if (file.string().ends_with(".pftrace"))
+    throw DataError({.what = concat(file.string(), " is in Perfetto's format, which the report does not read"),
+                     .next = "train with --trace FILE.json"});
 }
 
 }  // namespace
 
 bool is_trace(const std::filesystem::path& file) {
-  if (file.string().ends_with(".pftrace")) return true;
+  if (file.string().ends_with(".pftrace") || !file_of_ring(file).empty()) return true;
   std::ifstream in(file);
   std::string line;
   std::getline(in, line);
@@ -257,6 +258,7 @@ Json read_trace(const std::filesystem::path& file) {
   require_json(file);
   const std::string content = read_file(file);
   const Trace trace = trace_in(content);
+  require_known_format(trace.about, kTraceFormat, file.string());
   if (trace.spans == 0)
     throw DataError({.what = concat(file.string(), content.empty() ? " is empty" : " has no span in it"),
                      .likely = "the run died before its first step, or another kind of file",
