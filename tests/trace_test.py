@@ -154,12 +154,30 @@ def expect_trace_of_some_steps(command, folder, kind):
     assert list(Path(folder).glob("some.*.rank*")) == [], "rings are left"
 
 
-def expect_what_a_lost_rank_did(program, folder):
+def expect_what_is_around_the_steps(command, folder):
+    """Two epochs of four steps, with a checkpoint after each."""
+    file = Path(folder, "epochs.json")
+    run([command, "train"], {"model": "lenet", "data": "synthetic:64x1x28x28", "ranks": 2, "epochs": 2, "checkpoint-dir": f"{folder}/epochs",
+                             "trace": file})
+    ranks = spans(json.loads(file.read_text()))
+    for events in ranks.values():
+        ends = [event for event in events if event["name"].startswith("end of epoch")]
+        assert [end["name"] for end in ends] == ["end of epoch 0", "end of epoch 1"], ends
+        assert all(end["tid"] == step["tid"] for end in ends for step in named(events, "step 0")), ends
+    loop = named(ranks[0], "step 0")[0]["tid"]
+    for number in 4, 8:
+        (written,) = named(ranks[0], f"write checkpoint {number}")
+        (copied,) = named(ranks[0], f"checkpoint {number}")
+        assert written["tid"] != loop == copied["tid"] and copied["ts"] <= written["end"], (written, copied)
+
+
+def expect_what_a_lost_rank_did(program, folder, *launcher):
     file = Path(folder, "lost.json")
     file.with_name("lost.json.rank7").write_text("of an earlier run")
     notes = file.with_name("lost.json.rank.notes")
     notes.write_text("not a ring")
-    error = run([program], {"ranks": 2, "max-steps": 40, "trace": file}, code=128 + 9, MISBEHAVE="kill")
+    options = {"max-steps": 40, "trace": file} | ({} if launcher else {"ranks": 2})
+    error = run([*launcher, program], options, code=128 + 9, MISBEHAVE="kill")
     assert "lost.json has what each rank did before the run failed" in error, error
     trace = json.loads(file.read_text())
     assert not trace["otherData"]["complete"]
@@ -168,7 +186,24 @@ def expect_what_a_lost_rank_did(program, folder):
     for rank, events in ranks.items():  # the tenth step ended rank 1; it may be the last of rank 0
         steps = [event["name"] for event in events if event["name"].startswith("step ")]
         assert steps[: 9 if rank == 0 else None] == [f"step {step}" for step in range(9)], (rank, steps)
-    assert list(Path(folder).glob("lost.json.*")) == [notes], "rings are left, or more is gone"
+    earlier = [file.with_name("lost.json.rank7")] if launcher else []
+    assert sorted(Path(folder).glob("lost.json.*")) == [notes] + earlier, "rings are left, or more is gone"
+
+
+def expect_a_run_whose_trace_cannot_be_written(command, folder):
+    """A folder is in the file's place: the run ends well, and the rings stay."""
+    file, metrics = Path(folder, "folder.json"), Path(folder, "folder.jsonl")
+    file.mkdir()
+    (file / "something").touch()
+    error = run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "ranks": 2, "max-steps": 3, "trace": file,
+                                     "metrics": metrics})
+    assert "the trace is not written" in error and "`lockstep trace" in error, error
+    assert json.loads(metrics.read_text().splitlines()[-1])["event"] == "run"
+    (file / "something").unlink()
+    file.rmdir()
+    assert merge(command, file) == ""
+    trace = json.loads(file.read_text())
+    assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0, 1]
 
 
 def expect_what_a_single_rank_did(program, folder):
@@ -244,6 +279,12 @@ def expect_what_a_loop_that_failed_did(command, program, folder):
     assert list(Path(folder).glob("failed.json.*")) == [], "rings are left"
 
 
+def merge(command, file, code=0):
+    done = subprocess.run([command, "trace", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done
+    return done.stderr
+
+
 def expect_rings_of_another_launcher(command, program, folder):
     """LOCKSTEP_TRACE alone: the ranks leave their rings, `lockstep trace` makes the file."""
     file = Path(folder, "left.json")
@@ -252,22 +293,45 @@ def expect_rings_of_another_launcher(command, program, folder):
     assert len(list(Path(folder).glob("left.json.rank*"))) == 2 and not file.exists()
     broken = file.with_name("left.json.rank2")
     broken.write_bytes(file.with_name("left.json.rank1").read_bytes()[:10000])
-    done = subprocess.run([command, "trace", file], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "left.json.rank2" in done.stderr and "cut off" in done.stderr, done
+    earlier = file.with_name("left.json.rank1").read_bytes()
+    said = merge(command, file)
+    assert "left.json.rank2" in said and "cut off" in said, said
     trace = json.loads(file.read_text())
     assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0, 1]
     assert list(Path(folder).glob("left.json.*")) == [broken], "what can't be read stays"
     broken.unlink()
-    done = subprocess.run([command, "trace", file], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "there is no" in done.stderr, done
+    assert "there is no" in merge(command, file, code=1)
+
+    other = file.with_name("left.json.rank1")
+    other.write_bytes(earlier)
+    assert "left.json has 1 of 2 ranks" in merge(command, file)
+    assert not json.loads(file.read_text())["otherData"]["complete"]
+    other.write_bytes(earlier)
+    launched[3] = "1"
+    subprocess.run(launched, check=True, stdout=subprocess.DEVNULL, timeout=120, env=os.environ | {"LOCKSTEP_TRACE": str(file)})
+    assert "left.json.rank1 is of an earlier job" in merge(command, file)
+    trace = json.loads(file.read_text())
+    assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0]
+    assert list(Path(folder).glob("left.json.*")) == [other], "what is of another job stays"
     done = subprocess.run([command, "run", "--trace", "x.txt", "--", "true"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and ".json or .pftrace" in done.stderr, done
 
 
 def expect_ranks_that_end_when_they_like(command, folder):
+    """With lockstep's own launcher the file is there at the end; with another one rank 0 says how to make it."""
     file = Path(folder, "async.json")
-    run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": "kvstore", "kvstore": "dist_async", "ranks": 2,
-                             "max-steps": 3, "trace": file})
+    options = {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": "kvstore", "kvstore": "dist_async", "max-steps": 3, "trace": file}
+    said = run([command, "train"], options | {"ranks": 2})
+    expect_server_and_workers(file, folder)
+    assert "`lockstep trace" not in said, said
+    file.unlink()
+    said = run([command, "run", "--nproc-per-node", "3", "--", command, "train"], options)
+    assert said.count(f"`lockstep trace {file}` puts it together") == 1 and not file.exists(), said
+    assert merge(command, file) == ""
+    expect_server_and_workers(file, folder)
+
+
+def expect_server_and_workers(file, folder):
     trace = json.loads(file.read_text())
     ranks = spans(trace)
     assert trace["otherData"]["complete"] and sorted(ranks) == [0, 1, 2], trace["otherData"]
@@ -298,7 +362,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("json", "pftrace"):
             expect_trace_of_some_steps(command, folder, kind)
+        expect_what_is_around_the_steps(command, folder)
         expect_what_a_lost_rank_did(program, folder)
+        expect_what_a_lost_rank_did(program, folder, command, "run", "--nproc-per-node", "2", "--")
+        expect_a_run_whose_trace_cannot_be_written(command, folder)
         expect_what_a_single_rank_did(program, folder)
         expect_strategies(command, folder)
         expect_messages(command, folder)

@@ -8,12 +8,12 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep::report {
 namespace {
 
-constexpr int kTraceFormat = 1;  // kFormat of lockstep/base/timeline_file.cc
 constexpr std::size_t kPointsOfRank = 300;
 
 struct Span {
@@ -81,6 +81,7 @@ void add_whole_lines(const std::string& content, Trace& trace) {
     if (line.ends_with(',')) line.pop_back();
     add_event(parse(line), trace);
   }
+  if (const Json* about = find(parse(content.substr(0, content.find('\n')) + "]}"), "otherData")) trace.about = *about;
 }
 
 Trace trace_in(const std::string& content) {
@@ -234,20 +235,19 @@ Json facts_of(std::int64_t number, const Rank& rank) {
 }
 
 void require_json(const std::filesystem::path& file) {
-  const std::string name = file.filename().string();
-  if (name.ends_with(".pftrace"))
-    throw DataError({.what = concat(file.string(), " is in Perfetto's format, which the report does not read"),
-                     .next = "train with --trace FILE.json"});
-  if (name.find(".json.rank") != std::string::npos)
+  if (const std::string trace = file_of_ring(file); !trace.empty())
     throw DataError({.what = concat(file.string(), " is what one rank kept for its trace"),
                      .likely = "the run was ended before its trace was written",
-                     .next = "make the trace of what all ranks have left: lockstep trace FILE.json"});
+                     .next = concat("lockstep trace ", trace, ", and report that file")});
+  if (file.string().ends_with(".pftrace"))
+    throw DataError({.what = concat(file.string(), " is in Perfetto's format, which the report does not read"),
+                     .next = "train with --trace FILE.json"});
 }
 
 }  // namespace
 
 bool is_trace(const std::filesystem::path& file) {
-  if (file.string().ends_with(".pftrace")) return true;
+  if (file.string().ends_with(".pftrace") || !file_of_ring(file).empty()) return true;
   std::ifstream in(file);
   std::string line;
   std::getline(in, line);

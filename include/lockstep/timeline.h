@@ -40,9 +40,9 @@ class Timeline {
 
   void begin_step(std::int64_t step);  // records from here on, if the step is one of those
 
-  // Sends the ring to rank 0, which writes the file. Blocks until it has the ring. If a rank is lost by now, or ranks end
-  // at different times (`together` is false), the rings' files stay for the launcher. Throws SystemError: rank 0 can't write
-  // the file.
+  // Sends the ring to rank 0, which writes the file. Blocks until the file is written. If it can't be (a warning in the log),
+  // a rank is lost by now, or ranks end at different times (`together` is false), the rings' files stay for the launcher,
+  // and `lockstep trace FILE`.
   void finish(bool together = true);
 
  private:

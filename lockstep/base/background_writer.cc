@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/background_writer.h"
 
+#include <signal.h>
+
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -15,17 +17,25 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::seconds kWriteEvery{1};  // or when half of the queue is full: a step wakes no thread
+constexpr std::chrono::seconds kWriteEvery{1};  // or when half of the queue is full
+
+// Of this thread: a pipe that nobody reads any more is an error of write().
+void block_sigpipe() {
+  sigset_t pipe;
+  ::sigemptyset(&pipe);
+  ::sigaddset(&pipe, SIGPIPE);
+  ::pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
+}
 
 }  // namespace
 
 struct BackgroundWriter::Shared {
-  Shared(UniqueFd its_file, std::string its_name, std::size_t bytes)
-      : file(std::move(its_file)), name(std::move(its_name)), most_waiting(bytes) {}
+  Shared(UniqueFd its_file, std::string its_name, const BackgroundWriterOptions& its_options)
+      : file(std::move(its_file)), name(std::move(its_name)), options(its_options) {}
 
   const UniqueFd file;
   const std::string name;
-  const std::size_t most_waiting;
+  const BackgroundWriterOptions options;
 
   std::mutex mutex;  // guards what follows; never held while the disk is written to
   std::condition_variable changed;
@@ -43,10 +53,15 @@ struct BackgroundWriter::Shared {
     if (!finishing) log_warning(concat(name, ": ", why, "; what can't be written is dropped and counted"));
   }
 
+  bool is_urgent() const {
+    return finishing || (options.at_once && !records.empty()) || waiting > options.most_waiting / 2;
+  }
+
   void work() {
+    block_sigpipe();
     std::unique_lock lock(mutex);
     while (!finishing || !records.empty()) {
-      changed.wait_for(lock, kWriteEvery, [this] { return finishing || waiting > most_waiting / 2; });
+      changed.wait_for(lock, kWriteEvery, [this] { return is_urgent(); });
       const auto taken = std::exchange(records, {});
       lock.unlock();
       for (const std::string& record : taken) write(record);
@@ -58,7 +73,7 @@ struct BackgroundWriter::Shared {
 
   // A record that does not fit on the disk is taken back, so that the ones after it can be read.
   void write(const std::string& record) {
-    const auto before = ::lseek(file.get(), 0, SEEK_CUR);
+    const auto before = ::lseek(file.get(), 0, SEEK_END);
     const bool good = write_all(file.get(), record);
     const int error = errno;
     if (!good && ::ftruncate(file.get(), before) == 0) ::lseek(file.get(), before, SEEK_SET);
@@ -71,20 +86,22 @@ struct BackgroundWriter::Shared {
   }
 };
 
-BackgroundWriter::BackgroundWriter(UniqueFd file, std::string name, std::size_t most_waiting)
-    : shared_(std::make_shared<Shared>(std::move(file), std::move(name), most_waiting)) {
+BackgroundWriter::BackgroundWriter(UniqueFd file, std::string name, const BackgroundWriterOptions& options)
+    : shared_(std::make_shared<Shared>(std::move(file), std::move(name), options)) {
   std::thread([shared = shared_] { shared->work(); }).detach();
 }
 
-BackgroundWriter::~BackgroundWriter() { finish(); }
+BackgroundWriter::~BackgroundWriter() {
+  if (!finished_) finish();
+}
 
 void BackgroundWriter::offer(std::string record) {
   const std::lock_guard lock(shared_->mutex);
   ++shared_->offered;
-  if (shared_->waiting + record.size() > shared_->most_waiting) return shared_->note("the disk is too slow");
+  if (shared_->waiting + record.size() > shared_->options.most_waiting) return shared_->note("the disk is too slow");
   shared_->waiting += record.size();
   shared_->records.push_back(std::move(record));
-  if (shared_->waiting > shared_->most_waiting / 2) shared_->changed.notify_one();
+  if (shared_->is_urgent()) shared_->changed.notify_one();
 }
 
 std::int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {

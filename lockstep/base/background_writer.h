@@ -19,17 +19,20 @@
 
 namespace lockstep {
 
+struct BackgroundWriterOptions {
+  std::size_t most_waiting = std::size_t{4} << 20;  // bytes: some 40,000 points of a curve
+  bool at_once = false;  // write each record as it comes; else about once a second, so that a step wakes no thread
+};
+
 class BackgroundWriter {
  public:
-  static constexpr std::size_t kMostWaiting = std::size_t{4} << 20;  // bytes: some 40,000 points of a curve
-
-  // `file`: new and empty. `name`: of the file, for the log.
-  BackgroundWriter(UniqueFd file, std::string name, std::size_t most_waiting = kMostWaiting);
-  ~BackgroundWriter();  // as finish()
+  // Writes to the end of `file`. `name`: of the file, for the log.
+  BackgroundWriter(UniqueFd file, std::string name, const BackgroundWriterOptions& options = {});
+  ~BackgroundWriter();  // as finish(), unless that was called
   BackgroundWriter(const BackgroundWriter&) = delete;
   BackgroundWriter& operator=(const BackgroundWriter&) = delete;
 
-  // Takes a record, which is written whole or not at all, in the order of the calls and within about a second. Drops it if
+  // Takes a record, which is written whole or not at all, in the order of the calls. Drops it if
   // `most_waiting` bytes wait already. Never waits for the disk. The first drop is a warning in the log.
   void offer(std::string record);
 

@@ -2,6 +2,8 @@
 #include "lockstep/base/background_writer.h"
 
 #include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
 
 #include <array>
 #include <thread>
@@ -57,7 +59,7 @@ TEST(BackgroundWriter, drops_and_counts_what_a_stuck_disk_does_not_take) {
   const std::string record(1000, 'x');
   constexpr int kOffered = 1000;  // ten times what the pipe and the queue hold
   {
-    BackgroundWriter writer(std::move(pipe.write_end), "stuck", 20 * record.size());
+    BackgroundWriter writer(std::move(pipe.write_end), "stuck", {.most_waiting = 20 * record.size()});
     for (int i = 0; i < kOffered; ++i) writer.offer(record);
     const std::int64_t dropped = writer.finish(std::chrono::milliseconds(10));
     EXPECT_GT(dropped, kOffered / 2);
@@ -73,7 +75,7 @@ TEST(BackgroundWriter, writes_whole_records_to_a_disk_that_answers_late) {
   std::int64_t dropped = 0;
   std::thread reader;
   {
-    BackgroundWriter writer(std::move(pipe.write_end), "slow", 20 * record.size());
+    BackgroundWriter writer(std::move(pipe.write_end), "slow", {.most_waiting = 20 * record.size()});
     for (int i = 0; i < 1000; ++i) writer.offer(record);
     reader = std::thread([&] { read = read_to_end(pipe.read_end.get()); });
     dropped = writer.finish(std::chrono::minutes(1));
@@ -81,6 +83,32 @@ TEST(BackgroundWriter, writes_whole_records_to_a_disk_that_answers_late) {
   reader.join();
   EXPECT_GT(dropped, 0);
   EXPECT_EQ(read.size(), to_size(1000 - dropped) * record.size());
+}
+
+TEST(BackgroundWriter, counts_what_a_reader_that_has_gone_does_not_take) {
+  Pipe pipe;
+  pipe.read_end.reset(-1);
+  BackgroundWriter writer(std::move(pipe.write_end), "closed");
+  writer.offer("record");
+  EXPECT_EQ(writer.finish(), 1);
+}
+
+// A limit on the size of files stands for a disk that becomes full in the midst of a record.
+TEST(BackgroundWriter, leaves_what_was_in_a_file_before) {
+  const TempFolder folder;
+  write_file(folder / "f", "before\n");
+  struct rlimit unlimited {};
+  ::getrlimit(RLIMIT_FSIZE, &unlimited);
+  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  const struct rlimit small = {.rlim_cur = 10, .rlim_max = unlimited.rlim_max};
+  ::setrlimit(RLIMIT_FSIZE, &small);
+  BackgroundWriter writer(UniqueFd(::open((folder / "f").c_str(), O_WRONLY | O_APPEND)), "f", {.at_once = true});
+  writer.offer("does not fit\n");
+  writer.offer("ok\n");
+  EXPECT_EQ(writer.finish(), 1);
+  ::setrlimit(RLIMIT_FSIZE, &unlimited);
+  ::signal(SIGXFSZ, handler);
+  EXPECT_EQ(read_file(folder / "f"), "before\nok\n");
 }
 
 TEST(BackgroundWriter, counts_what_a_full_disk_refuses) {

@@ -37,10 +37,8 @@ std::string name_of(const trace::Process& process) {
   return concat("rank ", process.rank, " on ", process.host.data(), ", pid ", process.pid);
 }
 
-constexpr int kFormat = 1;  // of names and arguments of spans; cli/report/trace.cc knows it
-
 TraceJson about(const Recordings& recordings, bool complete) {
-  TraceJson text = {{"format", kFormat}, {"complete", complete}, {"overwritten_spans", TraceJson::object()}};
+  TraceJson text = {{"format", kTraceFormat}, {"complete", complete}, {"overwritten_spans", TraceJson::object()}};
   for (const trace::Recording& recording : recordings)
     text["overwritten_spans"][concat("rank ", recording.process.rank)] = recording.lost;
   return text;
@@ -199,19 +197,51 @@ std::string protobuf_trace(const Recordings& recordings, bool complete) {
 
 // ---- Rings
 
-bool is_ring(const std::string& name, const std::string& of_file) {
-  const std::string start = of_file + ".rank";
-  int rank = 0;
-  return name.starts_with(start) && parse_int(name.substr(start.size()), rank);
-}
+struct Ring {
+  std::filesystem::path path;
+  trace::Recording recording;
+};
 
 std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
   std::vector<std::filesystem::path> rings;
   const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
-    if (is_ring(entry.path().filename(), file.filename())) rings.push_back(entry.path());
+    if (file_of_ring(entry.path().filename()) == file.filename()) rings.push_back(entry.path());
   return rings;
+}
+
+std::vector<Ring> read_rings(const std::string& file) {
+  std::vector<Ring> rings;
+  for (const auto& path : ring_files(file)) try {
+      rings.push_back({path, trace::parse(read_file(path), path)});
+    } catch (const DataError& error) {
+      log_warning(error.what());
+    }
+  std::ranges::sort(rings, {}, [](const Ring& ring) { return ring.recording.process.rank; });
+  return rings;
+}
+
+// The rings of the newest job, which is not empty if `rings` are not.
+std::vector<Ring> of_newest_job(std::vector<Ring> rings) {
+  std::int64_t newest = 0;
+  for (const Ring& ring : rings) newest = std::max(newest, ring.recording.process.job);
+  std::erase_if(rings, [&](const Ring& ring) {
+    const bool earlier = ring.recording.process.job != newest;
+    if (earlier) log_warning(concat(ring.path.string(), " is of an earlier job, and left out"));
+    return earlier;
+  });
+  return rings;
+}
+
+// Whether all ranks are there and came to their end.
+bool are_complete(const std::vector<Ring>& rings, const std::string& file) {
+  const std::int64_t ranks = rings.front().recording.process.ranks;
+  if (std::ssize(rings) < ranks)
+    log_warning(
+        concat(file, " has ", rings.size(), " of ", ranks, " ranks: what the others left is elsewhere, or gone"));
+  return std::ssize(rings) == ranks &&
+         std::ranges::all_of(rings, [](const Ring& ring) { return ring.recording.process.finished != 0; });
 }
 
 }  // namespace
@@ -230,21 +260,22 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
 
 std::string ring_file(const std::string& file, int rank) { return concat(file, ".rank", rank); }
 
+std::string file_of_ring(const std::string& ring) {
+  constexpr std::string_view kRank = ".rank";
+  const std::size_t end = std::min(ring.rfind(kRank), ring.size());
+  int rank = 0;
+  const bool is_ring = end < ring.size() && parse_int(ring.substr(end + kRank.size()), rank);
+  return is_ring && is_timeline_file(ring.substr(0, end)) ? ring.substr(0, end) : "";
+}
+
 bool merge_rings(const std::string& file, bool ended_well) {
-  Recordings found;
-  std::vector<std::filesystem::path> merged;
-  for (const auto& ring : ring_files(file)) try {
-      found.push_back(trace::parse(read_file(ring), ring));
-      merged.push_back(ring);
-    } catch (const DataError& error) {
-      log_warning(error.what());
-    }
-  if (found.empty()) return false;
-  std::ranges::sort(found, {}, [](const trace::Recording& recording) { return recording.process.rank; });
-  const auto finished = [](const trace::Recording& recording) { return recording.process.finished != 0; };
-  const bool complete = ended_well && std::ranges::all_of(found, finished);
-  write_timeline(file, found, complete);
-  for (const auto& ring : merged) std::filesystem::remove(ring);
+  std::vector<Ring> rings = of_newest_job(read_rings(file));
+  if (rings.empty()) return false;
+  const bool complete = are_complete(rings, file) && ended_well;
+  Recordings recordings;
+  for (Ring& ring : rings) recordings.push_back(std::move(ring.recording));
+  write_timeline(file, recordings, complete);
+  for (const Ring& ring : rings) std::filesystem::remove(ring.path);
   if (!complete) log_warning(concat(file, " has what each rank did before the run failed"));
   return true;
 }

@@ -14,6 +14,8 @@
 
 namespace lockstep {
 
+constexpr int kTraceFormat = 1;  // of the file's JSON, and of what it says about the run
+
 using Recordings = std::vector<trace::Recording>;  // of each rank, in their order
 
 bool is_timeline_file(const std::string& file);       // its name ends in .json or .pftrace
@@ -25,9 +27,10 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
 // ---- Rings
 
 std::string ring_file(const std::string& file, int rank);
+std::string file_of_ring(const std::string& ring);  // the inverse; empty: it is no ring
 
 // Puts the rings beside `file` into it and removes them. Marked as incomplete unless all ranks have finished and the job
-// `ended_well`. False: there are none. A ring that can't be read is a warning in the log, and stays. Throws SystemError.
+// `ended_well`. False: there are none. A ring that can't be read, or of an earlier job, is a warning in the log, and stays. Throws SystemError.
 bool merge_rings(const std::string& file, bool ended_well = true);
 
 // The same for a run that may have failed: what goes wrong is a warning in the log.

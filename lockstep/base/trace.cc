@@ -17,7 +17,7 @@
 namespace lockstep::trace {
 namespace {
 
-constexpr std::array<char, 16> kMagic{"lockstep ring 2"};
+constexpr std::array<char, 16> kMagic{"lockstep ring 3"};
 
 // A span in the ring. A reader takes it if `number` is the place's own: a span that was being written when its process
 // died is left out.

@@ -105,6 +105,8 @@ struct ClockOffset {
 struct Process {
   std::int32_t rank = 0;
   std::int32_t pid = 0;
+  std::int64_t ranks = 1;     // of its job
+  std::int64_t job = 0;       // when rank 0 began, ns since 1970: the same on all ranks of a job, and of no other
   std::int64_t finished = 0;  // 1: it came to finish()
   std::array<char, 64> host{};
   std::array<ClockOffset, 2> clock{};  // at the start, and at the end; the same until then

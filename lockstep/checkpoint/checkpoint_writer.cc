@@ -66,10 +66,10 @@ struct CheckpointWriter::Shared {
 
   // write() puts the checkpoint on the disk. False: it failed.
   bool write(std::int64_t step, const std::function<void()>& write) {
-    const trace::Span span("write checkpoint", step);
     const Stopwatch watch;
     std::string why;
     try {
+      const trace::Span span("write checkpoint", step);
       write();
     } catch (const Error& error) {
       why = error.text().what;

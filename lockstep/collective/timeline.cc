@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
@@ -69,9 +70,23 @@ ClockPeers peers_in(const World& world) {
           .receive = [&world](const torch::Tensor& tensor, int from) { world.receive(tensor, {.from = from}); }};
 }
 
+// When the job started, as rank 0 says: it tells the job's rings from those of an earlier one.
+std::int64_t start_of_job(const ClockPeers& peers) {
+  const auto now = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  const torch::Tensor start = torch::tensor({static_cast<std::int64_t>(now)}, torch::kInt64);
+  if (peers.rank != 0) peers.receive(start, 0);
+  const int size = static_cast<int>(peers.machine_of.size());
+  for (int rank = 1; rank < size && peers.rank == 0; ++rank) peers.send(start, rank);
+  return start.item<std::int64_t>();
+}
+
 trace::Process this_process(const ClockPeers& peers) {
   const trace::ClockOffset clock = compare_clocks(peers);
-  trace::Process process{.rank = peers.rank, .pid = ::getpid(), .clock = {clock, clock}};
+  trace::Process process{.rank = peers.rank,
+                         .pid = ::getpid(),
+                         .ranks = static_cast<int>(peers.machine_of.size()),
+                         .job = start_of_job(peers),
+                         .clock = {clock, clock}};
   host_name().copy(process.host.data(), process.host.size() - 1);
   return process;
 }
@@ -90,6 +105,15 @@ Recordings receive_all(const World& world) {
     all.push_back(trace::parse(content, concat("the trace of rank ", rank)));
   }
   return all;
+}
+
+bool write_all_ranks(const World& world, const std::string& file) try {
+  write_timeline(file, receive_all(world), /*complete=*/true);
+  return true;
+} catch (const SystemError& error) {
+  log_warning(concat("the trace is not written, but `lockstep trace ", file,
+                     "` can make it of what each rank leaves: ", error.what()));
+  return false;
 }
 
 void open_ring(const ClockPeers& peers, const std::string& file) {
@@ -142,14 +166,18 @@ void Timeline::finish(bool together) try {
   log_warning(concat("the trace is not complete: ", error.what()));
 }
 
+// The rings stay until the file is there.
 void Timeline::gather() {
+  const torch::Tensor written = torch::ones({1}, torch::kInt32);
   if (world_.rank() == 0) {
-    write_timeline(file_, receive_all(world_), /*complete=*/true);
+    if (!write_all_ranks(world_, file_)) written.zero_();
   } else {
     std::string content = trace::content();
     world_.send(bytes_of(content), 0);
   }
-  std::filesystem::remove(ring_file(file_, world_.rank()));
+  world_.broadcast(written);
+  std::error_code ignored;
+  if (written.item<int>() != 0) std::filesystem::remove(ring_file(file_, world_.rank()), ignored);
 }
 
 namespace {

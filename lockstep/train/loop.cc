@@ -105,14 +105,15 @@ Json TrainingLoop::run() {
   while (position_.step < last_step() && !stopped_) train_epoch();
   const bool saved = save_last_checkpoint();
   record_saved();
-  timeline_.finish(/*together=*/step_world_.size() == world_.size());
   const Json run = stopped_ ? leave_early(watch.seconds(), saved) : summary(watch.seconds());
   metrics_.write(run);
+  timeline_.finish(/*together=*/step_world_.size() == world_.size());
   if (!stopped_) {
     curves_.end_run(position_.step);
     progress_.end_run(run, strategy_.table());
   }
   require_saved(saved);
+  require_recorded();
   return run;
 }
 
@@ -305,6 +306,9 @@ void TrainingLoop::require_saved(bool saved) const {
        .likely = "a full disk, or one that does not answer",
        .next = "mend that, and --resume goes on from the newest checkpoint there"});
 }
+
+// Of a job that was asked to stop, lost metrics are a warning: it ends as its scheduler wants it, and is started again.
+void TrainingLoop::require_recorded() { stopped_ ? static_cast<void>(metrics_.finish()) : metrics_.require_written(); }
 
 void TrainingLoop::open_checkpoints() {
   checkpoints_.emplace(CheckpointFolder(options_.checkpoint_dir, /*keep=*/2, to_size(options_.checkpoint_shard_bytes)));

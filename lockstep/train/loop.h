@@ -34,7 +34,7 @@ class TrainingLoop {
   // Trains to the end of the last epoch, or to --max-steps; or until the job is asked to stop (lockstep/stop.h): then all
   // ranks leave after the same step, with a checkpoint. Blocks. Returns what the last line of the metrics says.
   // Throws NonFiniteError (loss or parameters: names step and parameter; the last good checkpoint stays), PeerLost,
-  // SystemError (a metrics file that can't be written; on rank 0 after the last step, if its checkpoint can't be).
+  // SystemError (on rank 0 after the last step: its checkpoint could not be written, or events of the metrics).
   Json run();
 
   bool stopped() const { return stopped_; }  // before the end, because it was asked to
@@ -56,6 +56,7 @@ class TrainingLoop {
   bool is_saved();
   bool save_last_checkpoint();
   void require_saved(bool saved) const;
+  void require_recorded();
   void resume();
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/loop.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <torch/nn/functional/dropout.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -381,6 +383,46 @@ TEST(TrainingLoop, says_which_metrics_file_it_cannot_write) {
   TrainOptions options = small_options();
   options.metrics = "/no/such/folder/run.jsonl";
   EXPECT_TRUE(contains(message_of<SystemError>([&] { run_alone(options, points()); }), "/no/such/folder/run.jsonl"));
+}
+
+void train_without_all_metrics(const std::string& file) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.metrics = file;
+  options.checkpoint_dir = folder.path();
+  EXPECT_TRUE(contains(message_of<SystemError>([&] { run_alone(options, points()); }),
+                       concat("the metrics in ", file, " lack events")));
+  EXPECT_TRUE(folder.has("step-00000021.safetensors")) << "it has not come to its end";
+}
+
+TEST(TrainingLoop, goes_on_when_metrics_do_not_fit_on_the_disk) { train_without_all_metrics("/dev/full"); }
+
+// A pipe that is full stands for a disk that does not answer.
+TEST(TrainingLoop, does_not_wait_for_metrics_that_nobody_takes) {
+  const TempFolder folder;
+  const std::string file = folder / "metrics";
+  ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
+  const UniqueFd both_ends(::open(file.c_str(), O_RDWR | O_NONBLOCK));
+  while (::write(both_ends.get(), "x", 1) == 1) {
+  }
+  train_without_all_metrics(file);
+}
+
+TEST(TrainingLoop, appends_metrics_to_a_line_that_was_cut_off) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.metrics = folder / "metrics";
+  options.checkpoint_dir = folder.path();
+  options.max_steps = 2;
+  run_alone(options, points());
+  const std::string cut_off = R"({"event":"step","ep)";
+  write_file(options.metrics, cut_off);
+  options.resume = true;
+  options.max_steps = 4;
+  run_alone(options, points());
+  const auto lines = split(read_file(options.metrics), '\n');
+  EXPECT_EQ(lines[0], cut_off);
+  EXPECT_EQ(nlohmann::json::parse(lines[1])["event"], "resume");
 }
 
 TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// train/metrics.h: what a run reports: one JSON object a line, flushed per line, in the format of the README.
+// train/metrics.h: what a run reports: one JSON object a line, each written as it comes, in the format of the README.
 //
-// Flow:    train/loop.h -> here -> the file of --metrics
-// Threads: one thread
+// Flow:    train/loop.h -> here -> base/background_writer.h -> the file of --metrics
+// Threads: one thread; a disk that is full or slow loses events and does not delay it
 // Ranks:   rank 0 writes; on the others every call does nothing
 #pragma once
 
-#include <fstream>
+#include <memory>
 #include <string>
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/error.h"
+#include "lockstep/base/background_writer.h"
 
 namespace lockstep {
 
@@ -21,24 +21,18 @@ class MetricsFile {
  public:
   MetricsFile() = default;  // writes nothing
 
-  // Both throw SystemError.
-  MetricsFile(const std::string& path, bool append)
-      : path_(path), out_(path, append ? std::ios::app : std::ios::trunc) {
-    require_written();
-  }
-  void write(const Json& event) {
-    if (path_.empty()) return;
-    out_ << event.dump() << '\n' << std::flush;
-    require_written();
-  }
+  // append: on a line of its own, also where the last one is cut off. Throws SystemError: the file can't be opened.
+  MetricsFile(const std::string& path, bool append);
+
+  void write(const Json& event);  // the first that is lost is a warning in the log
+
+  // Waits until everything is written, at most 5 s. False: events were lost, and a warning in the log says how many.
+  bool finish();
+  void require_written();  // the same; throws SystemError in place of false
 
  private:
-  void require_written() const {
-    if (!out_) throw system_error("write the metrics to", path_);
-  }
-
   std::string path_;
-  std::ofstream out_;
+  std::unique_ptr<BackgroundWriter> writer_;
 };
 
 }  // namespace lockstep

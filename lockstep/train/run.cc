@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <iostream>
 
@@ -13,6 +14,7 @@
 #include <CLI/CLI.hpp>
 
 #include "lockstep/base/command_line.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/process_title.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
@@ -128,9 +130,19 @@ int start_ranks(const TrainOptions& options, const Program& program) {
   return result.exit_code;
 }
 
+// Those that remain where ranks end when they like. With LOCKSTEP_TRACE they are what was asked for.
+void mention_rings(const std::string& file) {
+  const char* const told = std::getenv("LOCKSTEP_TRACE");
+  if (file.empty() || (told != nullptr && told == file) || !std::filesystem::exists(ring_file(file, 0))) return;
+  log_info(concat("each rank leaves what it did beside ", file, "; when all have ended, `lockstep trace ", file,
+                  "` puts it together"));
+}
+
 // A rank that another launcher has started, or the only one: no launcher of ours looks after its trace.
 int train_alone(const TrainOptions& options, const Program& program, int rank) try {
-  return train_rank(options, program);
+  const int code = train_rank(options, program);
+  if (rank == 0) mention_rings(options.trace);
+  return code;
 } catch (...) {
   if (rank == 0 && !options.trace.empty()) save_what_is_left(options.trace);
   throw;
@@ -152,7 +164,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   catch_signals(options.preemption);
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
-  options.resume = options.resume || (is_restarted() && !options.checkpoint_dir.empty());
+  options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)
     check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);

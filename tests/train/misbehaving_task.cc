@@ -3,6 +3,7 @@
 //
 //   MISBEHAVE=exit|kill|throw|hang   in the tenth call of its middle layer
 //   MISBEHAVE=other_model            its model differs from the others'
+//   MISBEHAVE=stop_in_validation     it is asked to stop, by SIGTERM, in each batch of its first validation
 #include <signal.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <unistd.h>
@@ -31,6 +32,7 @@ bool misbehaves(const std::string& how) {
 struct SpoiltReLUImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) {
     if (++calls == 10) misbehave();
+    if (!is_training() && misbehaves("stop_in_validation")) ::raise(SIGTERM);
     return x.relu();
   }
 
