@@ -62,7 +62,7 @@ cuda: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
 cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; if there is a GPU, runs the tests and compares a step with PyTorch's
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
-	if [ -e /dev/nvidia0 ]; then ctest --preset cuda && build/cuda/bin/lockstep bench step --device cuda --ranks 1; \
+	if ls /dev/nvidia[0-9]* > /dev/null 2>&1; then ctest --preset cuda && build/cuda/bin/lockstep bench step --device cuda --ranks 1; \
 	else echo "no GPU here: compiled and linked, not run"; fi
 
 bench: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision

@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "cli/installation.h"
+#include "lockstep/base/machine_gpus.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
@@ -54,7 +55,7 @@ void print(const std::vector<Setting>& settings) {
 
 // By a program that has torch, which takes its time to start: only where there are GPUs. Does not return if it can start.
 void list_gpus() {
-  if (::access("/dev/nvidia0", F_OK) != 0 && std::getenv("LOCKSTEP_SIMULATED_GPUS") == nullptr) return;
+  if (!machine_has_gpus() && std::getenv("LOCKSTEP_SIMULATED_GPUS") == nullptr) return;
   std::cout << std::flush;
   const std::string program = (installation_prefix() / "libexec" / "lockstep" / "lockstep-gpus").string();
   ::execl(program.c_str(), program.c_str(), nullptr);

@@ -13,7 +13,7 @@ std::string reached_from(torch::Device gpu, int count) {
   std::vector<std::string> names;
   for (int other = 0; other < count; ++other) {
     const torch::Device peer(torch::kCUDA, static_cast<c10::DeviceIndex>(other));
-    if (peer != gpu && gpus_reach_each_other(gpu, peer)) names.push_back(peer.str());
+    if (peer != gpu && gpu_reaches(gpu, peer)) names.push_back(peer.str());
   }
   return names.empty() ? "copies to others go over the host" : concat("reaches ", join(names, " "));
 }

@@ -14,11 +14,11 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <mutex>
 #include <thread>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/machine_gpus.h"
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
@@ -35,17 +35,6 @@ std::string visible_devices() {
 
 // The launcher lets this rank see one GPU of its own, as Slurm's --gpus-per-task does.
 bool sees_its_own_only(int count) { return count == 1 && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr; }
-
-// Once, where the machine has GPUs that this build can't use.
-void hint_at_unused_gpus() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (std::filesystem::exists("/dev/nvidia0"))
-      log_warning(
-          "this machine has GPUs, but this lockstep was built without CUDA: it trains on cores (`make cuda` "
-          "builds it with CUDA)");
-  });
-}
 
 // Through the CUDA runtime, which libtorch_cpu loads in every build. nullptr: it has no such function.
 template <class Function>
@@ -77,13 +66,19 @@ int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
 }  // namespace
 
 int cuda_device_count() {
-  if (c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return c10::impl::VirtualGuardImpl(torch::kCUDA).deviceCount();
-  hint_at_unused_gpus();
-  return 0;
+  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return 0;
+  return c10::impl::VirtualGuardImpl(torch::kCUDA).deviceCount();
+}
+
+void hint_at_unused_gpus(const std::filesystem::path& device_files) {
+  if (c10::impl::hasDeviceGuardImpl(torch::kCUDA) || !machine_has_gpus(device_files)) return;
+  log_warning(
+      "this machine has GPUs, but this lockstep was built without CUDA: it trains on cores (`make cuda` builds it with "
+      "CUDA)");
 }
 
 int cuda_device_count_before_fork(std::chrono::milliseconds timeout) {
-  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return cuda_device_count();
+  if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return 0;
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) throw system_error("open", "a pipe");
   const UniqueFd read_end(ends[0]);
@@ -121,11 +116,11 @@ int cuda_device_index(int local_rank) {
   return local_rank;
 }
 
-bool gpus_reach_each_other(torch::Device one, torch::Device other) {
-  if (one == other) return true;
+bool gpu_reaches(torch::Device gpu, torch::Device other) {
+  if (gpu == other) return true;
   int can = 0;
   const auto ask = cuda_runtime<int(int*, int, int)>("cudaDeviceCanAccessPeer");
-  return ask != nullptr && ask(&can, one.index(), other.index()) == 0 && can != 0;
+  return ask != nullptr && ask(&can, gpu.index(), other.index()) == 0 && can != 0;
 }
 
 GpuMemory memory_of(torch::Device gpu) {
@@ -157,9 +152,9 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
   }
 }
 
-std::exception_ptr current_error_on(torch::Device device) {
+std::exception_ptr current_error_on(const std::string& gpus) {
   const auto named = [&](const std::exception& error, const std::string& likely, const std::string& next) {
-    const std::string what = concat(device.str(), " failed: ", split(error.what(), '\n').front());
+    const std::string what = concat(gpus, " failed: ", split(error.what(), '\n').front());
     return std::make_exception_ptr(DeviceError({.what = what, .likely = likely, .next = next}));
   };
   const std::exception_ptr current = std::current_exception();
@@ -176,6 +171,10 @@ std::exception_ptr current_error_on(torch::Device device) {
   }
 }
 
+std::string either_of(torch::Device one, torch::Device other) {
+  return one == other ? one.str() : concat(one.str(), " or ", other.str());
+}
+
 void seed_gpu(torch::Device gpu, std::uint64_t seed) {
   at::Generator generator = at::globalContext().defaultGenerator(gpu);
   const std::lock_guard lock(generator.mutex());
@@ -186,12 +185,14 @@ torch::Tensor pinned_like(const torch::Tensor& tensor) {
   return torch::empty(tensor.sizes(), torch::TensorOptions(tensor.scalar_type()).pinned_memory(true));
 }
 
-void copy_between(const torch::Tensor& into, const torch::Tensor& from) {
-  const bool between_gpus = into.is_cuda() && from.is_cuda();
-  if (!between_gpus || gpus_reach_each_other(into.device(), from.device())) {
-    into.copy_(from, /*non_blocking=*/true);
-    return;
-  }
+namespace {
+
+// As libtorch asks before it copies.
+bool is_direct(torch::Device into, torch::Device from) {
+  return into.is_cpu() || from.is_cpu() || gpu_reaches(from, into);
+}
+
+void copy_over_host(const torch::Tensor& into, const torch::Tensor& from) {
   const c10::impl::VirtualGuardImpl of(from.device().type());
   const torch::Tensor host = pinned_like(from);
   host.copy_(from, /*non_blocking=*/true);
@@ -199,6 +200,16 @@ void copy_between(const torch::Tensor& into, const torch::Tensor& from) {
   arrived.record(of.getStream(from.device()));
   arrived.block(of.getStream(into.device()));
   into.copy_(host, /*non_blocking=*/true);
+}
+
+}  // namespace
+
+void copy_between(const torch::Tensor& into, const torch::Tensor& from) {
+  const torch::Device to = into.device(), source = from.device();
+  const auto copy = [&] {
+    is_direct(to, source) ? static_cast<void>(into.copy_(from, /*non_blocking=*/true)) : copy_over_host(into, from);
+  };
+  to.is_cpu() || source.is_cpu() ? copy() : on_gpus(either_of(to, source), copy);
 }
 
 }  // namespace lockstep

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <filesystem>
 #include <string>
 
 #include "lockstep/error.h"
@@ -29,13 +30,17 @@ int cuda_device_count_before_fork(std::chrono::milliseconds timeout = std::chron
 // build without CUDA, no GPU, fewer GPUs than ranks; the message shows CUDA_VISIBLE_DEVICES.
 int cuda_device_index(int local_rank);
 
+// A warning, where the machine has GPUs that this build can't use. To be called once per machine.
+void hint_at_unused_gpus(const std::filesystem::path& device_files = "/dev");
+
 DeviceError built_without_cuda();
 
 // Throws DeviceError: there is no GPU `index`.
 void require_gpus(int index);
 
-// Whether one GPU can copy from the other without a detour over the host.
-bool gpus_reach_each_other(torch::Device one, torch::Device other);
+// Whether `gpu` can access the memory of the other one. A copy is made by the GPU that it comes from: that one has to reach the
+// other, or it goes over the host.
+bool gpu_reaches(torch::Device gpu, torch::Device other);
 
 struct GpuMemory {
   std::int64_t free = 0;  // bytes
@@ -50,18 +55,23 @@ void wait_for_device(torch::Device device);
 constexpr std::chrono::milliseconds own_share(std::chrono::milliseconds timeout) { return timeout * 3 / 4; }
 void wait_for_device(torch::Device device, std::chrono::milliseconds timeout);
 
-// To be called while an exception is handled, of work on `device`. What libtorch throws about a GPU does not say which: a
-// DeviceError that does. Any other exception as it is.
-std::exception_ptr current_error_on(torch::Device device);
+// To be called while an exception is handled, of work on `gpus`, which is text: "cuda:0", or "cuda:0 or cuda:1" where it is not
+// known which. What libtorch throws about a GPU does not say which: a DeviceError that does. Any other exception as it is.
+std::exception_ptr current_error_on(const std::string& gpus);
 
 // What `work` returns; its exceptions are those of current_error_on().
 template <class Work>
-auto on_device(torch::Device device, const Work& work) {
+auto on_gpus(const std::string& gpus, const Work& work) {
   try {
     return work();
   } catch (...) {
-    std::rethrow_exception(current_error_on(device));
+    std::rethrow_exception(current_error_on(gpus));
   }
+}
+std::string either_of(torch::Device one, torch::Device other);
+template <class Work>
+auto on_device(torch::Device device, const Work& work) {
+  return on_gpus(device.str(), work);
 }
 
 // Restarts the random numbers that libtorch's operators draw on this GPU.
@@ -71,7 +81,8 @@ void seed_gpu(torch::Device gpu, std::uint64_t seed);
 torch::Tensor pinned_like(const torch::Tensor& tensor);
 
 // into = from, between any two devices, in the order of both devices' current streams of the calling thread. Where the
-// GPUs can't reach each other it goes through pinned memory. Does not block. Both dense, of one shape and dtype.
+// one GPU can't reach the other it goes through pinned memory. Does not block. Both dense, of one shape and dtype. Between GPUs
+// it throws DeviceError, which names both.
 void copy_between(const torch::Tensor& into, const torch::Tensor& from);
 
 }  // namespace lockstep

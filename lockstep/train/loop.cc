@@ -11,7 +11,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -144,14 +143,11 @@ void TrainingLoop::train_epoch() {
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   timeline_.begin_step(position_.step);
   const trace::Span span("step", position_.step);
-  const BatchTotals totals = on_device(world_.device(), [&] {
-    const BatchTotals found = strategy_.forward_backward(batch);
-    require_finite_loss(found);
-    curves_.add_histograms(strategy_.model(), position_.step);
-    set_learning_rate(strategy_.optimizer(), learning_rate());
-    strategy_.update();
-    return found;
-  });
+  const BatchTotals totals = strategy_.forward_backward(batch);
+  require_finite_loss(totals);
+  curves_.add_histograms(strategy_.model(), position_.step);
+  set_learning_rate(strategy_.optimizer(), learning_rate());
+  strategy_.update();
   record_step(totals, since_last_step.seconds());
   make_room_to_save();
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();

@@ -50,7 +50,8 @@ Places listed(const TrainOptions& options) {
   return list;
 }
 
-// What --devices or --device says; nothing: GPUs if there are enough.
+}  // namespace
+
 std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
   if (options.devices == "auto") return options.device;
   const Places list = listed(options);
@@ -60,6 +61,8 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
   require_same_kind(options, kind);
   return kind;
 }
+
+namespace {
 
 // GPUs that all devices of this machine can be. In the process that starts the ranks it must not initialise CUDA.
 int gpus_before_start(const TrainOptions& options) {
@@ -136,19 +139,21 @@ Share share_of(const TrainOptions& options, const JobEnvironment& job) {
   return share;
 }
 
-// Whether GPUs are chosen for a machine that needs `share.all`. Slurm may let each rank see its own only.
+// A launcher, or a script between it and the ranks, may let each rank see its own GPUs only.
+bool sees_own_gpus_only(const JobEnvironment& job, const Share& share) {
+  return job.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && share.mine > 0 &&
+         cuda_device_count() == share.mine;
+}
+
+// Whether GPUs are chosen for a machine that needs `share.all`.
 bool takes_gpus(const TrainOptions& options, const JobEnvironment& job, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;
   if (options.strategy.kind == StrategyKind::kPipeline) return false;  // its stages run on cores
-  const int gpus = cuda_device_count();
-  return gpus >= share.all || (job.launcher == "slurm" && gpus == share.mine && gpus > 0);
+  return cuda_device_count() >= share.all || sees_own_gpus_only(job, share);
 }
 
-// Where a launcher lets each rank see its own GPUs only, these are what it takes.
 Places share_of_gpus(const JobEnvironment& job, const Share& share) {
-  const bool own_only =
-      job.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && cuda_device_count() == share.mine;
-  const int before = own_only ? 0 : share.before;
+  const int before = sees_own_gpus_only(job, share) ? 0 : share.before;
   const Places gpus = even_places(torch::kCUDA, before + share.mine);
   return {gpus.begin() + before, gpus.end()};
 }

@@ -15,6 +15,9 @@
 
 namespace lockstep {
 
+// What --devices or --device says; nothing: GPUs if there are enough. Throws UsageError.
+std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options);
+
 // The ranks that are servers, beside the workers that --ranks counts.
 int server_count(const TrainOptions& options);
 

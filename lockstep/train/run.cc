@@ -18,6 +18,7 @@
 #include "lockstep/base/process_title.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
@@ -92,6 +93,14 @@ void catch_signals(const PreemptionOptions& options) {
   ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
 }
 
+// For an error of a GPU that nothing below has given its name.
+std::string one_of(const std::vector<DevicePlace>& places) {
+  std::vector<std::string> names;
+  for (const DevicePlace& place : places)
+    if (std::ranges::find(names, place.device.str()) == names.end()) names.push_back(place.device.str());
+  return join(names, " or ");
+}
+
 // One rank, from its first connection to its last step.
 int train_rank(const TrainOptions& options, const Program& program) {
   keep_freed_memory();
@@ -102,10 +111,12 @@ int train_rank(const TrainOptions& options, const Program& program) {
   const auto places = places_of_rank(options, job);
   const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
   use_threads(options, world, job);
-  const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
-  TrainingLoop loop(world, task, datasets, *strategy, options);
-  loop.run();
-  return loop.stopped() ? end_as_asked(world, options.preemption) : 0;
+  return on_gpus(one_of(places), [&] {
+    const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
+    TrainingLoop loop(world, task, datasets, *strategy, options);
+    loop.run();
+    return loop.stopped() ? end_as_asked(world, options.preemption) : 0;
+  });
 }
 
 std::vector<int> with_interrupt(std::vector<int> signals) {
@@ -165,6 +176,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
+  if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
   if (start_here || job.rank == 0)
     check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);

@@ -64,6 +64,28 @@ TEST_P(GpuStrategies, train_on_gpus_that_do_not_reach_each_other) {
   simulated_cuda_peer_access(0, 3, 1), simulated_cuda_peer_access(3, 0, 1);
 }
 
+// 0 and 1, and 2 and 3, copy over the host; the other pairs do not.
+TEST_P(GpuStrategies, train_on_gpus_some_pairs_of_which_do_not_reach_each_other) {
+  const auto let_reach = [](int allowed) {
+    for (const int each : {0, 2})
+      simulated_cuda_peer_access(each, each + 1, allowed), simulated_cuda_peer_access(each + 1, each, allowed);
+  };
+  let_reach(0);
+  expect_trains_as_a_core_does({0, 1, 2, 3});
+  let_reach(1);
+}
+
+TEST_P(GpuStrategies, name_a_gpu_too_small_for_the_model) {
+  ASSERT_EQ(simulated_cuda_fail("memory@1:2"), 0);
+  const std::string message = message_of<DeviceError>([] { strategy_on_gpus(GetParam().options, kDevices); });
+  EXPECT_TRUE(contains(message, "cuda:1 failed: CUDA out of memory"));
+}
+
+// The first copy of a step is that of its data.
+TEST_P(GpuStrategies, name_a_gpu_to_which_no_batch_can_be_copied) {
+  EXPECT_TRUE(contains(error_with<DeviceError>("copy@1:1", GetParam().options), "cuda:1 failed: CUDA error"));
+}
+
 TEST_P(GpuStrategies, name_a_gpu_that_fails) {
   const auto operators = operators_in_a_step();
   for (const int quarter : {0, 1, 2, 3}) {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md).
+#include <unistd.h>
+
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <numeric>
 
 #include <nlohmann/json.hpp>
@@ -14,6 +17,7 @@
 namespace lockstep {
 namespace {
 
+using testing::Child;
 using testing::contains;
 using testing::Ended;
 using testing::losses_in;
@@ -26,6 +30,8 @@ using testing::Words;
 
 const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",          "--max-steps", "4",
                       "--batch-size",   "30",    "--quiet",   "--momentum", "0",           "--metrics"};
+
+const Words kProcesses = {"--ranks", "2", "--devices-per-worker", "1", "--devices", "cuda"};
 
 Ended on_gpus(int gpus, const Words& words) {
   return run(
@@ -193,6 +199,122 @@ TEST_P(GpuOfAProcess, is_named_if_it_fails_hangs_or_has_no_memory_left) {
   }
 }
 
+// Where nothing else catches it: as the model is made, as a batch comes, as replicas are averaged.
+struct Fault {
+  std::string name;
+  std::string fault;
+  std::string message;
+  Words words;
+};
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
+
+class ErrorOutsideAStep : public ::testing::TestWithParam<Fault> {};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, ErrorOutsideAStep,
+    ::testing::Values(
+        Fault{"memory_of_single", "memory@0:2", "cuda:0 failed: CUDA out of memory", {"--devices", "cuda:0"}},
+        Fault{"copy_of_single", "copy@0:10", "cuda:0 failed: CUDA error", {"--devices", "cuda:0"}},
+        Fault{"memory_of_ddp", "memory@1:2", "cuda:1 failed: CUDA out of memory", {"--strategy", "ddp"}},
+        Fault{"memory_of_a_stage", "memory@1:2", "cuda:1 failed: CUDA out of memory",
+              kProcesses + Words{"--strategy", "pipeline"}},
+        Fault{"memory_of_towers", "memory@1:2", "cuda:1 failed: CUDA out of memory", {"--strategy", "towers"}},
+        Fault{"copy_of_averaging", "copy@1:10", "cuda:1 failed: CUDA error", {"--strategy", "averaging"}},
+        Fault{"copy_of_data_parallel", "copy@1:10", "cuda:1 failed: CUDA error", {"--strategy", "data_parallel"}},
+        Fault{"copy_of_local_update_cpu",
+              "copy@1:10",
+              "cuda:1 failed: CUDA error",
+              {"--strategy", "kvstore", "--kvstore", "local_update_cpu"}}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(ErrorOutsideAStep, names_the_gpu_and_what_to_do) {
+  const TempFolder folder;
+  Words train = kTrain + Words{folder / "m", "--timeout", "10"} + GetParam().words;
+  if (std::ranges::count(train, "--devices") == 0) train = train + Words{"--devices", "cuda"};
+  const Ended ended = on_gpus(2, with_variables({{"LOCKSTEP_SIMULATED_FAULTS", GetParam().fault}}, train));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, GetParam().message));
+  EXPECT_TRUE(contains(ended.error, "next:"));
+  EXPECT_FALSE(contains(ended.error, "frame #"));
+}
+
+// A run in two parts has the losses of one that went on. Each strategy saves and reads its optimizer's state.
+class CheckpointOnGpus : public ::testing::TestWithParam<Arrangement> {};
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, CheckpointOnGpus,
+    ::testing::Values(Arrangement{"single", {"--devices", "cuda:1"}},
+                      Arrangement{"ddp", {"--strategy", "ddp", "--devices", "cuda"}},
+                      Arrangement{"virtual_shards",
+                                  {"--strategy", "ddp", "--devices", "cuda", "--virtual-shards", "4"}},
+                      Arrangement{"towers", {"--strategy", "towers", "--devices", "cuda"}},
+                      Arrangement{"averaging", {"--strategy", "averaging", "--devices", "cuda"}},
+                      Arrangement{"averaging_in_processes", kProcesses + Words{"--strategy", "averaging"}},
+                      Arrangement{"dist_sync", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_sync"}},
+                      Arrangement{"pipeline", kProcesses + Words{"--strategy", "pipeline", "--stages", "0-0,1-3"}}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(CheckpointOnGpus, is_resumed_as_if_it_had_gone_on) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& name, const std::string& steps, const Words& more = {}) {
+    const Ended ended = on_gpus(2, Words{LOCKSTEP_COMMAND,
+                                         "train",
+                                         "--model",
+                                         "mlp",
+                                         "--data",
+                                         "synthetic:300x1x28x28",
+                                         "--optimizer",
+                                         "adamw",
+                                         "--lr",
+                                         "0.001",
+                                         "--batch-size",
+                                         "30",
+                                         "--threads",
+                                         "1",
+                                         "--quiet",
+                                         "--timeout",
+                                         "15",
+                                         "--max-steps",
+                                         steps,
+                                         "--checkpoint-every",
+                                         "2",
+                                         "--metrics",
+                                         folder / name,
+                                         "--checkpoint-dir",
+                                         folder / (name + ".d")} +
+                                       GetParam().words + more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  };
+  train("whole", "4");
+  train("parts", "2");
+  train("parts", "4", {"--resume"});
+  const auto whole = losses_in(folder / "whole"), parts = losses_in(folder / "parts");
+  ASSERT_EQ(whole.size(), 4U);
+  ASSERT_EQ(parts.size(), 4U);
+  for (std::size_t step = 0; step < whole.size(); ++step)
+    EXPECT_NEAR(parts[step], whole[step], 1e-6 * whole[step]) << step;
+}
+
+// Each rank, under a launcher, calls its own GPU cuda:0.
+TEST(GpuCommand, takes_the_gpu_that_each_rank_sees) {
+  const TempFolder folder;
+  const auto start = [&](const std::string& rank) {
+    return std::make_unique<Child>(with_variables({{"LD_PRELOAD", SIMULATED_CUDA},
+                                                   {"LOCKSTEP_SIMULATED_GPUS", "2"},
+                                                   {"CUDA_VISIBLE_DEVICES", rank},
+                                                   {"OMPI_COMM_WORLD_RANK", rank},
+                                                   {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
+                                                   {"OMPI_COMM_WORLD_SIZE", "2"},
+                                                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                                   {"PMIX_NAMESPACE", concat("gpu_command_test.", ::getpid())}},
+                                                  kTrain + Words{folder / "m", "--strategy", "ddp"}));
+  };
+  const auto first = start("0"), second = start("1");
+  EXPECT_EQ(first->wait(), 0) << first->error();
+  EXPECT_EQ(second->wait(), 0) << second->error();
+  const auto run = metrics_in(folder / "m").back();
+  EXPECT_EQ(run["devices"], Words{"cuda:0"});
+  EXPECT_EQ(run["ranks"], 2);
+}
+
 TEST(GpuCommand, trains_with_servers_as_one_core_does) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
@@ -209,7 +331,6 @@ TEST(GpuCommand, trains_with_servers_as_one_core_does) {
 }
 
 // Every strategy, kinds of the server and schedules included. --ranks counts processes where --devices-per-worker is given.
-const Words kProcesses = {"--ranks", "2", "--devices-per-worker", "1", "--devices", "cuda"};
 class StrategyOnGpus : public ::testing::TestWithParam<Arrangement> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, StrategyOnGpus,

@@ -4,23 +4,35 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <map>
+#include <mutex>
 #include <utility>
+
+#include "lockstep/collective/gpus.h"
 
 namespace lockstep {
 
 std::optional<c10::Stream> copy_stream(torch::Device device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, c10::Stream> streams;
   if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  const std::lock_guard lock(mutex);
+  const auto found = streams.find(device.index());
+  if (found != streams.end()) return found->second;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  return streams.emplace(device.index(), stream).first->second;
 }
 
 CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
   if (!stream) return {std::move(batch), nullptr};
-  const c10::StreamGuard guard(*stream);
   const torch::Device device = stream->device();
-  CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
-                     std::make_shared<c10::Event>(device.type())};
-  result.copied->record(*stream);
-  return result;
+  return on_device(device, [&] {
+    const c10::StreamGuard guard(*stream);
+    CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
+                       std::make_shared<c10::Event>(device.type())};
+    result.copied->record(*stream);
+    return result;
+  });
 }
 
 Batch receive(CopiedBatch arriving) {

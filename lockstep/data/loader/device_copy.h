@@ -21,10 +21,11 @@ struct CopiedBatch {
   std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
 };
 
-// For copies from pinned memory to the device during another step; none on the CPU.
+// For copies from pinned memory to the device during another step; none on the CPU. This process has one for each device: CUDA's
+// allocator keeps the memory of a stream for that stream.
 std::optional<c10::Stream> copy_stream(torch::Device device);
 
-// Does not block where the batch lies in pinned memory.
+// Does not block where the batch lies in pinned memory. Throws DeviceError.
 CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream);
 
 // The batch, for the calling thread's current stream: what is queued there from now on runs after the copy. Does not

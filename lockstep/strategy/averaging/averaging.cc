@@ -186,9 +186,9 @@ class Averaging : public ReplicaStrategy {
     if (world_.size() == 1) return;
     if (block.is_cpu()) return world_.all_reduce(block);
     if (!host_.defined()) host_ = world_.allocate({block.numel()}, block.scalar_type());
-    host_.copy_(block);
+    on_device(block.device(), [&] { host_.copy_(block); });
     world_.all_reduce(host_);
-    block.copy_(host_, /*non_blocking=*/true);
+    on_device(block.device(), [&] { block.copy_(host_, /*non_blocking=*/true); });
   }
 
   World world_;

@@ -101,7 +101,7 @@ void DevicesState::do_job(Device& device) {
     if (!failed()) body_(device);
     wait_for_device(device.where());  // so that a time is that of the work, and one that hangs is named
   } catch (...) {
-    fail(device.name(), current_error_on(device.where()));
+    fail(device.name(), current_error_on(device.where().str()));
   }
   auto& busy = seat(device.index()).busy;
   busy.store(busy.load(std::memory_order_relaxed) + watch.seconds(), std::memory_order_relaxed);

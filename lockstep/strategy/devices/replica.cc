@@ -57,13 +57,15 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 }
 
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
-  Replica replica{.model = make_seeded_model(task, options.seed), .device = device};
-  replica.model->to(device);
-  replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
-  set_layout(*replica.model, replica.layout);
-  replica.optimizer = make_optimizer(replica.model->parameters(), update_options(options));
-  name_modules(named_parameters(*replica.model));
-  return replica;
+  return on_device(device, [&] {
+    Replica replica{.model = make_seeded_model(task, options.seed), .device = device};
+    replica.model->to(device);
+    replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
+    set_layout(*replica.model, replica.layout);
+    replica.optimizer = make_optimizer(replica.model->parameters(), update_options(options));
+    name_modules(named_parameters(*replica.model));
+    return replica;
+  });
 }
 
 Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options) {
@@ -71,7 +73,7 @@ Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task
   for (const torch::Device device : where) {
     if (!device.is_cpu()) require_gpus(device.index());
     replicas.push_back(make_replica(task, options, device));
-    copy_model(*replicas.front().model, *replicas.back().model);
+    on_gpus(either_of(where.front(), device), [&] { copy_model(*replicas.front().model, *replicas.back().model); });
   }
   return replicas;
 }
@@ -182,7 +184,7 @@ std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch)
     Batch part = part_of(batch, i, devices.size());
     if (!devices.on_gpus()) part = {part.data.to(torch::kCPU), part.target.to(torch::kCPU)};
     const torch::Device where = devices.where(i);
-    parts.push_back(on_device(where, [&] { return start_copy(std::move(part), copy_stream(where)); }));
+    parts.push_back(start_copy(std::move(part), copy_stream(where)));
   }
   return parts;
 }

@@ -83,7 +83,7 @@ double seconds_of(Devices& devices, const Devices::Body& body) {
 std::string first_not_linked(const Devices& devices) {
   for (int i = 0; i < devices.size(); ++i)
     for (int j = 0; j < devices.size(); ++j)
-      if (!gpus_reach_each_other(devices.where(i), devices.where(j)))
+      if (!gpu_reaches(devices.where(i), devices.where(j)))
         return concat(devices.names()[to_size(i)], " and ", devices.names()[to_size(j)]);
   return {};
 }
