@@ -121,6 +121,7 @@ def resumed_metrics(folder):
 def long_metrics(folder):
     found, _ = report(folder, write(folder / "long.jsonl", start(), *(step(n, n % 2) for n in range(1200)), step(1200, None), end()))
     steps = found["runs"][0]["steps"]
+    assert found["runs"][0]["speed"] == {"p50_ms": 500, "p95_ms": 500, "samples_per_second": 32}, found["runs"][0]["speed"]
     assert len(steps["step"]) == 401 and steps["step"][0] == 2 and steps["samples"][-1] == 1201 * 16, steps["step"]
     assert (steps["low"][0], steps["high"][0]) == (0, 1) and steps["loss"][-1] is None
 
@@ -183,6 +184,8 @@ def comparison(folder):
     assert partial["ddp-2-seed1"] == [], partial
     assert partial["towers-2-seed1"][-1] == "state: failed" and partial["towers-2-seed2"] == ["there is nothing of it", "state: missing"], partial
     assert found["comparison"]["experiment"] == "scaling" and found["runs"][0]["name"] == "single-1-seed1", found["runs"][0]
+    assert report(folder, folder / "compared/comparison.json")[0] == found
+    expect_error(folder, "is a second comparison", folder / "compared", folder / "compared", code=2)
     write(folder / "later/comparison.json", description | {"lockstep_comparison": 2})
     expect_error(folder, "is in format 2", folder / "later")
     (folder / "later/comparison.json").write_text(file.read_text()[:99])
@@ -202,6 +205,10 @@ def kinds_of_two_models(folder):
     write(folder / "kinds/comparison.json", {"lockstep_comparison": 1, "experiment": "kvstore-kinds", "across": "contender", "runs": runs})
     found, _ = report(folder, folder / "kinds")
     assert found["warnings"] == [], found["warnings"]
+
+
+def diverged(folder):
+    write(folder / "diverged.jsonl", start(), step(0, 2.0), step(1, 1e9), step(2, None))
 
 
 def benchmark(folder):
@@ -300,6 +307,8 @@ def look_at_other_pages(screen):
     (kinds,) = (found for found in screen.ask("charts.map(each => [each.canvas.ariaLabel, each.data.labels, each.data.datasets.map(set => set.label)])")
                 if found[0] == "bytes moved")
     assert kinds[1:] == [["single", "kvstore-local", "kvstore-dist_sync"], ["model inception", "model alexnet"]], kinds
+    screen.open("diverged.html", 1200, "light")
+    assert screen.ask("charts[0].scales.y.max") == 6
     for width, scheme in ((360, "dark"), (1200, "light")):
         screen.open("step.html", width, scheme, last="Benchmark")
     assert screen.ask("charts[0].data.datasets.map(set => set.data)") == [[0.5, 1], [0.6, None], [1, None]]
@@ -312,12 +321,12 @@ def main():
         common = ["--quiet", "--model", "lenet", "--data", "synthetic:320x1x28x28", "--ranks", 2, "--threads", 1, "--batch-size", 16]
         lockstep("train", *common, "--epochs", 2, "--metrics", folder / "ddp.jsonl", "--trace", trace)
         lockstep("train", *common, "--epochs", 1, "--strategy", "kvstore", "--kvstore", "dist_async", "--metrics", folder / "async.jsonl")
-        for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison, kinds_of_two_models, benchmark):
+        for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison, kinds_of_two_models, benchmark, diverged):
             check(folder)
         bad_traces(folder, trace)
         ways_to_name_a_run(folder, folder / "ddp.jsonl", trace)
         lockstep("report", f"</script><b>ddp</b>={folder}/ddp.jsonl,{trace}", folder / "async.jsonl", "--output", folder / "runs.html")
-        for page, what in {"comparison": "compared", "kinds": "kinds", "step": "step.json"}.items():
+        for page, what in {"comparison": "compared", "kinds": "kinds", "step": "step.json", "diverged": "diverged.jsonl"}.items():
             lockstep("report", folder / what, "--output", folder / f"{page}.html")
         screen = Screen(folder)
         try:

@@ -29,13 +29,15 @@ CHARTS = {  # of the section Comparison
     "average-every": ["best val. accuracy", "time per epoch"],
     "staleness": ["best val. accuracy", "mean delay"],
     "bubble": ["step, median", "bubble"],
-    "kvstore-kinds": ["step, median", "bytes moved"],
+    "kvstore-kinds": ["step, median", "bytes moved in a step"],
 }
 KEEP = """const shown = [...document.querySelectorAll('.chart')].filter(box => arguments[0].includes(box.querySelector('h3').textContent));
 const place = shown[0].parentElement;
-for (const box of [...place.children]) if (!shown.includes(box)) box.remove();
 place.style.padding = '8px';
 place.style.background = 'white';
+place.replaceChildren(...shown);
+document.body.replaceChildren(place);
+charts.forEach(each => each.canvas.isConnected && each.resize());
 return place;"""
 
 
@@ -45,7 +47,7 @@ def draw(command, runs, titles, target):
         subprocess.run([command, "report", *map(str, runs), "--output", Path(folder) / "page.html"], check=True)
         browser = Browser(folder)
         try:
-            width = 960 if len(titles) > 1 else 720
+            width = 1040 if len(titles) > 1 else 720
             browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
                                            {"width": width, "height": 1000, "deviceScaleFactor": 2, "mobile": False})
             browser.open("page.html")
@@ -64,6 +66,8 @@ def described(folder):
     command = re.sub(r" --output \S+", "", about["command"])
     day = time.strftime("%Y-%m-%d", time.gmtime((folder / "tables.md").stat().st_mtime))
     tables = (folder / "tables.md").read_text().split("\n\n", 1)[1]  # without the heading, which says the same
+    tables = tables[max(0, tables.find("N workers, a host each")):]  # over hosts: what the links carry, beside the formulas
+    tables = re.sub(r"; \S+output.txt says more", "", tables)
     return f"`{command}` ({about['machine']['description']}; {day}):\n\n{tables}"
 
 

@@ -76,8 +76,8 @@ const std::vector<Contender>& contenders() {
         {.name = "pipeline", .strategy = "pipeline"},                                  // as many stages as devices
         {.name = "pipeline-2", .strategy = "pipeline", .options = {{"stages", "2"}}},  // and copies of it
         servers(1, "N * K"),
-        servers(2, "N/2 * K"),
-        servers(4, "N/4 * K")};
+        servers(2, "max(1, N/2) * K"),
+        servers(4, "max(1, N/4) * K")};
     for (const std::string& kind : kvstore_kinds()) rows.push_back(kvstore(kind));
     return rows;
   }();

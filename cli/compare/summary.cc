@@ -225,9 +225,10 @@ void print_formulas(std::ostream& out, const Settings& settings, const std::vect
 }
 
 void print_failures(std::ostream& out, const Folder& folder, const std::vector<Run>& runs) {
+  if (folder.count("failed") > 0) out << '\n';
   for (const Run& run : runs)
     if (const Json& entry = folder.entry(run); entry.at("state") == "failed")
-      out << "failed: " << run.name << ": " << entry.value("why", "") << "; "
+      out << "- failed: " << run.name << ": " << entry.value("why", "") << "; "
           << (folder.of(run) / "output.txt").string() << " says more\n";
 }
 

@@ -89,7 +89,8 @@ Events events_in(const std::string& content, const std::string& file) {
   }
   if (events.good > 0) return events;
   throw DataError({.what = concat(file, content.empty() ? " is empty" : " has no event of lockstep in it"),
-                   .likely = content.empty() ? "the run died before its first step" : "another kind of file",
+                   .likely = content.empty() ? "the run died before its first step"
+                                             : "another kind of file, or cut off in its first line",
                    .next = "give what `lockstep train --metrics FILE` has written"});
 }
 
@@ -165,24 +166,29 @@ Json epochs_of(const Events& events) {
   return points;
 }
 
-Json step_milliseconds(const std::vector<Step>& steps) {
+// After the first few, which connect, order buckets and grow memory, as in the tables of `lockstep compare`.
+Json speed_of(const std::vector<Step>& steps) {
+  if (steps.empty()) return Json::object();
   std::vector<double> sorted;
-  for (const Step& step : steps) sorted.push_back(step.seconds * 1e3);
+  double seconds = 0, samples = 0;
+  for (std::size_t i = std::min<std::size_t>(3, steps.size() - 1); i < steps.size(); ++i) {
+    sorted.push_back(steps[i].seconds * 1e3);
+    seconds += steps[i].seconds;
+    samples += steps[i].samples;
+  }
   std::ranges::sort(sorted);
-  if (sorted.empty()) return Json::object();
-  return {{"p50", sorted[sorted.size() / 2]}, {"p95", sorted[sorted.size() * 95 / 100]}};
+  const std::size_t count = sorted.size();
+  return {{"p50_ms", (sorted[(count - 1) / 2] + sorted[count / 2]) / 2},
+          {"p95_ms", sorted[count * 95 / 100]},
+          {"samples_per_second", seconds > 0 ? samples / seconds : NAN}};
 }
 
 }  // namespace
 
 Json read_metrics(const std::filesystem::path& file) {
   const Events events = events_in(read_file(file), file.string());
-  return {{"start", events.start},
-          {"run", events.run},
-          {"steps", points_of(events.steps)},
-          {"step_ms", step_milliseconds(events.steps)},
-          {"epochs", epochs_of(events)},
-          {"partial", missing_in(events)}};
+  return {{"start", events.start},           {"run", events.run},           {"steps", points_of(events.steps)},
+          {"speed", speed_of(events.steps)}, {"epochs", epochs_of(events)}, {"partial", missing_in(events)}};
 }
 
 }  // namespace lockstep::report

@@ -14,7 +14,7 @@ namespace lockstep::report {
 // {"start": …, "run": …,           the events, {} if there are none; "run" may be the "stop" of a run that a signal ended
 //  "steps": {"step": […], "samples": […], "seconds": […],      where each point ends, since the start of the run
 //            "loss": […], "low": […], "high": […], "rate": […]}   at most 500 points, each the mean of some steps
-//  "step_ms": {"p50": …, "p95": …},
+//  "speed": {"p50_ms": …, "p95_ms": …, "samples_per_second": …},   of the steps after the first three
 //  "epochs": {"step": […], "samples": […], "seconds": […], "train_loss": […], …},
 //  "partial": [text, …]}            what is missing, and why
 //

@@ -18,7 +18,7 @@ const sum = values => values.reduce((a, b) => a + b, 0);
 const mean = values => sum(values) / values.length;
 const last = values => values[values.length - 1];
 const number = (value, digits = 4) => !given(value) ? "" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(digits));
-const percent = value => given(value) ? `${(100 * value).toFixed(2)} %` : "";
+const percent = value => given(value) ? `${number(100 * value)} %` : "";
 function bytes(value) {
   if (!given(value)) return "";
   let unit = 0;
@@ -170,10 +170,7 @@ function busiestLink(run) {
   const link = run.case?.busiest_link_bytes_per_step;
   return link ? Math.max(link.sent, link.received) : null;
 }
-function rate(run) {
-  const steps = run.steps;
-  return steps?.seconds.length ? last(steps.samples) / last(steps.seconds) : null;
-}
+const rate = run => run.speed?.samples_per_second;
 function waiting(run) {
   const times = stepping(run).map(rank => rank.ms.waiting || 0);
   return times.length ? mean(times) / 1e3 : null;
@@ -183,11 +180,12 @@ const RESULTS = [
   { name: "training time", of: run => run.steps?.seconds.length ? last(run.steps.seconds) : null, format: duration, ratio: true },
   { name: "time per epoch", of: run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, format: duration, ratio: true },
   { name: "samples/s", of: rate, format: number, ratio: true },
-  { name: "step, median", of: run => run.step_ms?.p50 / 1e3 || null, format: duration, ratio: true },
-  { name: "step, 95th percentile", of: run => run.step_ms?.p95 / 1e3 || null, format: duration, ratio: true },
+  { name: "step, median", of: run => run.speed?.p50_ms / 1e3 || null, format: duration, ratio: true },
+  { name: "step, 95th percentile", of: run => run.speed?.p95_ms / 1e3 || null, format: duration, ratio: true },
   { name: "training loss", of: run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), format: number },
   { name: "best val. accuracy", of: run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, format: percent },
   { name: "bytes moved", of: moved, format: bytes, ratio: true },
+  { name: "bytes moved in a step", of: run => given(moved(run)) && run.run.steps ? moved(run) / run.run.steps : null, format: bytes, ratio: true },
   { name: "busiest link, per step", of: busiestLink, format: bytes, ratio: true },
   { name: "memory", of: memory, format: bytes, ratio: true },
   { name: "waiting in a step", of: waiting, format: duration },
@@ -220,16 +218,18 @@ function header() {
   for (const text of data.warnings) element(page, "p", text, "warning");
 }
 
+const firstLike = run => data.runs.find(other => fact(other, "model") === fact(run, "model"));
+
 function cell(row, run, result) {
   const value = result.of(run);
   const made = element(row, "td", result.format(value));
-  const base = result.of(data.runs[0]);
-  if (result.ratio && run !== data.runs[0] && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
+  const base = result.of(firstLike(run));
+  if (result.ratio && run !== firstLike(run) && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
 }
 
 function table() {
   if (!data.runs.length) return;
-  const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs[0].name}.` : null);
+  const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs.every(run => firstLike(run) === data.runs[0]) ? data.runs[0].name : "the first run of the same model"}.` : null);
   const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
   const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
   const body = element(element(made, "div", null, "scroll"), "table");
@@ -287,14 +287,16 @@ function comparison() {
   const groups = grouped(runs);
   const made = grid(section("Comparison", "Means over the repeats that finished; error bars: one standard deviation to each side."));
   for (const result of [...RESULTS, ...(groups.across === "devices" ? [speedUp(runs, groups)] : [])]) {
-    if (!runs.some(run => given(result.of(run)))) continue;
+    const shown = runs.filter(run => given(result.of(run)));
+    if (!shown.length) continue;
+    const labels = groups.labels.filter(label => shown.some(run => groups.x(run) === label));
     const sets = groups.names.map((name, hue) => {
-      const values = groups.labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
+      const values = labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
       const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
       return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
         skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
-    });
-    chart(made, result.name, "bar", sets, axis(groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: groups.labels, format: result.format, legend: true });
+    }).filter(set => set.data.some(given));
+    chart(made, result.name, "bar", sets, axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels, format: result.format, legend: true });
   }
 }
 
@@ -354,16 +356,23 @@ function curveSets(table, key, across) {
   return sets;
 }
 
+// The losses of a run that diverges would leave nothing to see of the others.
+function lossLimit() {
+  const losses = data.runs.map(run => finite(run.steps?.loss)).filter(all => all.length);
+  const limit = 3 * Math.max(...losses.map(all => all[0]));
+  return losses.some(all => Math.max(...all) > limit) ? { max: limit } : {};
+}
+
 function curves() {
   const kinds = [["Training loss", "steps", "loss", number], ["Validation accuracy", "epochs", "val_accuracy", percent], ["Validation loss", "epochs", "val_loss", number],
     ["Throughput, samples/s", "steps", "rate", number]].filter(([, table, key]) => data.runs.some(run => finite(run[table]?.[key]).length));
   if (!kinds.length) return;
-  const made = section("Curves", "A point of a curve over steps is the mean of several where there are more than 500; the band goes from their least to their greatest.");
+  const made = section("Curves", "A point of a curve over steps is the mean of several where there are more than 500; the band goes from their least to their greatest. A loss above three times the first is not drawn.");
   const choice = element(made, "div", null, "choice");
   choice.setAttribute("role", "group");
   choice.setAttribute("aria-label", "against");
   const place = grid(made);
-  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", duration, { type: "linear" }), axis("", format), { format, legend: data.runs.length > 1 })]);
+  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", duration, { type: "linear" }), axis("", format, key === "loss" ? lossLimit() : {}), { format, legend: data.runs.length > 1 })]);
   const show = across => {
     for (const button of choice.children) button.setAttribute("aria-pressed", String(button.textContent === across));
     for (const [table, key, each] of drawn) {
@@ -486,7 +495,7 @@ function counters() {
 function repeat() {
   if (!data.runs.length) return;
   const made = section("To repeat it");
-  const machine = facts => [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
+  const machine = facts => facts.description || [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
   if (data.comparison?.machine) element(made, "p", machine(data.comparison.machine), "quiet");
   if (data.comparison?.command) element(made, "pre", data.comparison.command);
   for (const run of data.runs.filter(run => run.start?.command)) {

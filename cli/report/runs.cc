@@ -107,7 +107,9 @@ Json read_case(const fs::path& folder, const Json& about) {
   } catch (const Error& error) {
     run["partial"].push_back(state == "finished" ? error.text().what : "there is nothing of it");
   }
-  if (state != "finished") run["partial"].push_back(concat("state: ", state.empty() ? "unknown" : state));
+  const std::string why = text_of(about, "why");
+  if (state != "finished")
+    run["partial"].push_back(concat("state: ", state.empty() ? "unknown" : state, why.empty() ? "" : ": ", why));
   run["case"] = about;
   return run;
 }
@@ -129,16 +131,20 @@ void add_runs(const std::string& word, Json& found) {
     found["benchmarks"].push_back(benchmark);
     return;
   }
-  const fs::path description = fs::path(word) / "comparison.json";
+  const bool is_description = fs::path(word).filename() == "comparison.json";
+  const fs::path folder = is_description ? fs::absolute(word).parent_path() : fs::path(word);
+  const fs::path description = folder / "comparison.json";
   if (!fs::exists(description)) {
     found["runs"].push_back(read(files_of(word)));
     note_stop(found["runs"].back());
     return;
   }
+  if (!found["comparison"].is_null())
+    throw UsageError({.what = concat(word, " is a second comparison"), .next = "make a page of each"});
   Json comparison = read_comparison(description);
   const auto number = [](const Json& about) { return has_number(about, "number") ? about["number"].get<int>() : 0; };
   std::ranges::stable_sort(comparison["runs"].get_ref<Json::array_t&>(), {}, number);  // as in the tables, not as made
-  for (const Json& about : comparison["runs"]) found["runs"].push_back(read_case(word, about));
+  for (const Json& about : comparison["runs"]) found["runs"].push_back(read_case(folder, about));
   comparison.erase("runs");
   found["comparison"] = comparison;
 }
