@@ -14,14 +14,13 @@ import sys
 
 PATTERN = struct.pack("<i", 0x0DDBA11C) * 8
 ALL_PROTOCOLS = 3
-RECEIVE_BUFFER_BY_FORCE = 33  # SO_RCVBUFFORCE
 
 
 def main():
     ended = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(ALL_PROTOCOLS))
-    link.setsockopt(socket.SOL_SOCKET, RECEIVE_BUFFER_BY_FORCE, 1 << 24)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)  # as much as the kernel allows
     link.bind((sys.argv[1], 0))
     link.settimeout(0.1)
     pathlib.Path(sys.argv[2]).touch()

@@ -19,6 +19,13 @@ port=29500
 declare -a jobs
 fail() { echo "$*" >&2; exit 1; }
 
+until_there() {
+  local give_up=$((SECONDS + 60))
+  until [ -e "$1" ]; do
+    [ $SECONDS -lt $give_up ] || fail "no $1 in 60 s: $(cat "$work"/*.err)"
+    sleep 0.05
+  done
+}
 # Few descriptors: a crowd of connections would need more.
 begin_exchange() {  # MODE OPTION...
   local mode=$1
@@ -26,17 +33,13 @@ begin_exchange() {  # MODE OPTION...
   rm -f "$work"/capture.* "$work"/exchange.*
   /run/on-host n1 "$here/capture.py" eth0 "$work/capture.ready" >"$work/capture.$mode" &
   capture=$!
-  until [ -e "$work/capture.ready" ]; do sleep 0.05; done
+  until_there "$work/capture.ready"
   for node in 0 1; do
     (ulimit -n 256 && exec /run/on-host n$((node + 1)) "$lockstep" run --nnodes 2 --node-rank $node --master-addr 10.77.0.11 \
       --master-port $port "$@" -- "$pattern_ranks" "$work/exchange.begun" "$work/exchange.end" 2>"$work/$mode.$node.err") &
     jobs[$node]=$!
   done
-  local give_up=$((SECONDS + 60))
-  until [ -e "$work/exchange.begun" ]; do
-    [ $SECONDS -lt $give_up ] || fail "no exchange in 60 s: $(cat "$work/$mode".?.err)"
-    sleep 0.05
-  done
+  until_there "$work/exchange.begun"
 }
 listening_ports() {  # HOST
   on_host "$1" awk '$4 == "0A" { sub(".*:", "", $2); print $2 }' /proc/net/tcp | while read -r number; do echo $((16#$number)); done
@@ -72,10 +75,9 @@ wait "${jobs[1]}" || fail "$(cat "$work"/tls.?.err)"
 end_capture tls
 [ "$found" -eq 0 ] || fail "$found packets have the pattern"
 
-# A firewall: of what n2 sends only packets for the meeting arrive.
-on_host n2 tc qdisc add dev eth0 clsact
-on_host n2 tc filter add dev eth0 egress protocol ip prio 1 u32 match ip dport $port 0xffff action pass
-on_host n2 tc filter add dev eth0 egress protocol ip prio 2 u32 match u32 0 0 action drop
+# A firewall: only answers at the port of the meeting get from n1 to n2.
+on_host n1 ip rule add pref 10 sport $port lookup main
+on_host n1 ip rule add pref 20 to 10.77.0.12 blackhole
 start() {  # NODE_RANK; in a subshell, whose process becomes the launcher
   exec /run/on-host n$(($1 + 1)) "$lockstep" run --nnodes 2 --node-rank "$1" --master-addr 10.77.0.11 --master-port $port -- \
     "$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 6 --max-steps 3 2>"$work/firewall.$1.err"

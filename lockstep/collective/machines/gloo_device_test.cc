@@ -21,7 +21,7 @@
 namespace lockstep {
 namespace {
 
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using MeetingPlace = c10::intrusive_ptr<c10d::Store>;
 
 // Of somebody who changes what a rank tells the others: as PyTorch's TCPStore lets anybody do.
 class ForgedStore final : public c10d::PrefixStore {
@@ -34,16 +34,16 @@ class ForgedStore final : public c10d::PrefixStore {
   }
 };
 
-TransportOptions options_of(int rank) {
+TransportOptions options_of_rank(int rank) {
   return {.rank = rank, .size = 2, .describe = "rank " + std::to_string(rank), .timeout = std::chrono::seconds(20)};
 }
 
-std::string error_of_link(const StorePtr& store, int rank) {
-  return testing::message_of<RendezvousError>([&] { MachineLink(store, options_of(rank), {"rank 0", "rank 1"}); });
+std::string error_of_link(const MeetingPlace& store, int rank) {
+  return testing::message_of<RendezvousError>([&] { MachineLink(store, options_of_rank(rank), {"rank 0", "rank 1"}); });
 }
 
 TEST(GlooDevice, does_not_connect_to_a_rank_without_the_certificate_that_it_has_told) {
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   std::string error;
   std::thread other([&] { error = error_of_link(c10::make_intrusive<ForgedStore>("x", store), 1); });
   const std::string own = error_of_link(c10::make_intrusive<c10d::PrefixStore>("x", store), 0);
@@ -53,7 +53,7 @@ TEST(GlooDevice, does_not_connect_to_a_rank_without_the_certificate_that_it_has_
 }
 
 TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_rest) {
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   store->set("lockstep/gloo/1", std::string("insecure"));
   const std::string error = error_of_link(store, 0);
   EXPECT_TRUE(testing::contains(error, "rank 1 trusts the network, other than this rank")) << error;
@@ -61,9 +61,9 @@ TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_res
 
 // Both send more than sockets hold, before either receives the other's.
 TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   const auto exchange = [&](int rank) {
-    MachineLink link(store, options_of(rank), {"rank 0", "rank 1"});
+    MachineLink link(store, options_of_rank(rank), {"rank 0", "rank 1"});
     std::vector<std::byte> mine(std::size_t{64} << 20, std::byte(rank + 1));
     std::vector<std::byte> theirs(mine.size());
     MachineLink::Transfers transfers;
@@ -81,7 +81,7 @@ TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
 
 // ---- The filter, on the loopback interface: 127.0.0.2 is a stranger
 
-sockaddr_in loopback(std::uint32_t last, std::uint16_t port) {
+sockaddr_in loopback_address(std::uint32_t last, std::uint16_t port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(0x7f000000 | last);
@@ -93,7 +93,7 @@ const sockaddr* raw(const sockaddr_in& address) { return reinterpret_cast<const 
 
 bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds) {
   const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const sockaddr_in own = loopback(from, 0);
+  const sockaddr_in own = loopback_address(from, 0);
   EXPECT_EQ(::bind(fd.get(), raw(own), sizeof own), 0);
   ::connect(fd.get(), raw(to), sizeof to);
   pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
@@ -102,7 +102,7 @@ bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds) {
 
 TEST(ListenerFilter, admits_the_given_addresses_and_later_nobody) {
   const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address = loopback(1, 0);
+  sockaddr_in address = loopback_address(1, 0);
   ASSERT_EQ(::bind(listener.get(), raw(address), sizeof address), 0);
   ASSERT_EQ(::listen(listener.get(), 16), 0);
   sockaddr_storage bound{};

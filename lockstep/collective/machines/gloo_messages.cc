@@ -2,6 +2,7 @@
 #include "lockstep/collective/machines/gloo_messages.h"
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/insecure_network.h"
 #include "lockstep/collective/machines/gloo_connection.h"
 
 namespace lockstep {
@@ -18,6 +19,17 @@ struct MessageHeader {
 
 constexpr std::size_t kFirstBytes = 4096;
 constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
+
+constexpr std::size_t kLargestMessage = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
+
+void require_fitting(const TensorCall& call, const std::string& here) {
+  const torch::Tensor& tensor = call.call.operation == Operation::kSend ? call.input : call.output;
+  if (tensor.nbytes() <= kLargestMessage || network_is_insecure()) return;
+  throw UsageError({.what = concat("a message of ", tensor.nbytes(), " bytes between machines"),
+                    .here = here,
+                    .likely = "more than the 1 GiB that goes over TLS at once",
+                    .next = "send it in parts"});
+}
 
 // Gloo moves bytes of any dtype alike.
 torch::Tensor bytes_of(const torch::Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
@@ -94,6 +106,7 @@ int GlooMessages::next_tag() {
 
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
 FuturePtr GlooMessages::send(const TensorCall& call) {
+  require_fitting(call, here_);
   const int to = call.call.peer;
   const int tag = tag_of(call.call);
   Tensors data{bytes_of(call.input)};
@@ -113,6 +126,7 @@ FuturePtr GlooMessages::send(const TensorCall& call) {
 
 // A small message needs no thread: all of it arrives in the first transfer, and is copied when it is waited for.
 FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
+  require_fitting(call, here_);
   const int tag = tag_of(call.call);
   const auto issue = [&](const torch::Tensor& place) {
     Tensors places{place};

@@ -22,6 +22,8 @@ int tag_of(const Signature& signature) {
 constexpr std::chrono::seconds kLongestGoodbye{1};
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leave() and close() end that wait
 
+constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
+
 std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
 }
@@ -121,15 +123,17 @@ void MachineLink::finish_check() {
 // ---- Transfers
 
 void MachineLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
-  if (bytes == 0) return;
-  auto tensors = as_tensor(data, bytes);
-  start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
+  for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
+    auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
+    start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
+  }
 }
 
 void MachineLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
-  if (bytes == 0) return;
-  auto tensors = as_tensor(data, bytes);
-  start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
+  for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
+    auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
+    start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
+  }
 }
 
 C10dWork MachineLink::issue(int peer, const Issue& transfer) try {
