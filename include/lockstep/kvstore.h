@@ -90,7 +90,7 @@ class KVStore {
   virtual void set_optimizer(const UpdateOptions& options) = 0;
 
   // The values of `names`, on every device. push_pull is the same as push, then pull; with dist_sync it goes in parts:
-  // some are pushed while others are merged and pulled. Throw UsageError: an unknown name.
+  // some are pushed while others are merged and pulled. Throw UsageError: an unknown name; DeviceError.
   virtual void push(const Names& names, const DeviceTensors& values, const PushOptions& options = {}) = 0;
   virtual void pull(const Names& names, const DeviceTensors& into) = 0;
   virtual void push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,

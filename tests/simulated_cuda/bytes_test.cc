@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "tests/simulated_cuda/gpu_strategies.h"
 
 namespace lockstep {
@@ -81,6 +82,18 @@ TEST_P(BytesOfDevices, are_those_of_the_formulas) {
     train(devices);
     for (int device = 0; device < devices; ++device)
       EXPECT_EQ(bytes_of(device), expected(GetParam().name, device, devices)) << device << " of " << devices;
+  }
+}
+
+// A replica's parameters are one block. Beside it each device gets data and target, and gives its loss.
+TEST(CopiesOfDevices, in_averaging_are_one_for_each_model_that_moves) {
+  for (const int devices : {1, 2, 3, 4}) {
+    const auto strategy =
+        strategy_on_gpus({.kind = StrategyKind::kAveraging, .optimizer = SGDOptions{.lr = 0.1}, .seed = 4}, devices);
+    train_step(*strategy);
+    simulated_cuda_reset_counters();
+    train_step(*strategy);
+    EXPECT_EQ(counted().copies, to_size(2 * (devices - 1) + 3 * devices)) << devices;
   }
 }
 

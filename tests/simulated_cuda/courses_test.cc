@@ -71,6 +71,38 @@ TEST_P(WorkersOnGpus, in_step_train_as_one_device_does) {
   expect_same_course(course_of_servers(options, GetParam(), 1), {one.parameters, {}});
 }
 
+// ---- A GPU in each process
+
+TEST(OneGpu, trains_as_one_device_does) {
+  const StrategyOptions options{
+      .kind = StrategyKind::kSingle, .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9}, .seed = 4};
+  const auto strategy = make_strategy(World::single({.device = torch::kCUDA}), small_task(), options);
+  Course course;
+  for (int step = 0; step < kSteps; ++step)
+    course.losses.push_back(train_step(*strategy, {batch_of(step).data.to(gpu(0)), batch_of(step).target.to(gpu(0))}));
+  course.parameters = values_of(strategy->model());
+  expect_same_course(course, on_one_device(small_task(), options));
+}
+
+class AveragingOnGpus : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Processes, AveragingOnGpus, ::testing::Values(2, 3, 4));
+
+TEST_P(AveragingOnGpus, of_processes_trains_as_one_device_does) {
+  const StrategyOptions options{.kind = StrategyKind::kAveraging, .optimizer = SGDOptions{.lr = 0.1}, .seed = 4};
+  const Course one = on_one_device(small_task(), options);
+  run_ranks(GetParam(), [&](World& world) {
+    StrategyOptions mine = options;
+    mine.places = {{.device = gpu(world.rank())}}, mine.devices = 1;
+    const auto strategy = make_strategy(world, small_task(), mine);
+    Course course;
+    for (int step = 0; step < kSteps; ++step)
+      course.losses.push_back(train_step(*strategy, part_of(batch_of(step), strategy->data_world(world))));
+    strategy->synchronise();
+    course.parameters = values_of(strategy->model());
+    expect_same_course(course, one);
+  });
+}
+
 // ---- Stages
 
 class StagesOnGpus : public ::testing::TestWithParam<int> {};

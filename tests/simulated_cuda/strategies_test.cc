@@ -3,9 +3,15 @@
 // that fails, hangs or has no memory left in the middle of a step.
 #include <gtest/gtest.h>
 
+#include <functional>
+
+#include "lockstep/activation_checkpoint.h"
 #include "lockstep/base/text.h"
+#include "lockstep/ddp.h"
 #include "lockstep/deadline.h"
 #include "lockstep/devices.h"
+#include "lockstep/kvstore.h"
+#include "lockstep/strategy/pipeline/stage.h"
 #include "tests/shm/support.h"
 #include "tests/simulated_cuda/gpu_strategies.h"
 
@@ -111,6 +117,81 @@ TEST_P(GpuStrategies, name_a_gpu_that_hangs) {
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
   while (Devices::left_behind() > 0 && !deadline.passed()) std::this_thread::yield();
   EXPECT_EQ(Devices::left_behind(), 0);
+}
+
+// What a program may put on a wrong GPU. Each is refused with the GPU where it is and the one where it has to be.
+struct Misplaced {
+  std::string name;
+  std::string message;
+  std::function<void()> use;
+};
+void PrintTo(const Misplaced& misplaced, std::ostream* out) { *out << misplaced.name; }
+
+Batch batch_on(int data, int target) { return {even_batch().data.to(gpu(data)), even_batch().target.to(gpu(target))}; }
+
+void train_alone(const Batch& batch) {
+  const auto strategy = make_strategy(World::single({.device = torch::kCUDA}), even_task(),
+                                      {.kind = StrategyKind::kSingle, .optimizer = SGDOptions{.lr = 0.1}});
+  strategy->forward_backward(batch);
+}
+
+void be_a_stage(const Batch& batch) { run_stage(even_task(), {.micro_batches = {batch}, .device = gpu(0)}, {}); }
+
+void give_to_store(int other) {
+  Devices devices({.count = 2, .places = even_places(torch::kCUDA, 2)});
+  StrategyOptions options{.kvstore = {.kind = KVStoreKind::kLocalUpdateCpu}};
+  const auto store = KVStore::create(World::single(), options, &devices);
+  store->init({{"w", torch::ones({4}, gpu(0))}});
+  store->push({"w"}, {{torch::ones({4}, gpu(0))}, {torch::ones({4}, gpu(other))}});
+}
+
+void update_on_two_gpus() {
+  const torch::Tensor zero = torch::ones({4}, gpu(0)), one = torch::ones({4}, gpu(1));
+  SGD({zero, one}, {.lr = 0.1}).step();
+}
+
+void replicate_a_model_elsewhere() {
+  const auto model = even_task().make_model();
+  model->to(gpu(1));
+  const DistributedDataParallel ddp(World::single({.device = torch::kCUDA}), *model);
+}
+
+void add_up_on_one_gpu() {
+  Devices devices({.count = 2, .places = even_places(torch::kCUDA, 2)});
+  devices.run([tensor = torch::ones({4}, gpu(0))](Device& device) { device.all_reduce(tensor); });
+}
+
+class MisplacedOnGpus : public ::testing::TestWithParam<Misplaced> {};
+INSTANTIATE_TEST_SUITE_P(
+    Tensors, MisplacedOnGpus,
+    ::testing::Values(
+        Misplaced{"data", "the batch is on cuda:1, but cuda:0", [] { train_alone(batch_on(1, 0)); }},
+        Misplaced{"target", "the target is on cuda:1, but cuda:0", [] { train_alone(batch_on(0, 1)); }},
+        Misplaced{"data_of_a_stage", "the batch is on cuda:1, but cuda:0", [] { be_a_stage(batch_on(1, 0)); }},
+        Misplaced{"target_of_a_stage", "the target is on cuda:1, but cuda:0", [] { be_a_stage(batch_on(0, 1)); }},
+        Misplaced{"model", "is on cuda:1, but cuda:0", replicate_a_model_elsewhere},
+        Misplaced{"parameter", "a parameter of the optimizer is on cuda:1, but cuda:0", update_on_two_gpus},
+        Misplaced{"pushed", "the tensor of w for the store is on cuda:2, but cuda:1", [] { give_to_store(2); }},
+        Misplaced{"of_a_neighbour", "cuda:1 is on cuda:0, but cuda:1", add_up_on_one_gpu}),
+    [](const auto& test) { return test.param.name; });
+
+TEST_P(MisplacedOnGpus, are_refused_with_both_gpus_named) {
+  EXPECT_TRUE(contains(message_of<DeviceError>(GetParam().use), GetParam().message));
+}
+
+// A part of forward that is computed again on the thread of autograd that the GPU has.
+TEST(CheckpointOnAGpu, changes_no_gradient) {
+  const auto gradients = [](bool recompute) {
+    torch::manual_seed(3);
+    torch::nn::Linear first(kWidth, kWidth), second(kWidth, kWidth);
+    first->to(gpu(1)), second->to(gpu(1));
+    const auto both = [&](const torch::Tensor& x) { return second(first(x).tanh()); };
+    const torch::Tensor data = torch::ones({kSamples, kWidth}, gpu(1)).requires_grad_();
+    (recompute ? checkpoint(both, data) : both(data)).square().sum().backward();
+    return std::vector{data.grad().cpu(), first->weight.grad().cpu(), second->weight.grad().cpu()};
+  };
+  const auto plain = gradients(false), again = gradients(true);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(again[i], plain[i])) << i;
 }
 
 // A rank that trains on a GPU alone: nobody else waits for it.

@@ -76,6 +76,7 @@ class DdpStrategy : public ReplicaStrategy {
     torch::Tensor loss;
     if (batch.size() > 0) {
       require_device(batch.data, world_.device(), "the batch");
+      require_device(batch.target, world_.device(), "the target");
       loss = timed(phases_.forward, "forward", [&] { return task_.loss(forward(batch.data), batch.target); });
     }
     const Stopwatch watch;

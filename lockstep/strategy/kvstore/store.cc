@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/store.h"
 
+#include <algorithm>
 #include <span>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {
@@ -92,16 +95,29 @@ void Store::for_each_run(const Names& names, const Call& call) const {
   }
 }
 
+// Throws DeviceError.
+void Store::require_on_devices(const Names& names, const DeviceTensors& tensors) const {
+  if (devices_ == nullptr) return;
+  for (int device = 0; device < std::min(devices_->size(), static_cast<int>(tensors.size())); ++device)
+    for (std::size_t i = 0; i < names.size(); ++i)
+      if (const torch::Tensor& tensor = tensors[to_size(device)].at(i); tensor.defined())
+        require_device(tensor, devices_->where(device), concat("the tensor of ", names[i], " for the store"));
+}
+
 void Store::push(const Names& names, const DeviceTensors& values, const PushOptions& options) {
+  require_on_devices(names, values);
   for_each_run(names, [&](KeyRange keys, const auto& run_of) { push(keys, run_of(values), options); });
 }
 
 void Store::pull(const Names& names, const DeviceTensors& into) {
+  require_on_devices(names, into);
   for_each_run(names, [&](KeyRange keys, const auto& run_of) { pull(keys, run_of(into)); });
 }
 
 void Store::push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
                       const PushOptions& options) {
+  require_on_devices(names, values);
+  require_on_devices(names, into);
   for_each_run(names,
                [&](KeyRange keys, const auto& run_of) { push_pull(keys, run_of(values), run_of(into), options); });
 }

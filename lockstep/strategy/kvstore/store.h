@@ -72,6 +72,7 @@ class Store : public KVStore {
  private:
   std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
   std::size_t number_of(const std::string& name) const;
+  void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
   template <class Call>
   void for_each_run(const Names& names, const Call& call) const;
 

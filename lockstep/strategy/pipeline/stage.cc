@@ -16,6 +16,7 @@
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/add_in_place.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 
@@ -170,6 +171,10 @@ class StageRun {
 }  // namespace
 
 StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links) {
+  for (const Batch& each : work.micro_batches) {
+    if (!links.before) require_device(each.data, work.device, "the batch");
+    if (!links.behind) require_device(each.target, work.device, "the target");
+  }
   return StageRun(task, work, links).run();
 }
 
