@@ -27,7 +27,7 @@ class Folder {
   int count(const std::string& state) const;
 
   std::filesystem::path of(const Run& run) const;
-  std::filesystem::path begin(const Run& run);  // its folder, made new: what was left of an earlier try is removed
+  std::filesystem::path begin(const Run& run);  // its folder, new and empty
   void end(const Run& run, const Outcome& outcome);
   const Json& entry(const Run& run) const { return entries_.at(run.name); }
 

@@ -31,7 +31,7 @@ struct Outcome {
   double peak_memory_bytes = 0;  // of all its processes together, shared pages once (PSS)
   std::optional<bench::LinkBytes>
       link_bytes;      // of a step, of the busiest host in each direction; with shaped links only
-  int stopped_by = 0;  // a signal to this process: the run counts for nothing
+  int stopped_by = 0;  // a signal to this process; such a run is made again
 };
 
 struct Place {

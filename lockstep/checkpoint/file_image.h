@@ -24,8 +24,8 @@ class FileImage {
   FileImage(const FileImage&) = delete;
   FileImage& operator=(const FileImage&) = delete;
 
-  // Takes memory for files of that many bytes, and has the kernel clear it now. What was in it is lost. Throws
-  // SystemError: the cgroup or the machine has no room.
+  // Allocates memory for files of that many bytes and asks the kernel for its pages now, so that copy() need not wait
+  // for them. What was in it is lost. Throws SystemError: the cgroup or the machine has no room.
   void reserve(std::size_t bytes);
 
   // Copies the tensors of `files`, which have no meta tensors, to where they will lie in each. Throws SystemError, as

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machine_meeting.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -38,11 +40,14 @@ struct MachineMeeting : ::testing::Test {
   static std::future<Store> begin(const JobEnvironment& rank, milliseconds timeout = kMeetingPatience) {
     return std::async(std::launch::async, [=] { return meet_on_machine(rank, timeout); });
   }
+  // The socket at which rank 0 listens. Between its bind and its listen rank 0 holds a lock, which this takes in turn.
   fs::path socket() const {
     const fs::path inside = folder / concat("lockstep-", ::geteuid());
     for (;;) {
+      const UniqueFd turn(::open(inside.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
       std::error_code ignored;
-      for (const auto& entry : fs::directory_iterator(inside, ignored)) return entry.path();
+      if (turn && ::flock(turn.get(), LOCK_SH) == 0)
+        for (const auto& entry : fs::directory_iterator(inside, ignored)) return entry.path();
     }
   }
   bool has_socket() const { return !fs::is_empty(folder / concat("lockstep-", ::geteuid())); }

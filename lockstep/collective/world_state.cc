@@ -107,6 +107,8 @@ World WorldState::world_of(std::shared_ptr<WorldState> state) {
   return World(std::move(state));
 }
 
+void WorldState::wait_for_device(const World& world) { lockstep::wait_for_device(world.device(), timeout_of(world)); }
+
 void WorldState::abandon(const std::string& reason) const {
   if (cpu_transport.get_deleter().process.is_here()) cpu_transport->fail(reason);
 }

@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "lockstep/base/stop.h"
-#include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 
@@ -59,7 +58,7 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
 torch::Tensor ExchangeTotals::sums() {
   if (work_) work_->wait();
   work_.reset();
-  wait_for_device(world_.device(), WorldState::timeout_of(world_));
+  WorldState::wait_for_device(world_);
   return sums_.cpu();
 }
 

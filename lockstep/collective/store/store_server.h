@@ -7,7 +7,8 @@
 // Ranks:   in rank 0's process
 //
 // Who may come in is decided by `admit`, from the socket alone, and by the channel that it makes. A newcomer has ten seconds
-// to say hello; there are never more than kMostNewcomers of them: the oldest makes room. What they send before is 64 bytes.
+// to say hello; there are never more than kMostNewcomers of them: the oldest makes room. Until then
+// a newcomer may send at most 64 bytes.
 #pragma once
 
 #include <atomic>
