@@ -216,7 +216,7 @@ def expect_what_a_single_rank_did(program, folder):
 
 
 def expect_strategies(command, folder):
-    for strategy, names in {"pipeline": {"forward 0", "backward 1"}, "towers": {"forward", "exchange", "device 0"},
+    for strategy, names in {"pipeline": {"forward 0", "backward 1"}, "towers": {"forward", "exchange", "device 0", "all_reduce"},
                             "averaging": {"backward", "update"}, "kvstore": {"forward", "exchange"}}.items():
         file = Path(folder, f"{strategy}.json")
         run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "strategy": strategy, "ranks": 2, "max-steps": 3,

@@ -159,7 +159,7 @@ void Timeline::begin_step(std::int64_t step) {
 
 void Timeline::finish(bool together) try {
   if (file_.empty()) return;
-  show_operators(false);
+  record(false);  // before clocks are compared by messages
   trace::finish(together ? std::make_optional(compare_clocks(peers_in(world_))) : std::nullopt);
   if (together) gather();
 } catch (const PeerLost& error) {

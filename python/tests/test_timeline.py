@@ -75,7 +75,7 @@ class Timeline(unittest.TestCase):
                     of_rank = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
                     for name in f"send {1 - rank}", f"receive {1 - rank}", "all_reduce":
                         found = [event["args"]["bytes"] for event in of_rank if event["name"].endswith(name)]
-                        self.assertEqual(found.count(20), 2, (name, found))
+                        self.assertGreaterEqual(found.count(20), 2, (name, found))
 
     def test_has_what_LOCKSTEP_TRACE_asks_for(self):
         with tempfile.TemporaryDirectory() as folder:
