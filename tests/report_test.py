@@ -300,7 +300,7 @@ def look_at_other_pages(screen):
     screen.open("kinds.html", 1200, "light")
     (kinds,) = (found for found in screen.ask("charts.map(each => [each.canvas.ariaLabel, each.data.labels, each.data.datasets.map(set => set.label)])")
                 if found[0] == "bytes moved")
-    assert kinds[1:] == [["single", "kvstore-local", "kvstore-dist_sync"], ["model inception", "model alexnet"]], kinds
+    assert kinds[1:] == [["single", ["kvstore", "local"], ["kvstore", "dist", "sync"]], ["model inception", "model alexnet"]], kinds
     screen.open("diverged.html", 1200, "light")
     assert screen.ask("charts[0].scales.y.max") == 6
     for width, scheme in ((360, "dark"), (1200, "light")):
