@@ -210,8 +210,9 @@ def benchmark(folder):
     write(folder / "step.json", {"machine": "one", "ranks": 2, "models": {"lenet": model, "mlp": {"lockstep": {"step": 0.2}, "pytorch": {}}}})
     found, said = report(folder, folder / "step.json")
     assert found["runs"] == [] and said == "", said
-    write(folder / "other.json", {"models": {"lenet": {}}})
-    expect_error(folder, "no event of lockstep", folder / "other.json")
+    for models in ({"lenet": {}}, {"lenet": 3}, ["lenet"]):
+        write(folder / "other.json", {"models": models})
+        expect_error(folder, "no event of lockstep", folder / "other.json")
 
 
 def ways_to_name_a_run(folder, metrics, trace):
