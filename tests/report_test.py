@@ -216,8 +216,9 @@ def benchmark(folder):
     write(folder / "step.json", {"machine": "one", "ranks": 2, "models": {"lenet": model, "mlp": {"lockstep": {"step": 0.2}, "pytorch": {}}}})
     found, said = report(folder, folder / "step.json")
     assert found["runs"] == [] and said == "", said
-    write(folder / "other.json", {"models": {"lenet": {}}})
-    expect_error(folder, "no event of lockstep", folder / "other.json")
+    for models in ({"lenet": {}}, {"lenet": 3}, ["lenet"]):
+        write(folder / "other.json", {"models": models})
+        expect_error(folder, "no event of lockstep", folder / "other.json")
 
 
 def ways_to_name_a_run(folder, metrics, trace):
@@ -306,7 +307,7 @@ def look_at_other_pages(screen):
     screen.open("kinds.html", 1200, "light")
     (kinds,) = (found for found in screen.ask("charts.map(each => [each.canvas.ariaLabel, each.data.labels, each.data.datasets.map(set => set.label)])")
                 if found[0] == "bytes moved")
-    assert kinds[1:] == [["single", "kvstore-local", "kvstore-dist_sync"], ["model inception", "model alexnet"]], kinds
+    assert kinds[1:] == [["single", ["kvstore", "local"], ["kvstore", "dist", "sync"]], ["model inception", "model alexnet"]], kinds
     screen.open("diverged.html", 1200, "light")
     assert screen.ask("charts[0].scales.y.max") == 6
     for width, scheme in ((360, "dark"), (1200, "light")):

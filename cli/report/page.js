@@ -281,6 +281,8 @@ function speedUp(runs, groups) {
   } };
 }
 
+const inLines = label => label.length > 8 ? label.split(/[-_]/) : label;
+
 function comparison() {
   const runs = data.runs.filter(run => run.case?.state === "finished");
   if (!runs.length) return;
@@ -296,7 +298,9 @@ function comparison() {
       return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
         skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
     }).filter(set => set.data.some(given));
-    chart(made, result.name, "bar", sets, axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " ")), axis("", result.format, { grace: "10%", beginAtZero: true }), { labels, format: result.format, legend: true });
+    const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));
+    x.ticks.autoSkip = labels.length > 20;
+    chart(made, result.name, "bar", sets, x, axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: labels.map(inLines), format: result.format, legend: true });
   }
 }
 

@@ -118,11 +118,14 @@ Json read_case(const fs::path& folder, const Json& about) {
 
 // A file of `lockstep bench step --json`, or nothing.
 Json read_benchmark(const std::string& word) {
-  if (!fs::is_regular_file(word) || !word.ends_with(".json")) return nullptr;
+  if (!fs::is_regular_file(word) || !word.ends_with(".json") || is_trace(word)) return nullptr;
   Json benchmark = parse(read_file(word));
   const Json* models = find(benchmark, "models");
   if (models == nullptr || !models->is_object() || models->empty()) return nullptr;
-  const auto measured = [](const Json& model) { return has_number(model.value("lockstep", Json()), "step"); };
+  const auto measured = [](const Json& model) {
+    const Json* ours = find(model, "lockstep");
+    return ours != nullptr && has_number(*ours, "step");
+  };
   return std::ranges::all_of(*models, measured) ? benchmark : Json();
 }
 
