@@ -128,7 +128,12 @@ c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& j
   if (served) return served;
   const auto parts = split(launcher->get(0, "endpoint" + number), ',');
   Endpoint endpoint{parts.back()};
-  parse_int(parts.front(), endpoint.port);
+  constexpr int kLastPort = 65535;
+  if (parts.size() != 2 || !parse_int(parts.front(), endpoint.port) || endpoint.port < 1 || endpoint.port > kLastPort)
+    throw RendezvousError({.what = concat("mpirun carries no address of rank 0: \"", join(parts, ","), "\""),
+                           .here = concat("rank ", job.rank, " of ", job.world_size),
+                           .likely = "another version of lockstep in rank 0",
+                           .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
   return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
 }
 

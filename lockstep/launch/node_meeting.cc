@@ -88,13 +88,13 @@ bool hear_greeting(Guest& guest, const NodeMeeting& meeting) {
   return false;
 }
 
-// Who has greeted is a guest, in this order.
+// Who has greeted is a guest, in this order, as long as there are places.
 void hear(Guests& newcomers, Guests& guests, const NodeMeeting& meeting) {
   for (auto each = newcomers.begin(); each != newcomers.end();) {
     const auto next = std::next(each);
     if (each->greets_by.passed() || !hear_greeting(*each, meeting))
       newcomers.erase(each);
-    else if (each->ranks > 0)
+    else if (each->ranks > 0 && std::ssize(guests) + 1 < meeting.most)
       guests.splice(guests.end(), newcomers, each);
     each = next;
   }

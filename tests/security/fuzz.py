@@ -36,6 +36,7 @@ def tcp_listeners(pid):
 
 def unix_listeners(pid):
     with open(f"/proc/{pid}/net/unix") as lines:
+        next(lines)  # the names of its columns
         for fields in map(str.split, lines):
             if len(fields) > 7 and int(fields[3], 16) & 0x10000 and "lockstep" in fields[7]:
                 path = "\0" + fields[7][1:] if fields[7].startswith("@") else fields[7]

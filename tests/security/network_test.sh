@@ -14,7 +14,7 @@ lockstep=$1
 here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
 make_hosts n1 n2 stranger
-ip -n n1 link add second type dummy  # n1 has a second network
+ip -n n1 link add second type veth peer name nowhere  # n1 has a second network
 ip -n n1 address add 10.88.0.1/24 dev second
 ip -n n1 link set second up
 export HOME=$work  # which all hosts see
