@@ -107,9 +107,9 @@ int train_rank(const TrainOptions& options, const Program& program) {
   const JobEnvironment job = read_job_environment();
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
-  const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
-  use_threads(options, world, job);
   return on_gpus(one_of(places), [&] {
+    const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
+    use_threads(options, world, job);
     const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
     TrainingLoop loop(world, task, datasets, *strategy, options);
     loop.run();
