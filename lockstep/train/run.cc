@@ -61,7 +61,10 @@ torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>
   if (strategy_info(options.strategy.kind).threads && !is_stage) return torch::kCPU;
   const DevicePlace& place = places.front();
   if (!place.cores.empty()) pin_this_thread(place.cores);
-  if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
+  if (!place.device.is_cpu()) {
+    require_gpus(place.device.index());
+    c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
+  }
   return place.device;
 }
 

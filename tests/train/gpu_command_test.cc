@@ -420,6 +420,7 @@ TEST(GpuCommand, says_what_is_wrong_with_devices) {
   EXPECT_TRUE(contains(refusal({"single", "--devices", "cuda:0,cuda:1"}), "the ranks of this machine have 1"));
   EXPECT_TRUE(contains(refusal({"pipeline", "--devices", "cuda:0,cuda:1"}), "cores only"));
   EXPECT_TRUE(contains(refusal({"ddp", "--devices", "cuda:1,cuda:1"}), "cuda:1 is named twice"));
+  EXPECT_TRUE(contains(refusal({"ddp", "--devices", "cuda", "--ranks", "3"}), "there is no GPU cuda:2: 2 visible"));
 }
 
 TEST(GpuCommand, lists_gpus_with_memory_and_links) {
