@@ -139,21 +139,22 @@ Share share_of(const TrainOptions& options, const JobEnvironment& job) {
   return share;
 }
 
-// A launcher, or a script between it and the ranks, may let each rank see its own GPUs only.
-bool sees_own_gpus_only(const JobEnvironment& job, const Share& share) {
-  return job.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && share.mine > 0 &&
+// A launcher, or a script between it and the ranks, may let each rank see its own GPUs only. Ranks that `lockstep train` has
+// started itself all see the same.
+bool sees_own_gpus_only(const TrainOptions& options, const Share& share) {
+  return options.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && share.mine > 0 &&
          cuda_device_count() == share.mine;
 }
 
 // Whether GPUs are chosen for a machine that needs `share.all`.
-bool takes_gpus(const TrainOptions& options, const JobEnvironment& job, const Share& share) {
+bool takes_gpus(const TrainOptions& options, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;
   if (options.strategy.kind == StrategyKind::kPipeline) return false;  // its stages run on cores
-  return cuda_device_count() >= share.all || sees_own_gpus_only(job, share);
+  return cuda_device_count() >= share.all || sees_own_gpus_only(options, share);
 }
 
-Places share_of_gpus(const JobEnvironment& job, const Share& share) {
-  const int before = sees_own_gpus_only(job, share) ? 0 : share.before;
+Places share_of_gpus(const TrainOptions& options, const Share& share) {
+  const int before = sees_own_gpus_only(options, share) ? 0 : share.before;
   const Places gpus = even_places(torch::kCUDA, before + share.mine);
   return {gpus.begin() + before, gpus.end()};
 }
@@ -200,7 +201,7 @@ std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEn
   const Share share = share_of(options, job);
   const Places list = listed(options);
   if (list.empty())
-    return takes_gpus(options, job, share) ? share_of_gpus(job, share) : even_places(torch::kCPU, share.mine);
+    return takes_gpus(options, share) ? share_of_gpus(options, share) : even_places(torch::kCPU, share.mine);
   if (std::ssize(list) != share.all)
     throw UsageError({.what = concat("--devices ", options.devices, " has ", list.size(),
                                      " devices, but the ranks of this machine have ", share.all),

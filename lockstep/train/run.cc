@@ -63,7 +63,10 @@ torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>
   if (strategy_info(options.strategy.kind).threads && !is_stage) return torch::kCPU;
   const DevicePlace& place = places.front();
   if (!place.cores.empty()) pin_this_thread(place.cores);
-  if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
+  if (!place.device.is_cpu()) {
+    require_gpus(place.device.index());
+    c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
+  }
   return place.device;
 }
 
@@ -109,9 +112,9 @@ int train_rank(const TrainOptions& options, const Program& program) {
   const JobEnvironment job = read_job_environment();
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
-  const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
-  use_threads(options, world, job);
   return on_gpus(one_of(places), [&] {
+    const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
+    use_threads(options, world, job);
     const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
     TrainingLoop loop(world, task, datasets, *strategy, options);
     loop.run();
