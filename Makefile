@@ -48,6 +48,7 @@ soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_FUZZ_PAIRS = 1
 soak: export LOCKSTEP_STRESS_CALLS = 10000
 soak: export LOCKSTEP_STORE_FUZZ = 20000
+soak: export LOCKSTEP_SECURITY_FUZZ = 50000
 soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
 	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release
 

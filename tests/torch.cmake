@@ -106,6 +106,15 @@ target_compile_definitions(reference_test PRIVATE
   REFERENCE_FILE="${CMAKE_CURRENT_SOURCE_DIR}/reference/lenet_ddp.safetensors"
   OPTIMIZER_REFERENCE="${CMAKE_CURRENT_SOURCE_DIR}/reference/optimizers.safetensors")
 
+# Real disks, and real memory.
+add_test(NAME command.full_disk COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/train/full_disk_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(command.full_disk PROPERTIES TIMEOUT 300)
+if(NOT LOCKSTEP_SANITIZE)  # sanitizers have memory of their own
+  add_test(NAME command.memory_of_resuming
+    COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/train/resume_memory_test.py $<TARGET_FILE:lockstep_command>)
+  set_tests_properties(command.memory_of_resuming PROPERTIES TIMEOUT 300)
+endif()
+
 # Several machines, as network namespaces.
 add_library(drifting_clock MODULE hosts/drifting_clock.cc)
 add_test(NAME hosts.two_hosts_train_as_one_rank_does
@@ -118,6 +127,9 @@ add_test(NAME hosts.security
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.munge
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/munge_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.fuzz
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/fuzz_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.fuzz PROPERTIES TIMEOUT 3600)
 add_test(NAME hosts.slurm COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/slurm_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.compare COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/compare_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.ranks_find_each_other hosts.security hosts.munge hosts.slurm hosts.compare PROPERTIES TIMEOUT 300)

@@ -9,12 +9,13 @@ refused. Waits for the port, at most 30 seconds.
 """
 
 import os
+import resource
 import socket
 import struct
 import sys
 import time
 
-HELLO, SET, DELETE, DONE = 1, 2, 6, 10
+HELLO, SET, GET, ADD, DELETE, DONE = 1, 2, 3, 4, 6, 10
 PATIENCE = 30
 
 
@@ -29,10 +30,19 @@ def connect(host, port):
             time.sleep(0.02)
 
 
+def packet(kind, *texts, number=0):
+    body = struct.pack("<Bq", kind, number) + b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return struct.pack("<I", len(body)) + body
+
+
 def ask(connection, kind, *texts):
     """The kind and number of the answer. Raises OSError if there is none."""
-    body = struct.pack("<Bq", kind, 0) + b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    connection.sendall(struct.pack("<I", len(body)) + body)
+    return say(connection, packet(kind, *texts))
+
+
+def say(connection, message):
+    """The kind and number of the first answer. Raises OSError if there is none."""
+    connection.sendall(message)
     answer = b""
     while len(answer) < 4 or len(answer) < 4 + struct.unpack_from("<I", answer)[0]:
         part = connection.recv(65536)
@@ -59,6 +69,34 @@ def delete(host, port):
     return False
 
 
+def read(host, port):
+    """Who rank 0 is."""
+    connection = connect(host, port)
+    ask(connection, HELLO)
+    for _ in range(100):
+        if ask(connection, GET, b"rank/0/1")[0] == DONE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def replay(host, port):
+    """What rank 1 of an old job has said, byte by byte."""
+    said = packet(HELLO) + packet(ADD, b"rank/1/", number=1) + packet(SET, b"rank/1/1", b"pid 1 on n2")
+    said += packet(SET, b"lockstep/connection/1/machine/1", b"an old machine")
+    return say(connect(host, port), said)[0] == DONE
+
+
+def preamble(host, port):
+    """A number as Gloo's connections begin with it, and the beginning of a TCPStore's. Never a success by itself."""
+    for number in struct.pack("<q", 1), struct.pack("<q", -1), struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711):
+        try:
+            connect(host, port).sendall(number)
+        except OSError:
+            pass
+    return False
+
+
 def fill(host, port):
     """16 MiB of what nobody has asked for."""
     connection = connect(host, port)
@@ -74,8 +112,9 @@ def replace(host, port):
 
 
 def idle(host, port):
-    """Hundreds of connections that say nothing. Never a success by itself: the job must go on meanwhile."""
-    connections = [connect(host, port) for _ in range(500)]
+    """Thousands of connections that say nothing. Never a success by itself: the job must go on meanwhile."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    connections = [connect(host, port) for _ in range(3000)]
     time.sleep(2)
     return not connections
 
@@ -91,7 +130,7 @@ def noise(host, port):
 
 
 if __name__ == "__main__":
-    attacks = {"join": join, "delete": delete, "fill": fill, "replace": replace, "idle": idle, "noise": noise}
+    attacks = {each.__name__: each for each in (join, read, delete, replay, fill, replace, preamble, idle, noise)}
     try:
         succeeded = attacks[sys.argv[3]](sys.argv[1], int(sys.argv[2]))
     except (ConnectionError, TimeoutError) as error:

@@ -14,13 +14,16 @@ lockstep=$1
 here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
 make_hosts n1 n2 stranger
+ip -n n1 link add second type veth peer name nowhere  # n1 has a second network
+ip -n n1 address add 10.88.0.1/24 dev second
+ip -n n1 link set second up
 export HOME=$work  # which all hosts see
 port=29500
 
+train=("$lockstep" train --threads 1 --batch-size 37 --quiet --max-steps 3)
 start() {  # HOST NODE_RANK METRICS OPTION...; in a subshell, whose process becomes the launcher
   exec /run/on-host "$1" "$lockstep" run --nnodes 2 --node-rank "$2" --master-addr 10.77.0.11 --master-port $port "${@:4}" -- \
-    "$lockstep" train --threads 1 --batch-size 37 --quiet --timeout "${timeout:-30}" --max-steps 3 \
-    --metrics "$work/$3.jsonl"
+    "${train[@]}" --timeout "${timeout:-30}" --metrics "$work/$3.jsonl"
 }
 attack() { on_host stranger "$here/attack.py" 10.77.0.11 $port "$1"; }
 fail() { echo "$*" >&2; exit 1; }
@@ -32,11 +35,11 @@ assert len(one) == len(other) == 3 and all(abs(a - b) <= 1e-4 * abs(b) for a, b 
 PYTHON
 }
 
-"$lockstep" train --threads 1 --batch-size 37 --quiet --max-steps 3 --metrics "$work/one.jsonl"
+"${train[@]}" --metrics "$work/one.jsonl"
 
 # Against a network without protection.
 start n1 0 open --insecure-network 2>"$work/open.err" &
-for each in join delete fill replace; do attack $each || fail "$each does not bite"; done
+for each in join read delete replay fill replace; do attack $each || fail "$each does not bite"; done
 kill $!
 wait || true
 grep -q 'whoever reaches this network can join the job' "$work/open.err" || fail "no word about the insecure network"
@@ -44,9 +47,14 @@ grep -q 'whoever reaches this network can join the job' "$work/open.err" || fail
 # Against a job with a secret.
 start n1 0 secret &
 job=$!
-for each in join delete fill replace idle noise; do
+for each in join read delete replay fill replace preamble idle noise; do
   if attack $each; then fail "$each succeeded"; elif [ $? -ne 3 ]; then fail "$each was not tried"; fi
 done
+# Another job at its port is told who has it; this one does not notice. It listens at its own address only.
+if (start n1 0 second 2>"$work/second.err"); then fail "two jobs at one port"; fi
+grep -q "can't listen on 10.77.0.11:$port" "$work/second.err" || fail "$(cat "$work/second.err")"
+listeners=$(on_host n1 ss -Hltn | awk '{print $4}')
+[ "$listeners" = "10.77.0.11:$port" ] || fail "listens at $listeners"
 (start n2 1 secret)
 wait $job
 has_losses_of_one_rank secret
@@ -65,4 +73,29 @@ if (HOME=$work/other start n2 1 home 2>"$work/home.err"); then fail "found a sec
 kill $! 2>/dev/null || true
 wait || true
 grep -q 'openssl rand -hex 32' "$work/home.err" || fail "$(cat "$work/home.err")"
+
+# Packets to the first host are dropped on their way: its ports of a switch and the second's may not talk to each other.
+ip -n n2 neigh replace 10.77.0.11 lladdr "$(ip netns exec n1 cat /sys/class/net/eth0/address)" dev eth0
+for host in n1 n2; do bridge link set dev to-$host isolated on; done
+export timeout=3
+start n1 0 dropped 2>"$work/dropped_0.err" &
+if (start n2 1 dropped 2>"$work/dropped_1.err"); then fail "packets arrived"; fi
+wait || true
+grep -q 'rank 1 found nobody at 10.77.0.11:29500' "$work/dropped_1.err" || fail "$(cat "$work/dropped_1.err")"
+grep -q 'firewall' "$work/dropped_1.err" || fail "$(cat "$work/dropped_1.err")"
+grep -q 'not all ranks have come: no machine from rank 1' "$work/dropped_0.err" || fail "$(cat "$work/dropped_0.err")"
+for host in n1 n2; do bridge link set dev to-$host isolated off; done
+
+# Hosts that have IPv6 only.
+export timeout=30
+for number in 1 2; do
+  ip -n n$number address flush dev eth0
+  ip -n n$number address add fd77::1$number/64 dev eth0 nodad
+done
+on_host n1 "$lockstep" run --nnodes 2 --node-rank 0 --master-addr fd77::11 --master-port $port -- "${train[@]}" \
+  --metrics "$work/ipv6.jsonl" &
+job=$!
+on_host n2 "$lockstep" run --nnodes 2 --node-rank 1 --master-addr fd77::11 --master-port $port -- "${train[@]}"
+wait $job
+has_losses_of_one_rank ipv6
 echo "every attack succeeds without a secret, and none with it"
