@@ -31,7 +31,7 @@ PUBLIC = {
     "gradient": "communication_hook batch_totals",
     "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
     "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
-    "checkpoint": "checkpoint",
+    "checkpoint": "checkpoint checkpoints",
     "train": "run lockstep",
 }
 ROOM_OF_PUBLIC = {header: room for room, headers in PUBLIC.items() for header in headers.split()}

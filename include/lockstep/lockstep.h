@@ -33,7 +33,8 @@
 #include "lockstep/images.h"              // transforms of images
 
 // Checkpoints:
-#include "lockstep/checkpoint.h"          // safetensors files and folders of them
+#include "lockstep/checkpoint.h"          // safetensors files
+#include "lockstep/checkpoints.h"         // a folder of the newest, written in the background
 
 // Devices of one process, and strategies by name:
 #include "lockstep/devices.h"             // a thread for each device, and their collectives

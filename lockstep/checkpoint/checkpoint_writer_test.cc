@@ -11,6 +11,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/checkpoints.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 
@@ -273,6 +274,23 @@ TEST(CheckpointWriter, killed_while_it_writes_leaves_a_whole_checkpoint) {
     EXPECT_GT(newest_step(folder), 0);
     for (const auto& entry : std::filesystem::directory_iterator(folder.path())) std::filesystem::remove(entry);
   }
+}
+
+TEST(OwnCheckpoints, are_written_while_the_loop_goes_on_and_the_newest_is_found) {
+  const TempFolder folder;
+  {
+    Checkpoints checkpoints(folder.path());
+    EXPECT_FALSE(checkpoints.newest());
+    for (int step = 1; step <= 3; ++step) checkpoints.save(step, state_of(step));
+    checkpoints.finish(3);
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { Checkpoints(folder.path()); }), "is in use by process"));
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.finish(7, std::chrono::milliseconds(1)); }),
+                         "the checkpoint of step 7 is not saved"));
+  }
+  const auto newest = Checkpoints(folder.path()).newest();
+  ASSERT_TRUE(newest);
+  EXPECT_EQ(load_safetensors(*newest).metadata.at("step"), "3");
+  EXPECT_FALSE(folder.has("step-00000001.safetensors")) << "only the newest two are kept";
 }
 
 }  // namespace

@@ -34,6 +34,7 @@ if not torch.__version__.startswith("2.11."):
 
 from lockstep._C import (
     CheckpointError,
+    Checkpoints,
     DataError,
     DeviceError,
     EnvironmentError,
@@ -58,6 +59,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "CheckpointError",
+    "Checkpoints",
     "DataError",
     "DataLoader",
     "DeviceError",

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   lockstep::python::bind_world(module);
   lockstep::python::bind_optimizers(module);
   lockstep::python::bind_replica(module);
+  lockstep::python::bind_checkpoints(module);
   module.def("catch_stop_signals", &lockstep::catch_stop_signals);
   module.def("stop_requested", &lockstep::stop_requested);
   module.def("stop_signal", &lockstep::stop_signal);

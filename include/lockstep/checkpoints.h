@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep/checkpoints.h: the newest checkpoints of a training loop of one's own, written while it goes on.
+//
+// Flow:    save() -> a copy in memory -> a thread -> DIR/step-00000470.safetensors; newest() -> load_safetensors()
+// Owns:    the folder (its file .lock keeps a second writer out), one copy of the state, a thread of low priority
+// Threads: one at a time
+// Ranks:   one rank of a job has one, usually rank 0; no communication
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "lockstep/checkpoint.h"
+
+namespace lockstep {
+
+class CheckpointWriter;
+
+class Checkpoints {
+ public:
+  // Makes the folder if it is missing. Throws CheckpointError: it can't be written, or another process writes there, and
+  // which.
+  explicit Checkpoints(const std::filesystem::path& folder);
+
+  // Waits for the disk, at most ten seconds.
+  ~Checkpoints();
+  Checkpoints(const Checkpoints&) = delete;
+  Checkpoints& operator=(const Checkpoints&) = delete;
+
+  // The newest checkpoint that is whole; nothing if there is none. Reads it for its checksum. Throws CheckpointError: there
+  // are some, and all are damaged.
+  std::optional<std::filesystem::path> newest() const;
+
+  // Blocks for a copy of the tensors (CPU or GPU, any layout) in memory; if the save before this one is still being written,
+  // first for that, at most ten seconds. The two newest checkpoints are kept. A disk that is full or does not answer is a
+  // warning, and the next save tries again. Throws UsageError: a dtype that the format does not know.
+  void save(std::int64_t step, const TensorFile& file);
+
+  // Blocks until nothing is being written any more. Throws CheckpointError: the newest on the disk is not that of `step`, and
+  // why; or the timeout.
+  void finish(std::int64_t step, std::chrono::milliseconds timeout = std::chrono::minutes(5));
+
+ private:
+  std::unique_ptr<CheckpointWriter> writer_;
+};
+
+}  // namespace lockstep

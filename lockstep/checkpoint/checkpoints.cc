@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/checkpoints.h"
+
+#include "lockstep/base/text.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+Checkpoints::Checkpoints(const std::filesystem::path& folder)
+    : writer_(std::make_unique<CheckpointWriter>(CheckpointFolder(folder))) {}
+
+Checkpoints::~Checkpoints() = default;
+
+std::optional<std::filesystem::path> Checkpoints::newest() const {
+  const auto found = writer_->folder().load_newest();
+  return found ? std::optional(found->path) : std::nullopt;
+}
+
+void Checkpoints::save(std::int64_t step, const TensorFile& file) { writer_->save(step, file); }
+
+void Checkpoints::finish(std::int64_t step, std::chrono::milliseconds timeout) {
+  if (writer_->finish(step, timeout)) return;
+  const std::string why = writer_->trouble();
+  throw CheckpointError({.what = concat("the checkpoint of step ", step, " is not saved", why.empty() ? "" : ": ", why),
+                         .likely = "a disk that is full or does not answer",
+                         .next = "make room, and save again"});
+}
+
+}  // namespace lockstep
