@@ -81,7 +81,8 @@ void add_whole_lines(const std::string& content, Trace& trace) {
     if (line.ends_with(',')) line.pop_back();
     add_event(parse(line), trace);
   }
-  if (const Json* about = find(parse(content.substr(0, content.find('\n')) + "]}"), "otherData")) trace.about = *about;
+  const Json head = parse(content.substr(0, content.find('\n')) + "]}");
+  if (const Json* about = find(head, "otherData")) trace.about = *about;
 }
 
 Trace trace_in(const std::string& content) {
