@@ -101,6 +101,10 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
                  "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");
+  app.add_option("--stop-code", launch.stop_code,
+                 "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
+      ->check(CLI::Range(3, 255))
+      ->default_str("");
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0));

@@ -84,8 +84,10 @@ add_dependencies(lost_ranks_test misbehaving_task)
 lockstep_test(stop_test command.stop SHARDS 4 TIMEOUT 600
   SOURCES train/stop_test.cc train/ranks.cc launch/child.cc)
 target_link_libraries(stop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
-target_compile_definitions(stop_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>")
-add_dependencies(stop_test lockstep_train)
+target_compile_definitions(stop_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>"
+  UNUSUAL_LOOP="$<TARGET_FILE:unusual_loop>")
+add_dependencies(stop_test lockstep_train misbehaving_task unusual_loop)
 
 lockstep_test(unusual_loop_test command.unusual_loop SHARDS 4 TIMEOUT 600
   SOURCES train/unusual_loop_test.cc train/ranks.cc launch/child.cc)

@@ -96,7 +96,8 @@ class Job {
     for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
-    if (!failure_ && caught_signal_ != 0) return {.exit_code = kSignalBase + caught_signal_};
+    if (!failure_ && caught_signal_ != 0)
+      return {.exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
     if (!failure_) return {.exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
     failure_->last_lines = last_lines();
     return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
@@ -224,6 +225,12 @@ class Job {
   bool has_stopped(const ExitStatus& end) const {
     if (end.signal != 0) return false;
     return options_.stop_code ? end.exit_code == *options_.stop_code : asked_ && end.exit_code == kStopped;
+  }
+
+  // Whatever signal has asked them to.
+  bool all_have_stopped() const {
+    return options_.stop_code &&
+           std::ranges::all_of(ranks_, [this](const Rank& rank) { return has_stopped(*rank.end); });
   }
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.

@@ -14,6 +14,7 @@
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/timeline.h"
 #include "lockstep/train/option_table.h"
+#include "lockstep/train/ranks_and_devices.h"
 
 namespace lockstep {
 
@@ -312,6 +313,10 @@ void check_options(const TrainOptions& options) {
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
   require(options.histograms == 0 || !options.tensorboard.empty(), "--histograms without --tensorboard",
           "name the folder for them");
+  require(options.histograms == 0 || server_count(options) == 0,
+          concat("--histograms with --kvstore ", name_of(options.strategy.kvstore.kind),
+                 ": rank 0 is a server, which computes no gradients"),
+          "leave --histograms out; the curves need none");
   static_cast<void>(parse_steps(options.trace_steps));
   require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
   require(options.trace.empty() || is_timeline_file(options.trace),

@@ -36,6 +36,12 @@ class Stop(unittest.TestCase):
     def test_ranks_of_two_machines(self):
         run_ranks(2, loop_that_is_asked_to_stop, backend="gloo", machines=[0, 1])
 
+    def test_ctrl_c_stays_an_exception(self):
+        lockstep.catch_stop_signals([signal.SIGUSR2])
+        with self.assertRaises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        self.assertEqual(lockstep.stop_signal(), 0)
+
     def test_a_signal_that_the_program_handles_itself_stays_as_it_is(self):
         before = signal.getsignal(signal.SIGUSR1)
         heard = []

@@ -180,12 +180,14 @@ TEST(LockstepRun, accepts_torchruns_spellings) {
   EXPECT_TRUE(contains(with_underscores.output(), "[rank 1] WORLD_SIZE=2 ")) << with_underscores.output();
 }
 
-// With the ranks' variables on one line each.
+// The ranks' variables on one line each.
+const Words kShowPlace = {RANK_PROBE, "variables", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"};
+
 Words on_machine(const ReservedPort& port, const std::string& ranks, const Words& options) {
   Words command = {
       LOCKSTEP_COMMAND, "run", "--nproc-per-node", ranks, "--rdzv-endpoint", concat("127.0.0.1:", port.number())};
   command.insert(command.end(), options.begin(), options.end());
-  command.insert(command.end(), {RANK_PROBE, "variables", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"});
+  command.insert(command.end(), kShowPlace.begin(), kShowPlace.end());
   return command;
 }
 
@@ -193,7 +195,17 @@ TEST(LockstepRun, machines_that_meet_number_themselves) {
   const ReservedPort port;
   const Words options = {"--nnodes",  "2:3",   "--rdzv-backend", "c10d",
                          "--rdzv_id", "a job", "--rdzv-conf",    "join_timeout=20,last_call_timeout=1"};
-  Child two(on_machine(port, "2", options));
+  Words by_variables = {"env",
+                        "PET_NNODES=2:3",
+                        "PET_NPROC_PER_NODE=2",
+                        "PET_RDZV_BACKEND=c10d",
+                        concat("PET_RDZV_ENDPOINT=127.0.0.1:", port.number()),
+                        "PET_RDZV_ID=a job",
+                        "PET_RDZV_CONF=join_timeout=20,last_call_timeout=1",
+                        LOCKSTEP_COMMAND,
+                        "run"};
+  by_variables.insert(by_variables.end(), kShowPlace.begin(), kShowPlace.end());
+  Child two(by_variables);
   Child three(on_machine(port, "3", options));
   EXPECT_EQ(two.wait(), 0) << two.error();
   EXPECT_EQ(three.wait(), 0) << three.error();
@@ -242,6 +254,19 @@ TEST(LockstepRun, lets_ranks_stop_in_their_own_time) {
   EXPECT_FALSE(contains(launcher.error(), "RankFailed")) << launcher.error();
 }
 
+TEST(LockstepRun, exits_with_the_code_of_ranks_that_have_stopped) {
+  for (const int signal : {SIGUSR1, SIGTERM}) {
+    const TempFolder folder;
+    const std::string rank = "trap 'exit 99' USR1 TERM; touch $0$RANK; while :; do sleep 0.05; done";
+    Child launcher(
+        {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--stop-code", "99", "sh", "-c", rank, folder.file("rank")});
+    ASSERT_TRUE(wait_until([&folder] { return folder.has("rank0") && folder.has("rank1"); }));
+    launcher.signal(signal);
+    EXPECT_EQ(launcher.wait(), 99);
+    EXPECT_FALSE(contains(launcher.error(), "RankFailed")) << launcher.error();
+  }
+}
+
 TEST(LockstepRun, takes_143_for_a_failure_of_a_rank_that_nobody_asked_to_stop) {
   Child launcher({LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--grace", "1", "sh", "-c",
                   "[ $RANK = 0 ] && exit 143; sleep 1000"});
@@ -265,6 +290,7 @@ TEST(LockstepRun, wrong_options_exit_with_2) {
                                                  {"--nproc-per-node", "many", "true"},
                                                  {"--nproc-per-node", "0", "true"},
                                                  {"--grace", "-1", "true"},
+                                                 {"--stop-code", "1", "true"},
                                                  {"--output", "nowhere", "true"},
                                                  {"--output", "split", "true"},
                                                  {"--nnodes", "2", "--master-port", "29500", "true"},

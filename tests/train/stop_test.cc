@@ -2,10 +2,14 @@
 // Real signals to real runs: all ranks leave after the same step, whichever of them got the signal, with a checkpoint.
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <fstream>
+#include <limits>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/to_size.h"
 #include "tests/support.h"
 #include "tests/train/ranks.h"
 
@@ -19,6 +23,11 @@ const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",       "--batc
 std::int64_t stopped_after(const std::filesystem::path& metrics) {
   const auto events = metrics_in(metrics);
   return events.back()["event"] == "stop" ? events.back()["step"].get<std::int64_t>() : -1;
+}
+
+std::string checkpoint_of(std::size_t step) {
+  const std::string digits = concat(step);
+  return concat("step-", std::string(8 - digits.size(), '0'), digits, ".safetensors");
 }
 
 void expect_all_end_with(Ranks& ranks, int code) {
@@ -85,6 +94,18 @@ TEST(Stop, a_requeued_run_goes_on_with_the_same_bits) {
   EXPECT_EQ(losses, never_stopped.losses());
 }
 
+// Without checkpoints it begins again, and metrics and curves of the first attempt are kept.
+TEST(Stop, a_requeued_run_that_saves_nothing_begins_again) {
+  const TempFolder folder;
+  const std::string metrics = folder / "metrics";
+  const Words train = kTrain + Words{"--max-steps", "3", "--metrics", metrics, "--tensorboard", folder / "curves"};
+  for (const char* restarts : {"0", "1"}) {
+    const Ended ended = run(with_variables({{"SLURM_RESTART_COUNT", restarts}}, train));
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  }
+  EXPECT_EQ(steps_in(metrics), 6U);
+}
+
 TEST(Stop, a_signal_before_the_first_step_is_not_lost) {
   const TempFolder folder;
   Ranks ranks(2, kTrain + Words{"--checkpoint-dir", folder / "checkpoints"});
@@ -92,6 +113,68 @@ TEST(Stop, a_signal_before_the_first_step_is_not_lost) {
   ranks[0].signal(SIGTERM);
   expect_all_end_with(ranks, kStopped);
   EXPECT_EQ(stopped_after(ranks.metrics()), 1);
+}
+
+// One step follows. An epoch has ten.
+TEST(Stop, a_signal_during_validation_is_not_lost) {
+  const TempFolder folder;
+  Ranks ranks(2,
+              {MISBEHAVING_TASK, "--threads", "1", "--batch-size", "6000", "--checkpoint-dir", folder / "checkpoints"},
+              {{"MISBEHAVE", "stop_in_validation"}});
+  expect_all_end_with(ranks, kStopped);
+  EXPECT_EQ(stopped_after(ranks.metrics()), 11);
+  EXPECT_TRUE(folder.has("checkpoints/" + checkpoint_of(11)));
+}
+
+// A pipe in place of the file that rank 0 is about to write: the save goes on until somebody reads the pipe.
+TEST(Stop, a_signal_during_a_save_is_not_lost) {
+  constexpr std::size_t kSave = 200;
+  const TempFolder folder;
+  Ranks ranks(2, kTrain + Words{"--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", concat(kSave)});
+  ASSERT_TRUE(ranks.have_made(2));
+  const std::string file = folder / concat("checkpoints/", checkpoint_of(kSave), ".tmp-", ranks[0].pid());
+  ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
+  ASSERT_LT(steps_in(ranks.metrics()), kSave);
+  ASSERT_TRUE(ranks.have_made(kSave + 1));
+  ranks[1].signal(SIGTERM);
+  std::ifstream(file).ignore(std::numeric_limits<std::streamsize>::max());
+  expect_all_end_with(ranks, kStopped);
+  const auto steps = stopped_after(ranks.metrics());
+  EXPECT_EQ(steps, std::ssize(ranks.losses()));
+  EXPECT_TRUE(folder.has("checkpoints/" + checkpoint_of(to_size(steps))));
+}
+
+// In loops of one's own, whose ranks are processes or threads of one; the program looks at the step.
+TEST(Stop, ranks_leave_their_own_loop_after_the_same_step) {
+  for (const char* habit : {"stop", "threads_stop"}) {
+    const Ended ended = run(with_variables({{"HABIT", habit}}, {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2",
+                                                                "--stop-code", "7", "--", UNUSUAL_LOOP}));
+    EXPECT_EQ(ended.exit_code, 7) << habit << ": " << ended.error;
+    EXPECT_FALSE(contains(ended.error, "RankFailed")) << ended.error;
+  }
+}
+
+void interrupt_until_it_ends(const Child& child) {
+  EXPECT_TRUE(wait_until([&child] {  // again and again: two SIGINT that wait at the same time are one
+    child.signal(SIGINT);
+    return !is_running(child.pid());
+  }));
+}
+
+// With a launcher, and of one rank alone.
+TEST(Stop, a_second_ctrl_c_ends_a_step_that_hangs) {
+  for (const char* ranks : {"1", "2"}) {
+    const TempFolder folder;
+    const std::string metrics = folder / "metrics";
+    Child child(
+        with_variables({{"MISBEHAVE", "hang"}}, {MISBEHAVING_TASK, "--ranks", ranks, "--threads", "1", "--batch-size",
+                                                 "32", "--timeout", "600", "--metrics", metrics, "--quiet"}));
+    ASSERT_TRUE(wait_until([&] { return steps_in(metrics) == 9; }));
+    child.signal(SIGINT);
+    EXPECT_TRUE(is_running(child.pid()));
+    interrupt_until_it_ends(child);
+    EXPECT_EQ(child.wait(), 128 + SIGINT) << child.error();
+  }
 }
 
 // `lockstep train --ranks 2`, which starts its ranks itself.
@@ -131,10 +214,7 @@ TEST_F(StopOfLauncher, stays_until_it_is_killed_and_a_second_ctrl_c_kills_it) {
   ASSERT_TRUE(wait_until([this] { return stopped_after(metrics_) > 0; }));
   launcher.signal(SIGTERM);
   EXPECT_TRUE(is_running(launcher.pid()));
-  EXPECT_TRUE(wait_until([&launcher] {  // again and again: two SIGINT that wait at the same time are one
-    launcher.signal(SIGINT);
-    return !is_running(launcher.pid());
-  }));
+  interrupt_until_it_ends(launcher);
   EXPECT_EQ(launcher.wait(), 128 + SIGINT);
 }
 

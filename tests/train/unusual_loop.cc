@@ -13,10 +13,15 @@
 //   separate_write  the same, and rank 1 writes an element of one of them
 //   threads         three ranks are threads of each process
 //   threads_write   the same, and the second writes an element of a parameter
+//   stop            rank 1 is asked to stop, by SIGTERM, in its fourth step; exits with 7 if all leave after that step
+//   threads_stop    the same, of three ranks that are threads
+#include <signal.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <iostream>
 #include <optional>
@@ -103,7 +108,20 @@ void write_by_hand(Training& training) {
     training.ddp.write_parameters([&] { Training::write_element_of(training.last_parameter()); });
 }
 
+// The number of the step after which it was left.
+int train_until_stopped(Training& training) {
+  constexpr int kSteps = 20;
+  lockstep::catch_stop_signals();
+  for (int step = 0; step < kSteps; ++step) {
+    if (step == 3 && training.world.rank() == 1) ::raise(SIGTERM);
+    training.steps(1);
+    if (lockstep::stop_requested()) return step;
+  }
+  return kSteps;
+}
+
 int train(Training& training) {
+  if (habit().ends_with("stop")) return train_until_stopped(training) == 3 ? 7 : 1;
   training.steps(5);
   if (habit().starts_with("fork") && training.world.rank() == 1) {
     if (habit() == "fork_parallel") {
@@ -126,20 +144,19 @@ int train(Training& training) {
   return 0;
 }
 
-void train_on_threads() {
-  lockstep::run_ranks(3, [](lockstep::World& world) {
+int train_on_threads() {
+  std::array<int, 3> codes{};
+  lockstep::run_ranks(3, [&codes](lockstep::World& world) {
     Training training(make_net(), world);
-    train(training);
+    codes[static_cast<std::size_t>(world.rank())] = train(training);
   });
+  return *std::ranges::max_element(codes) == *std::ranges::min_element(codes) ? codes[0] : 1;
 }
 
 }  // namespace
 
 int main() {
-  if (habit().starts_with("threads")) {
-    train_on_threads();
-    return 0;
-  }
+  if (habit().starts_with("threads")) return train_on_threads();
   if (habit() == "all_global") return train(global_training.emplace(make_net()));
   Training training(habit() == "global" ? global_net : make_net());
   return train(training);
