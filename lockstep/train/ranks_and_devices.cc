@@ -63,9 +63,7 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
 
 // GPUs that all devices of this machine can be. In the process that starts the ranks it must not initialise CUDA.
 int gpus_before_start(const TrainOptions& options) {
-  const auto wanted = wanted_kind(options);
-  const bool cores = wanted ? *wanted == torch::kCPU : options.strategy.kind == StrategyKind::kPipeline;
-  return cores ? 0 : cuda_device_count_before_fork();
+  return wanted_kind(options) == torch::kCPU ? 0 : cuda_device_count_before_fork();
 }
 
 // Every device there is.
@@ -139,7 +137,6 @@ Share share_of(const TrainOptions& options, const JobEnvironment& job) {
 // Whether GPUs are chosen for a machine that needs `share.all`. Slurm may let each rank see its own only.
 bool takes_gpus(const TrainOptions& options, const JobEnvironment& job, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;
-  if (options.strategy.kind == StrategyKind::kPipeline) return false;  // its stages run on cores
   const int gpus = cuda_device_count();
   return gpus >= share.all || (job.launcher == "slurm" && gpus == share.mine && gpus > 0);
 }

@@ -117,6 +117,7 @@ class StageRun {
       kept.seeds = {torch::ones_like(outputs[0])};
     }
     kept.outputs = edges_of(outputs);
+    if (work_.waits) wait_for_device(work_.device);
     result_.busy += watch.seconds();
     if (links_.behind) links_.behind->send(as_leaves(outputs));
   }
@@ -144,6 +145,7 @@ class StageRun {
     const Stopwatch watch;
     backward_from(std::move(kept.outputs), std::move(gradients));
     in_flight_.erase(micro_batch);
+    if (work_.waits) wait_for_device(work_.device);
     result_.busy += watch.seconds();
     if (links_.before) links_.before->send(input_gradients(kept.inputs));
   }
