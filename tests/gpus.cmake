@@ -9,7 +9,7 @@ endif()
 set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
   "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/DataParallelOn.*" "AverageNets.*"
   "Sizes/AveragingOfSize.*" "Averaging.*" "Kinds/LocalKindOfSize.*" "Sizes/DistSyncOfSize.*" "DistSync.trains*"
-  "DistAsync.with_one*")
+  "DistAsync.with_one*" "Sizes/PipelineOfSize.*" "Pipeline.trains*" "Pipeline.passes*" "Pipeline.cuts*" "Pipeline.draws*")
 list(JOIN gpu_tests ":" gpu_filter)
 # `local` chooses by times, so two runs may choose differently.
 set(not_on_gpus "Kinds/LocalKindOfSize.goes_on*/1:Kinds/LocalKindOfSize.goes_on*/2:Kinds/LocalKindOfSize.goes_on*/3")

@@ -11,6 +11,7 @@
 
 #include <torch/types.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,6 +20,10 @@
 #include "lockstep/model/parameter_block.h"
 
 namespace lockstep {
+
+// Calls work(device) for each GPU that devices of this process have, at the same time, on a thread whose current device it is.
+// Blocks until the GPUs are done with what it put on their streams. Throws what `work` throws; PeerLost.
+using OnEachGpu = std::function<void(const std::function<void(torch::Device)>& work)>;
 
 class LocalGradients : public GradientSource {
  public:
@@ -31,6 +36,10 @@ class LocalGradients : public GradientSource {
         memory_(std::move(memory)),
         block_(std::move(block)),
         agreement_(memory_) {}
+
+  // Of parameters that are on several GPUs of this process, each of which updates its own.
+  explicit LocalGradients(OnEachGpu on_each_gpu) : LocalGradients() { on_each_gpu_ = std::move(on_each_gpu); }
+  const OnEachGpu& on_each_gpu() const { return on_each_gpu_; }  // empty: the parameters are in one place
 
   // For the next step: lists[source][parameter], in the order of the optimizer's parameters; undefined: none. Without
   // it a step uses each parameter's .grad.
@@ -63,6 +72,7 @@ class LocalGradients : public GradientSource {
 
  private:
   ParallelFor parallel_for_;
+  OnEachGpu on_each_gpu_;
   std::shared_ptr<SharedMemory> memory_;
   std::shared_ptr<ParameterBlock> block_;
   StepAgreement agreement_;

@@ -11,21 +11,22 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
-// What this step updates: parameters, or parts of them.
+// What this step updates on one GPU: parameters, or parts of them.
 struct DeviceUpdate::Updated {
-  std::vector<std::size_t> part;         // in the lists of OptimizerState
-  std::vector<torch::Tensor> stored;     // what the model computes with
-  std::vector<torch::Tensor> values;     // that, or the float32 master of 16 bits
-  std::vector<torch::Tensor> gradients;  // of their dtype and memory order
+  torch::Device device;
+  std::vector<std::size_t> part = {};         // in the lists of OptimizerState
+  std::vector<torch::Tensor> stored = {};     // what the model computes with
+  std::vector<torch::Tensor> values = {};     // that, or the float32 master of 16 bits
+  std::vector<torch::Tensor> gradients = {};  // of their dtype and memory order
+  std::vector<torch::Tensor> norms = {};      // with slices of each gradient, else of all together
 };
 
-DeviceUpdate::DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices)
-    : state_(state), slices_(std::move(slices)) {
+DeviceUpdate::DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices, OnEachGpu on_each_gpu)
+    : state_(state), slices_(std::move(slices)), on_each_gpu_(std::move(on_each_gpu)) {
   std::vector<torch::Tensor> parts;
   for (std::size_t i = 0; i < state.parameters.size(); ++i)
     if (!slices_) parameter_of_.push_back(i), parts.push_back(state.parameters[i].detach());
@@ -52,13 +53,24 @@ bool DeviceUpdate::is_updated(const torch::Tensor& parameter) const {
   return slices_ ? slices_->is_used(parameter) : parameter.grad().defined();
 }
 
+// `all` lives as long as a thread uses it.
+void DeviceUpdate::on_each(const std::shared_ptr<UpdatedOnGpus>& all, const std::function<void(Updated&)>& work) const {
+  if (!on_each_gpu_)
+    for (Updated& updated : *all) work(updated);
+  else
+    on_each_gpu_([all, work](torch::Device device) {
+      const torch::NoGradGuard no_grad;
+      const auto found = std::ranges::find(*all, device, &Updated::device);
+      if (found != all->end()) work(*found);
+    });
+}
+
 // Where a 16-bit parameter is not its rounded master, it was written since the last step: from a checkpoint, or before the
 // first one.
-DeviceUpdate::Updated DeviceUpdate::find_updated() const {
-  Updated updated;
+void DeviceUpdate::find_updated(Updated& updated) const {
   for (std::size_t part = 0; part < parameter_of_.size(); ++part) {
     const torch::Tensor& parameter = state_.parameters[parameter_of_[part]];
-    if (!is_updated(parameter)) continue;
+    if (parameter.device() != updated.device || !is_updated(parameter)) continue;
     const torch::Tensor stored = slices_ ? slices_->parts()[part].values : parameter.detach();
     const torch::Tensor gradient = slices_ ? slices_->parts()[part].gradient : gradient_like(parameter);
     updated.part.push_back(part);
@@ -73,43 +85,37 @@ DeviceUpdate::Updated DeviceUpdate::find_updated() const {
     updated.values.push_back(master);
     updated.gradients.push_back(gradient.to(torch::kFloat32));
   }
-  return updated;
 }
 
-double DeviceUpdate::norm_of(const Updated& updated) const {
-  std::vector<torch::Tensor> norms;
-  if (!updated.gradients.empty()) norms = at::_foreach_norm(updated.gradients, 2, torch::kFloat64);
-  if (!slices_) return torch::stack(norms).norm().item<double>();
-  std::vector<torch::Tensor> of_parts;
-  if (!parameter_of_.empty()) of_parts.assign(parameter_of_.size(), slices_->zero());
-  for (std::size_t u = 0; u < norms.size(); ++u) of_parts[updated.part[u]] = norms[u];
-  return slices_->norm(of_parts);
+void DeviceUpdate::measure(Updated& updated) const {
+  if (updated.gradients.empty()) return;
+  updated.norms = at::_foreach_norm(updated.gradients, 2, torch::kFloat64);
+  if (!slices_) updated.norms = {torch::stack(updated.norms).norm()};
 }
 
-// As torch::nn::utils::clip_grad_norm_ and clip_grad_value_, of gradients without the loss scale. false: some gradient is
-// not finite.
-bool DeviceUpdate::clip(Updated& updated, const ClippingOptions& clipping, const std::optional<double>& loss_scale) {
-  auto& gradients = updated.gradients;
-  if (gradients.empty() && !slices_) return true;
-  double factor = 1 / loss_scale.value_or(1);
-  if (loss_scale || clipping.max_norm > 0) {
-    gradient_norm_ = norm_of(updated) * factor;
-    if (loss_scale && !std::isfinite(gradient_norm_)) return false;
+double DeviceUpdate::norm_of(const UpdatedOnGpus& all) const {
+  if (slices_) {
+    std::vector<torch::Tensor> of_parts;
+    if (!parameter_of_.empty()) of_parts.assign(parameter_of_.size(), slices_->zero());
+    for (const Updated& updated : all)
+      for (std::size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
+    return slices_->norm(of_parts);
   }
-  if (gradients.empty()) return true;
-  if (clipping.max_norm > 0) factor *= std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6));
-  if (factor != 1) gradients = at::_foreach_mul(gradients, factor);
-  if (clipping.max_value > 0)
-    gradients = at::_foreach_clamp_min(at::_foreach_clamp_max(gradients, clipping.max_value), -clipping.max_value);
-  return true;
+  double norm = 0;
+  for (const Updated& updated : all)
+    for (const torch::Tensor& each : updated.norms) norm = std::hypot(norm, each.item<double>());
+  return norm;
 }
 
-bool DeviceUpdate::run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups,
-                       const ClippingOptions& clipping, const std::optional<double>& loss_scale) {
-  Updated updated = find_updated();
-  if (!clip(updated, clipping, loss_scale)) return false;
-  for (std::size_t i = 0; i < state_.parameters.size(); ++i)
-    state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;
+void DeviceUpdate::clip(Updated& updated, double factor, double max_value) {
+  auto& gradients = updated.gradients;
+  if (gradients.empty()) return;
+  if (factor != 1) gradients = at::_foreach_mul(gradients, factor);
+  if (max_value > 0) gradients = at::_foreach_clamp_min(at::_foreach_clamp_max(gradients, max_value), -max_value);
+}
+
+void DeviceUpdate::apply(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups,
+                         const Updated& updated) const {
   for (std::size_t group = 0; group < groups.size(); ++group) {
     WholeTensors tensors;
     tensors.state.resize(state_.arrays.size());
@@ -127,10 +133,38 @@ bool DeviceUpdate::run(const UpdateRule& rule, const std::vector<UpdateRule::Gro
   if (!state_.averages.empty()) average(updated);
   for (std::size_t u = 0; u < updated.part.size(); ++u)
     if (is_16_bit(updated.stored[u])) updated.stored[u].copy_(updated.values[u]);
+}
+
+// Clips as torch::nn::utils::clip_grad_norm_ and clip_grad_value_, of gradients without the loss scale. The norm is that of all
+// GPUs: it is there when all have found what they update.
+bool DeviceUpdate::run(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups,
+                       const ClippingOptions& clipping, const std::optional<double>& loss_scale) {
+  const auto all = std::make_shared<UpdatedOnGpus>();
+  for (const torch::Tensor& parameter : state_.parameters)
+    if (std::ranges::find(*all, parameter.device(), &Updated::device) == all->end())
+      all->push_back({.device = parameter.device()});
+  const bool needs_norm = loss_scale || clipping.max_norm > 0;
+  on_each(all, [this, needs_norm](Updated& updated) {
+    find_updated(updated);
+    if (needs_norm) measure(updated);
+  });
+  const bool any = std::ranges::any_of(*all, [](const Updated& updated) { return !updated.gradients.empty(); });
+  double factor = 1 / loss_scale.value_or(1);
+  if (needs_norm && (any || slices_)) {
+    gradient_norm_ = norm_of(*all) * factor;
+    if (loss_scale && !std::isfinite(gradient_norm_)) return false;
+    if (clipping.max_norm > 0) factor *= std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6));
+  }
+  for (std::size_t i = 0; i < state_.parameters.size(); ++i)
+    state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;
+  on_each(all, [this, &rule, &groups, factor, max_value = clipping.max_value](Updated& updated) {
+    clip(updated, factor, max_value);
+    apply(rule, groups, updated);
+  });
   return true;
 }
 
-void DeviceUpdate::average(const Updated& updated) {
+void DeviceUpdate::average(const Updated& updated) const {
   std::vector<torch::Tensor> averages, values;
   for (std::size_t u = 0; u < updated.part.size(); ++u) {
     const std::size_t part = updated.part[u];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// optimizer/device_update.h: updates parameters that are on a GPU with libtorch's kernels for whole lists of tensors.
+// optimizer/device_update.h: updates parameters that are on GPUs with libtorch's kernels for whole lists of tensors.
 //
 // Flow:    .grad, or gradient/gradient_slices.h + UpdateRule -> here -> parameters, optimizer state
-// Owns:    nothing; the optimizer state is on the parameters' device
-// Threads: one thread, whose current streams the work is put on
+// Owns:    nothing; the optimizer state is on the parameters' devices
+// Threads: one thread, whose current streams the work is put on; with several GPUs a thread for each
 // Ranks:   no communication; with slices all ranks make the same calls, and those that need a norm or whole state send
 #pragma once
 
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/gradient/gradient_slices.h"
+#include "lockstep/gradient/local_gradients.h"
 #include "lockstep/optimizer/flat_update.h"
 
 namespace lockstep {
@@ -21,8 +22,10 @@ namespace lockstep {
 class DeviceUpdate {
  public:
   // Allocates the state of its parameters, which are dense and on one GPU; it must outlive this. slices: where this rank
-  // updates a part of them, all of which are the state's; null: all of them. Rules that are not layerwise.
-  explicit DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices = nullptr);
+  // updates a part of them, all of which are the state's; null: all of them. on_each_gpu: of parameters on several GPUs.
+  // Rules that are not layerwise.
+  explicit DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices = nullptr,
+                        OnEachGpu on_each_gpu = {});
 
   // Updates every parameter that has a .grad, which stays as it is; or its slice. Waits for the GPU only with clipping by norm or
   // loss scaling, for one number. Returns false if the step was skipped.
@@ -40,14 +43,20 @@ class DeviceUpdate {
 
  private:
   struct Updated;
+  using UpdatedOnGpus = std::vector<Updated>;  // in the order in which the parameters name the GPUs
+
   bool is_updated(const torch::Tensor& parameter) const;
-  Updated find_updated() const;
-  double norm_of(const Updated& updated) const;
-  bool clip(Updated& updated, const ClippingOptions& clipping, const std::optional<double>& loss_scale);
-  void average(const Updated& updated);
+  void on_each(const std::shared_ptr<UpdatedOnGpus>& all, const std::function<void(Updated&)>& work) const;
+  void find_updated(Updated& updated) const;
+  void measure(Updated& updated) const;
+  double norm_of(const UpdatedOnGpus& all) const;
+  static void clip(Updated& updated, double factor, double max_value);
+  void apply(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const Updated& updated) const;
+  void average(const Updated& updated) const;
 
   OptimizerState& state_;
   std::shared_ptr<GradientSlices> slices_;
+  OnEachGpu on_each_gpu_;
   std::vector<std::size_t> parameter_of_;  // of each part: its index in OptimizerState::parameters
   double gradient_norm_ = 0;
 };

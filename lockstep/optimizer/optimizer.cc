@@ -45,6 +45,12 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
   return found->second;
 }
 
+// Empty: the parameters are in one place.
+OnEachGpu gpus_of(const std::shared_ptr<GradientSource>& source) {
+  const auto local = std::dynamic_pointer_cast<LocalGradients>(source);
+  return local ? local->on_each_gpu() : OnEachGpu();
+}
+
 }  // namespace
 
 // The parameters of all groups and their state; made by attach() or in the first step.
@@ -98,13 +104,14 @@ Optimizer::~Optimizer() = default;
 Optimizer::Layout& Optimizer::layout() {
   if (layout_) return *layout_;
   auto layout = std::make_unique<Layout>();
+  const OnEachGpu on_each_gpu = gpus_of(source_);
   for (std::size_t group = 0; group < param_groups_.size(); ++group)
     for (const torch::Tensor& parameter : param_groups_[group].params()) {
       ++layout->given;
       if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
       static_cast<void>(dense_view(parameter));  // throws if it has gaps
       layout->parameters.push_back(parameter);
-      require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
+      if (!on_each_gpu) require_device(parameter, layout->parameters.front().device(), "a parameter of the optimizer");
       layout->group_of.push_back(group);
     }
   make_state(*layout);
@@ -123,7 +130,7 @@ void Optimizer::make_state(Layout& all) {
     return;
   }
   all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
-  all.on_device = std::make_unique<DeviceUpdate>(all, all.slices);
+  all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {

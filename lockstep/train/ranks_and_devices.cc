@@ -66,9 +66,7 @@ namespace {
 
 // GPUs that all devices of this machine can be. In the process that starts the ranks it must not initialise CUDA.
 int gpus_before_start(const TrainOptions& options) {
-  const auto wanted = wanted_kind(options);
-  const bool cores = wanted ? *wanted == torch::kCPU : options.strategy.kind == StrategyKind::kPipeline;
-  return cores ? 0 : cuda_device_count_before_fork();
+  return wanted_kind(options) == torch::kCPU ? 0 : cuda_device_count_before_fork();
 }
 
 // Every device there is.
@@ -149,7 +147,6 @@ bool sees_own_gpus_only(const TrainOptions& options, const Share& share) {
 // Whether GPUs are chosen for a machine that needs `share.all`.
 bool takes_gpus(const TrainOptions& options, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;
-  if (options.strategy.kind == StrategyKind::kPipeline) return false;  // its stages run on cores
   return cuda_device_count() >= share.all || sees_own_gpus_only(options, share);
 }
 

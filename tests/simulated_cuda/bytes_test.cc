@@ -74,7 +74,7 @@ class BytesOfDevices : public ::testing::TestWithParam<GpuArrangement> {
     train_step(*strategy);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Strategies, BytesOfDevices, ::testing::ValuesIn(arrangements_in_one_process()),
+INSTANTIATE_TEST_SUITE_P(Strategies, BytesOfDevices, ::testing::ValuesIn(arrangements_of_replicas()),
                          [](const auto& test) { return test.param.name; });
 
 TEST_P(BytesOfDevices, are_those_of_the_formulas) {
@@ -115,6 +115,48 @@ TEST_P(BytesOfDevices, without_peer_access_go_over_the_host) {
   formula.staged = GetParam().name == "data_parallel" ? 2 * (kSamples * kWidth * 8 * 2 / 3) : 0;
   formula.up -= formula.staged, formula.down -= formula.staged;
   EXPECT_EQ(sum, formula);
+}
+
+// ---- Stages of one process
+
+constexpr std::int64_t kActivations = kSamples * kHidden * 8;  // between the first linear layer and the second
+
+std::map<int, Bytes> bytes_of_stages(int devices, StrategyOptions options) {
+  options.kind = StrategyKind::kPipeline;
+  options.optimizer = SGDOptions{.lr = 0.1};
+  options.pipeline = {.stages = "0-1,2-2", .micro_batches = 3};
+  const auto strategy = strategy_on_gpus(options, devices);
+  train_step(*strategy);
+  simulated_cuda_reset_counters();
+  train_step(*strategy);
+  std::map<int, Bytes> all;
+  for (int device = 0; device < devices; ++device) all[device] = bytes_of(device);
+  return all;
+}
+
+// The first stage gets the data, the last one the targets; it gives the loss of each micro-batch.
+TEST(BytesOfStages, in_one_process_are_activations_and_their_gradients) {
+  EXPECT_EQ(bytes_of_stages(2, {.seed = 4}),
+            (std::map<int, Bytes>{{0, {.up = kSamples * kWidth * 8, .out = kActivations}},
+                                  {1, {.up = kSamples * kNumber, .down = 3 * kNumber, .out = kActivations}}}));
+}
+
+TEST(BytesOfStages, with_clipping_are_a_norm_of_each_besides) {
+  const auto plain = bytes_of_stages(2, {.seed = 4});
+  for (auto [device, bytes] : bytes_of_stages(2, {.clipping = {.max_norm = 1}, .seed = 4})) {
+    bytes.down -= kNumber;
+    EXPECT_EQ(bytes, plain.at(device)) << device;
+  }
+}
+
+// Replicas of a stage give their gradients to the first one, and get its parameters.
+TEST(BytesOfStages, with_replicas_are_gradients_and_parameters_besides) {
+  constexpr std::int64_t kFirst = 8 * (kWidth * kHidden + kHidden), kLast = kK - kFirst;
+  for (const auto& [device, bytes] : bytes_of_stages(4, {.seed = 4})) {
+    const Bytes first{.up = kSamples / 2 * kWidth * 8, .out = kActivations / 2 + kFirst};
+    const Bytes last{.up = kSamples / 2 * kNumber, .down = 3 * kNumber, .out = kActivations / 2 + kLast};
+    EXPECT_EQ(bytes, device % 2 == 0 ? first : last) << device;
+  }
 }
 
 // ---- A rank for each GPU

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <limits>
 
 #include "lockstep/base/text.h"
 #include "lockstep/model/partial_model.h"
+#include "lockstep/models.h"
 #include "lockstep/strategy/option_names.h"
 #include "tests/simulated_cuda/gpu_strategies.h"
 
@@ -103,7 +105,85 @@ TEST_P(AveragingOnGpus, of_processes_trains_as_one_device_does) {
   });
 }
 
-// ---- Stages
+// ---- Stages that are threads of one process
+
+class StagesOfOneProcess : public ::testing::TestWithParam<int> {
+ protected:
+  static StrategyOptions pipeline(const std::string& stages = "") {
+    return {.kind = StrategyKind::kPipeline,
+            .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9},
+            .seed = 4,
+            .pipeline = {.stages = stages}};
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Gpus, StagesOfOneProcess, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(StagesOfOneProcess, clip_by_the_norm_of_all_of_them) {
+  StrategyOptions options = pipeline();
+  options.optimizer = AdamWOptions{.lr = 0.01, .weight_decay = 0.1};
+  options.clipping = {.max_norm = 0.3, .max_value = 0.1};
+  options.ema_decay = 0.9;
+  const auto strategy = strategy_on_gpus(options, GetParam(), small_task());
+  options.kind = StrategyKind::kSingle;
+  const auto one = make_strategy(World::single(), small_task(), options);
+  expect_same_course(course_of(*strategy), course_of(*one));
+  EXPECT_NEAR(strategy->optimizer().gradient_norm(), one->optimizer().gradient_norm(), 1e-9);
+  const auto parameters = strategy->model().parameters(), expected = one->model().parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (const auto& [name, state] : one->optimizer().state_of(expected[i]))
+      EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at(name).cpu(), state, 1e-9, 1e-12))
+          << name << " of " << i;
+}
+
+// If a gradient on any GPU is not finite, none of them updates.
+TEST_P(StagesOfOneProcess, skip_a_step_together) {
+  const auto strategy = strategy_on_gpus(pipeline(concat(GetParam())), GetParam(), small_task());
+  train_step(*strategy, batch_of(0));
+  strategy->optimizer().set_loss_scale(4);
+  train_step(*strategy, batch_of(1));
+  EXPECT_FALSE(strategy->optimizer().skipped());
+  const auto before = values_of(strategy->model());
+  Batch bad = batch_of(2);
+  bad.data[0][0] = std::numeric_limits<double>::infinity();
+  train_step(*strategy, bad);
+  EXPECT_TRUE(strategy->optimizer().skipped());
+  const auto after = values_of(strategy->model());
+  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i])) << i;
+}
+
+// As a checkpoint does. The first step of the second strategy moves pieces and state to where it has measured that they are best.
+TEST_P(StagesOfOneProcess, go_on_with_the_state_of_others) {
+  const auto first = strategy_on_gpus(pipeline("1"), 1, small_task()),
+             second = strategy_on_gpus(pipeline(), GetParam(), small_task());
+  course_of(*first, 5);
+  const auto from = first->model().parameters(), into = second->model().parameters();
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const torch::NoGradGuard no_grad;
+    torch::Tensor(into[i]).copy_(from[i]);
+    second->optimizer().set_state(into[i], first->optimizer().state_of(from[i]));
+  }
+  second->restored(5);
+  expect_same_course(course_of(*second, 5), course_of(*first, 5));
+}
+
+TEST_P(StagesOfOneProcess, validate_the_model_that_they_train) {
+  const auto task = in_float64(
+      classification_task<ResNet>("resnet18", ResNetOptions{.layers = 18, .classes = 10, .small_images = true}));
+  StrategyOptions options = pipeline();
+  options.pipeline.micro_batches = 1;
+  std::get<SGDOptions>(options.optimizer).lr = 0.01;
+  const Batch batch{torch::linspace(-1, 1, 3 * 3 * 8 * 8, torch::kFloat64).reshape({3, 3, 8, 8}),
+                    torch::tensor({1, 2, 3})};
+  const auto strategy = strategy_on_gpus(options, GetParam(), task);
+  const auto one = make_strategy(World::single(), task, on_one(options));
+  train_step(*strategy, batch), train_step(*one, batch);
+  strategy->synchronise();
+  const torch::NoGradGuard no_grad;
+  strategy->model().eval(), one->model().eval();
+  EXPECT_TRUE(torch::allclose(strategy->forward(batch.data).cpu(), one->forward(batch.data), 1e-9, 1e-9));
+}
+
+// ---- Stages that are processes
 
 class StagesOnGpus : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, StagesOnGpus, ::testing::Values(2, 3, 4));

@@ -39,7 +39,8 @@ struct GpuArrangement {
 };
 inline void PrintTo(const GpuArrangement& arrangement, std::ostream* out) { *out << arrangement.name; }
 
-inline std::vector<GpuArrangement> arrangements_in_one_process() {
+// Whose devices have a replica of the model each.
+inline std::vector<GpuArrangement> arrangements_of_replicas() {
   std::vector<GpuArrangement> all;
   const auto add = [&](const std::string& name, StrategyOptions options) {
     options.optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9};
@@ -57,6 +58,13 @@ inline std::vector<GpuArrangement> arrangements_in_one_process() {
   add("kvstore_allreduce_cpu", {.kind = StrategyKind::kKVStore, .kvstore = {.kind = KVStoreKind::kLocalAllReduceCpu}});
   add("kvstore_allreduce_device",
       {.kind = StrategyKind::kKVStore, .kvstore = {.kind = KVStoreKind::kLocalAllReduceDevice}});
+  return all;
+}
+
+inline std::vector<GpuArrangement> arrangements_in_one_process() {
+  auto all = arrangements_of_replicas();
+  all.push_back(
+      {"pipeline", {.kind = StrategyKind::kPipeline, .optimizer = SGDOptions{.lr = 0.1, .momentum = 0.9}, .seed = 4}});
   return all;
 }
 

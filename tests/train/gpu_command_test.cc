@@ -126,19 +126,42 @@ TEST(GpuCommand, trains_with_a_process_per_gpu_as_one_core_does) {
   for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
 }
 
-TEST(GpuCommand, trains_a_pipeline_with_a_process_per_gpu_as_one_core_does) {
+// In one process, and with a process for each.
+TEST(GpuCommand, trains_a_pipeline_on_gpus_as_one_core_does) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "core"}).exit_code, 0);
   const auto core = losses_in(folder / "core");
-  for (const char* schedule : {"1f1b", "gpipe"}) {
-    const Ended ended =
-        on_gpus(2, kTrain + Words{folder / "gpus", "--strategy", "pipeline", "--ranks", "2", "--devices-per-worker",
-                                  "1", "--devices", "cuda", "--pipeline-schedule", schedule});
+  const Words one_process = {"--strategy", "pipeline", "--devices", "cuda:0,cuda:1"};
+  for (const Words& devices : {one_process, one_process + Words{"--devices-per-worker", "1"}})
+    for (const char* schedule : {"1f1b", "gpipe"}) {
+      const Ended ended =
+          on_gpus(2, kTrain + Words{folder / "gpus", "--pipeline-schedule", schedule, "--ranks", "2"} + devices);
+      EXPECT_EQ(ended.exit_code, 0) << ended.error;
+      const auto gpus = losses_in(folder / "gpus");
+      ASSERT_EQ(core.size(), gpus.size());
+      for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+    }
+}
+
+// Any number of GPUs, and cores, go on from the same checkpoint.
+TEST(GpuCommand, resumes_a_pipeline_of_one_process) {
+  const TempFolder folder;
+  const auto train = [&](const std::string& steps, const Words& more) {
+    Words words = kTrain + Words{folder / steps, "--strategy", "pipeline", "--optimizer", "adamw", "--lr", "0.001"};
+    *std::next(std::ranges::find(words, "--max-steps")) = steps;
+    const Ended ended = on_gpus(3, words + more);
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
-    const auto gpus = losses_in(folder / "gpus");
-    ASSERT_EQ(core.size(), gpus.size());
-    for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
-  }
+    return losses_in(folder / steps);
+  };
+  const auto all = train("4", {"--devices", "cpu", "--ranks", "2"});
+  const Words saved = {"--checkpoint-every", "1", "--checkpoint-dir", folder / "checkpoints"};
+  train("1", saved + Words{"--devices", "cuda:0,cuda:1"});
+  auto resumed = train("2", saved + Words{"--devices", "cuda:0,cuda:1,cuda:2", "--resume"});
+  const auto on_cores = train("3", saved + Words{"--devices", "cpu", "--ranks", "2", "--resume"});
+  resumed.insert(resumed.end(), on_cores.begin(), on_cores.end());
+  ASSERT_EQ(all.size(), 4U);
+  ASSERT_EQ(resumed.size(), 2U);
+  for (std::size_t i = 0; i < resumed.size(); ++i) EXPECT_NEAR(resumed[i], all[i + 1], 1e-4 * all[i + 1]) << i;
 }
 
 // Block 0 of each process goes over the host.
@@ -346,6 +369,7 @@ INSTANTIATE_TEST_SUITE_P(
         Arrangement{"dist_sync", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_sync"}},
         Arrangement{"dist_async", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_async"}},
         Arrangement{"dist_bounded", kProcesses + Words{"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
+        Arrangement{"pipeline_in_one_process", {"--strategy", "pipeline", "--devices", "cuda"}},
         Arrangement{"pipeline", kProcesses + Words{"--strategy", "pipeline"}},
         Arrangement{"gpipe", kProcesses + Words{"--strategy", "pipeline", "--pipeline-schedule", "gpipe"}}),
     [](const auto& test) { return test.param.name; });
@@ -379,18 +403,22 @@ TEST(GpuCommand, trains_a_model_above_the_memory_of_a_gpu_in_four_stages) {
   EXPECT_TRUE(contains(one.error, "cuda:0 failed: CUDA out of memory")) << one.error;
   EXPECT_TRUE(contains(one.error, "or cut the model: --strategy pipeline")) << one.error;
 
-  const Ended four = with_12_mib(pipeline + Words{folder / "gpus", "--devices", "cuda", "--ranks", "4",
-                                                  "--devices-per-worker", "1", "--stages", "2,1,1,2"});
-  EXPECT_EQ(four.exit_code, 0) << four.error;
-  const double bytes = metrics_in(folder / "gpus").back()["stage_0_bytes"];  // of its GPU, not of the host
-  EXPECT_GT(bytes, 3 << 20);
-  EXPECT_LT(bytes, 12 << 20);
   // One device without the limit, and the same random numbers for dropout.
   EXPECT_EQ(run(pipeline + Words{folder / "core", "--devices", "cpu", "--ranks", "1"}).exit_code, 0);
-  const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
+  const auto core = losses_in(folder / "core");
   ASSERT_EQ(core.size(), 3U);
-  ASSERT_EQ(gpus.size(), 3U);
-  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-5 * core[step]) << step;
+  const Words in_one_process = {"--devices", "cuda", "--ranks", "4", "--stages", "2,1,1,2"};
+  for (const Words& arrangement : {in_one_process, in_one_process + Words{"--devices-per-worker", "1"}}) {
+    const Ended four = with_12_mib(pipeline + Words{folder / "gpus"} + arrangement);
+    EXPECT_EQ(four.exit_code, 0) << four.error;
+    const double bytes = metrics_in(folder / "gpus").back()["stage_0_bytes"];  // of its GPU, not of the host
+    EXPECT_GT(bytes, 3 << 20);
+    EXPECT_LT(bytes, 12 << 20);
+    const auto gpus = losses_in(folder / "gpus");
+    ASSERT_EQ(gpus.size(), 3U);
+    for (std::size_t step = 0; step < core.size(); ++step)
+      EXPECT_NEAR(gpus[step], core[step], 1e-5 * core[step]) << step;
+  }
 }
 
 TEST(GpuCommand, takes_all_gpus_or_as_many_as_ranks) {
@@ -421,7 +449,6 @@ TEST(GpuCommand, says_what_is_wrong_with_devices) {
   EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0,cuda:1", "--ranks", "3"}), "--ranks 3 with 2 devices"));
   EXPECT_TRUE(contains(refusal({"towers", "--devices", "cuda:0", "--device", "cpu"}), "with another --device"));
   EXPECT_TRUE(contains(refusal({"single", "--devices", "cuda:0,cuda:1"}), "the ranks of this machine have 1"));
-  EXPECT_TRUE(contains(refusal({"pipeline", "--devices", "cuda:0,cuda:1"}), "cores only"));
   EXPECT_TRUE(contains(refusal({"ddp", "--devices", "cuda:1,cuda:1"}), "cuda:1 is named twice"));
   EXPECT_TRUE(contains(refusal({"ddp", "--devices", "cuda", "--ranks", "3"}), "there is no GPU cuda:2: 2 visible"));
 }

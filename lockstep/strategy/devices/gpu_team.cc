@@ -11,15 +11,15 @@ namespace {
 
 torch::Tensor part_of_flat(const torch::Tensor& flat, const Range& part) { return flat.slice(0, part.begin, part.end); }
 
-// A copy of `there` on the GPU of `here`; `there` itself where that is the same.
-torch::Tensor brought_to(const torch::Tensor& here, const torch::Tensor& there) {
-  if (here.device() == there.device()) return there;
-  torch::Tensor copy = torch::empty_like(there, there.options().device(here.device()));
-  copy_between(copy, there);
+}  // namespace
+
+torch::Tensor brought_to(torch::Device gpu, const torch::Tensor& tensor) {
+  if (tensor.device() == gpu) return tensor;
+  if (tensor.is_cpu() || tensor.layout() != torch::kStrided) return tensor.to(gpu);
+  torch::Tensor copy = torch::empty_like(tensor, tensor.options().device(gpu));
+  copy_between(copy, tensor);
   return copy;
 }
-
-}  // namespace
 
 const torch::Tensor& GpuTeam::of(int rank) const { return table_[to_size((rank + size()) % size())]; }
 
@@ -62,8 +62,8 @@ void GpuTeam::broadcast(const torch::Tensor& flat, int root) {
 
 // Elements [begin, end) of `mine` = their sum over all devices, in the order of the devices.
 void GpuTeam::sum_of_all(const torch::Tensor& mine, std::int64_t begin, std::int64_t end) {
-  torch::Tensor sum = brought_to(mine, of(0).slice(0, begin, end)).clone();
-  for (int i = 1; i < size(); ++i) sum.add_(brought_to(mine, of(i).slice(0, begin, end)));
+  torch::Tensor sum = brought_to(mine.device(), of(0).slice(0, begin, end)).clone();
+  for (int i = 1; i < size(); ++i) sum.add_(brought_to(mine.device(), of(i).slice(0, begin, end)));
   mine.slice(0, begin, end).copy_(sum);
 }
 
@@ -92,7 +92,7 @@ void GpuTeam::all_reduce_ring(const torch::Tensor& mine) {
   const auto part = [&](int i) { return even_part(mine.numel(), ((i % size()) + size()) % size(), size()); };
   for (int step = 0; step + 1 < size(); ++step) {
     const Range range = part(rank() - 1 - step);
-    part_of_flat(mine, range).add_(brought_to(mine, part_of_flat(of(rank() - 1), range)));
+    part_of_flat(mine, range).add_(brought_to(mine.device(), part_of_flat(of(rank() - 1), range)));
     group_.barrier();
   }
   for (int step = 0; step + 1 < size(); ++step) {
@@ -107,7 +107,8 @@ void GpuTeam::all_reduce_ring(const torch::Tensor& mine) {
 void GpuTeam::all_reduce_tree(const torch::Tensor& mine) {
   int distance = 1;
   for (; distance < size(); distance *= 2) {
-    if (rank() % (2 * distance) == 0 && rank() + distance < size()) mine.add_(brought_to(mine, of(rank() + distance)));
+    if (rank() % (2 * distance) == 0 && rank() + distance < size())
+      mine.add_(brought_to(mine.device(), of(rank() + distance)));
     group_.barrier();
   }
   for (distance /= 2; distance > 0; distance /= 2) {

@@ -21,6 +21,10 @@
 
 namespace lockstep {
 
+// A copy of a dense tensor on the GPU, in the order of both devices' current streams; the tensor itself if it is there. Between
+// GPUs that don't reach each other it goes through pinned memory. Does not block.
+torch::Tensor brought_to(torch::Device gpu, const torch::Tensor& tensor);
+
 class GpuTeam {
  public:
   // table: of the team, with a place for each device.

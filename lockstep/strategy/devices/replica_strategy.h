@@ -32,7 +32,7 @@ class ReplicaStrategy : public Strategy {
   }
 
   bool prefetches() const override { return devices_ && devices_->on_gpus(); }
-  void prefetch(const Batch& next) override { ahead_.push_back({next, start_parts(*devices_, next)}); }
+  void prefetch(const Batch& next) override { ahead_.push_back({next, start_copies(next)}); }
 
  protected:
   ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
@@ -45,11 +45,14 @@ class ReplicaStrategy : public Strategy {
     while (ahead_.size() > kAhead) ahead_.pop_front();
     const auto found =
         std::ranges::find_if(ahead_, [&](const Ahead& each) { return each.batch.data.is_same(batch.data); });
-    if (found == ahead_.end()) return receive_parts(start_parts(*devices_, batch));
+    if (found == ahead_.end()) return receive_parts(start_copies(batch));
     auto parts = std::move(found->parts);
     ahead_.erase(ahead_.begin(), std::next(found));
     return receive_parts(std::move(parts));
   }
+
+  // Begins to bring what the devices need of a batch.
+  virtual std::vector<CopiedBatch> start_copies(const Batch& batch) const { return start_parts(*devices_, batch); }
 
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread

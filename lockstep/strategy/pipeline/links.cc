@@ -6,6 +6,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/message_arrows.h"
 #include "lockstep/strategy/devices/devices_state.h"
+#include "lockstep/strategy/devices/gpu_team.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -81,7 +82,7 @@ struct Channels {
 
 StageLink channel_link(Device& device, Channel& out, Channel& in) {
   return {.send = [&](Tensors tensors) { out.send(device, std::move(tensors)); },
-          .receive = [&] { return in.receive(device); }};
+          .receive = [&] { return received_on(device.where(), in.receive(device)); }};
 }
 
 constexpr int kForward = 0;  // tags
@@ -105,6 +106,16 @@ StageLink message_link(int peer, const Way& out, const Way& in) {
 }
 
 }  // namespace
+
+Tensors received_on(torch::Device device, const Tensors& tensors) {
+  if (device.is_cpu()) return tensors;
+  Tensors received;
+  for (const torch::Tensor& each : tensors)
+    received.push_back(!each.defined() || each.is_cpu()
+                           ? each
+                           : brought_to(device, each.detach()).requires_grad_(each.requires_grad()));
+  return received;
+}
 
 std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity) {
   IntVector<std::shared_ptr<Channels>> behind;  // of each device

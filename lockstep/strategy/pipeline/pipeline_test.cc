@@ -104,7 +104,7 @@ TEST(Pipeline, cuts_branches_that_meet_again) {
 }
 
 Course course_on(const Task& task, const StrategyOptions& options, const Batch& batch, int steps) {
-  const auto strategy = make_strategy(World::single(), task, options);
+  const auto strategy = strategy_of(task, options);
   Course course;
   for (int step = 0; step < steps; ++step) {
     course.losses.push_back(strategy->forward_backward(batch).mean_loss);

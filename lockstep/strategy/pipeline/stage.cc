@@ -118,6 +118,7 @@ class StageRun {
       kept.seeds = {torch::ones_like(outputs[0])};
     }
     kept.outputs = edges_of(outputs);
+    if (work_.waits) wait_for_device(work_.device);
     result_.busy += watch.seconds();
     if (links_.behind) links_.behind->send(as_leaves(outputs));
   }
@@ -145,6 +146,7 @@ class StageRun {
     const Stopwatch watch;
     backward_from(std::move(kept.outputs), std::move(gradients));
     in_flight_.erase(micro_batch);
+    if (work_.waits) wait_for_device(work_.device);
     result_.busy += watch.seconds();
     if (links_.before) links_.before->send(input_gradients(kept.inputs));
   }
@@ -153,7 +155,10 @@ class StageRun {
   torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
     const double share = static_cast<double>(batch(micro_batch).size()) / static_cast<double>(work_.samples);
     const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch).target) * share;
-    wait_for_device(work_.device, work_.timeout);
+    if (work_.waits)  // Devices::run has the deadline, and names the stage that all others wait for
+      wait_for_device(work_.device);
+    else
+      wait_for_device(work_.device, work_.timeout);
     result_.loss += loss.item<double>();
     return loss;
   }
