@@ -82,14 +82,15 @@ TEST_P(GpuStrategies, train_on_gpus_some_pairs_of_which_do_not_reach_each_other)
 }
 
 TEST_P(GpuStrategies, name_a_gpu_too_small_for_the_model) {
-  ASSERT_EQ(simulated_cuda_fail("memory@1:2"), 0);
+  ASSERT_EQ(simulated_cuda_fail("memory@1:1"), 0);
   const std::string message = message_of<DeviceError>([] { strategy_on_gpus(GetParam().options, kDevices); });
   EXPECT_TRUE(contains(message, "cuda:1 failed: CUDA out of memory"));
 }
 
-// The first copy of a step is that of its data.
+// The first copy of a step is that of its data; to the second stage of a pipeline, of what the first made of it.
 TEST_P(GpuStrategies, name_a_gpu_to_which_no_batch_can_be_copied) {
-  EXPECT_TRUE(contains(error_with<DeviceError>("copy@1:1", GetParam().options), "cuda:1 failed: CUDA error"));
+  const std::string message = error_with<DeviceError>("copy@1:1", GetParam().options);
+  EXPECT_TRUE(contains(message, "DeviceError: cuda:1 ") && contains(message, "failed: CUDA error")) << message;
 }
 
 TEST_P(GpuStrategies, name_a_gpu_that_fails) {

@@ -62,7 +62,10 @@ TEST_P(DevicesOfSize, divide_a_range_among_their_threads) {
 }
 
 TEST(Devices, divide_a_range_among_the_cores_of_a_device) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(static_cast<int>(usable_cores().size()));  // at most so many, as the test below holds
   Devices devices({.count = 1});
+  at::set_num_threads(before);
   std::mutex mutex;
   std::set<std::thread::id> threads;
   devices.parallel_for(0, 1000, 1, [&](std::int64_t, std::int64_t) {
