@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
 #include "lockstep/launch/environment.h"
+#include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_secret.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/node_meeting.h"
@@ -254,8 +255,7 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
 
 // Of a job on several machines. Never the secret itself: this may be a log.
 void say_where_the_secret_is() {
-  const char* const off = std::getenv("LOCKSTEP_INSECURE_NETWORK");
-  if (is_secret_told() || (off != nullptr && std::string_view(off) == "1")) return;
+  if (is_secret_told() || network_is_insecure()) return;
   std::cerr
       << "lockstep: the job's secret is in this user's home, for machines that share it. For others make one here: "
       << kLineThatMakesASecret << '\n';

@@ -28,6 +28,11 @@ add_test(NAME step_fuzz.simulated_gpus COMMAND step_fuzz --gtest_filter=Workers/
 set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
   "LD_PRELOAD=$<TARGET_FILE:lockstep_simulated_cuda>;LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_TEST_DEVICES=cuda")
 
+# The check for what one thread writes and another one uses is off by default.
+add_test(NAME strategy.threads_on_simulated_gpus COMMAND simulated_cuda_test --gtest_filter=Strategies/GpuStrategies.train_on*)
+set_tests_properties(strategy.threads_on_simulated_gpus PROPERTIES TIMEOUT 300
+  ENVIRONMENT "LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_SIMULATED_HOST=threads")
+
 lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600
   SOURCES train/gpu_command_test.cc launch/child.cc)
 target_link_libraries(gpu_command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)

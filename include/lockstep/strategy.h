@@ -30,7 +30,8 @@ namespace lockstep {
 struct PhaseTimes {
   double forward = 0;
   double backward = 0;  // with the part of the exchange that runs behind it
-  double exchange = 0;  // what is left of it after backward; of the rank's own GPU's work, too (`ddp`, `single`)
+  double exchange =
+      0;  // the rest of it after backward; with a GPU in the rank (`ddp`, `single`) also the wait for its work
   double update = 0;
 };
 

@@ -14,6 +14,7 @@
 #include <optional>
 #include <thread>
 
+#include "lockstep/base/hash.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/job_store.h"
@@ -54,9 +55,7 @@ std::string common_name(const JobEnvironment& job) {
 
 // Ids may be longer than a socket's path, so a hash stands for them; require_own_job tells apart what it does not.
 fs::path path_of_socket(const JobEnvironment& job) {
-  std::uint64_t hash = 14695981039346656037U;  // FNV-1a
-  for (const char letter : common_name(job)) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
-  return private_folder() / concat("meeting-", hash);
+  return private_folder() / concat("meeting-", hash_of(common_name(job)));
 }
 
 std::string where(const JobEnvironment& job) {

@@ -14,11 +14,11 @@
 #include "lockstep/collective/connect.h"
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/insecure_network.h"
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/insecure_network.h"
 
 namespace lockstep {
 namespace {

@@ -52,7 +52,7 @@ struct Interface {
 // By GLOO_SOCKET_IFNAME, if it is set: names of interfaces with commas between them.
 bool is_wanted(const std::string& name) {
   const char* wanted = std::getenv("GLOO_SOCKET_IFNAME");
-  if (wanted == nullptr) return true;
+  if (wanted == nullptr || *wanted == '\0') return true;
   const auto names = split(wanted, ',');
   return std::ranges::find(names, name) != names.end();
 }

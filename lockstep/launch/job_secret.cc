@@ -15,9 +15,11 @@
 #include <cstring>
 
 #include "lockstep/base/environment_switch.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/munge.h"
 
 namespace lockstep {
@@ -94,12 +96,6 @@ void write_private(const fs::path& path, const std::string& text) {
 
 bool has_munge() { return !is_switched_off("LOCKSTEP_MUNGE") && seal_by_munge("").has_value(); }
 
-std::uint64_t hash_of(const std::string& job) {
-  std::uint64_t hash = 14695981039346656037U;  // FNV-1a: the same on every machine
-  for (const char letter : job) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
-  return hash;
-}
-
 Secret random_secret() {
   Secret secret{};
   if (::getrandom(secret.data(), secret.size(), 0) != std::ssize(secret)) throw system_error("make", "random bytes");
@@ -117,8 +113,7 @@ std::string ways_to_a_secret() {
 }
 
 JobSecret::JobSecret(const std::string& job, bool is_rank_0) {
-  const char* off = std::getenv("LOCKSTEP_INSECURE_NETWORK");
-  off_ = off != nullptr && std::string_view(off) == "1";
+  off_ = network_is_insecure();
   if (off_) return;
   known_ = told_secret();
   if (known_) return;

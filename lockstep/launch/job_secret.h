@@ -2,7 +2,7 @@
 // launch/job_secret.h: the 256 bits that the ranks of a job have in common and nobody else knows.
 //
 // Flow:    the environment, files, munge -> here -> tls_channel.h, secured_channel.h
-// Owns:    rank 0's perhaps a file in the user's home, until it is destroyed
+// Owns:    on rank 0, where nothing else carries it, a file in the user's home, until it is destroyed
 // Threads: any
 // Ranks:   each finds it by itself, or asks rank 0 for it where munge carries it
 //

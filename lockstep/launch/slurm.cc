@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -84,9 +85,7 @@ std::vector<std::string> nodes_in(const std::string& list) {
 int first_port_of_step(const std::string& job_id) {
   constexpr int kFirst = 15'000;
   constexpr std::uint64_t kGroups = 1'000;
-  std::uint64_t hash = 14695981039346656037U;  // FNV-1a: the same on every machine
-  for (const char letter : job_id) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
-  return kFirst + static_cast<int>(hash % kGroups) * kStepPorts;
+  return kFirst + static_cast<int>(hash_of(job_id) % kGroups) * kStepPorts;
 }
 
 }  // namespace lockstep

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// model/allocation_meter.h: how much memory tensors on the host, or on the GPUs, take while it lives, on the thread that
+// model/allocation_meter.h: how much memory tensors on the host, or on a GPU, take while it lives, on the thread that
 // made it and on autograd's threads for its backward. What autograd keeps for backward is in it. What this thread allocates
 // and another releases stays counted.
 //
@@ -18,7 +18,7 @@ namespace lockstep {
 
 class AllocationMeter {
  public:
-  explicit AllocationMeter(c10::DeviceType where = c10::DeviceType::CPU) { listener_->where = where; }
+  explicit AllocationMeter(c10::Device where = c10::kCPU) { listener_->where = where; }
 
   std::int64_t now() const { return listener_->now; }    // bytes above what was there when it began
   std::int64_t most() const { return listener_->most; }  // so far
@@ -26,13 +26,13 @@ class AllocationMeter {
  private:
   struct Listener : c10::MemoryReportingInfoBase {
     void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device device) override {
-      if (device.type() != where) return;
+      if (device.type() != where.type() || (!where.is_cpu() && device != where)) return;
       now += size;  // negative for a release
       most = std::max(most, now);
     }
-    bool memoryProfilingEnabled() const override { return where == c10::DeviceType::CPU; }  // GPUs report in any case
+    bool memoryProfilingEnabled() const override { return where.is_cpu(); }  // GPUs report in any case
 
-    c10::DeviceType where = c10::DeviceType::CPU;
+    c10::Device where = c10::kCPU;
     std::int64_t now = 0;
     std::int64_t most = 0;
   };

@@ -21,9 +21,9 @@ namespace lockstep {
 
 class DeviceUpdate {
  public:
-  // Allocates the state of its parameters, which are dense and on one GPU; it must outlive this. slices: where this rank
-  // updates a part of them, all of which are the state's; null: all of them. on_each_gpu: of parameters on several GPUs.
-  // Rules that are not layerwise.
+  // Allocates the state of its parameters, which are dense and on GPUs; it must outlive this. slices: where this rank updates
+  // a part of them, all of which are the state's, by a rule that is not layerwise; null: all of them. on_each_gpu: of
+  // parameters on several GPUs.
   explicit DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices = nullptr,
                         OnEachGpu on_each_gpu = {});
 

@@ -72,7 +72,7 @@ std::vector<Option> device_table(TrainOptions& o) {
              "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
       option("--threads", o.threads, kMayChange,
              "threads per rank, or per device where devices are threads; 0: one per core",
-             {.at_least = 0, .next = "give 0 for cores / ranks"}),
+             {.at_least = 0, .next = "give 0 for one per core"}),
       option("--devices", o.devices, kMayChange,
              "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7"),
       option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),

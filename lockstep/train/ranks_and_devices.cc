@@ -137,17 +137,18 @@ Share share_of(const TrainOptions& options, const JobEnvironment& job) {
   return share;
 }
 
-// A launcher, or a script between it and the ranks, may let each rank see its own GPUs only. Ranks that `lockstep train` has
-// started itself all see the same.
+// A launcher, or a script between it and the ranks, may let each rank see its own GPUs only. Ranks that `lockstep train`
+// has started itself all see the same.
 bool sees_own_gpus_only(const TrainOptions& options, const Share& share) {
   return options.launcher != "none" && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr && share.mine > 0 &&
          cuda_device_count() == share.mine;
 }
 
-// Whether GPUs are chosen for a machine that needs `share.all`.
+// Whether GPUs are chosen for a machine that needs `share.all`. torchrun and `lockstep run` give all ranks the same
+// CUDA_VISIBLE_DEVICES, so four ranks that see one GPU see the same.
 bool takes_gpus(const TrainOptions& options, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;
-  return cuda_device_count() >= share.all || sees_own_gpus_only(options, share);
+  return cuda_device_count() >= share.all || (options.launcher != "torchrun" && sees_own_gpus_only(options, share));
 }
 
 Places share_of_gpus(const TrainOptions& options, const Share& share) {

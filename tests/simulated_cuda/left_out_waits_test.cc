@@ -123,11 +123,16 @@ TEST(LeftOutWaitsOfTheLoader, are_seen) {
   EXPECT_EQ(expect_seen("record_stream", 1, step), 2);
 }
 
-// Both ranks make a step with one wait of rank 0 left out.
-Outcome without(const char* kind, int number, const World& world, std::barrier<>& both,
+struct LeftOut {
+  const char* kind;
+  int rank = 0;
+};
+
+// Both ranks make a step with one wait of a rank left out.
+Outcome without(const LeftOut& wait, int number, const World& world, std::barrier<>& both,
                 const std::function<void()>& step) {
   Outcome outcome;
-  if (world.rank() == 0) simulated_cuda_leave_out(kind, 0, number);
+  if (world.rank() == 0) simulated_cuda_leave_out(wait.kind, wait.rank, number);
   both.arrive_and_wait();
   step();
   both.arrive_and_wait();
@@ -138,7 +143,7 @@ Outcome without(const char* kind, int number, const World& world, std::barrier<>
   return outcome;
 }
 
-int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) {
+int expect_seen_between_ranks(const LeftOut& wait, const StrategyOptions& options) {
   std::barrier<> both(2);
   int waits = 0;
   run_ranks_on_gpus(2, [&](World& world) {
@@ -153,9 +158,10 @@ int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) 
     strategy->forward_backward(batch);
     step();
     step();  // the buckets of ddp are those of later steps now
-    const int count = without(kind, 0, world, both, step).waits;
+    const int count = without(wait, 0, world, both, step).waits;
     for (int number = 1; number <= count; ++number)
-      EXPECT_TRUE(without(kind, number, world, both, step).seen) << kind << ' ' << number << " of " << count;
+      EXPECT_TRUE(without(wait, number, world, both, step).seen)
+          << wait.kind << ' ' << number << " of " << count << " of rank " << wait.rank;
     if (world.rank() == 0) waits = count;
   });
   return waits;
@@ -164,25 +170,40 @@ int expect_seen_between_ranks(const char* kind, const StrategyOptions& options) 
 // A sum of samples and losses, and a bucket: its gradients, with which comes who has one, and its parameters.
 TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp) {
   const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .seed = 4};
-  EXPECT_EQ(expect_seen_between_ranks("allreduce", options), 1);
-  EXPECT_EQ(expect_seen_between_ranks("reduce_scatter", options), 1);
-  EXPECT_EQ(expect_seen_between_ranks("allgather", options), 1);
+  EXPECT_EQ(expect_seen_between_ranks({"allreduce"}, options), 1);
+  EXPECT_EQ(expect_seen_between_ranks({"reduce_scatter"}, options), 1);
+  EXPECT_EQ(expect_seen_between_ranks({"allgather"}, options), 1);
 }
 
 // The bucket goes as a whole.
 TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_separate_parameters) {
   EXPECT_EQ(expect_seen_between_ranks(
-                "allreduce", {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}}),
+                {"allreduce"}, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}}),
             2);
 }
 
-// The first stage waits for the gradient of each micro-batch.
+// Beside those of ddp, one for the norm that all slices have together.
+TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_clipping) {
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 0.01}, .seed = 4};
+  EXPECT_EQ(expect_seen_between_ranks({"allreduce"}, options), 2);
+}
+
+// Every shard's gradients go to the rank that updates their slice.
+TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_virtual_shards) {
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.virtual_shards = 4}};
+  EXPECT_GT(expect_seen_between_ranks({"alltoall"}, options), 0);
+  EXPECT_GT(expect_seen_between_ranks({"allreduce"}, options), 0);
+  EXPECT_EQ(expect_seen_between_ranks({"allgather"}, options), 1);
+}
+
+// The first stage waits for the gradient of each micro-batch, the last one for what it computes with.
 TEST(LeftOutWaitsBetweenRanks, are_seen_in_a_pipeline) {
-  EXPECT_EQ(expect_seen_between_ranks("recv", {.kind = StrategyKind::kPipeline,
-                                               .optimizer = SGDOptions{.lr = 0.1},
-                                               .seed = 4,
-                                               .pipeline = {.stages = "0-1,2-2", .micro_batches = 3}}),
-            3);
+  const StrategyOptions options{.kind = StrategyKind::kPipeline,
+                                .optimizer = SGDOptions{.lr = 0.1},
+                                .seed = 4,
+                                .pipeline = {.stages = "0-1,2-2", .micro_batches = 3}};
+  EXPECT_EQ(expect_seen_between_ranks({"recv", 0}, options), 3);
+  EXPECT_EQ(expect_seen_between_ranks({"recv", 1}, options), 3);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md).
+// `lockstep train` and `lockstep env` with devices that are simulated GPUs (docs/design/simulated-cuda.md), or with the cuda
+// preset those of this machine.
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,10 +34,19 @@ const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",          "--m
 
 const Words kProcesses = {"--ranks", "2", "--devices-per-worker", "1", "--devices", "cuda"};
 
-Ended on_gpus(int gpus, const Words& words) {
-  return run(
-      with_variables({{"LD_PRELOAD", SIMULATED_CUDA}, {"LOCKSTEP_SIMULATED_GPUS", std::to_string(gpus)}}, words));
+#ifdef SIMULATED_CUDA
+const std::string kTwoGpus = "cuda:0,cuda:1";
+
+Words with_gpus(int gpus, const Words& words) {
+  return with_variables({{"LD_PRELOAD", SIMULATED_CUDA}, {"LOCKSTEP_SIMULATED_GPUS", std::to_string(gpus)}}, words);
 }
+#else
+const std::string kTwoGpus = TWO_GPUS;  // perhaps one of them twice
+
+Words with_gpus(int, const Words& words) { return words; }
+#endif
+
+Ended on_gpus(int gpus, const Words& words) { return run(with_gpus(gpus, words)); }
 
 struct Arrangement {
   std::string name;
@@ -61,7 +71,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(GpuStrategy, trains_on_two_as_one_core_does) {
   const TempFolder folder;
   EXPECT_EQ(run(kTrain + Words{folder / "one"}).exit_code, 0);
-  const Ended ended = on_gpus(2, kTrain + Words{folder / "two", "--devices", "cuda:0,cuda:1"} + GetParam().words);
+  const Ended ended = on_gpus(2, kTrain + Words{folder / "two", "--devices", kTwoGpus} + GetParam().words);
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto one = losses_in(folder / "one"), two = losses_in(folder / "two");
   ASSERT_EQ(one.size(), 4U);
@@ -315,15 +325,15 @@ TEST_P(CheckpointOnGpus, is_resumed_as_if_it_had_gone_on) {
 TEST(GpuCommand, takes_the_gpu_that_each_rank_sees) {
   const TempFolder folder;
   const auto start = [&](const std::string& rank) {
-    return std::make_unique<Child>(with_variables({{"LD_PRELOAD", SIMULATED_CUDA},
-                                                   {"LOCKSTEP_SIMULATED_GPUS", "2"},
-                                                   {"CUDA_VISIBLE_DEVICES", rank},
-                                                   {"OMPI_COMM_WORLD_RANK", rank},
-                                                   {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
-                                                   {"OMPI_COMM_WORLD_SIZE", "2"},
-                                                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                                                   {"PMIX_NAMESPACE", concat("gpu_command_test.", ::getpid())}},
-                                                  kTrain + Words{folder / "m", "--strategy", "ddp"}));
+    const Words words = kTrain + Words{folder / "m", "--strategy", "ddp"};
+    return std::make_unique<Child>(
+        with_gpus(2, with_variables({{"CUDA_VISIBLE_DEVICES", rank},
+                                     {"OMPI_COMM_WORLD_RANK", rank},
+                                     {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
+                                     {"OMPI_COMM_WORLD_SIZE", "2"},
+                                     {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                     {"PMIX_NAMESPACE", concat("gpu_command_test.", ::getpid())}},
+                                    words)));
   };
   const auto first = start("0"), second = start("1");
   EXPECT_EQ(first->wait(), 0) << first->error();

@@ -5,8 +5,8 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
-#include "lockstep/collective/insecure_network.h"
 #include "lockstep/collective/machines/gloo_device.h"
+#include "lockstep/launch/insecure_network.h"
 
 namespace lockstep {
 namespace {

@@ -70,8 +70,7 @@ void** table_of_connected(void** functions) {
   if (library == nullptr || table.dli_sname == nullptr || std::strcmp(table.dli_sname, kTable) != 0 ||
       table.dli_saddr != begin || entries <= kConnectAllAt || begin[kConnectAllAt] != ::dlsym(library, kConnectAll))
     throw cannot_use_gloo("this libtorch has another Gloo");
-  static std::vector<void*> copy;
-  copy.assign(begin, begin + entries);
+  static auto& copy = *new std::vector<void*>(begin, begin + entries);  // contexts may live until the process has gone
   copy[kConnectAllAt] = reinterpret_cast<void*>(&already_connected);
   return copy.data() + kBeforeFunctions;
 }
@@ -118,8 +117,9 @@ std::string text_of(const AddressBytes& address) {
 gloo::transport::tcp::attr place_of(const TransportOptions& options) {
   gloo::transport::tcp::attr place;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  if (interface != nullptr) place.iface = interface;
-  if (interface == nullptr) place.hostname = options.address;
+  const bool is_named = interface != nullptr && *interface != '\0';
+  if (is_named) place.iface = interface;
+  if (!is_named) place.hostname = options.address;
   return place;
 }
 
@@ -132,11 +132,12 @@ std::vector<std::string> exchange_alike(c10d::Store& store, const std::string& m
   auto texts = exchange_texts(store, "gloo", mine, options);
   for (std::size_t rank = 0; rank < texts.size(); ++rank)
     if ((texts[rank] == kInsecure) != (mine == kInsecure))
-      throw RendezvousError({.what = concat("rank ", rank, texts[rank] == kInsecure ? " trusts" : " does not trust",
-                                            " the network, other than this rank"),
-                             .here = options.describe,
-                             .likely = "LOCKSTEP_INSECURE_NETWORK or --insecure-network on some of the machines only",
-                             .next = "set it on all or on none"});
+      throw RendezvousError(
+          {.what = concat("rank ", rank, texts[rank] == kInsecure ? " runs" : " does not run",
+                          " with --insecure-network, and this rank ", mine == kInsecure ? "does" : "does not"),
+           .here = options.describe,
+           .likely = "LOCKSTEP_INSECURE_NETWORK or --insecure-network on some of the machines only",
+           .next = "set it on all or on none"});
   return texts;
 }
 
@@ -182,7 +183,7 @@ class TlsDevice final : public gloo::transport::Device {
     identity_.trust(certificates);
   }
 
-  // One after the other, as all do: of the connections that are still to be made, both ranks of the first come to it.
+  // All ranks connect in the order of their numbers, so both ends of the first missing connection always wait for each other.
   void connect(Context& context) {
     const AddressBytes own = first_address(context);
     filter_.emplace(socket_address(own));

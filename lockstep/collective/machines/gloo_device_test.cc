@@ -56,7 +56,7 @@ TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_res
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   store->set("lockstep/gloo/1", std::string("insecure"));
   const std::string error = error_of_link(store, 0);
-  EXPECT_TRUE(testing::contains(error, "rank 1 trusts the network, other than this rank")) << error;
+  EXPECT_TRUE(testing::contains(error, "rank 1 runs with --insecure-network, and this rank does not")) << error;
 }
 
 // Both send more than sockets hold, before either receives the other's.

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machines/gloo_messages.h"
 
+#include <limits>
+
+#include "lockstep/base/received.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/insecure_network.h"
 #include "lockstep/collective/machines/gloo_connection.h"
+#include "lockstep/launch/insecure_network.h"
 
 namespace lockstep {
 namespace {
@@ -72,8 +75,14 @@ C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnectio
   const auto* const arrived = receive.first.const_data_ptr<std::uint8_t>();
   MessageHeader& header = receive.header;
   std::memcpy(&header, arrived, sizeof header);
-  const std::size_t bytes = header.count * size_of(receive.sent_dtype());
+  const Received sender(concat("rank ", receive.from));
+  sender.in(static_cast<std::int64_t>(header.dtype), 0, kDTypes - 1, "the dtype's number");
+  sender.in(header.second_tag, 0, std::numeric_limits<int>::max(), "the tag of the second transfer");
+  const auto bytes =
+      static_cast<std::size_t>(sender.bytes(static_cast<std::int64_t>(header.count),
+                                            static_cast<std::int64_t>(size_of(receive.sent_dtype())), "the message"));
   if (header.second_tag == 0) {
+    sender.require(bytes <= kDataInFirst, concat("its first part has ", bytes, " bytes of data"));
     if (receive.fits() && bytes > 0) std::memcpy(receive.call.call.output, arrived + sizeof header, bytes);
     return nullptr;
   }

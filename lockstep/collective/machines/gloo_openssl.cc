@@ -29,6 +29,8 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -41,6 +43,9 @@ namespace {
 constexpr std::uint64_t kRecordsPerKey = std::uint64_t{1} << 23;
 constexpr int kBytesPerRecord = 16384;
 constexpr int kLastBytesWithin = 1000;  // milliseconds without progress
+constexpr std::chrono::seconds kAllLastBytesWithin{
+    5};  // a connection is closed while others wait for the one who closes it
+constexpr std::size_t kKeptRoom = std::size_t{1} << 20;  // of a connection that has sent all
 
 // What a socket has not taken yet.
 class Outgoing {
@@ -64,16 +69,21 @@ class Outgoing {
   bool send_waiting() {
     const std::lock_guard lock(mutex_);
     sent_ += give(waiting_.data() + sent_, waiting_.size() - sent_);
-    if (!lost_ && sent_ < waiting_.size()) return false;
-    waiting_.clear();
+    if (lost_) sent_ = waiting_.size();
+    if (sent_ < waiting_.size() && sent_ < waiting_.size() / 2) return false;
+    waiting_.erase(waiting_.begin(), waiting_.begin() + static_cast<std::ptrdiff_t>(sent_));
     sent_ = 0;
-    return true;
+    if (waiting_.empty() && waiting_.capacity() > kKeptRoom) waiting_ = {};
+    return waiting_.empty();
   }
 
   // Blocks while the socket still takes something: what was written before a connection is closed must arrive.
   void finish() {
     pollfd writable{.fd = fd_, .events = POLLOUT, .revents = 0};
-    while (!send_waiting() && ::poll(&writable, 1, kLastBytesWithin) > 0) {
+    const auto end = std::chrono::steady_clock::now() + kAllLastBytesWithin;
+    while (!send_waiting() && std::chrono::steady_clock::now() < end) {
+      const int ready = ::poll(&writable, 1, kLastBytesWithin);
+      if (ready == 0 || (ready < 0 && errno != EINTR)) break;
     }
     const std::lock_guard lock(mutex_);
     lost_ = true;  // the descriptor is about to be closed
@@ -88,10 +98,15 @@ class Outgoing {
         given += static_cast<std::size_t>(sent);
       else if (errno == EAGAIN || errno == EWOULDBLOCK)
         break;
-      else
-        lost_ = errno != EINTR;
+      else if (errno != EINTR)
+        lose();
     }
     return given;
+  }
+
+  void lose() {
+    lost_ = true;
+    ::shutdown(fd_, SHUT_RDWR);  // so that the next read, here and there, finds the loss
   }
 
   const int fd_;
@@ -110,11 +125,12 @@ class Sender {
     return *sender;
   }
 
+  // Nothing: the process has no descriptor or memory left.
   std::shared_ptr<Outgoing> open(int fd) {
     const std::lock_guard lock(mutex_);
     auto outgoing = std::make_shared<Outgoing>(fd, ++opened_);
+    if (!change(EPOLL_CTL_ADD, *outgoing, 0)) return nullptr;
     all_[opened_] = outgoing;
-    change(EPOLL_CTL_ADD, *outgoing, 0);
     return outgoing;
   }
 
@@ -129,14 +145,14 @@ class Sender {
 
  private:
   Sender() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
-    std::thread([this] { run(); }).detach();
+    if (epoll_ >= 0) std::thread([this] { run(); }).detach();
   }
 
-  void change(int operation, const Outgoing& outgoing, std::uint32_t events) const {
+  bool change(int operation, const Outgoing& outgoing, std::uint32_t events) const {
     epoll_event event{};
     event.events = events | EPOLLONESHOT;
     event.data.u64 = outgoing.id();
-    ::epoll_ctl(epoll_, operation, outgoing.fd(), &event);
+    return ::epoll_ctl(epoll_, operation, outgoing.fd(), &event) == 0;
   }
 
   std::shared_ptr<Outgoing> find(std::uint64_t id) {
@@ -194,9 +210,14 @@ int free_connection(BIO* bio) {
   return 1;
 }
 
+int type_of_method() {
+  static const int type = ::BIO_get_new_index() | BIO_TYPE_SOURCE_SINK;
+  return type;
+}
+
 const BIO_METHOD* socket_method() {
   static const BIO_METHOD* const method = [] {
-    BIO_METHOD* const made = ::BIO_meth_new(::BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "lockstep");
+    BIO_METHOD* const made = ::BIO_meth_new(type_of_method(), "lockstep");
     ::BIO_meth_set_write(made, &write_to_socket);
     ::BIO_meth_set_read(made, &read_from_socket);
     ::BIO_meth_set_ctrl(made, &control);
@@ -219,9 +240,10 @@ Function* original(const char* name) {
 extern "C" {
 
 int SSL_set_fd(SSL* ssl, int fd) {
-  BIO* const bio = ::BIO_new(socket_method());
+  auto outgoing = Sender::instance().open(fd);
+  BIO* const bio = outgoing == nullptr ? nullptr : ::BIO_new(socket_method());
   if (bio == nullptr) return 0;
-  ::BIO_set_data(bio, new Connection{Sender::instance().open(fd)});
+  ::BIO_set_data(bio, new Connection{std::move(outgoing)});
   ::BIO_set_init(bio, 1);
   ::SSL_set_bio(ssl, bio, bio);
   return 1;
@@ -237,8 +259,10 @@ int SSL_do_handshake(SSL* ssl) {
 int SSL_write(SSL* ssl, const void* data, int bytes) {
   static auto* const write = original<decltype(SSL_write)>("SSL_write");
   if (ssl == nullptr) return bytes;  // Gloo has closed it
+  BIO* const bio = ::SSL_get_wbio(ssl);
+  if (bio == nullptr || ::BIO_method_type(bio) != type_of_method()) return write(ssl, data, bytes);  // not Gloo's
   ::ERR_clear_error();
-  std::uint64_t& records = connection_of(::SSL_get_wbio(ssl))->records;
+  std::uint64_t& records = connection_of(bio)->records;
   records += 1 + static_cast<std::uint64_t>(bytes / kBytesPerRecord);
   if (records > kRecordsPerKey && ::SSL_key_update(ssl, SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records = 0;
   const int written = write(ssl, data, bytes);

@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstddef>
 #include <cstring>
@@ -80,10 +81,17 @@ void ListenerFilter::admit_only(const std::vector<std::string>& addresses) const
   for (const std::string& address : addresses)
     if (Words words = words_of(family_, address); !words.empty()) numbers.insert(std::move(words));
   auto program = program_for(family_, numbers);
+  errno = E2BIG;
   const sock_fprog filter{.len = static_cast<unsigned short>(program.size()), .filter = program.data()};
   if (program.size() > BPF_MAXINSNS ||
       ::setsockopt(listener_.get(), SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) != 0)
-    throw system_error("admit only the job's addresses to", concat("a socket, ", numbers.size(), " of them"));
+    throw SystemError(
+        {.what =
+             concat("can't admit only the job's ", numbers.size(), " addresses to a socket: ", std::strerror(errno)),
+         .likely = "more addresses than the kernel has room for in one socket's filter: those of all "
+                   "interfaces of all machines count, also of containers' bridges",
+         .next = "GLOO_SOCKET_IFNAME on all machines, so that only its addresses count; or as root sysctl -w "
+                 "net.core.optmem_max=1048576; or, in a network that you trust, --insecure-network"});
 }
 
 }  // namespace lockstep

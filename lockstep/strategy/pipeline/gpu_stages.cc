@@ -2,6 +2,7 @@
 #include "lockstep/strategy/pipeline/gpu_stages.h"
 
 #include "lockstep/collective/gpus.h"
+#include "lockstep/collective/operator_spans.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/gpu_team.h"
@@ -26,6 +27,7 @@ GpuStages::GpuStages(const Task& task, ModulePtr whole, Devices& devices)
   const PartialModel partial(task_.make_model);
   for (int i = 0; i < devices_.size(); ++i) {
     const ModulePtr model = partial.make_part(0, [](torch::nn::Module&) { return std::vector<torch::Tensor>(); });
+    name_modules(named_parameters(*model));
     parts_.push_back({model, pieces_of(task_, *model), parameters_then_buffers(*model)});
   }
 }

@@ -57,6 +57,7 @@ struct Handover : torch::autograd::Node {
   Handover(torch::autograd::edge_list edges, Tensors gradients)
       : Node(std::move(edges)), gradients_(std::move(gradients)) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return std::move(gradients_); }
+  std::string name() const override { return "Handover"; }  // in a timeline
 
   Tensors gradients_;
 };
@@ -66,8 +67,14 @@ struct Handover : torch::autograd::Node {
 void backward_from(Edges outputs, Tensors gradients) {
   const auto first = std::ranges::find_if(gradients, [](const torch::Tensor& each) { return each.defined(); });
   if (first == gradients.end()) return;
-  for (std::size_t i = 0; i < outputs.size(); ++i)
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (!gradients[i].defined()) outputs[i] = {};
+    if (gradients[i].defined() && !outputs[i].is_valid())
+      throw UsageError(
+          {.what = "a stage's output or loss needs no gradient, so nothing is trained by it",
+           .likely = "it was detached, or all parameters are frozen",
+           .next = "compute the loss from what the model returns, and leave a parameter with requires_grad"});
+  }
   torch::Tensor root = torch::empty({}, first->options());
   torch::autograd::create_gradient_edge(root, std::make_shared<Handover>(std::move(outputs), std::move(gradients)));
   torch::autograd::backward({root}, {torch::empty_like(root)});
@@ -91,7 +98,7 @@ class StageRun {
   // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
   // channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
-    const AllocationMeter meter(work_.device.type());
+    const AllocationMeter meter(work_.device);
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
     result_.memory = meter.most();
     if (links_.before) links_.before->finish();
@@ -138,8 +145,8 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    // A neighbour that is late would have this stage keep more and more gradients. It waits for nothing that comes after
-    // this: it takes its own steps in the same order.
+    // A neighbour that is late would have this stage keep more and more gradients. No deadlock: until it has received the
+    // last gradient, the stage before needs nothing that this stage does from here on.
     if (links_.before && work_.device.is_cpu()) links_.before->finish();
     Tensors gradients = links_.behind ? links_.behind->receive() : std::move(kept.seeds);
     const trace::Span span("backward", micro_batch);

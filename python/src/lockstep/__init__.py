@@ -34,7 +34,6 @@ if not torch.__version__.startswith("2.11."):
 
 from lockstep._C import (
     CheckpointError,
-    Checkpoints,
     DataError,
     DeviceError,
     EnvironmentError,
@@ -50,6 +49,7 @@ from lockstep._C import (
 from lockstep._meeting import keep_strangers_out, meet
 from lockstep._stop import catch_stop_signals, stop_requested, stop_signal
 from lockstep.batch_norm import SyncBatchNorm
+from lockstep.checkpoints import Checkpoints
 from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
 from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm

@@ -38,7 +38,8 @@ def meet(timeout: timedelta = rendezvous.default_pg_timeout) -> Meeting:
     torchrun its own store, which asks nobody. All ranks call it, once for each process group. Blocks until rank 0 answers, and
     rank 0 until all have come; then nobody else is let in.
 
-    Raises RendezvousError: not all came before the timeout, or another secret; EnvironmentError: the variables of no launcher."""
+    Raises RendezvousError: not all came before the timeout, or another secret; EnvironmentError: half a set of a
+    launcher's variables; with none, this is rank 0 of 1."""
     store, rank, size = _C.meet_launched_ranks(timeout)
     return {"store": store, "rank": rank, "world_size": size}
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/insecure_network.h: whether this job's user trusts the network between its machines.
+// launch/insecure_network.h: whether this job's user trusts the network between its machines.
 //
 // Ranks: the same on all
 #pragma once

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest checkpoints of a loop of one's own, written while it goes on."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from lockstep import _C
+
+
+class Checkpoints:
+    """Keeps the two newest checkpoints of a loop in a folder; a thread writes them while the loop goes on.
+
+    folder: made if it is missing. Its file .lock keeps a second writer out. One rank of a job has one, usually rank 0.
+
+    Raises CheckpointError: the folder can't be written, or another process writes there, and which.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._native = _C.Checkpoints(os.fspath(folder))
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole, a file of safetensors; None if there is none. Reads it for its checksum. Raises
+        CheckpointError: there are some, and all are damaged."""
+        found = self._native.newest()
+        return None if found is None else Path(found)
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+        """Blocks for a copy of the tensors (CPU or GPU, any layout) in memory; if the last save is still being written, first for
+        that, at most ten seconds. A disk that is full or does not answer is a warning, and the next save tries again. Raises
+        UsageError: a dtype that the format does not know."""
+        self._native.save(step, tensors, metadata or {})
+
+    def finish(self, step: int, timeout: timedelta = timedelta(minutes=5)) -> None:
+        """Blocks until nothing is being written any more. Raises CheckpointError: the newest on the disk is not that of `step`, and
+        why; or the timeout."""
+        self._native.finish(step, timeout)
