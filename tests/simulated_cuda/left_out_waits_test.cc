@@ -188,10 +188,11 @@ TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_clipping) {
   EXPECT_EQ(expect_seen_between_ranks({"allreduce"}, options), 2);
 }
 
-// Every shard's gradients go to the rank that updates their slice.
+// Every shard's gradients go to the rank that updates their slice. With several shards in a rank the wait for the last one's
+// covers the others: NCCL works in order.
 TEST(LeftOutWaitsBetweenRanks, are_seen_in_ddp_with_virtual_shards) {
-  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.virtual_shards = 4}};
-  EXPECT_GT(expect_seen_between_ranks({"alltoall"}, options), 0);
+  const StrategyOptions options{.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.virtual_shards = 2}};
+  EXPECT_EQ(expect_seen_between_ranks({"alltoall"}, options), 1);
   EXPECT_GT(expect_seen_between_ranks({"allreduce"}, options), 0);
   EXPECT_EQ(expect_seen_between_ranks({"allgather"}, options), 1);
 }
