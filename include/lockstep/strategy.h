@@ -30,8 +30,8 @@ namespace lockstep {
 struct PhaseTimes {
   double forward = 0;
   double backward = 0;  // with the part of the exchange that runs behind it
-  double exchange =
-      0;  // the rest of it after backward; with a GPU in the rank (`ddp`, `single`) also the wait for its work
+  // The rest of the exchange after backward. Where a rank is a GPU (`ddp`, `single`) also the wait for its work.
+  double exchange = 0;
   double update = 0;
 };
 

@@ -25,7 +25,7 @@ class FileImage {
   FileImage& operator=(const FileImage&) = delete;
 
   // Allocates memory for files of that many bytes and asks the kernel for its pages now, so that copy() need not wait
-  // for them. What was in it is lost. Throws SystemError: the cgroup or the machine has no room.
+  // for them. Its previous content is lost. Throws SystemError: the cgroup or the machine has no room.
   void reserve(std::size_t bytes);
 
   // Copies the tensors of `files`, which have no meta tensors, to where they will lie in each. Throws SystemError, as

@@ -26,8 +26,8 @@ struct SecuredConnection {
   std::unique_ptr<Channel> channel;  // none: there is no secret for it
   std::string address;               // that has answered, as a number
 };
-// One try, until `deadline`. Nothing: nobody answers at any of the addresses. What was given is no proof that the other
-// end has the same secret: the first reads and writes tell. Throws EnvironmentError: what munge carries can't be read.
+// Tries each address once, until `deadline`. Returns nothing if none of them answers. A connection does not prove that the
+// other end has the same secret: the first read or write shows it. Throws EnvironmentError: munge's credential can't be read.
 std::optional<SecuredConnection> connect_securely(const AddressList& addresses, const JobSecret& secret,
                                                   const Deadline& deadline);
 

@@ -3,9 +3,29 @@
 # runs in namespaces of its own (unshare --net --mount --uts --pid --kill-child), so the kernel removes everything when it
 # ends, however it ends. What it writes to $work is gone then, too.
 #
+#   in_own_namespaces SCRIPT ARGUMENT...   begins the script anew in such namespaces, unless it runs in them
+#   fail WORDS             ends the script with an error
+#   has_losses_of_one_rank NAME STEPS TOLERANCE   whether $work/NAME.jsonl has the losses of $work/one.jsonl, within a relative tolerance
 #   make_hosts NAME...     ctl (this namespace, 10.77.0.1) and one host per NAME (10.77.0.11, .12, …); names resolve. As
 #                          Debian does it, a host's own name is 127.0.1.1 there.
 #   on_host NAME COMMAND   runs a command there
+
+in_own_namespaces() {
+  [ -z "${IN_OWN_NAMESPACES:-}" ] || return 0
+  export IN_OWN_NAMESPACES=1
+  exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$@"
+}
+
+fail() { echo "$*" >&2; exit 1; }
+
+has_losses_of_one_rank() {
+  python3 - "$work/one.jsonl" "$work/$1.jsonl" "$2" "$3" <<'PYTHON'
+import json, sys
+steps, tolerance = int(sys.argv[3]), float(sys.argv[4])
+one, other = ([e["loss"] for e in map(json.loads, open(path)) if e["event"] == "step"] for path in sys.argv[1:3])
+assert len(one) == len(other) == steps and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other)), (one, other)
+PYTHON
+}
 
 make_hosts() {
   mount -t tmpfs tmpfs /run

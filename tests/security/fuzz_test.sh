@@ -6,18 +6,14 @@
 #
 #   fuzz_test.sh LOCKSTEP       LOCKSTEP_SECURITY_FUZZ: messages to each job while its ranks meet, 400 by default
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
-lockstep=$1
 here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
+in_own_namespaces "$0" "$@"
+lockstep=$1
 make_hosts n1 n2 stranger
 export HOME=$work XDG_RUNTIME_DIR=$work/runtime
 mkdir -m 0700 "$XDG_RUNTIME_DIR"
 messages=${LOCKSTEP_SECURITY_FUZZ:-400}
-fail() { echo "$*" >&2; exit 1; }
 train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 3000 --max-steps 60)
 
 start() {  # HOST NODE_RANK; its process becomes the launcher
@@ -28,13 +24,6 @@ fuzz() { on_host stranger "$here/fuzz.py" "$messages" "$@"; }
 while_they_train() { fuzz "$@" || [ $? -eq 3 ]; }  # they may listen no more
 most=64  # MiB
 if grep -q __asan_init "$lockstep"; then most=512; fi  # it keeps what was freed
-has_losses_of_one_rank() {
-  python3 - "$work/one.jsonl" "$work/$1.jsonl" <<'PYTHON'
-import json, sys
-one, other = ([e["loss"] for e in map(json.loads, open(path)) if e["event"] == "step"] for path in sys.argv[1:])
-assert len(one) == len(other) == 60 and all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(one, other)), (one, other)
-PYTHON
-}
 
 "${train[@]}" --metrics "$work/one.jsonl"
 
@@ -44,7 +33,7 @@ fuzz 1 $job $most || fail "while rank 0 waits: $?"
 (start n2 1) 2>>"$work/two_hosts.err" &
 while_they_train 2 $job
 wait $job || fail "$(cat "$work/two_hosts.err")"
-has_losses_of_one_rank two_hosts
+has_losses_of_one_rank two_hosts 60 1e-3
 
 "$lockstep" run --nproc-per-node 2 -- sh -c '[ $RANK = 0 ] || until [ -e "$0" ]; do sleep 0.02; done; exec "$@"' "$work/go" \
   "${train[@]}" --metrics "$work/one_host.jsonl" 2>"$work/one_host.err" &
@@ -53,5 +42,5 @@ fuzz 3 $job $most || fail "while rank 0 waits at a Unix socket: $?"
 touch "$work/go"
 while_they_train 4 $job
 wait $job || fail "$(cat "$work/one_host.err")"
-has_losses_of_one_rank one_host
+has_losses_of_one_rank one_host 60 1e-3
 echo "a job under $messages spoilt messages has the losses of one rank"

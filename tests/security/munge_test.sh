@@ -16,7 +16,6 @@ here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
 make_hosts n1 n2 stranger
 port=29500
-fail() { echo "$*" >&2; exit 1; }
 meeting=(--nnodes 2 --nproc-per-node 1)
 
 start_munged() {  # FOLDER KEY

@@ -6,18 +6,14 @@
 #
 #   tensors_test.sh LOCKSTEP PATTERN_RANKS
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
-lockstep=$1 pattern_ranks=$2
 here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
+in_own_namespaces "$0" "$@"
+lockstep=$1 pattern_ranks=$2
 make_hosts n1 n2 stranger
 export HOME=$work  # which all hosts see
 port=29500
 declare -a jobs
-fail() { echo "$*" >&2; exit 1; }
 
 until_there() {
   local give_up=$((SECONDS + 60))
