@@ -32,17 +32,18 @@ OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
   return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
 }
 
-// Whether these are options of lockstep's.
+// Calls visit() with the values, if these are options of lockstep's. Returns whether they are.
 template <std::size_t... i>
-bool visit_if_of_a_kind(const torch::optim::OptimizerOptions& options, const auto& option, std::index_sequence<i...>) {
+bool visit_if_of_a_kind(const torch::optim::OptimizerOptions& options, const auto& visit, std::index_sequence<i...>) {
   const auto visit_if = [&]<class Options>(std::type_identity<Options>) {
     const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options);
-    if (group == nullptr) return false;
-    visit_fields(group->values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
-    return true;
+    if (group != nullptr) visit(group->values);
+    return group != nullptr;
   };
   return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
 }
+
+constexpr auto kKinds = std::make_index_sequence<kNames.size()>();
 
 }  // namespace
 
@@ -81,14 +82,27 @@ OptionValues values_of(const torch::optim::OptimizerOptions& options) {
 
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option) {
-  if (!visit_if_of_a_kind(options, option, std::make_index_sequence<kNames.size()>())) option("lr", options.get_lr());
+  const auto visit = [&](const auto& values) {
+    visit_fields(values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
+  };
+  if (!visit_if_of_a_kind(options, visit, kKinds)) option("lr", options.get_lr());
+}
+
+std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options) {
+  std::optional<OptimizerOptions> own;
+  visit_if_of_a_kind(options, [&](const auto& values) { own = values; }, kKinds);
+  return own;
+}
+
+std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options) {
+  return std::visit([](const auto& values) { return rule_of(values); }, options);
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
   const auto& names = optimizer_names();
   const auto found = std::find(names.begin(), names.end(), name);
   if (found == names.end()) throw UsageError({.what = concat("no such optimizer: ", name), .next = join(names, ", ")});
-  OptimizerOptions options = defaults_of(found - names.begin(), std::make_index_sequence<kNames.size()>());
+  OptimizerOptions options = defaults_of(found - names.begin(), kKinds);
   const auto set = [&]<class Value>(const char* option, Value& value) {
     if (const auto given = values.find(option); given != values.end()) value = static_cast<Value>(given->second);
   };

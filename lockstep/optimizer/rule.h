@@ -5,6 +5,8 @@
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <optional>
 
 #include "lockstep/optimizers.h"
 
@@ -16,6 +18,12 @@ void require_valid(const OptimizerOptions& options);
 // Calls option(name, value) for every option of a parameter group, as values_of() has them. Allocates nothing.
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option);
+
+// The options of a parameter group, if they are of one of lockstep's optimizers.
+std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options);
+
+// The rule that these options choose.
+std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options);
 
 // Rule derives from this and has:
 //   template <class T> static void apply(const Options&, const Run<T>&);
