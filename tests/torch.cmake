@@ -81,6 +81,11 @@ target_link_libraries(lost_ranks_test PRIVATE lockstep_core nlohmann_json::nlohm
 target_compile_definitions(lost_ranks_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 add_dependencies(lost_ranks_test misbehaving_task)
 
+lockstep_test(hang_test command.hang SHARDS 3 TIMEOUT 600 SOURCES train/hang_test.cc launch/child.cc)
+target_link_libraries(hang_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(hang_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
+add_dependencies(hang_test misbehaving_task)
+
 lockstep_test(stop_test command.stop SHARDS 4 TIMEOUT 600
   SOURCES train/stop_test.cc train/ranks.cc launch/child.cc)
 target_link_libraries(stop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)

@@ -20,6 +20,7 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_memory.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -47,6 +48,7 @@ void require_trust_for_nccl(const WorldState& state) {
 }
 
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
+  own_progress::enter(Phase::kMeeting);
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
@@ -57,6 +59,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
   }
   let_nobody_else_in(*store);
+  own_progress::enter(Phase::kOwnCode);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/device_update.h"
 #include "lockstep/optimizer/flat_update.h"
@@ -140,6 +141,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     loss = closure();
   }
   const trace::Span span("optimizer step");
+  const own_progress::During update(Phase::kUpdate);
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
   if (all.given != number_of_parameters())

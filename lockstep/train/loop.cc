@@ -13,6 +13,7 @@
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
 #include "lockstep/stop.h"
@@ -100,6 +101,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
 }
 
 Json TrainingLoop::run() {
+  own_progress::enter(Phase::kOwnCode);
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
@@ -152,6 +154,7 @@ void TrainingLoop::train_epoch() {
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   timeline_.begin_step(position_.step);
+  own_progress::begin_step(position_.step);
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
@@ -193,6 +196,7 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
                 {"step", position_.step},  // since the start of the run, from 0
                 {"loss", totals.mean_loss}, {"seconds", seconds},
                 {"samples", totals.samples}};
+  own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   record_saved();
   event["learning_rate"] = learning_rate();
@@ -287,6 +291,7 @@ void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
   require_finite_everywhere(step_world_, strategy_, position_);
+  const own_progress::During saving(Phase::kSaving);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }
@@ -308,6 +313,7 @@ void TrainingLoop::record_saved() {
 // Whether rank 0 has the present state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks
 // that wait for rank 0 do not take it for lost.
 bool TrainingLoop::is_saved() {
+  const own_progress::During saving(Phase::kSaving);
   const bool mine = checkpoints_ && checkpoints_->finish(position_.step, options_.strategy.timeout / 2);
   const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
   step_world_.broadcast(saved);
