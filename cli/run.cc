@@ -99,6 +99,9 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--output", arguments.output, "prefix: lines with [rank N] before them; split: files in --log-dir")
       ->check(CLI::IsMember({"prefix", "split"}));
   app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
+  app.add_option("--spares", launch.spares,
+                 "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
                  "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");
