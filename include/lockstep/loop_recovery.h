@@ -50,12 +50,19 @@
 
 namespace lockstep {
 
+struct RecoveryOptions {
+  double share_of_time = 0.01;  // that copies may take; 1: after each step
+};
+
 class Recovery {
  public:
+  using Options = RecoveryOptions;
+
   // After `ddp` is made, with its optimizer. Puts back what was kept of it, if that was another run's beginning. Blocks.
   // Throws CheckpointError (another model or optimizer than was kept), PeerLost.
-  Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer);
-  Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader);
+  Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, const Options& options = {});
+  Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader,
+           const Options& options = {});
   ~Recovery();
   Recovery(const Recovery&) = delete;
   Recovery& operator=(const Recovery&) = delete;

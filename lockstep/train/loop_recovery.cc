@@ -137,13 +137,13 @@ struct Recovery::State {
     torch::Tensor value;
   };
 
-  State(DistributedDataParallel& trained, torch::optim::Optimizer& by, Loader* from)
+  State(DistributedDataParallel& trained, torch::optim::Optimizer& by, Loader* from, const Options& options)
       : ddp(trained), optimizer(by), loader(from), world(ddp.world()) {
     parameters = named_parameters(ddp.module());
     buffers = named_buffers(ddp.module());
     JobMemory* const memory = JobMemory::get();
     if (memory == nullptr) return;
-    kept.emplace(world, *memory);
+    kept.emplace(world, *memory, options.share_of_time);
     if (kept->found() != nullptr) restore(*kept->found());
   }
 
@@ -237,10 +237,11 @@ struct Recovery::State {
   LoaderPosition position{};
 };
 
-Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer)
-    : state_(std::make_unique<State>(ddp, optimizer, nullptr)) {}
-Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader)
-    : state_(std::make_unique<State>(ddp, optimizer, &loader)) {}
+Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, const Options& options)
+    : state_(std::make_unique<State>(ddp, optimizer, nullptr, options)) {}
+Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader,
+                   const Options& options)
+    : state_(std::make_unique<State>(ddp, optimizer, &loader, options)) {}
 Recovery::~Recovery() = default;
 
 void Recovery::keep(const std::string& name, const torch::Tensor& value) {

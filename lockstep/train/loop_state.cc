@@ -16,7 +16,6 @@
 namespace lockstep {
 namespace {
 
-constexpr double kMostCost = 0.01;  // of the time
 constexpr const char* kCommon = "state.common";
 constexpr const char* kOwn = "state.own";
 
@@ -68,9 +67,10 @@ Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
 
 }  // namespace
 
-LoopState::LoopState(const World& world, JobMemory& memory)
+LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time)
     : world_(world),
       memory_(memory),
+      share_of_time_(share_of_time),
       common_(memory, kCommon, owner_in(world)),
       own_(memory, kOwn, owner_in(world)) {
   find();
@@ -150,7 +150,9 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
 
 std::int64_t LoopState::steps_between(double cost) const {
   constexpr double kMost = 1e6;
-  return static_cast<std::int64_t>(std::clamp(std::ceil(cost / kMostCost / std::max(step_seconds_, 1e-9)), 1.0, kMost));
+  if (share_of_time_ >= 1) return 1;
+  const double steps = std::ceil(cost / share_of_time_ / std::max(step_seconds_, 1e-9));
+  return static_cast<std::int64_t>(std::clamp(steps, 1.0, kMost));
 }
 
 }  // namespace lockstep

@@ -27,7 +27,8 @@ namespace lockstep {
 class LoopState {
  public:
   // Finds the newest state that a machine has whole, and gives it to ranks whose machine lacks it. Blocks.
-  LoopState(const World& world, JobMemory& memory);
+  // share_of_time: that copies may take.
+  LoopState(const World& world, JobMemory& memory, double share_of_time);
 
   // What was found.
   struct Found {
@@ -48,8 +49,8 @@ class LoopState {
   // Whether this rank's `common` is wanted: else it may be empty.
   bool keeps_common() const { return world_.local_rank() == 0; }
 
-  // Blocks for the copy, then until all ranks have copied. From the second time on the copies are so far apart that they take at
-  // most 1 % of the time. Throws SystemError, UsageError (a dtype that safetensors does not know), PeerLost.
+  // Blocks for the copy, then until all ranks have copied. From the second time on the copies are so far apart that they take no
+  // more than their share of the time. Throws SystemError, UsageError (a dtype that safetensors does not know), PeerLost.
   void keep(std::int64_t step, const TensorFile& common, const TensorFile& own);
 
  private:
@@ -58,6 +59,7 @@ class LoopState {
 
   World world_;
   JobMemory& memory_;
+  double share_of_time_;
   KeptImages common_;
   KeptImages own_;
   std::optional<Found> found_;

@@ -75,7 +75,7 @@ int train() {
   lockstep::DistributedDataParallel ddp(world, *net, *optimizer);
   auto loader = make_loader(world);
   die_at("made", 0);
-  lockstep::Recovery recovery(ddp, *optimizer, loader);
+  lockstep::Recovery recovery(ddp, *optimizer, loader, {.share_of_time = 1});
   double sum_of_losses = 0;
   recovery.keep("sum of losses", sum_of_losses);
   std::ofstream ids;

@@ -24,9 +24,9 @@ Tensors tensors_of(const SafetensorsReader& image) {
   return tensors;
 }
 
-std::unique_ptr<LoopState> loop_state_of(const World& world) {
+std::unique_ptr<LoopState> loop_state_of(const World& world, double share_of_time) {
   JobMemory* const memory = JobMemory::get();
-  return memory == nullptr ? nullptr : std::make_unique<LoopState>(world, *memory);
+  return memory == nullptr ? nullptr : std::make_unique<LoopState>(world, *memory, share_of_time);
 }
 
 // Until a replacement is there; false: the job ends. Interruptible by Ctrl-C after this long.
@@ -67,7 +67,8 @@ void bind_recovery(py::module_& module) {
                       {.tensors = std::move(own), .metadata = {}});
           },
           Release(), py::arg("step"), py::arg("common"), py::arg("own"));
-  module.def("loop_state_of", &loop_state_of, Release(), "None: no launcher that replaces ranks. Blocks.");
+  module.def("loop_state_of", &loop_state_of, Release(), py::arg("world"), py::arg("share_of_time"),
+             "None: no launcher that replaces ranks. Blocks.");
   module.def("next_generation", &next_generation, Release(), py::arg("timeout"));
   module.def("replaces_ranks", [] { return JobMemory::get() != nullptr; });
   module.def("environment", &environment);

@@ -208,6 +208,7 @@ class Recovery:
         optimizer: the one that steps it.
         loader: lockstep.DataLoader, a torch DataLoader, or anything with an iterator. One with state_dict() goes on where it was, and
             so does a torch DataLoader with lockstep.Sampler; of another the batches of the epoch are read again and skipped.
+        share_of_time: that copies may take; 1: a copy after each step.
         others: whatever has state_dict() and load_state_dict(), by a name of your own: schedulers, a GradScaler, metrics; or a
             dict of values, which is changed in place.
 
@@ -215,7 +216,15 @@ class Recovery:
     can't be divided anew), PeerLost.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any] | None = None, **others: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[Any] | None = None,
+        *,
+        share_of_time: float = 0.01,
+        **others: Any,
+    ) -> None:
         self._model, self._optimizer, self._loader, self._others = model, optimizer, loader, others
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._world = _worlds.world_of(getattr(model, "process_group", None), self._device)
@@ -229,7 +238,7 @@ class Recovery:
         self._at_epoch: dict[str, Any] | None = None  # random states when it began
         self._resumed: dict[str, Any] | None = None  # what the next batches() goes on with
         optimizer.register_step_post_hook(self._note_step)
-        self._kept = _C.loop_state_of(self._world)
+        self._kept = _C.loop_state_of(self._world, share_of_time)
         if self._kept is not None and self._kept.found is not None:
             self._restore(self._kept.found)
 
