@@ -106,11 +106,12 @@ void LoopState::find() {
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
-  goes_on_ = mine != nullptr && own_.adopt(kept, newest) && adopts_common;
+  const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
+  goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
 }
 
-// Where every rank goes on with the images of its predecessor, the state of this World is whole already; else with the first
-// keep(). Until then that of the World before is kept.
+// Where as many ranks go on with the images of their predecessors, the state of this World is whole already; else with the first
+// keep(). Until then the launcher has that of the World before.
 void LoopState::taken() {
   const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");
   if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", found_->step));

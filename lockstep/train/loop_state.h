@@ -63,7 +63,7 @@ class LoopState {
   KeptImages common_;
   KeptImages own_;
   std::optional<Found> found_;
-  bool goes_on_ = false;  // with the images of its predecessor
+  bool goes_on_ = false;  // with the images of its predecessor, in a World of the same size
   bool is_whole_ = false;
   std::int64_t kept_ = 0;        // how often
   std::int64_t steps_ = 0;       // since the last keep()

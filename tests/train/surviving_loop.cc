@@ -2,13 +2,15 @@
 // A training loop of a user's own with lockstep::Recovery, whose ranks kill themselves where KILL says:
 //
 //   KILL       GENERATION:RANK:STEP:PLACE, several with commas. PLACE: forward, update, keep, between (before the next batch), epoch (after
-//              the last step of an epoch), begin (before the World, STEP 0), made (before Recovery, STEP 0)
+//              the last step of an epoch), begin (before the World, STEP 0), made (before Recovery, STEP 0), timer (AFTER microseconds
+//              after the beginning of the step, wherever that is)
 //   OPTIMIZER  sgd, adamw, torch_adam
 //   IDS        a folder: each rank writes which samples its steps were of
 //   FORGETS    begins with epoch 0 again after a loss
 //
 // Rank 0 prints a hash of all parameters and buffers, and what it has counted.
 #include <signal.h>
+#include <sys/time.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -31,12 +33,18 @@ std::string told(const char* name, const std::string& otherwise = "") {
   return value != nullptr ? value : otherwise;
 }
 
+// By SIGALRM.
+void die_after(int microseconds) {
+  const itimerval timer{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_usec = microseconds}};
+  ::setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
 void die_at(const std::string& place, std::int64_t step) {
   std::ostringstream here;
   here << told("TORCHELASTIC_RESTART_COUNT", "0") << ':' << told("RANK") << ':' << step << ':' << place;
   std::istringstream all(told("KILL"));
   for (std::string each; std::getline(all, each, ',');)
-    if (each == here.str()) ::raise(SIGKILL);
+    if (each == here.str()) place == "timer" ? die_after(std::atoi(told("AFTER", "1").c_str())) : void(::raise(SIGKILL));
 }
 
 // Sample i has target i.
@@ -82,6 +90,7 @@ int train() {
   if (!told("IDS").empty()) ids.open(told("IDS") + "/" + std::to_string(::getpid()), std::ios::app);
   for (auto epoch = told("FORGETS").empty() ? recovery.epoch() : 0; epoch < kEpochs; ++epoch) {
     for (auto& batch : told("FORGETS").empty() ? recovery.batches(epoch) : loader.epoch(epoch)) {
+      die_at("timer", recovery.steps());
       die_at("forward", recovery.steps());
       lockstep::set_learning_rate(*optimizer, 0.1 / static_cast<double>(1 + recovery.steps()));
       auto loss = torch::mse_loss(net->forward(batch.data), batch.data.sum(1, true));

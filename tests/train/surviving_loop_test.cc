@@ -3,9 +3,11 @@
 // and no sample is lost or seen twice.
 #include <gtest/gtest.h>
 
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <random>
 #include <set>
 #include <sstream>
 
@@ -22,15 +24,16 @@ using testing::Ended;
 using testing::run;
 using testing::TempFolder;
 using testing::with_variables;
+using testing::operator+;
 using testing::Words;
 using Variables = std::map<std::string, std::string>;
 
 constexpr std::chrono::seconds kLongLoop{120};
 
-Ended run_surviving(int ranks, const Variables& variables, int restarts = 3) {
-  return run(with_variables(variables, {LOCKSTEP_COMMAND, "run", "--nproc-per-node", std::to_string(ranks), "--max-restarts",
-                                        std::to_string(restarts), "--", SURVIVING_LOOP}),
-             kLongLoop);
+Ended run_surviving(int ranks, const Variables& variables, int restarts = 3, const Words& more = {}) {
+  const Words launcher = {LOCKSTEP_COMMAND,         "run", "--nproc-per-node", std::to_string(ranks), "--max-restarts",
+                          std::to_string(restarts)};
+  return run(with_variables(variables, launcher + more + Words{"--", SURVIVING_LOOP}), kLongLoop);
 }
 
 // Of rank 0: "trained 26 steps, HASH, SUM".
@@ -71,9 +74,22 @@ TEST_P(SurvivingLoop, has_the_bits_of_an_undisturbed_one) {
   EXPECT_EQ(result_of(ended), undisturbed(optimizer)) << ended.error;
 }
 
-// What was recorded of each step by the generation that made it last.
-std::map<int, std::multiset<int>> ids_by_epoch(const std::string& folder) {
-  std::map<std::pair<int, int>, std::map<int, std::multiset<int>>> made;  // (epoch, step) -> generation -> samples
+TEST(SurvivingLoop, has_the_bits_wherever_a_rank_dies) {
+  std::minstd_rand random(static_cast<unsigned>(std::time(nullptr)));
+  for (int round = 0; round < testing::rounds("LOCKSTEP_FAULT_ROUNDS", 6); ++round) {
+    const std::string after = std::to_string(1 + random() % 3000);
+    const std::string kill = concat("0:", random() % 2, ":", random() % 26, ":timer");
+    const Ended ended = run_surviving(2, {{"OPTIMIZER", "adamw"}, {"KILL", kill}, {"AFTER", after}});
+    ASSERT_EQ(ended.exit_code, 0) << kill << " after " << after << ended.output << ended.error;
+    EXPECT_EQ(result_of(ended), undisturbed("adamw")) << kill << " after " << after << ended.error;
+  }
+}
+
+// The samples of all ranks in each step, as (epoch, step): what the generation recorded that made it last.
+using Batches = std::map<std::pair<int, int>, std::multiset<int>>;
+
+Batches batches_in(const std::string& folder) {
+  std::map<std::pair<int, int>, std::map<int, std::multiset<int>>> made;
   for (const auto& file : std::filesystem::directory_iterator(folder)) {
     std::ifstream lines(file.path());
     for (std::string line; std::getline(lines, line);) {
@@ -84,10 +100,20 @@ std::map<int, std::multiset<int>> ids_by_epoch(const std::string& folder) {
       for (int id = 0; numbers >> id;) ids.insert(id);
     }
   }
+  Batches batches;
+  for (const auto& [place, generations] : made) batches[place] = generations.rbegin()->second;
+  return batches;
+}
+
+void expect_every_sample_once(const Batches& batches) {
   std::map<int, std::multiset<int>> epochs;
-  for (const auto& [place, generations] : made)
-    epochs[place.first].insert(generations.rbegin()->second.begin(), generations.rbegin()->second.end());
-  return epochs;
+  for (const auto& [place, ids] : batches) epochs[place.first].insert(ids.begin(), ids.end());
+  ASSERT_EQ(epochs.size(), 2U);
+  for (const auto& [epoch, ids] : epochs) {
+    EXPECT_EQ(ids.size(), 203U) << "epoch " << epoch;
+    EXPECT_EQ(std::set<int>(ids.begin(), ids.end()).size(), 203U) << "epoch " << epoch;
+    EXPECT_EQ(*ids.rbegin(), 202);
+  }
 }
 
 TEST(SurvivingLoop, sees_every_sample_once_in_each_epoch) {
@@ -95,13 +121,16 @@ TEST(SurvivingLoop, sees_every_sample_once_in_each_epoch) {
   const Ended ended =
       run_surviving(3, {{"IDS", folder.path()}, {"KILL", "0:1:4:forward,1:0:12:update,2:2:13:epoch,3:1:20:keep"}}, 4);
   ASSERT_EQ(ended.exit_code, 0) << ended.error;
-  const auto epochs = ids_by_epoch(folder.path());
-  ASSERT_EQ(epochs.size(), 2U);
-  for (const auto& [epoch, ids] : epochs) {
-    EXPECT_EQ(ids.size(), 203U) << "epoch " << epoch;
-    EXPECT_EQ(std::set<int>(ids.begin(), ids.end()).size(), 203U) << "epoch " << epoch;
-    EXPECT_EQ(*ids.rbegin(), 202);
-  }
+  expect_every_sample_once(batches_in(folder.path()));
+}
+
+TEST(SurvivingLoop, with_fewer_ranks_has_the_same_global_batches) {
+  const TempFolder folder, undisturbed_folder;
+  const Ended fewer = run_surviving(3, {{"IDS", folder.path()}, {"KILL", "0:1:4:forward,1:1:17:update"}}, 0, {"--min-ranks", "1"});
+  ASSERT_EQ(fewer.exit_code, 0) << fewer.error;
+  ASSERT_EQ(run_surviving(3, {{"IDS", undisturbed_folder.path()}}).exit_code, 0);
+  expect_every_sample_once(batches_in(folder.path()));
+  EXPECT_EQ(batches_in(folder.path()), batches_in(undisturbed_folder.path()));
 }
 
 TEST(SurvivingLoop, that_begins_anew_after_a_loss_is_an_error) {
