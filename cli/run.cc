@@ -108,6 +108,9 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--min-ranks", launch.min_ranks,
                  "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--spares", launch.spares,
+                 "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
                  "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");

@@ -54,7 +54,7 @@ set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
 target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
 # Several processes: programs that are started as a user starts them.
-foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop)
+foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop surviving_loop)
   add_executable(${program} train/${program}.cc)
   target_precompile_headers(${program} REUSE_FROM lockstep_pch)
   target_compile_options(${program} PRIVATE -O1)
@@ -100,6 +100,13 @@ target_link_libraries(unusual_loop_test PRIVATE lockstep_core nlohmann_json::nlo
 target_compile_definitions(unusual_loop_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" UNUSUAL_LOOP="$<TARGET_FILE:unusual_loop>")
 add_dependencies(unusual_loop_test unusual_loop lockstep_command)
+
+lockstep_test(surviving_loop_test command.surviving_loop SHARDS 2 TIMEOUT 600
+  SOURCES train/surviving_loop_test.cc launch/child.cc)
+target_link_libraries(surviving_loop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(surviving_loop_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" SURVIVING_LOOP="$<TARGET_FILE:surviving_loop>")
+add_dependencies(surviving_loop_test surviving_loop lockstep_command)
 
 lockstep_torch_test(lossless_test command.lossless SHARDS 4 TIMEOUT 600
   SOURCES train/lossless_command_test.cc launch/child.cc)

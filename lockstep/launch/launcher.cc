@@ -21,6 +21,7 @@
 #include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
+#include "lockstep/launch/spares.h"
 
 namespace lockstep {
 namespace {
@@ -49,6 +50,7 @@ void check(const LaunchOptions& options) {
   require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
           concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"),
           "use a number of ranks that are there");
+  require(options.spares >= 0, concat(options.spares, " spare processes can't wait"), "use 0 or more");
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
 }
@@ -93,7 +95,7 @@ class Job {
  public:
   Job(const LaunchOptions& options, Sinks& sinks)
       : options_(options),
-        guardian_(options.ranks),
+        guardian_(options.ranks + options.spares),
         sinks_(sinks),
         page_(make_page()),
         watch_(page_ ? &*page_ : nullptr, options.hang, sinks.err) {
@@ -115,6 +117,7 @@ class Job {
 
   LaunchResult run(const ProcessOptions& what) {
     what_ = what;
+    if (keeper_) spares_.emplace(what.command, groups_of_spares());
     for (int local = 0; local < options_.ranks; ++local) start_rank(local);
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
@@ -150,7 +153,25 @@ class Job {
     what.error_fd = error.get();
     what.close_in_child = descriptors();
     what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
-    rank.process.emplace(what);
+    std::optional<Process> spare = spares_ ? spares_->take(what) : std::nullopt;
+    spare ? rank.process.emplace(std::move(*spare)) : rank.process.emplace(what);
+  }
+
+  std::vector<std::atomic<pid_t>*> groups_of_spares() {
+    std::vector<std::atomic<pid_t>*> groups;
+    for (int spare = 0; spare < options_.spares; ++spare) groups.push_back(guardian_.group(options_.ranks + spare));
+    return groups;
+  }
+
+  // While the ranks meet they need the cores.
+  void start_spares() {
+    const auto has_met = [](const Rank& rank) { return rank.has_met || rank.is_gone; };
+    if (!spares_ || stopping_ || !std::ranges::all_of(ranks_, has_met)) return;
+    ProcessOptions what;
+    what.variables = variables(0);
+    std::erase_if(what.variables, [](const auto& variable) { return variable.first != "OMP_NUM_THREADS"; });
+    what.signal_mask = signals_.mask_before();
+    spares_->start(what);
   }
 
   // Ranks that are gone have left no gap in the numbers.
@@ -228,6 +249,7 @@ class Job {
     if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
     if (page_) fds.push_back(page_->fd());
     std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
+    if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -402,6 +424,7 @@ class Job {
   void on_met(int seat, int generation) {
     if (seat < 0 || seat >= options_.ranks) return;
     ranks_[seat].has_met = ranks_[seat].has_met || generation == ranks_[seat].generation;
+    start_spares();
   }
 
   // A rank has lost another one. Its end may not be known yet.
@@ -468,6 +491,7 @@ class Job {
   Guardian guardian_;
   std::optional<ReservedPort> port_;
   std::optional<Keeper> keeper_;  // while lost ranks may be replaced
+  std::optional<Spares> spares_;
   int generation_ = 0;
   bool may_go_on_ = true;  // after a loss
   int restarts_ = 0;

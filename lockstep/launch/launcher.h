@@ -38,6 +38,8 @@ struct LaunchOptions {
   int max_restarts = 0;
   // With no restart left the job goes on without the failed rank, while so many are left. 0: it ends. On one machine.
   int min_ranks = 0;
+  // Processes that wait to take the place of a lost rank (launch/spares.h), of a Python program whose ranks are replaced.
+  int spares = 1;
   bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;

@@ -131,7 +131,7 @@ Values values_of(const std::vector<NamedTensor>& parameters) {
 class DistributedDataParallel::Impl {
  public:
   Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
-      : world_(std::move(world)), options_(options), check_(world_) {
+      : world_(std::move(world)), module_(&module), options_(options), check_(world_) {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
     require_known_names(module, options_.ignored);
     require_known_names(module, options_.sparse_parameters);
@@ -240,6 +240,8 @@ class DistributedDataParallel::Impl {
     statistics.exchange_seconds = exchange_->seconds();
     return statistics;
   }
+  const World& world() const { return world_; }
+  torch::nn::Module& module() const { return *module_; }
   bool& no_sync() { return no_sync_; }
   bool mean_in_grad() const { return exchange_->mean_in_grad(); }
   const BatchTotals& last_batch() const { return last_batch_; }
@@ -424,6 +426,7 @@ class DistributedDataParallel::Impl {
   }
 
   World world_;
+  torch::nn::Module* module_;
   Options options_;
   StepCheck check_;
   std::vector<NamedTensor> parameters_;
@@ -468,6 +471,8 @@ void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }
+World DistributedDataParallel::world() const { return impl_->world(); }
+torch::nn::Module& DistributedDataParallel::module() const { return impl_->module(); }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
