@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "lockstep/base/fault.h"
+
 namespace lockstep {
 namespace {
 
@@ -27,6 +29,7 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
+  const fault::During validating(fault::Phase::kValidation);
   strategy.synchronise();
   strategy.model().eval();
   const World sharing = strategy.validation_world(world);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -134,9 +135,14 @@ void TrainingLoop::train_epoch() {
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
   for (auto next = batches.begin(); next != batches.end();) {
-    Batch batch = std::move(*next);
+    fault::set_step(position_.step);
+    Batch batch = [&] {
+      const fault::During loading(fault::Phase::kLoading);
+      return std::move(*next);
+    }();
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
+    const fault::During between(fault::Phase::kBetween);
     if (position_.step >= last_step()) break;
     stopped_ = stop_requested();
     if (stopped_) break;
@@ -286,6 +292,7 @@ void TrainingLoop::keep_state() {
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
+  const fault::During saving(fault::Phase::kSaving);
   require_finite_everywhere(step_world_, strategy_, position_);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
