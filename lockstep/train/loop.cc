@@ -361,13 +361,16 @@ void TrainingLoop::resume() {
   }
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
   SharedCheckpoint file(world_, newest, &open_same_file);
-  if (file.is_there()) return restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+  if (file.is_there()) {
+    restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+    resumed_step_ = position_.step;
+    return;
+  }
   if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
 }
 
 void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
   position_ = restore_snapshot(file, world_, strategy_, options_);
-  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
 }

@@ -48,8 +48,7 @@ class RandomKills {
     std::string fault = concat("rank=", rank, ",phase=", phase, moment(phase));
     if (phase == "meeting") return below(2) == 0 ? fault : second_fault(fault, ranks);
     const bool ends_epoch = phase == "validation" || phase == "saving";
-    const std::size_t step =
-        ends_epoch ? kStepsPerEpoch * (1 + below(kEpochs - 1)) - 1 : below(kStepsPerEpoch * kEpochs);
+    const std::size_t step = ends_epoch ? kStepsPerEpoch * (1 + below(kEpochs)) - 1 : below(kStepsPerEpoch * kEpochs);
     return concat(fault, ",step=", step);
   }
 
