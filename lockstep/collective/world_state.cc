@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -136,10 +137,12 @@ World World::from_env(const WorldOptions& options) {
 }
 
 World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
+  fault::read_plan();
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, {.timeout = timeout});
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
+  const fault::During meeting(fault::Phase::kMeeting);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   if (JobMemory* const memory = JobMemory::get()) memory->met();
   return world_of(std::move(state));

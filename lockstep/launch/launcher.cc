@@ -276,16 +276,19 @@ class Job {
     watch_.add_events(events);
     poll_events(events, milliseconds_to_wait());
     on_ended(ended);
+    decide_without_a_loss();
     if (kill_at_ && kill_at_->passed()) kill_all();
     if (!stopping_) look_for_hang();
   }
 
   // While the job runs, the end of each rank, every signal and all output wake this process, and the time to look whether
-  // ranks hang. Once the ranks are told to stop, the grace period is the deadline; after SIGKILL only the kernel is
+  // ranks hang. Ranks that wait for a word about others, none of which has ended, have the grace period. Once the ranks
+  // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is
   // waited for.
   int milliseconds_to_wait() const {
     const auto next = stopping_ ? std::optional<std::chrono::milliseconds>() : watch_.next_look();
     if (kill_at_) return static_cast<int>(kill_at_->left().count());
+    if (decide_at_ && (!next || decide_at_->left() < *next)) return static_cast<int>(decide_at_->left().count());
     return next ? static_cast<int>(next->count()) : -1;
   }
 
@@ -336,10 +339,16 @@ class Job {
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
   void on_ended(std::vector<Rank*>& ended) {
+    if (keeper_ && !ended.empty()) keeper_->read_all();  // a generation that was complete is, before the next begins
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (Rank* rank : ended) {
+      if (!rank->end) continue;
       if (page_) page_->end(seat_of(*rank));
-      if (!rank->end->failed() || stopping_ || rank->is_gone) continue;
+      if (stopping_ || rank->is_gone) continue;
+      if (!rank->end->failed()) {
+        if (rank->generation < generation_) restart(*rank);  // the others have begun anew, and miss it
+        continue;
+      }
       if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
@@ -357,11 +366,7 @@ class Job {
 
   // ---- Replacing ranks
 
-  // Not once a rank has ended well: there would be nobody in its place.
-  bool can_go_on() const {
-    const auto ended_well = [](const Rank& rank) { return rank.end && !rank.end->failed(); };
-    return keeper_ && may_go_on_ && !asked_ && caught_signal_ == 0 && std::ranges::none_of(ranks_, ended_well);
-  }
+  bool can_go_on() const { return keeper_ && may_go_on_ && !asked_ && caught_signal_ == 0; }
 
   // One that belongs to an earlier generation has been lost with it.
   bool can_replace(const Rank& rank) const {
@@ -388,16 +393,38 @@ class Job {
     begin_generation();
   }
 
-  // Those that are about to meet in the generation before would wait for the rank that is lost.
+  // Those that are about to meet in the generation before would wait for the rank that is lost. Those that have ended well
+  // are missed by the others: started again, they find that all is done.
   void begin_generation() {
     ++generation_;
+    decide_at_.reset();
     for (Rank& rank : ranks_) {
-      if (rank.end) continue;
-      if (rank.waits)
+      if (rank.is_gone) continue;
+      const bool has_failed = rank.end && rank.end->failed();  // see on_ended()
+      if (rank.waits && !rank.end)
         admit(rank);
-      else if (!rank.has_met)
+      else if (!has_failed && (rank.end || !rank.has_met))
         restart(rank);
     }
+  }
+
+  // Ranks have lost others, but none has ended: they have waited for longer than their timeout. Those that do not answer
+  // are killed, and replaced when they have ended.
+  void decide_without_a_loss() {
+    const auto waits = [](const Rank& rank) { return rank.waits || rank.end; };
+    const bool all_wait = std::ranges::all_of(ranks_, waits);
+    if (stopping_ || !decide_at_ || (!all_wait && !decide_at_->passed())) return;
+    decide_at_.reset();
+    for (const Rank& rank : ranks_) {
+      if (waits(rank)) continue;
+      log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
+      rank.process->signal_group(SIGKILL);
+    }
+    if (!all_wait || restarts_ == options_.max_restarts) return;
+    ++restarts_;
+    log_warning(
+        concat("the ranks have lost each other; they go on (restart ", restarts_, " of ", options_.max_restarts, ")"));
+    begin_generation();
   }
 
   void restart(Rank& rank) {
@@ -431,7 +458,8 @@ class Job {
   void on_next(int seat, int generation) {
     if (seat < 0 || seat >= options_.ranks || ranks_[seat].end) return;
     ranks_[seat].waits = true;
-    if (generation < generation_) admit(ranks_[seat]);
+    if (generation < generation_) return admit(ranks_[seat]);
+    if (!decide_at_) decide_at_ = Deadline::after(options_.grace);
   }
 
   bool servers_ended() const {
@@ -502,12 +530,13 @@ class Job {
   HangWatch watch_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
-  int caught_signal_ = 0;            // the first that ended the job
-  bool asked_ = false;               // by a signal: the ranks, to stop
-  bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
-  bool stopped_ = false;             // a rank has stopped because it was asked to
-  bool stopping_ = false;            // since the first failure or signal
-  std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
+  int caught_signal_ = 0;              // the first that ended the job
+  bool asked_ = false;                 // by a signal: the ranks, to stop
+  bool interrupted_ = false;           // by a SIGINT, which asked the ranks to stop
+  bool stopped_ = false;               // a rank has stopped because it was asked to
+  bool stopping_ = false;              // since the first failure or signal
+  std::optional<Deadline> decide_at_;  // what comes next, for ranks that wait although none has ended
+  std::optional<Deadline> kill_at_;    // the end of the grace period, until it has come
 };
 
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
@@ -168,7 +169,10 @@ std::size_t Optimizer::number_of_parameters() const {
 void Optimizer::step_in_memory(Layout& all) try {
   if (all.writes_by_hand() != 0 && source_->memory()->size() > 1) throw state_written();
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
-  skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
+  {
+    const fault::During updating(fault::Phase::kUpdate);
+    skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
+  }
   source_->end_update();
 } catch (const std::exception& error) {
   source_->memory()->fail(concat("step() failed: ", error.what()));  // the other ranks need not wait for us

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -136,9 +137,14 @@ void TrainingLoop::train_epoch() {
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
   for (auto next = batches.begin(); next != batches.end();) {
-    Batch batch = std::move(*next);
+    fault::set_step(position_.step);
+    Batch batch = [&] {
+      const fault::During loading(fault::Phase::kLoading);
+      return std::move(*next);
+    }();
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
+    const fault::During between(fault::Phase::kBetween);
     if (position_.step >= last_step()) break;
     stopped_ = stop_requested();
     if (stopped_) break;
@@ -290,6 +296,7 @@ void TrainingLoop::keep_state() {
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
+  const fault::During saving(fault::Phase::kSaving);
   require_finite_everywhere(step_world_, strategy_, position_);
   const own_progress::During saving(Phase::kSaving);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
@@ -360,13 +367,16 @@ void TrainingLoop::resume() {
   }
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
   SharedCheckpoint file(world_, newest, &open_same_file);
-  if (file.is_there()) return restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+  if (file.is_there()) {
+    restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+    resumed_step_ = position_.step;
+    return;
+  }
   if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
 }
 
 void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
   position_ = restore_snapshot(file, world_, strategy_, options_);
-  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
 }
