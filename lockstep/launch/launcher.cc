@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
@@ -15,8 +16,12 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/hang_watch.h"
+#include "lockstep/launch/job_page.h"
+#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
+#include "lockstep/launch/spares.h"
 
 namespace lockstep {
 namespace {
@@ -41,6 +46,11 @@ void check(const LaunchOptions& options) {
           "choose a free port of the machine of rank 0 and give it to every machine");
   require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank can't compute"),
           "use at least 1, or 0 for an even share of the cores");
+  require(options.max_restarts >= 0, concat(options.max_restarts, " restarts can't be counted"), "use 0 or more");
+  require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
+          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"),
+          "use a number of ranks that are there");
+  require(options.spares >= 0, concat(options.spares, " spare processes can't wait"), "use 0 or more");
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
 }
@@ -63,11 +73,16 @@ std::string how_it_ended(const ExitStatus& end) {
 }
 
 struct Rank {
-  int rank;  // in the job
+  int rank;  // in the job, of generation 0
   RankStream output;
   RankStream error;
   std::optional<Process> process{};
   std::optional<ExitStatus> end{};
+  int generation = 0;    // to which it belongs
+  bool has_met = false;  // the others of that generation
+  bool waits = false;    // for the next one
+  bool is_gone = false;  // lost, and not replaced
+  std::string hang{};    // why this process was killed
 };
 
 struct Sinks {
@@ -78,9 +93,17 @@ struct Sinks {
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
-  Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
+  Job(const LaunchOptions& options, Sinks& sinks)
+      : options_(options),
+        guardian_(options.ranks + options.spares),
+        sinks_(sinks),
+        page_(make_page()),
+        watch_(page_ ? &*page_ : nullptr, options.hang, sinks.err) {
     if (options_.master_port == 0) options_.master_port = port_.emplace().number();
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
+    if (options_.max_restarts > 0 || options_.min_ranks > 0)
+      keeper_.emplace(Keeper::Callbacks{.on_met = [this](int seat, int generation) { on_met(seat, generation); },
+                                        .on_next = [this](int seat, int generation) { on_next(seat, generation); }});
     const bool first_only = options_.output == RankOutput::kFirst;
     for (int local = 0; local < options_.ranks; ++local) {
       const int rank = first_rank() + local;
@@ -93,23 +116,33 @@ class Job {
   }
 
   LaunchResult run(const ProcessOptions& what) {
-    for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
+    what_ = what;
+    if (keeper_) spares_.emplace(what.command, groups_of_spares());
+    for (int local = 0; local < options_.ranks; ++local) start_rank(local);
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
     if (!failure_ && caught_signal_ != 0)
-      return {.exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
-    if (!failure_) return {.exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
+      return {.restarts = restarts_,
+              .exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
+    if (!failure_) return {.restarts = restarts_, .exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
     failure_->last_lines = last_lines();
-    return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
+    return {.restarts = restarts_,
+            .exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
             .failure = failure_};
   }
 
  private:
   static bool has_ended(const Rank& rank) { return rank.end.has_value(); }
+  static bool is_gone(const Rank& rank) { return rank.is_gone; }
 
-  void start_rank(int local, ProcessOptions what) {
+  void start_rank(int local) {
     Rank& rank = ranks_[local];
-    what.variables = variables(rank.rank, local);
+    rank.generation = generation_;
+    rank.has_met = rank.waits = false;
+    rank.hang.clear();
+    if (page_) page_->begin(local, rank.rank, generation_);
+    ProcessOptions what = what_;
+    what.variables = variables(local);
     if (options_.pin && cores_are_ours() && !is_server(local))
       what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
@@ -120,27 +153,68 @@ class Job {
     what.error_fd = error.get();
     what.close_in_child = descriptors();
     what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
-    rank.process.emplace(what);
+    std::optional<Process> spare = spares_ ? spares_->take(what) : std::nullopt;
+    spare ? rank.process.emplace(std::move(*spare)) : rank.process.emplace(what);
   }
 
-  std::vector<std::pair<std::string, std::string>> variables(int rank, int local) const {
-    std::vector<std::pair<std::string, std::string>> result = {
-        {"RANK", concat(rank)},
-        {"WORLD_SIZE", concat(world_size_of(options_))},
-        {"LOCAL_RANK", concat(local)},
-        {"LOCAL_WORLD_SIZE", concat(options_.ranks)},
-        {"GROUP_RANK", concat(options_.node_rank)},
-        {"MASTER_ADDR", options_.master_addr},
+  std::vector<std::atomic<pid_t>*> groups_of_spares() {
+    std::vector<std::atomic<pid_t>*> groups;
+    for (int spare = 0; spare < options_.spares; ++spare) groups.push_back(guardian_.group(options_.ranks + spare));
+    return groups;
+  }
+
+  // While the ranks meet they need the cores.
+  void start_spares() {
+    const auto has_met = [](const Rank& rank) { return rank.has_met || rank.is_gone; };
+    if (!spares_ || stopping_ || !std::ranges::all_of(ranks_, has_met)) return;
+    ProcessOptions what;
+    what.variables = variables(0);
+    std::erase_if(what.variables, [](const auto& variable) { return variable.first != "OMP_NUM_THREADS"; });
+    what.signal_mask = signals_.mask_before();
+    spares_->start(what);
+  }
+
+  // Ranks that are gone have left no gap in the numbers.
+  Variables variables(int seat) const {
+    const int gone = static_cast<int>(std::ranges::count_if(ranks_, &Rank::is_gone));
+    const int before = static_cast<int>(std::count_if(ranks_.begin(), ranks_.begin() + seat, &is_gone));
+    Variables result = {
+        {"RANK", concat(ranks_[seat].rank - before)},  {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
+        {"LOCAL_RANK", concat(seat - before)},         {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
+        {"GROUP_RANK", concat(options_.node_rank)},    {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
-    const bool only_here = options_.nodes == 1;
-    result.emplace_back("LOCKSTEP_JOB",
-                        only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
+    result.emplace_back("LOCKSTEP_JOB", options_.nodes == 1 ? name_of_job() : "");
+    result.emplace_back("LOCKSTEP_PAGE", page_ ? page_->address(seat) : "");
+    result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
+    if (keeper_) {
+      result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));
+      result.emplace_back("TORCHELASTIC_MAX_RESTARTS", concat(options_.max_restarts));
+    }
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
     const int share = std::max(1, allotted_ / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
       result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
+  }
+
+  static std::string name_of_job() { return concat("launcher ", ::getpid(), "-", start_time_of(::getpid())); }
+
+  // Without one, ranks publish nothing and are not watched.
+  std::optional<JobPage> make_page() const try {
+    JobPageHeader header{
+        .launcher = ::getpid(),
+        .ranks = options_.ranks,
+        .world_size = world_size_of(options_),
+        .nodes = options_.nodes,
+        .node_rank = options_.node_rank,
+        .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
+    const std::string job =
+        options_.nodes == 1 ? name_of_job() : concat(options_.master_addr, ":", options_.master_port);
+    job.copy(header.job.data(), header.job.size() - 1);
+    return JobPage(header);
+  } catch (const SystemError&) {
+    return {};
   }
 
   // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
@@ -152,7 +226,7 @@ class Job {
 
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
-    if (!options_.workers_may_fail || is_server(rank.rank - first_rank())) return false;
+    if (!options_.workers_may_fail || !may_go_on_ || is_server(rank.rank - first_rank())) return false;
     return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
                        [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
@@ -162,7 +236,8 @@ class Job {
     if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
     if (options_.output != RankOutput::kSplit) return stream.open();
     const std::string path = log_path(options_, rank, suffix);
-    UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+    const int start = generation_ == 0 ? O_TRUNC : 0;  // a replacement adds to what the rank before it wrote
+    UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | start | O_APPEND | O_CLOEXEC, 0644));
     if (!fd) throw system_error("write", path);
     return fd;
   }
@@ -171,6 +246,10 @@ class Job {
   std::vector<int> descriptors() const {
     std::vector<int> fds = {signals_.fd()};
     if (port_) fds.push_back(port_->fd());
+    if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
+    if (page_) fds.push_back(page_->fd());
+    std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
+    if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -182,7 +261,8 @@ class Job {
 
   void wait_for_events() {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
-    std::vector<const Rank*> ended;
+    if (keeper_) keeper_->add_events(events);
+    std::vector<Rank*> ended;
     for (Rank& rank : ranks_) {
       if (!rank.end)
         events.push_back({rank.process->pidfd(), POLLIN, [&ended, &rank] {
@@ -193,11 +273,35 @@ class Job {
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
-    // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
-    // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poll_events(events, kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    watch_.add_events(events);
+    poll_events(events, milliseconds_to_wait());
     on_ended(ended);
+    decide_without_a_loss();
     if (kill_at_ && kill_at_->passed()) kill_all();
+    if (!stopping_) look_for_hang();
+  }
+
+  // While the job runs, the end of each rank, every signal and all output wake this process, and the time to look whether
+  // ranks hang. Ranks that wait for a word about others, none of which has ended, have the grace period. Once the ranks
+  // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is
+  // waited for.
+  int milliseconds_to_wait() const {
+    const auto next = stopping_ ? std::optional<std::chrono::milliseconds>() : watch_.next_look();
+    if (kill_at_) return static_cast<int>(kill_at_->left().count());
+    if (decide_at_ && (!next || decide_at_->left() < *next)) return static_cast<int>(decide_at_->left().count());
+    return next ? static_cast<int>(next->count()) : -1;
+  }
+
+  void look_for_hang() {
+    std::vector<LivingRank> living;
+    for (int local = 0; local < options_.ranks; ++local)
+      if (!ranks_[local].end) living.push_back({local, ranks_[local].rank, ranks_[local].process->pid()});
+    const std::optional<Hang> hang = watch_.look(living, descriptors());
+    if (!hang || ranks_[hang->local].end) return;
+    sinks_.err.add_line("lockstep: ", concat("rank ", hang->rank, " is killed"));
+    ranks_[hang->local].hang = hang->what;
+    may_go_on_ = options_.hang.then != OnHang::kEnd;
+    ranks_[hang->local].process->signal_group(SIGKILL);
   }
 
   // A reader that has stopped does not stop the ranks, until the disk is full too.
@@ -234,19 +338,128 @@ class Job {
   }
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
-  void on_ended(std::vector<const Rank*>& ended) {
+  void on_ended(std::vector<Rank*>& ended) {
+    if (keeper_ && !ended.empty()) keeper_->read_all();  // a generation that was complete is, before the next begins
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
-    for (const Rank* rank : ended) {
-      if (!rank->end->failed() || stopping_) continue;
+    for (Rank* rank : ended) {
+      if (!rank->end) continue;
+      if (page_) page_->end(seat_of(*rank));
+      if (stopping_ || rank->is_gone) continue;
+      if (!rank->end->failed()) {
+        if (rank->generation < generation_) restart(*rank);  // the others have begun anew, and miss it
+        continue;
+      }
       if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
         log_warning(concat("rank ", rank->rank, " ", how_it_ended(*rank->end), "; the job goes on without it"));
+      else if (can_replace(*rank))
+        replace(*rank);
+      else if (can_shrink())
+        go_on_without(*rank);
       else
         on_failed(*rank);
     }
     // Once the servers have ended, the workers have little left to do; one that hangs is killed.
     if (options_.workers_may_fail && servers_ended()) give_the_grace_period();
+  }
+
+  // ---- Replacing ranks
+
+  bool can_go_on() const { return keeper_ && may_go_on_ && !asked_ && caught_signal_ == 0; }
+
+  // One that belongs to an earlier generation has been lost with it.
+  bool can_replace(const Rank& rank) const {
+    return can_go_on() && (restarts_ < options_.max_restarts || (restarts_ > 0 && rank.generation < generation_));
+  }
+
+  bool can_shrink() const {
+    const auto left = std::ranges::count_if(ranks_, [](const Rank& rank) { return !rank.end; });
+    return can_go_on() && options_.min_ranks > 0 && left >= options_.min_ranks;
+  }
+
+  void replace(Rank& rank) {
+    if (rank.generation == generation_) ++restarts_;
+    log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; a new process takes its place (restart ",
+                       restarts_, " of ", options_.max_restarts, ")"));
+    if (rank.generation == generation_) begin_generation();
+    restart(rank);
+  }
+
+  void go_on_without(Rank& rank) {
+    rank.is_gone = true;
+    log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; the job goes on with ",
+                       std::ranges::count_if(ranks_, [](const Rank& each) { return !each.end; }), " ranks"));
+    begin_generation();
+  }
+
+  // Those that are about to meet in the generation before would wait for the rank that is lost. Those that have ended well
+  // are missed by the others: started again, they find that all is done.
+  void begin_generation() {
+    ++generation_;
+    decide_at_.reset();
+    for (Rank& rank : ranks_) {
+      if (rank.is_gone) continue;
+      const bool has_failed = rank.end && rank.end->failed();  // see on_ended()
+      if (rank.waits && !rank.end)
+        admit(rank);
+      else if (!has_failed && (rank.end || !rank.has_met))
+        restart(rank);
+    }
+  }
+
+  // Ranks have lost others, but none has ended: they have waited for longer than their timeout. Those that do not answer
+  // are killed, and replaced when they have ended.
+  void decide_without_a_loss() {
+    const auto waits = [](const Rank& rank) { return rank.waits || rank.end; };
+    const bool all_wait = std::ranges::all_of(ranks_, waits);
+    if (stopping_ || !decide_at_ || (!all_wait && !decide_at_->passed())) return;
+    decide_at_.reset();
+    for (const Rank& rank : ranks_) {
+      if (waits(rank)) continue;
+      log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
+      rank.process->signal_group(SIGKILL);
+    }
+    if (!all_wait || restarts_ == options_.max_restarts) return;
+    ++restarts_;
+    log_warning(
+        concat("the ranks have lost each other; they go on (restart ", restarts_, " of ", options_.max_restarts, ")"));
+    begin_generation();
+  }
+
+  void restart(Rank& rank) {
+    if (rank.process) rank.process->signal_group(SIGKILL);
+    rank.output.drain();
+    rank.error.drain();
+    rank.process.reset();
+    rank.end.reset();
+    const int seat = seat_of(rank);
+    keeper_->forget(seat);
+    start_rank(seat);
+  }
+
+  int seat_of(const Rank& rank) const { return static_cast<int>(&rank - &*ranks_.begin()); }
+
+  void admit(Rank& rank) {
+    rank.generation = generation_;
+    rank.has_met = rank.waits = false;
+    const int seat = seat_of(rank);
+    if (page_) page_->record(seat).generation = generation_;
+    keeper_->tell(seat, generation_, variables(seat));
+  }
+
+  void on_met(int seat, int generation) {
+    if (seat < 0 || seat >= options_.ranks) return;
+    ranks_[seat].has_met = ranks_[seat].has_met || generation == ranks_[seat].generation;
+    start_spares();
+  }
+
+  // A rank has lost another one. Its end may not be known yet.
+  void on_next(int seat, int generation) {
+    if (seat < 0 || seat >= options_.ranks || ranks_[seat].end) return;
+    ranks_[seat].waits = true;
+    if (generation < generation_) return admit(ranks_[seat]);
+    if (!decide_at_) decide_at_ = Deadline::after(options_.grace);
   }
 
   bool servers_ended() const {
@@ -259,8 +472,11 @@ class Job {
   }
 
   void on_failed(const Rank& rank) {
-    failure_ = RankFailure{
-        .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
+    failure_ = RankFailure{.rank = rank.rank,
+                           .pid = rank.process->pid(),
+                           .exit_code = rank.end->exit_code,
+                           .signal = rank.end->signal,
+                           .hang = rank.hang};
     if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
     stopping_ = true;  // they would only make a note of a SIGTERM, and wait for the failed one in their next step
     kill_all();
@@ -298,20 +514,29 @@ class Job {
   }
 
   LaunchOptions options_;
+  ProcessOptions what_;  // every rank runs
   SignalReader signals_{options_.stop_signals};
   Guardian guardian_;
   std::optional<ReservedPort> port_;
+  std::optional<Keeper> keeper_;  // while lost ranks may be replaced
+  std::optional<Spares> spares_;
+  int generation_ = 0;
+  bool may_go_on_ = true;  // after a loss
+  int restarts_ = 0;
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;
+  std::optional<JobPage> page_;
+  HangWatch watch_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
-  int caught_signal_ = 0;            // the first that ended the job
-  bool asked_ = false;               // by a signal: the ranks, to stop
-  bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
-  bool stopped_ = false;             // a rank has stopped because it was asked to
-  bool stopping_ = false;            // since the first failure or signal
-  std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
+  int caught_signal_ = 0;              // the first that ended the job
+  bool asked_ = false;                 // by a signal: the ranks, to stop
+  bool interrupted_ = false;           // by a SIGINT, which asked the ranks to stop
+  bool stopped_ = false;               // a rank has stopped because it was asked to
+  bool stopping_ = false;              // since the first failure or signal
+  std::optional<Deadline> decide_at_;  // what comes next, for ranks that wait although none has ended
+  std::optional<Deadline> kill_at_;    // the end of the grace period, until it has come
 };
 
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
@@ -347,12 +572,16 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
   const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
-  const Error error("RankFailed",
-                    {.what = concat("rank ", failure.rank, " ", how),
-                     .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
-                     .likely = likely_cause(failure.signal),
-                     .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                                  : "look at its output above"});
+  const bool hung = !failure.hang.empty();
+  const Error error(
+      "RankFailed",
+      {.what = hung ? concat(failure.hang, ", and was killed") : concat("rank ", failure.rank, " ", how),
+       .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
+       .likely = hung ? "an endless loop, a deadlock, a stopped process, or a disk or device that does not answer"
+                      : likely_cause(failure.signal),
+       .next = hung ? "read its stack above; if it only needs longer, raise --hang-timeout"
+               : options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                      : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

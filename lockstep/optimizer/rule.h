@@ -19,6 +19,8 @@ void require_valid(const OptimizerOptions& options);
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option);
 
+// Sets those of `values` that the options of a parameter group have, as values_of() has named them.
+void set_options(torch::optim::OptimizerOptions& options, const OptionValues& values);
 // The options of a parameter group, if they are of one of lockstep's optimizers.
 std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options);
 

@@ -79,6 +79,10 @@ std::vector<Option> device_table(TrainOptions& o) {
       option("--precision", s.precision, kMustBeSame, "of forward and backward; parameters stay float32"),
       option("--layout", s.layout, kMustBeSame, "memory order of images"),
       seconds("--timeout", s.timeout, kMayChange, "seconds to wait for another rank"),
+      seconds("--hang-timeout", o.hang.timeout, kMayChange,
+              "seconds without progress of any rank after which their stacks are shown; 0: never", /*at_least=*/0),
+      option("--on-hang", o.hang.then, kMayChange,
+             "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report"),
   };
 }
 
@@ -188,6 +192,12 @@ std::vector<Option> output_table(TrainOptions& o) {
              "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
       option("--on-stop", o.preemption.then, kMayChange,
              "what it does then: exit with this code (Grid Engine: 99); requeue: scontrol requeue; wait: until killed"),
+      option("--max-restarts", o.max_restarts, kMayChange,
+             "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
+             {.at_least = 0, .next = "0: a lost rank ends the job"}),
+      option("--min-ranks", o.min_ranks, kMayChange,
+             "with no restart left, go on without a lost rank while so many are left; 0: end",
+             {.at_least = 0, .next = "0: a lost rank ends the job"}),
       option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
              {.at_least = 0, .next = "0: after the epochs"}),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),

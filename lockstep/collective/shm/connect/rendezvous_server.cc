@@ -10,6 +10,7 @@
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/job_memory.h"
 
 namespace lockstep::shm {
 namespace {
@@ -21,6 +22,8 @@ std::size_t staging_bytes_of(const Options& options, int size) {
 void take_seat(Machine& machine, int rank, const Options& options) {
   machine.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
 }
+
+constexpr const char* kMemoryOfARank = "arena";  // as the launcher keeps it
 
 std::string memory_name(int rank) { return concat("the memory of rank ", rank); }
 
@@ -47,6 +50,7 @@ MachineParts own_parts(int rank, int size) {
   parts.pidfds.resize(size);
   parts.memories[rank] = make_memory(rank);
   parts.pidfds[rank] = own_pidfd();
+  if (JobMemory* const memory = JobMemory::get()) memory->keep(kMemoryOfARank, parts.memories[rank].get());
   return parts;
 }
 
@@ -112,7 +116,7 @@ class ServerHandshake {
   }
 
   void accept_new() {
-    while (UniqueFd newcomer = accept_from(listener_))
+    while (UniqueFd newcomer = accept_locally(listener_))
       if (is_own_user(newcomer.get())) newcomers_.push_back(std::move(newcomer));
   }
 
@@ -169,7 +173,7 @@ class ServerHandshake {
 
 UniqueFd connect_to_server(const std::string& address) {
   try {
-    UniqueFd socket = connect_to(address);
+    UniqueFd socket = connect_locally(address);
     if (is_own_user(socket.get())) return socket;
   } catch (const SystemError& error) {
     throw RendezvousError({.what = error.text().what,
@@ -246,7 +250,7 @@ class ClientHandshake {
 }  // namespace
 
 RendezvousServer::RendezvousServer(int size, const Options& options)
-    : size_(size), options_(options), listener_(listen_at(folder_.socket())) {}
+    : size_(size), options_(options), listener_(listen_locally(folder_.socket())) {}
 
 Group RendezvousServer::connect(Deadline deadline) {
   ServerHandshake handshake(listener_.get(), size_, staging_bytes_of(options_, size_), deadline);
