@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -12,6 +14,7 @@
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/memory/control_block.h"
+#include "lockstep/launch/job_memory.h"
 
 namespace lockstep {
 namespace {
@@ -48,6 +51,14 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
           [alignment](std::byte* data) { ::operator delete(data, alignment); }};
 }
 
+// The launcher holds it, too, as it holds those of ranks that share memory (shm/connect/rendezvous_server.cc).
+std::shared_ptr<shm::Arena> kept_arena(JobMemory& launcher) {
+  const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
+  UniqueFd file = shm::make_segment("the memory of rank 0", 0);
+  launcher.keep("arena", file.get());
+  return std::make_shared<shm::Arena>(std::move(file), bytes, "the memory of rank 0");
+}
+
 }  // namespace
 
 SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
@@ -56,8 +67,11 @@ SharedMemory::~SharedMemory() = default;
 
 std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   auto group = world.machine_group();
-  if (!group) return alone();
-  return std::shared_ptr<SharedMemory>(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
+  JobMemory* const launcher = JobMemory::get();
+  if (!group) return launcher != nullptr && world.size() == 1 ? alone(kept_arena(*launcher)) : alone();
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
+  memory->outlives_ranks_ = launcher != nullptr;
+  return memory;
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::alone(std::shared_ptr<shm::Arena> arena) {

@@ -20,6 +20,7 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/in_place_state.h"
 #include "lockstep/train/run_facts.h"
 #include "lockstep/train/snapshot.h"
 
@@ -95,11 +96,14 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
-  if (memory_ != nullptr && world.rank() == 0) kept_.emplace(*memory_);
+  if (memory_ != nullptr) in_place_ = InPlaceState::of(*memory_, world_, strategy_, options_);
+  if (memory_ != nullptr && !in_place_ && world.rank() == 0) kept_.emplace(*memory_);
   if (options.resume) resume();
   next_kept_ = position_.step;
   name_modules(named_parameters(strategy.model()));
 }
+
+TrainingLoop::~TrainingLoop() = default;
 
 Json TrainingLoop::run() {
   own_progress::enter(Phase::kOwnCode);
@@ -108,7 +112,7 @@ Json TrainingLoop::run() {
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
-  keep_state();
+  in_place_ ? in_place_->begin(position_) : keep_state();
   while (has_more() && !stopped_) train_epoch();
   const bool saved = save_last_checkpoint();
   record_saved();
@@ -166,6 +170,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   require_finite_loss(totals);
   curves_.add_histograms(strategy_.model(), position_.step);
   set_learning_rate(strategy_.optimizer(), learning_rate());
+  keep_own_state(totals, since_last_step.seconds());
   strategy_.update();
   record_step(totals, since_last_step.seconds());
   make_room_to_save();
@@ -197,22 +202,32 @@ double TrainingLoop::learning_rate() const {
          schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), position_.step);
 }
 
+Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
+  return {{"event", "step"},          {"epoch", position_.epoch},
+          {"step", position_.step},  // since the start of the run, from 0
+          {"loss", totals.mean_loss}, {"seconds", seconds},
+          {"samples", totals.samples}};
+}
+
+Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
+  Position next = position_;
+  ++next.step;
+  ++next.step_in_epoch;
+  next.samples += totals.samples;
+  next.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
+  next.epoch_samples += totals.samples;
+  next.epoch_seconds += seconds;
+  return next;
+}
+
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  Json event = {{"event", "step"},          {"epoch", position_.epoch},
-                {"step", position_.step},  // since the start of the run, from 0
-                {"loss", totals.mean_loss}, {"seconds", seconds},
-                {"samples", totals.samples}};
+  Json event = step_event(totals, seconds);
   own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   record_saved();
   event["learning_rate"] = learning_rate();
   curves_.add(event, position_.step);
-  ++position_.step;
-  ++position_.step_in_epoch;
-  position_.samples += totals.samples;
-  position_.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
-  position_.epoch_samples += totals.samples;
-  position_.epoch_seconds += seconds;
+  position_ = after_step(totals, seconds);
   progress_.step(position_, totals.mean_loss);
 }
 
@@ -280,7 +295,7 @@ std::int64_t TrainingLoop::ranks() const {
 
 // As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for all.
 void TrainingLoop::keep_state() {
-  if (memory_ == nullptr || position_.step < next_kept_ || !strategy_.is_one_model()) return;
+  if (memory_ == nullptr || in_place_ || position_.step < next_kept_ || !strategy_.is_one_model()) return;
   const trace::Span span("keep the state", position_.step);
   const Stopwatch watch;
   Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
@@ -293,10 +308,14 @@ void TrainingLoop::keep_state() {
   next_kept_ = position_.step + std::max(steps.item<std::int64_t>(), std::int64_t{1});
 }
 
+void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
+  if (in_place_) in_place_->publish(after_step(totals, seconds), step_event(totals, seconds).dump());
+}
+
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
-  const fault::During saving(fault::Phase::kSaving);
+  const fault::During fault_while_saving(fault::Phase::kSaving);
   require_finite_everywhere(step_world_, strategy_, position_);
   const own_progress::During saving(Phase::kSaving);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
@@ -354,10 +373,23 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
+// The event of the last step is written once more: it may be missing where its rank was lost.
+bool TrainingLoop::resume_in_place() {
+  const auto found = in_place_->take_over();
+  if (!found) return false;
+  position_ = found->position;
+  metrics_.write({{"event", "resume"}, {"step", position_.step}});
+  if (!found->last_step.empty()) metrics_.write(Json::parse(found->last_step));
+  if (world_.rank() == 0)
+    log_info(concat("generation ", memory_->generation(), ": going on at step ", position_.step));
+  return true;
+}
+
 // Rank 0 finds and verifies the newest state: in memory, else on the disk.
 void TrainingLoop::resume() {
   const bool in_memory = memory_ != nullptr && memory_->generation() > 0;
-  if (in_memory) {
+  if (in_memory && in_place_ && resume_in_place()) return;
+  if (in_memory && !in_place_) {
     const auto same = [this](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
       auto found = KeptState::newest(*memory_);
       return found && found->file.checksum() == checksum ? std::optional(std::move(found->file)) : std::nullopt;

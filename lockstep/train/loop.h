@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "lockstep/checkpoint/checkpoint_writer.h"
@@ -27,6 +28,8 @@ namespace lockstep {
 
 class SharedCheckpoint;
 
+class InPlaceState;
+
 class TrainingLoop {
  public:
   // After the loss of a rank, goes on from what the ranks have kept in memory (train/kept_state.h). Else resumes from the
@@ -34,6 +37,7 @@ class TrainingLoop {
   // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
+  ~TrainingLoop();
 
   // Trains to the end of the last epoch, or to --max-steps; or until the job is asked to stop (lockstep/stop.h): then all
   // ranks leave after the same step, with a checkpoint. Blocks. Returns what the last line of the metrics says.
@@ -49,6 +53,8 @@ class TrainingLoop {
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;
+  Json step_event(const BatchTotals& totals, double seconds) const;
+  Position after_step(const BatchTotals& totals, double seconds) const;
   void record_step(const BatchTotals& totals, double seconds);
   void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
@@ -56,6 +62,7 @@ class TrainingLoop {
 
   void open_checkpoints();
   void keep_state();
+  void keep_own_state(const BatchTotals& totals, double seconds);
   void save_checkpoint();
   void make_room_to_save();
   void record_saved();
@@ -64,6 +71,7 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void require_recorded();
   void resume();
+  bool resume_in_place();
   void restore(SharedCheckpoint& file, const std::string& how);
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
@@ -82,7 +90,8 @@ class TrainingLoop {
   Position position_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
   JobMemory* memory_;                            // of a launcher that replaces lost ranks; else null
-  std::optional<KeptState> kept_;                // rank 0, with memory_
+  std::unique_ptr<InPlaceState> in_place_;       // with memory_, where the strategy's parameters are in it
+  std::optional<KeptState> kept_;                // rank 0, with memory_, where they are not
   std::int64_t next_kept_ = 0;                   // step
   MetricsFile metrics_;
   Curves curves_;
