@@ -25,7 +25,7 @@ constexpr const char* kOwnState = "own state";
 
 constexpr const char* kLastStep = "lockstep.last_step";
 
-ImageOwner owner_in(const World& world) {
+ImageOwner image_owner_in(const World& world) {
   return {.rank = world.rank(), .ranks = world.size(), .local_rank = world.local_rank(), .local_ranks = world.size()};
 }
 
@@ -117,7 +117,7 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
       world_(world),
       strategy_(strategy),
       options_(options),
-      own_(memory, kOwnState, owner_in(world)) {}
+      own_(memory, kOwnState, image_owner_in(world)) {}
 
 std::optional<InPlaceState::Found> InPlaceState::take_over() {
   const std::vector<JobMemory::Kept> kept = memory_.previous();
