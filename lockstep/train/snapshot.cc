@@ -31,6 +31,7 @@ constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
 
 const std::string kOptimizer = "optimizer.";
+const std::string kOwnState = "own.";
 constexpr int kTag = 0;  // no other messages are under way between two steps
 
 // What a rank draws from: the CPU's generator, and its GPU's where it has one.
@@ -330,6 +331,7 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
   parts.common.metadata = metadata_of(position, options);
   for (const torch::Device device : devices_with_generators(world))
     parts.own.tensors[generator_name(device, world.rank())] = generator_state(device);
+  for (const auto& [name, tensor] : strategy.own_state()) parts.own.tensors[kOwnState + name] = tensor;
   return parts;
 }
 
@@ -375,6 +377,10 @@ Position restore_parts(const LoopState::Found& found, const World& world, Strate
   take_kept_states(found, strategy);
   strategy.restored(position.step);
   if (!found.is_own_rank) return position;
+  std::vector<NamedTensor> own;
+  for (const auto& [name, entry] : found.own.entries())
+    if (name.starts_with(kOwnState)) own.push_back({name.substr(kOwnState.size()), found.own.read(name)});
+  strategy.set_own_state(own);
   for (const torch::Device device : devices_with_generators(world))
     if (const auto saved = kept_tensor(found, generator_name(device, world.rank()))) set_generator_state(device, *saved);
   return position;

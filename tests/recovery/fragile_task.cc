@@ -26,7 +26,7 @@ bool is_told(const std::string& how) {
 
 // As under a limit of the system, but the others have as much as they like.
 void exhaust_memory() {
-  const rlimit little{.rlim_cur = 0, .rlim_max = RLIM_INFINITY};
+  const rlimit little{.rlim_cur = 1 << 20, .rlim_max = RLIM_INFINITY};
   ::setrlimit(RLIMIT_DATA, &little);
   torch::zeros({1 << 26}).add_(1);
 }
