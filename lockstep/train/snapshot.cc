@@ -31,6 +31,7 @@ constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
 
 const std::string kOptimizer = "optimizer.";
+const std::string kOwnGenerator = "rng.cpu";
 constexpr int kTag = 0;  // no other messages are under way between two steps
 
 // What a rank draws from: the CPU's generator, and its GPU's where it has one.
@@ -377,6 +378,28 @@ Position restore_parts(const LoopState::Found& found, const World& world, Strate
   if (!found.is_own_rank) return position;
   for (const torch::Device device : devices_with_generators(world))
     if (const auto saved = kept_tensor(found, generator_name(device, world.rank()))) set_generator_state(device, *saved);
+  return position;
+} catch (const std::out_of_range&) {
+  throw no_checkpoint();
+}
+
+TensorFile own_state(Strategy& strategy, const Position& position, const TrainOptions& options) {
+  TensorFile file;
+  file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+  file.tensors[kOwnGenerator] = generator_state(torch::kCPU);
+  for (const auto& [name, tensor] : named_buffers(strategy.model())) file.tensors["model." + name] = tensor;
+  for (const auto& [name, tensor] : strategy.state()) file.tensors["strategy." + name] = tensor;
+  return file;
+}
+
+Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options) try {
+  const torch::NoGradGuard no_grad;
+  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), resume_fingerprint(options));
+  const Position position = nlohmann::json::parse(file.metadata().at(kPosition));
+  for (const auto& [name, tensor] : named_buffers(strategy.model())) torch::Tensor(tensor).copy_(file.read("model." + name));
+  for (const auto& [name, tensor] : strategy.state()) torch::Tensor(tensor).copy_(file.read("strategy." + name));
+  strategy.restored(position.step);
+  set_generator_state(torch::kCPU, file.read(kOwnGenerator));
   return position;
 } catch (const std::out_of_range&) {
   throw no_checkpoint();
