@@ -15,6 +15,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -30,6 +31,7 @@
 namespace lockstep {
 
 class GradientSource;
+struct UpdateOptions;
 struct StepSetting;
 using StepSettings = std::vector<StepSetting>;
 class World;
@@ -104,6 +106,18 @@ class Optimizer : public torch::optim::Optimizer {
 
   bool layerwise() const { return rule_->layerwise(); }
 
+  // Where parameters, state and the record of the step under way lie, in memory that outlives the ranks: for
+  // lockstep/optimizer/update_journal.h. "": they are not in such memory.
+  std::string manifest() const;
+
+  // Takes parameters and state from ranks that were lost, after the step that they were in the midst of, if all of them had
+  // begun it: their manifest, and where `bytes` bytes at an offset in the memory of one of their ranks are here. For the same
+  // optimizer, attached, before its first step; the ranks that share its parameters call together, and then
+  // DistributedDataParallel::parameters_written(). Blocks. Returns how often the lost ranks had called step(), this last one
+  // included. Throws CheckpointError: another optimizer or model; PeerLost: it can still be taken over by others.
+  using FindMemory = std::function<std::byte*(int rank, std::uint64_t offset, std::size_t bytes)>;
+  std::uint64_t take_over(const std::string& manifest, const FindMemory& find);
+
  protected:
   Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
             std::unique_ptr<UpdateRule> rule);
@@ -112,6 +126,7 @@ class Optimizer : public torch::optim::Optimizer {
   struct Layout;
   Layout& layout();
   void make_state(Layout& all);
+  UpdateOptions update_options(const Layout& all) const;
   std::size_t number_of_parameters() const;
   StateTensors state_tensors(const Layout& all, std::size_t i) const;
   void step_in_memory(Layout& all);

@@ -54,7 +54,8 @@ class UpdateRule {
   virtual void update_on_device(const Group& group, const WholeTensors& tensors) const = 0;
 
   // A layerwise rule scales each parameter's step by norms over the whole parameter. direct() may turn the gradient
-  // into a direction; trust_ratio() then gets the norms of the parameter and of that direction.
+  // into a direction; trust_ratio() then gets the norms of the parameter and of that direction, and update() leaves the
+  // direction as it is.
   virtual bool layerwise() const { return false; }
   virtual void direct(const Group&, const Run<float>&) const {}
   virtual void direct(const Group&, const Run<double>&) const {}

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -11,6 +13,8 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/shm/memory/control_block.h"
+#include "lockstep/launch/job_memory.h"
 
 namespace lockstep {
 namespace {
@@ -47,25 +51,39 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
           [alignment](std::byte* data) { ::operator delete(data, alignment); }};
 }
 
+// The launcher holds it, too, as it holds those of ranks that share memory (shm/connect/rendezvous_server.cc).
+std::shared_ptr<shm::Arena> kept_arena(JobMemory& launcher) {
+  const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
+  UniqueFd file = shm::make_segment("the memory of rank 0", 0);
+  launcher.keep("arena", file.get());
+  return std::make_shared<shm::Arena>(std::move(file), bytes, "the memory of rank 0");
+}
+
 }  // namespace
 
-SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group) : group_(std::move(group)) {}
+SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
+    : group_(std::move(group)), arena_(std::move(arena)), outlives_ranks_(arena_ != nullptr) {}
 SharedMemory::~SharedMemory() = default;
 
 std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   auto group = world.machine_group();
-  if (!group) return alone();
-  return std::shared_ptr<SharedMemory>(new SharedMemory(std::make_unique<shm::Group>(std::move(*group))));
+  JobMemory* const launcher = JobMemory::get();
+  if (!group) return launcher != nullptr && world.size() == 1 ? alone(kept_arena(*launcher)) : alone();
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
+  memory->outlives_ranks_ = launcher != nullptr;
+  return memory;
 }
 
-std::shared_ptr<SharedMemory> SharedMemory::alone() { return std::shared_ptr<SharedMemory>(new SharedMemory(nullptr)); }
+std::shared_ptr<SharedMemory> SharedMemory::alone(std::shared_ptr<shm::Arena> arena) {
+  return std::shared_ptr<SharedMemory>(new SharedMemory(nullptr, std::move(arena)));
+}
 
 int SharedMemory::rank() const { return group_ ? group_->rank() : 0; }
 int SharedMemory::size() const { return group_ ? group_->size() : 1; }
 
 std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
   if (!group_) {
-    auto memory = ordinary_memory(bytes);
+    auto memory = allocate(bytes).data;
     std::memset(memory.get(), 0, bytes);
     return memory;
   }
@@ -89,17 +107,25 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
 }
 
 SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {
-  if (!group_) {
+  if (!group_ && !arena_) {
     auto memory = ordinary_memory(bytes);
     const auto place = std::bit_cast<std::uint64_t>(memory.get());
     return {std::move(memory), place};
   }
-  auto memory = std::make_shared<shm::Memory>(group_->allocate(bytes));
+  auto memory = std::make_shared<shm::Memory>(group_ ? group_->allocate(bytes) : arena_->allocate(bytes));
   return {{memory, memory->data()}, memory->offset()};
 }
 
 const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t bytes) {
-  return group_ ? group_->peer_memory(rank, place, bytes) : std::bit_cast<const std::byte*>(place);
+  if (group_) return group_->peer_memory(rank, place, bytes);
+  return arena_ ? arena_->window().at(place, bytes) : std::bit_cast<const std::byte*>(place);
+}
+
+std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std::size_t bytes) const {
+  if (arena_ && arena_->window().contains(address, bytes)) return Place{0, arena_->window().offset_of(address)};
+  const shm::Place place = group_ ? group_->locate(address, bytes) : shm::Place{};
+  if (place.kind != shm::Place::Kind::kArena) return std::nullopt;
+  return Place{place.owner, place.at};
 }
 
 void SharedMemory::barrier(const Signature& announced) {

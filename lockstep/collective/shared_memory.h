@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "lockstep/collective/call.h"
@@ -22,21 +23,25 @@
 namespace lockstep {
 
 namespace shm {
+class Arena;
 class Group;
-}
+}  // namespace shm
 
 class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
   // Shared by the ranks of `world` on this machine. Collective over the world; blocks until all ranks are there.
   static std::shared_ptr<SharedMemory> of(const World& world);
 
-  // For this rank alone.
-  static std::shared_ptr<SharedMemory> alone();
+  // For this rank alone. With an arena, in its memory: whoever holds the arena's file can read it when the process is gone.
+  static std::shared_ptr<SharedMemory> alone(std::shared_ptr<shm::Arena> arena = nullptr);
 
   ~SharedMemory();
 
   int rank() const;  // among the ranks that share
   int size() const;
+
+  // Whether somebody else holds the memory, so that it outlives the ranks.
+  bool outlives_ranks() const { return outlives_ranks_; }
 
   // Zeroed memory that exists once for all ranks, at a multiple of 64 bytes. Collective, with the same size on every
   // rank; blocks. It stays valid until the last rank has released it. Throws SystemError: no memory left; PeerLost.
@@ -52,6 +57,14 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // The address here of the memory that `rank` has allocated at `place`. Throws SystemError: not mappable.
   const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
+  // In the arena of which rank of the machine `bytes` bytes at `address` lie, and where there: what another process that maps
+  // the arena's file needs to find them. None: in no arena.
+  struct Place {
+    int arena = 0;
+    std::uint64_t offset = 0;
+  };
+  std::optional<Place> locate(const void* address, std::size_t bytes) const;
+
   // Returns once every rank has called it; every write before it is visible after it. Waits at most for the world's
   // timeout. Throws MismatchError on all ranks: they announced different things, or are at different calls; PeerLost.
   void barrier(const Signature& announced = {.operation = Operation::kBarrier});
@@ -63,9 +76,11 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   void fail(const std::string& reason);
 
  private:
-  explicit SharedMemory(std::unique_ptr<shm::Group> group);
+  SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena);
 
   std::unique_ptr<shm::Group> group_;  // none: alone
+  std::shared_ptr<shm::Arena> arena_;  // alone: where memory comes from; none: ordinary memory
+  bool outlives_ranks_ = false;
 };
 
 }  // namespace lockstep

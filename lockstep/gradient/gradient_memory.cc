@@ -40,8 +40,8 @@ class GradientMemory::Pool : public std::enable_shared_from_this<Pool> {
       if (tensor.requires_grad() && tensor.nbytes() >= smallest()) free_[tensor.nbytes()];
   }
 
-  // One rank alone: nobody else reads its gradients, so any memory will do.
-  bool is_private() const { return memory_->size() == 1 && check_interval() == 0; }
+  // One rank alone: nobody else reads its gradients, so any memory will do, unless they are to outlive it.
+  bool is_private() const { return memory_->size() == 1 && !memory_->outlives_ranks() && check_interval() == 0; }
 
   // In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
   bool is_parents() const { return !process_.is_here(); }

@@ -35,6 +35,9 @@ class GradientSource {
   // The ranks that share the parameters: each updates a slice.
   virtual const std::shared_ptr<SharedMemory>& memory() const = 0;
 
+  // How many sources its gradients have in each step, where they are in memory that outlives the ranks; else 0.
+  virtual std::size_t kept_sources() const { return 0; }
+
   // The gradients of `parameters`. The pointers stay valid and unchanged until end_update(). Blocks until every rank's
   // gradients are there, and all ranks are about to update with the same `settings`. Throws UsageError: a gradient was
   // changed after backward(); MismatchError on all ranks: other settings, or a step that some ranks do not make;

@@ -95,6 +95,8 @@ SharedGradients::SharedGradients(std::shared_ptr<SharedMemory> memory, std::vect
 }
 SharedGradients::~SharedGradients() = default;
 
+std::size_t SharedGradients::kept_sources() const { return memory_->outlives_ranks() ? table_->rows() : 0; }
+
 double SharedGradients::begin(std::int64_t samples, const torch::Tensor& loss) {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();

@@ -83,6 +83,7 @@ class SharedGradients : public GradientSource {
   BatchTotals finish() { return exchange(/*in_step=*/false); }
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  std::size_t kept_sources() const override;
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
   void end_update() override;
 

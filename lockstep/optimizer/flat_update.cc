@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizer/flat_update.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
+#include <span>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/defects.h"
 #include "lockstep/optimizer/mean.h"
+#include "lockstep/optimizer/rule.h"
+#include "lockstep/optimizer/update_journal.h"
 
 namespace lockstep {
 namespace {
@@ -49,6 +56,41 @@ std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks
 // The dtype of a parameter's update and state: float64 for float64, float32 for all others.
 torch::ScalarType computed_in(const torch::Tensor& parameter) {
   return parameter.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32;
+}
+
+std::size_t gradient_bytes_of_chunk(const std::vector<torch::Tensor>& parameters) {
+  std::size_t most = 0;
+  for (const torch::Tensor& parameter : parameters) most = std::max(most, c10::elementSize(computed_in(parameter)));
+  return kMaxRun * most;
+}
+
+// That an update of a chunk writes, at most.
+std::size_t undo_bytes_of(const OptimizerState& state) {
+  std::size_t most = 0;
+  for (const torch::Tensor& parameter : state.parameters) {
+    const std::size_t lists = 1 + state.arrays.size() + (state.ema_decay > 0 ? 1 : 0);
+    const std::size_t each = lists * c10::elementSize(computed_in(parameter)) + (is_16_bit(parameter) ? 2 : 0);
+    most = std::max(most, kMaxRun * each);
+  }
+  return most;
+}
+
+StepRecord record_of(const UpdateStep& step, const OptimizerState& state, std::uint64_t number,
+                     const std::vector<char>& is_updated, const SharedMemory& memory) {
+  StepRecord record{.step = number,
+                    .clipping = step.clipping,
+                    .loss_scale = step.loss_scale,
+                    .weights = step.gradients.weights,
+                    .steps = state.steps,
+                    .is_updated = is_updated};
+  for (const auto& group : step.groups) record.options.push_back(own_options(group.options()).value());
+  const std::size_t sources = record.weights.size();
+  for (std::size_t i = 0; i < step.gradients.pointers.size(); ++i) {
+    const void* const gradient = step.gradients.pointers[i];
+    record.gradients.emplace_back();
+    if (gradient != nullptr) record.gradients.back() = memory.locate(gradient, state.parameters[i / sources].nbytes());
+  }
+  return record;
 }
 
 // A zeroed array beside each parameter that is `wanted`. All lie in one allocation, which the ranks share.
@@ -95,6 +137,16 @@ void convert(const From* __restrict from, std::int64_t count, To* __restrict to)
   for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i]);
 }
 
+// A rank that finishes what others left has one undo slot for certain.
+void on_calling_thread(std::int64_t begin, std::int64_t end, std::int64_t,
+                       const std::function<void(std::int64_t, std::int64_t)>& part) {
+  part(begin, end);
+}
+
+UpdateRule::Group group_with(const OptimizerOptions& options) {
+  return std::visit([](const auto& values) { return parameter_group({}, values); }, options);
+}
+
 }  // namespace
 
 // Note [The fused pass]
@@ -113,25 +165,108 @@ void convert(const From* __restrict from, std::int64_t count, To* __restrict to)
 //   update_from_scratch_memory()  own chunks: apply the rule
 // norms_ needs no third barrier: the two phases write different fields, and the next step writes only after
 // GradientSource::end_update(), which every rank calls when it has read them.
+//
+// Where other processes may have to finish the step (update_journal.h), they run the same passes, over the same memory, and
+// leave out what is marked as done.
 class FlatUpdate::Impl {
  public:
-  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state)
-      : memory_(std::move(memory)),
-        state_(state),
-        chunks_(cut_into_chunks(state.parameters)),
-        first_(first_chunk_of(memory_->rank(), memory_->size(), chunks_)),
-        last_(first_chunk_of(memory_->rank() + 1, memory_->size(), chunks_)),
-        is_updated_(state.parameters.size()) {
+  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options)
+      : Impl(std::move(memory), state, /*ranks=*/0) {
     const auto every = [](const torch::Tensor&) { return true; };
     for (auto& array : state.arrays) array = arrays_beside(state.parameters, *memory_, every);
     if (state.ema_decay > 0) state.averages = arrays_beside(state.parameters, *memory_, every);
     if (std::any_of(state.parameters.begin(), state.parameters.end(), is_16_bit))
       state.masters = arrays_beside(state.parameters, *memory_, is_16_bit);
+    if (options.kept_sources > 0) keep(options);
+  }
+
+  // Over what other ranks have left.
+  Impl(std::shared_ptr<SharedMemory> memory, KeptUpdate& kept)
+      : Impl(std::move(memory), kept.state, static_cast<int>(kept.shape.ranks)) {
+    norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(kept.norms)};
+    if (kept.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), kept.directions};
+    journal_.emplace(kept, std::min(memory_->rank(), static_cast<int>(kept.shape.ranks) - 1));
   }
 
   bool run(const UpdateStep& step) {
     ++number_;
     find_updated(step.gradients);
+    if (journal_) {
+      journal_->make_room(static_cast<std::size_t>(at::get_num_threads()));
+      journal_->write(record_of(step, state_, number_, is_updated_, *memory_));
+    }
+    const bool updated = complete(step);
+    if (!updated && journal_) journal_->write_skipped(number_);
+    return updated;
+  }
+
+  void note_state() {
+    if (!journal_) return;
+    const JournalShape& shape = journal_->shape();
+    journal_->write({.step = number_,
+                     .weights = std::vector<double>(shape.sources),
+                     .options = std::vector<OptimizerOptions>(shape.groups),
+                     .steps = state_.steps,
+                     .is_updated = std::vector<char>(shape.parameters),
+                     .gradients = std::vector<std::optional<SharedMemory::Place>>(shape.parameters * shape.sources)});
+  }
+
+  std::string manifest() const {
+    if (!journal_) return "";
+    const auto chunks = [this](const void* data, std::size_t each) {
+      return std::span(static_cast<const std::byte*>(data), chunks_.size() * each);
+    };
+    return manifest_of(state_, journal_->shape(),
+                       {.journal = journal_->memory(),
+                        .norms = chunks(norms_.get(), sizeof(Norms)),
+                        .directions = keeps_directions_ ? chunks(scratch_.get(), chunk_bytes_) : chunks(nullptr, 0)},
+                       *memory_);
+  }
+
+  void finish(const StepRecord& record, const UpdateStep& step) {
+    number_ = record.step;
+    undo_own_chunks();
+    memory_->barrier();
+    find_updated(step.gradients);
+    complete(step);
+    memory_->barrier();
+  }
+
+  double gradient_norm() const { return gradient_norm_; }
+
+ private:
+  // ranks: that may share the work; 0: all of them.
+  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int ranks)
+      : memory_(std::move(memory)),
+        state_(state),
+        chunks_(cut_into_chunks(state.parameters)),
+        chunk_bytes_(gradient_bytes_of_chunk(state.parameters)),
+        is_updated_(state.parameters.size()) {
+    const int sharers = ranks == 0 ? memory_->size() : std::min(ranks, memory_->size());
+    first_ = first_chunk_of(memory_->rank(), sharers, chunks_);
+    last_ = first_chunk_of(memory_->rank() + 1, sharers, chunks_);
+  }
+
+  // Collective, as are all calls that allocate.
+  void keep(const UpdateOptions& options) {
+    make_room_for_norms();
+    if (options.layerwise) {
+      scratch_ = memory_->allocate_common(chunks_.size() * chunk_bytes_);
+      first_in_scratch_ = 0;
+      keeps_directions_ = true;
+    }
+    journal_.emplace(memory_, JournalShape{.ranks = static_cast<std::size_t>(memory_->size()),
+                                           .parameters = state_.parameters.size(),
+                                           .groups = options.groups,
+                                           .sources = options.kept_sources,
+                                           .chunks = chunks_.size(),
+                                           .undo_bytes = undo_bytes_of(state_)});
+    journal_->make_room(static_cast<std::size_t>(at::get_num_threads()));
+    note_state();
+    memory_->barrier();
+  }
+
+  bool complete(const UpdateStep& step) {
     if (!step.loss_scale && step.clipping.max_norm <= 0 && !step.rule.layerwise()) {
       count_steps();
       update_in_one_pass(step);
@@ -145,9 +280,6 @@ class FlatUpdate::Impl {
     return true;
   }
 
-  double gradient_norm() const { return gradient_norm_; }
-
- private:
   void find_updated(const WeightedGradients& gradients) {
     const auto sources = static_cast<std::ptrdiff_t>(gradients.weights.size());
     auto pointer = gradients.pointers.begin();
@@ -161,40 +293,84 @@ class FlatUpdate::Impl {
     for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i] ? 1 : 0;
   }
 
-  // Calls each(number, chunk, T()) for this rank's chunks of parameters that are updated in this step, on several
-  // threads. T is the type that the parameter is computed in.
+  // Calls each(own, chunk, T()) for this rank's chunks of parameters that are updated in this step and that have not gone
+  // through `phase` in it yet, on several threads. T is the type that the parameter is computed in.
+  struct Own {
+    std::size_t number;  // of the chunk
+    UndoSlot* undo;      // of the thread, where there is a journal
+  };
   template <class Each>
-  void for_own_chunks(const UpdateStep& step, const Each& each) {
+  void for_own_chunks(const UpdateStep& step, ChunkPhase phase, const Each& each) {
+    if (journal_) journal_->begin_pass();
     const auto part = [&](std::size_t from, std::size_t to) {
+      UndoSlot* const undo = journal_ ? &journal_->take_slot() : nullptr;
       for (std::size_t i = from; i < to; ++i) {
         const Chunk& chunk = chunks_[i];
         if (!is_updated_[chunk.parameter]) continue;
+        if (journal_ && journal_->mark(i) >= key_of(number_, phase)) continue;
         if (computed_in(parameter_of(chunk)) == torch::kFloat64)
-          each(i, chunk, double());
+          each(Own{i, undo}, chunk, double());
         else
-          each(i, chunk, float());
+          each(Own{i, undo}, chunk, float());
       }
     };
     step.gradients.parallel_for(first_, last_, kPiecesPerTask, part);
   }
 
+  // Calls write(), which takes the chunk through `phase`, so that it can be undone until it is done.
+  void undoably(const Own& own, const Chunk& chunk, ChunkPhase phase, const auto& write) {
+    if (!journal_) return write();
+    const std::uint64_t key = key_of(number_, phase);
+    own.undo->save(own.number, key, written_in(phase, chunk));
+    write();
+    journal_->set_mark(own.number, key);
+  }
+
+  UndoSlot::Parts written_in(ChunkPhase phase, const Chunk& chunk) const {
+    UndoSlot::Parts parts;
+    const auto add = [&](const std::vector<torch::Tensor>& arrays) {
+      const std::size_t size = arrays[chunk.parameter].element_size();
+      parts.add(part_of<std::byte>(arrays, {chunk.parameter, chunk.begin * static_cast<std::int64_t>(size), 0}),
+                static_cast<std::size_t>(chunk.count) * size);
+    };
+    std::ranges::for_each(state_.arrays, add);
+    if (phase == ChunkPhase::kDirected) return parts;
+    if (!state_.averages.empty()) add(state_.averages);
+    if (is_16_bit(parameter_of(chunk))) add(state_.masters);
+    add(state_.parameters);
+    return parts;
+  }
+
+  // Puts back what a killed thread was writing, in the chunks that this rank is to finish.
+  void undo_own_chunks() {
+    for (UndoSlot* const slot : journal_->all_slots()) {
+      const std::size_t i = slot->chunk();
+      const std::uint64_t key = slot->key();
+      if (key == 0 || i < first_ || i >= last_) continue;
+      if (journal_->mark(i) < key) slot->restore(written_in(phase_of(key), chunks_[i]));
+      slot->clear();
+    }
+  }
+
   void update_in_one_pass(const UpdateStep& step) {
-    for_own_chunks(step, [&](std::size_t, const Chunk& chunk, auto type) {
+    for_own_chunks(step, ChunkPhase::kUpdated, [&](const Own& own, const Chunk& chunk, auto type) {
       using T = decltype(type);
       alignas(kCacheLine) T gradient[kMaxRun];
       sum_gradients(step, chunk, gradient);
       if (step.clipping.max_value > 0) scale_and_clamp(gradient, chunk.count, 1, step.clipping.max_value);
-      update(step, chunk, gradient, /*trust=*/1);
+      update(step, own, chunk, gradient, /*trust=*/1);
     });
   }
 
   void reduce(const UpdateStep& step) {
     make_room_for_norms();
-    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
+    make_scratch_memory();
+    const ChunkPhase next = step.rule.layerwise() ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
+    for_own_chunks(step, next, [&](const Own& own, const Chunk& chunk, auto type) {
       using T = decltype(type);
-      T* const gradient = scratch<T>(number);
+      T* const gradient = scratch<T>(own.number);
       sum_gradients(step, chunk, gradient);
-      norms_[number].gradient = square_norm(gradient, chunk.count);
+      norms_[own.number].gradient = square_norm(gradient, chunk.count);
     });
     memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
@@ -211,14 +387,16 @@ class FlatUpdate::Impl {
 
   void find_directions(const UpdateStep& step) {
     const double factor = defect("layerwise rules are not clipped") ? 1 : clip_factor(step.clipping);
-    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
+    for_own_chunks(step, ChunkPhase::kDirected, [&](const Own& own, const Chunk& chunk, auto type) {
       using T = decltype(type);
-      T* const gradient = scratch<T>(number);
+      T* const gradient = scratch<T>(own.number);
       scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
       const Run<T> run = run_of(chunk, gradient, /*trust=*/1);
-      step.rule.direct(group_of(step, chunk), run);
-      norms_[number].parameter = square_norm(run.parameter, chunk.count);
-      norms_[number].direction = square_norm(gradient, chunk.count);
+      undoably(own, chunk, ChunkPhase::kDirected, [&] {
+        step.rule.direct(group_of(step, chunk), run);
+        norms_[own.number].parameter = square_norm(run.parameter, chunk.count);
+        norms_[own.number].direction = square_norm(gradient, chunk.count);
+      });
     });
     memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
     find_trust_ratios(step);
@@ -238,12 +416,12 @@ class FlatUpdate::Impl {
 
   void update_from_scratch_memory(const UpdateStep& step) {
     const double factor = clip_factor(step.clipping);
-    for_own_chunks(step, [&](std::size_t number, const Chunk& chunk, auto type) {
+    for_own_chunks(step, ChunkPhase::kUpdated, [&](const Own& own, const Chunk& chunk, auto type) {
       using T = decltype(type);
-      T* const gradient = scratch<T>(number);
+      T* const gradient = scratch<T>(own.number);
       if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
       const bool trusts = step.rule.layerwise() && !defect("the trust ratio is dropped");
-      update(step, chunk, gradient, trusts ? trust_[chunk.parameter] : 1);
+      update(step, own, chunk, gradient, trusts ? trust_[chunk.parameter] : 1);
     });
   }
 
@@ -260,11 +438,13 @@ class FlatUpdate::Impl {
   }
 
   template <class T>
-  void update(const UpdateStep& step, const Chunk& chunk, T* gradient, double trust) {
+  void update(const UpdateStep& step, const Own& own, const Chunk& chunk, T* gradient, double trust) {
     const Run<T> run = run_of(chunk, gradient, trust);
-    step.rule.update(group_of(step, chunk), run);
-    if (!state_.averages.empty()) update_average(chunk, run);
-    with_16_bits(chunk, [&](auto* stored) { convert(run.parameter, chunk.count, stored); });
+    undoably(own, chunk, ChunkPhase::kUpdated, [&] {
+      step.rule.update(group_of(step, chunk), run);
+      if (!state_.averages.empty()) update_average(chunk, run);
+      with_16_bits(chunk, [&](auto* stored) { convert(run.parameter, chunk.count, stored); });
+    });
   }
 
   const UpdateRule::Group& group_of(const UpdateStep& step, const Chunk& chunk) const {
@@ -318,10 +498,10 @@ class FlatUpdate::Impl {
     return static_cast<T*>(arrays[chunk.parameter].mutable_data_ptr()) + chunk.begin;
   }
 
-  // Where the gradient of an own chunk is kept between two passes: private memory, 8 bytes for each element.
+  // Where the gradient of an own chunk is kept between two passes.
   template <class T>
   T* scratch(std::size_t chunk) {
-    return reinterpret_cast<T*>(scratch_.data() + (chunk - first_) * kMaxRun * sizeof(double));
+    return reinterpret_cast<T*>(scratch_.get() + (chunk - first_in_scratch_) * chunk_bytes_);
   }
 
   // Collective, in the first step that needs norms.
@@ -329,26 +509,57 @@ class FlatUpdate::Impl {
     if (norms_ != nullptr) return;
     norms_ = std::reinterpret_pointer_cast<Norms[]>(
         memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
-    scratch_.resize((last_ - first_) * kMaxRun * sizeof(double));
+  }
+
+  // Of this rank, unless others may have to go on from the directions that are there between two passes.
+  void make_scratch_memory() {
+    if (scratch_ != nullptr) return;
+    scratch_ = SharedMemory::alone()->allocate((last_ - first_) * chunk_bytes_).data;
+    first_in_scratch_ = first_;
   }
 
   std::shared_ptr<SharedMemory> memory_;
   OptimizerState& state_;
   std::vector<Chunk> chunks_;
-  std::size_t first_;  // this rank owns chunks [first_, last_)
+  std::size_t chunk_bytes_;  // of a gradient in scratch_
+  std::size_t first_;        // this rank owns chunks [first_, last_)
   std::size_t last_;
-  std::vector<char> is_updated_;    // in this step, each parameter: some source has a gradient for it
-  std::shared_ptr<Norms[]> norms_;  // of each chunk; shared
-  std::vector<std::byte> scratch_;
-  std::vector<double> trust_;  // of each parameter
+  std::vector<char> is_updated_;         // in this step, each parameter: some source has a gradient for it
+  std::shared_ptr<Norms[]> norms_;       // of each chunk; shared
+  std::shared_ptr<std::byte> scratch_;   // of chunks from first_in_scratch_ on
+  std::size_t first_in_scratch_ = 0;
+  bool keeps_directions_ = false;        // scratch_ is shared, and has all chunks
+  std::vector<double> trust_;            // of each parameter
   double gradient_norm_ = 0;
   std::uint64_t number_ = 0;  // of the step
+  std::optional<JournalWriter> journal_;
 };
 
-FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state)
-    : impl_(std::make_unique<Impl>(std::move(memory), state)) {}
+FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(memory), state, options)) {}
 FlatUpdate::~FlatUpdate() = default;
 bool FlatUpdate::run(const UpdateStep& step) { return impl_->run(step); }
 double FlatUpdate::gradient_norm() const { return impl_->gradient_norm(); }
+void FlatUpdate::note_state() { impl_->note_state(); }
+std::string FlatUpdate::manifest() const { return impl_->manifest(); }
+
+std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, KeptUpdate& kept) {
+  const std::optional<StepRecord> record = UpdateJournal(kept.journal, kept.shape).newest();
+  if (!record) return 0;
+  kept.state.steps = record->steps;
+  if (record->skipped) return record->step;
+  WeightedGradients gradients{.weights = record->weights, .parallel_for = on_calling_thread};
+  for (std::size_t i = 0; i < record->gradients.size(); ++i) {
+    const auto& place = record->gradients[i];
+    const std::size_t bytes = kept.state.parameters[i / record->weights.size()].nbytes();
+    gradients.pointers.push_back(place ? kept.find(*place, bytes) : nullptr);
+  }
+  std::vector<UpdateRule::Group> groups;
+  for (const OptimizerOptions& options : record->options) groups.push_back(group_with(options));
+  const auto rule = rule_of(record->options.front());
+  Impl(std::move(memory), kept)
+      .finish(*record, {*rule, groups, gradients, record->clipping, record->loss_scale});
+  return record->step;
+}
 
 }  // namespace lockstep

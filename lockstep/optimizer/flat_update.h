@@ -22,32 +22,14 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/gradient/gradient_source.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer_state.h"
 
 namespace lockstep {
-
-// The parameters of an optimizer and what it keeps beside each of them: tensors of the parameter's shape and memory order,
-// of float32 for 16-bit parameters. Where each rank has a slice of them: beside each part of it (gradient/gradient_slices.h).
-struct OptimizerState {
-  std::vector<torch::Tensor> parameters;  // each once, also if it has two names
-  std::vector<std::size_t> group_of;      // the parameter group of each
-  std::vector<std::int64_t> steps;        // updates so far
-  std::vector<std::vector<torch::Tensor>>
-      arrays;                           // [name][parameter or part], in the order of UpdateRule::state_names()
-  std::vector<torch::Tensor> averages;  // with ema_decay
-  std::vector<torch::Tensor> masters;   // the float32 originals of 16-bit parameters; else undefined
-  double ema_decay = 0;                 // 0: no moving average
-};
-
-inline bool is_16_bit(const torch::Tensor& parameter) { return parameter.element_size() == 2; }
-
-// The dtype of what an optimizer keeps beside a parameter.
-inline torch::ScalarType state_dtype(const torch::Tensor& parameter) {
-  return is_16_bit(parameter) ? torch::kFloat32 : parameter.scalar_type();
-}
 
 // What one step works on. The mean gradient is divided by the loss scale and clipped before the rule gets it.
 struct UpdateStep {
@@ -58,11 +40,21 @@ struct UpdateStep {
   std::optional<double> loss_scale{};  // given: the step is skipped on all ranks if any element on any is not finite
 };
 
+// For updates that other processes can finish, where parameters and gradients are in memory that outlives the ranks
+// (update_journal.h). The optimizer is one of lockstep's own.
+struct UpdateOptions {
+  std::size_t kept_sources = 0;  // of gradients; 0: no such update
+  std::size_t groups = 1;
+  bool layerwise = false;
+};
+
+struct KeptUpdate;
+
 class FlatUpdate {
  public:
   // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. Blocks. Throws
   // SystemError: no memory; PeerLost.
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state);
+  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options = {});
   ~FlatUpdate();
 
   // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
@@ -71,6 +63,18 @@ class FlatUpdate {
   bool run(const UpdateStep& step);
 
   double gradient_norm() const;  // before clipping, of the last step; 0 if no norm was needed
+
+  // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
+  void note_state();
+
+  // Where all of this is, for KeptUpdate; "" without kept_sources.
+  std::string manifest() const;
+
+  // Completes the step in which the ranks of `kept` were lost, if all of them had begun it, in their memory. kept.state then
+  // is that after the step. The ranks of `memory` call together, and share the work out; none of the old ones writes any
+  // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
+  // again with the ranks that come next.
+  static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, KeptUpdate& kept);
 
  private:
   class Impl;

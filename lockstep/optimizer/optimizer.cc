@@ -2,9 +2,13 @@
 #include "lockstep/optimizer.h"
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <typeinfo>
 #include <unordered_map>
 
 #include "lockstep/base/fault.h"
+#include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
@@ -15,6 +19,7 @@
 #include "lockstep/optimizer/device_update.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizer/rule.h"
+#include "lockstep/optimizer/update_journal.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -45,6 +50,35 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
   if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
     throw no_such_state(name, like);
   return found->second;
+}
+
+// All that an update writes.
+std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
+  std::vector<torch::Tensor> all = state.parameters;
+  const auto add = [&](const std::vector<torch::Tensor>& tensors) { std::ranges::copy(tensors, std::back_inserter(all)); };
+  std::ranges::for_each(state.arrays, add);
+  add(state.averages);
+  add(state.masters);
+  std::erase_if(all, [](const torch::Tensor& tensor) { return !tensor.defined(); });
+  return all;
+}
+
+void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<torch::Tensor>& theirs) {
+  const auto alike = [](const torch::Tensor& a, const torch::Tensor& b) {
+    return a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
+  };
+  if (std::ranges::equal(mine, theirs, alike)) return;
+  throw CheckpointError({.what = "the parameters and the optimizer are not those of the ranks that were lost",
+                         .likely = "a program that makes another model when it is started again",
+                         .next = "make the same model and optimizer in every process of the job"});
+}
+
+// Each rank copies its part of the bytes.
+void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, int ranks) {
+  const auto begin = [&](int part) { return to.nbytes() * static_cast<unsigned>(part) / static_cast<unsigned>(ranks); };
+  if (to.nbytes() > 0)
+    std::memcpy(static_cast<std::byte*>(to.mutable_data_ptr()) + begin(rank),
+                static_cast<const std::byte*>(from.const_data_ptr()) + begin(rank), begin(rank + 1) - begin(rank));
 }
 
 // Empty: the parameters are in one place.
@@ -128,11 +162,45 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all);
+    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all, update_options(all));
     return;
   }
   all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
+}
+
+// Others can finish an update only by a rule that they can make again from its options.
+UpdateOptions Optimizer::update_options(const Layout& all) const {
+  const UpdateRule& own = *rule_;
+  for (const auto& group : param_groups_) {
+    const auto options = own_options(group.options());
+    if (!options) return {};
+    const auto again = rule_of(*options);
+    if (const UpdateRule& other = *again; typeid(other) != typeid(own)) return {};
+  }
+  const SharedMemory& memory = *source_->memory();
+  for (const torch::Tensor& parameter : all.parameters)
+    if (parameter.numel() > 0 && !memory.locate(parameter.const_data_ptr(), parameter.nbytes())) return {};
+  return {.kept_sources = source_->kept_sources(), .groups = param_groups_.size(), .layerwise = rule_->layerwise()};
+}
+
+std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->manifest() : ""; }
+
+std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
+  Layout& all = layout();
+  KeptUpdate kept(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
+    return find(place.arena, place.offset, bytes);
+  });
+  const auto mine = tensors_of(all), theirs = tensors_of(kept.state);
+  require_alike(mine, theirs);
+  const std::shared_ptr<SharedMemory>& memory = source_->memory();
+  const std::uint64_t calls = FlatUpdate::finish(memory, kept);
+  const ParameterWrite write;
+  for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
+  all.steps = kept.state.steps;
+  all.flat->note_state();
+  memory->barrier();
+  return calls;
 }
 
 torch::Tensor Optimizer::step(LossClosure closure) {
@@ -275,8 +343,9 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
       value.defined() ? torch::Tensor((*list)[i]).copy_(value) : torch::Tensor((*list)[i]).zero_();
   }
   all.noted_writes = all.writes();
-  if (state.empty()) return;  // as before its first update
-  all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+  if (!state.empty())  // else as before its first update
+    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+  if (all.flat) all.flat->note_state();
 }
 
 void Optimizer::broadcast_state(const World& world, int root) {
@@ -292,6 +361,7 @@ void Optimizer::broadcast_state(const World& world, int root) {
   }
   all.states_set = 0;
   all.noted_writes = all.writes();
+  if (all.flat) all.flat->note_state();
 }
 
 void Optimizer::attach(std::shared_ptr<GradientSource> source) {

@@ -32,12 +32,12 @@ OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
   return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
 }
 
-// Calls option(name, field) for every field. Returns whether these are options of lockstep's.
+// Calls visit() with the values, if these are options of lockstep's. Returns whether they are.
 template <std::size_t... i>
-bool visit_if_of_a_kind(torch::optim::OptimizerOptions& options, const auto& option, std::index_sequence<i...>) {
+bool visit_if_of_a_kind(torch::optim::OptimizerOptions& options, const auto& visit, std::index_sequence<i...>) {
   const auto visit_if = [&]<class Options>(std::type_identity<Options>) {
     auto* const group = dynamic_cast<GroupOptions<Options>*>(&options);
-    if (group != nullptr) visit_fields(group->values, option);
+    if (group != nullptr) visit(group->values);
     return group != nullptr;
   };
   return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
@@ -82,7 +82,9 @@ OptionValues values_of(const torch::optim::OptimizerOptions& options) {
 
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option) {
-  const auto tell = [&](const char* name, auto value) { option(name, static_cast<double>(value)); };
+  const auto tell = [&](const auto& values) {
+    visit_fields(values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
+  };
   auto& same = const_cast<torch::optim::OptimizerOptions&>(options);  // which nothing here writes to
   if (!visit_if_of_a_kind(same, tell, kAllKinds)) option("lr", options.get_lr());
 }
@@ -91,7 +93,19 @@ void set_options(torch::optim::OptimizerOptions& options, const OptionValues& va
   const auto set = [&]<class Value>(const char* name, Value& value) {
     if (const auto given = values.find(name); given != values.end()) value = static_cast<Value>(given->second);
   };
-  if (!visit_if_of_a_kind(options, set, kAllKinds) && values.contains("lr")) options.set_lr(values.at("lr"));
+  const auto set_all = [&](auto& own) { visit_fields(own, set); };
+  if (!visit_if_of_a_kind(options, set_all, kAllKinds) && values.contains("lr")) options.set_lr(values.at("lr"));
+}
+
+std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options) {
+  std::optional<OptimizerOptions> own;
+  auto& same = const_cast<torch::optim::OptimizerOptions&>(options);
+  visit_if_of_a_kind(same, [&](const auto& values) { own = values; }, kAllKinds);
+  return own;
+}
+
+std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options) {
+  return std::visit([](const auto& values) { return rule_of(values); }, options);
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {

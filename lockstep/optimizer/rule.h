@@ -5,6 +5,8 @@
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <optional>
 
 #include "lockstep/optimizers.h"
 
@@ -19,6 +21,11 @@ void visit_options(const torch::optim::OptimizerOptions& options,
 
 // Sets those of `values` that the options of a parameter group have, as values_of() has named them.
 void set_options(torch::optim::OptimizerOptions& options, const OptionValues& values);
+// The options of a parameter group, if they are of one of lockstep's optimizers.
+std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options);
+
+// The rule that these options choose.
+std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options);
 
 // Rule derives from this and has:
 //   template <class T> static void apply(const Options&, const Run<T>&);

@@ -20,6 +20,7 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/in_place_state.h"
 #include "lockstep/train/run_facts.h"
 #include "lockstep/train/snapshot.h"
 
@@ -94,14 +95,16 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
-  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size())
-    kept_.emplace(step_world_, *memory, kShareForKeeping);
-  if (!go_on_from_memory()) {
-    if (options.resume) resume();
-    keep_state();
+  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size()) {
+    in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
+    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForKeeping);
   }
+  if (!go_on_from_memory() && options.resume) resume();
+  begin_to_keep();
   name_modules(named_parameters(strategy.model()));
 }
+
+TrainingLoop::~TrainingLoop() = default;
 
 Json TrainingLoop::run() {
   own_progress::enter(Phase::kOwnCode);
@@ -167,6 +170,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   require_finite_loss(totals);
   curves_.add_histograms(strategy_.model(), position_.step);
   set_learning_rate(strategy_.optimizer(), learning_rate());
+  keep_own_state(totals, since_last_step.seconds());
   strategy_.update();
   record_step(totals, since_last_step.seconds());
   make_room_to_save();
@@ -198,22 +202,32 @@ double TrainingLoop::learning_rate() const {
          schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), position_.step);
 }
 
+Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
+  return {{"event", "step"},          {"epoch", position_.epoch},
+          {"step", position_.step},  // since the start of the run, from 0
+          {"loss", totals.mean_loss}, {"seconds", seconds},
+          {"samples", totals.samples}};
+}
+
+Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
+  Position next = position_;
+  ++next.step;
+  ++next.step_in_epoch;
+  next.samples += totals.samples;
+  next.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
+  next.epoch_samples += totals.samples;
+  next.epoch_seconds += seconds;
+  return next;
+}
+
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  Json event = {{"event", "step"},          {"epoch", position_.epoch},
-                {"step", position_.step},  // since the start of the run, from 0
-                {"loss", totals.mean_loss}, {"seconds", seconds},
-                {"samples", totals.samples}};
+  Json event = step_event(totals, seconds);
   own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   record_saved();
   event["learning_rate"] = learning_rate();
   curves_.add(event, position_.step);
-  ++position_.step;
-  ++position_.step_in_epoch;
-  position_.samples += totals.samples;
-  position_.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
-  position_.epoch_samples += totals.samples;
-  position_.epoch_seconds += seconds;
+  position_ = after_step(totals, seconds);
   progress_.step(position_, totals.mean_loss);
 }
 
@@ -287,6 +301,10 @@ void TrainingLoop::keep_state() {
   kept_->keep(position_.step, parts.common, parts.own);
 }
 
+void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
+  if (in_place_) in_place_->publish(after_step(totals, seconds), step_event(totals, seconds).dump());
+}
+
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
@@ -348,15 +366,30 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// After the loss of a rank. False: nothing was kept.
+// After the loss of a rank. False: nothing was kept. The event of the last step is written once more where it may be missing.
 bool TrainingLoop::go_on_from_memory() {
-  const bool found = kept_ && kept_->found() != nullptr;
-  if (found) {
+  std::string last_step;
+  if (in_place_) {
+    const auto found = in_place_->take_over();
+    if (!found) return false;
+    position_ = found->position;
+    last_step = found->last_step;
+  } else {
+    if (!kept_ || kept_->found() == nullptr) return false;
     position_ = restore_parts(*kept_->found(), world_, strategy_, options_);
-    metrics_.write({{"event", "resume"}, {"step", position_.step}});
   }
-  if (kept_) kept_->taken();
-  return found;
+  metrics_.write({{"event", "resume"}, {"step", position_.step}});
+  if (!last_step.empty()) metrics_.write(Json::parse(last_step));
+  if (in_place_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on at step ", position_.step));
+  return true;
+}
+
+void TrainingLoop::begin_to_keep() {
+  if (in_place_) return in_place_->begin(position_);
+  if (!kept_) return;
+  const bool is_kept = kept_->found() != nullptr;
+  kept_->taken();
+  if (!is_kept) keep_state();
 }
 
 // Rank 0 finds and verifies the newest file.

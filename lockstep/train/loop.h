@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "lockstep/checkpoint/checkpoint_writer.h"
@@ -25,6 +26,8 @@
 
 namespace lockstep {
 
+class InPlaceState;
+
 class TrainingLoop {
  public:
   // After the loss of a rank, goes on from what the ranks have kept in memory (train/loop_state.h). Else resumes from the
@@ -32,6 +35,7 @@ class TrainingLoop {
   // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
+  ~TrainingLoop();
 
   // Trains to the end of the last epoch, or to --max-steps; or until the job is asked to stop (lockstep/stop.h): then all
   // ranks leave after the same step, with a checkpoint. Blocks. Returns what the last line of the metrics says.
@@ -47,6 +51,8 @@ class TrainingLoop {
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;
+  Json step_event(const BatchTotals& totals, double seconds) const;
+  Position after_step(const BatchTotals& totals, double seconds) const;
   void record_step(const BatchTotals& totals, double seconds);
   void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
@@ -54,6 +60,7 @@ class TrainingLoop {
 
   void open_checkpoints();
   void keep_state();
+  void keep_own_state(const BatchTotals& totals, double seconds);
   void save_checkpoint();
   void make_room_to_save();
   void record_saved();
@@ -63,6 +70,7 @@ class TrainingLoop {
   void require_recorded();
   void resume();
   bool go_on_from_memory();
+  void begin_to_keep();
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
 
@@ -79,7 +87,8 @@ class TrainingLoop {
   Timeline timeline_;
   Position position_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
-  std::optional<LoopState> kept_;                // where a launcher replaces lost ranks
+  std::unique_ptr<InPlaceState> in_place_;       // where a launcher replaces lost ranks, and the state lies in its memory
+  std::optional<LoopState> kept_;                // where it does not lie there
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;

@@ -31,7 +31,8 @@ constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
 
 const std::string kOptimizer = "optimizer.";
-const std::string kOwnState = "own.";
+const std::string kOwnPart = "own.";
+const std::string kOwnGenerator = "rng.cpu";
 constexpr int kTag = 0;  // no other messages are under way between two steps
 
 // What a rank draws from: the CPU's generator, and its GPU's where it has one.
@@ -331,7 +332,7 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
   parts.common.metadata = metadata_of(position, options);
   for (const torch::Device device : devices_with_generators(world))
     parts.own.tensors[generator_name(device, world.rank())] = generator_state(device);
-  for (const auto& [name, tensor] : strategy.own_state()) parts.own.tensors[kOwnState + name] = tensor;
+  for (const auto& [name, tensor] : strategy.own_state()) parts.own.tensors[kOwnPart + name] = tensor;
   return parts;
 }
 
@@ -379,10 +380,32 @@ Position restore_parts(const LoopState::Found& found, const World& world, Strate
   if (!found.is_own_rank) return position;
   std::vector<NamedTensor> own;
   for (const auto& [name, entry] : found.own.entries())
-    if (name.starts_with(kOwnState)) own.push_back({name.substr(kOwnState.size()), found.own.read(name)});
+    if (name.starts_with(kOwnPart)) own.push_back({name.substr(kOwnPart.size()), found.own.read(name)});
   strategy.set_own_state(own);
   for (const torch::Device device : devices_with_generators(world))
     if (const auto saved = kept_tensor(found, generator_name(device, world.rank()))) set_generator_state(device, *saved);
+  return position;
+} catch (const std::out_of_range&) {
+  throw no_checkpoint();
+}
+
+TensorFile own_state(Strategy& strategy, const Position& position, const TrainOptions& options) {
+  TensorFile file;
+  file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+  file.tensors[kOwnGenerator] = generator_state(torch::kCPU);
+  for (const auto& [name, tensor] : named_buffers(strategy.model())) file.tensors["model." + name] = tensor;
+  for (const auto& [name, tensor] : strategy.state()) file.tensors["strategy." + name] = tensor;
+  return file;
+}
+
+Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options) try {
+  const torch::NoGradGuard no_grad;
+  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), resume_fingerprint(options));
+  const Position position = nlohmann::json::parse(file.metadata().at(kPosition));
+  for (const auto& [name, tensor] : named_buffers(strategy.model())) torch::Tensor(tensor).copy_(file.read("model." + name));
+  for (const auto& [name, tensor] : strategy.state()) torch::Tensor(tensor).copy_(file.read("strategy." + name));
+  strategy.restored(position.step);
+  set_generator_state(torch::kCPU, file.read(kOwnGenerator));
   return position;
 } catch (const std::out_of_range&) {
   throw no_checkpoint();

@@ -99,6 +99,13 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 Position restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                        const TrainOptions& options);
 
+// What this rank alone has, beside parameters and the optimizer's state: its generators, buffers, what the strategy keeps, and
+// the position. Refers to the strategy's tensors.
+TensorFile own_state(Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Puts it back, after parameters and the optimizer's state. Collective. Throws CheckpointError, as restore_snapshot().
+Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options);
+
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);
 

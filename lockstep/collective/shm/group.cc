@@ -172,6 +172,8 @@ std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes)
   return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
 }
 
+Place Group::locate(const void* address, std::size_t bytes) const { return parts_->state.locate(address, bytes); }
+
 int Group::run(const Call& call) {
   require_own_process();
   check_call(call, size());

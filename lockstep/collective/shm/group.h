@@ -46,6 +46,7 @@
 namespace lockstep::shm {
 
 class Machine;
+struct Place;
 
 class Group {
  public:
@@ -76,6 +77,9 @@ class Group {
   // Where a peer's Memory of `bytes` bytes at its offset() is for this rank. What may be read there, and when, is up to
   // the callers: wait with barrier(). Throws SystemError: not mappable.
   std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes);
+
+  // The other way round: in the arena of which rank of the machine `bytes` bytes at `address` lie, and where there.
+  Place locate(const void* address, std::size_t bytes) const;
 
   void barrier() { run({.operation = Operation::kBarrier}); }
   void all_reduce(Call call) { run_as_operation(Operation::kAllReduce, call); }

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/in_place_state.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/program_identity.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/base/write_all.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// Names in the launcher's memory; that of arenas is rendezvous_server.cc's.
+constexpr const char* kManifest = "manifest";
+constexpr const char* kArena = "arena";
+constexpr const char* kOwnState = "own state";
+
+constexpr const char* kLastStep = "lockstep.last_step";
+
+ImageOwner owner_in(const World& world) {
+  return {.rank = world.rank(), .ranks = world.size(), .local_rank = world.local_rank(), .local_ranks = world.size()};
+}
+
+std::size_t size_of_kept(int fd) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) throw system_error("look at", "the memory of a lost rank");
+  return to_size(status.st_size);
+}
+
+// All of it, for as long as somebody holds it.
+std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes) {
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) throw system_error("map", "the memory of a lost rank");
+  return {static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }};
+}
+
+// The text of which program wrote the memory, in its first line, and the optimizer's manifest.
+std::string manifest_with_program(const std::string& manifest) { return concat(program_identity(), "\n", manifest); }
+
+std::string without_program(const std::string& text) {
+  const std::size_t end = text.find('\n');
+  if (text.substr(0, end) != program_identity())
+    throw CheckpointError({.what = concat("the state in memory is that of another program: ", text.substr(0, end)),
+                           .here = program_identity(),
+                           .likely = "the program, lockstep or libtorch was replaced while the job ran",
+                           .next = "end the job, and start it again with --resume"});
+  return text.substr(end + 1);
+}
+
+std::string read_manifest(const std::vector<JobMemory::Kept>& kept) {
+  for (const JobMemory::Kept& each : kept)
+    if (const std::size_t bytes = each.name == kManifest ? size_of_kept(each.fd.get()) : 0; bytes > 0)
+      return {reinterpret_cast<const char*>(map_kept(each.fd.get(), bytes).get()), bytes};
+  return "";
+}
+
+class LostArenas {
+ public:
+  explicit LostArenas(const std::vector<JobMemory::Kept>& kept) {
+    for (const JobMemory::Kept& each : kept)
+      if (const std::size_t bytes = each.name == kArena ? size_of_kept(each.fd.get()) : 0; bytes > 0)
+        arenas_.try_emplace(each.local_rank, map_kept(each.fd.get(), bytes), bytes);  // the first is that of its World
+  }
+
+  std::byte* find(int rank, std::uint64_t offset, std::size_t bytes) const {
+    const auto found = arenas_.find(rank);
+    if (found == arenas_.end() || offset + bytes > found->second.bytes)
+      throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
+                             .next = "start the job again with --resume"});
+    return found->second.memory.get() + offset;
+  }
+
+ private:
+  struct Arena {
+    Arena(std::shared_ptr<std::byte> mapped, std::size_t all) : memory(std::move(mapped)), bytes(all) {}
+    std::shared_ptr<std::byte> memory;
+    std::size_t bytes;
+  };
+  std::map<int, Arena> arenas_;
+};
+
+// What the former rank of this number has published for so many updates; of a number that there was not, the first rank's.
+SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int rank, std::int64_t updates) {
+  const auto images = images_in(kept, kOwnState);
+  for (const int wanted : {rank, 0})
+    for (const KeptImage& image : images)
+      if (image.owner.rank == wanted && image.step == updates) return reader_of(image.bytes, image.size);
+  throw CheckpointError({.what = concat("no rank has kept its own state after ", updates, " updates"),
+                         .next = "start the job again with --resume"});
+}
+
+}  // namespace
+
+std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& world, Strategy& strategy,
+                                               const TrainOptions& options) {
+  const std::string manifest = strategy.optimizer().manifest();
+  const auto all = world.exchange_texts(manifest.empty() ? "no" : "yes");
+  if (std::ranges::count(all, "no") > 0) return nullptr;
+  if (world.rank() == 0) {
+    const UniqueFd fd(::memfd_create("lockstep manifest", MFD_CLOEXEC));
+    if (!fd || !write_all(fd.get(), manifest_with_program(manifest)))
+      throw system_error("make shared memory for", "the manifest of the optimizer's state");
+    memory.keep(kManifest, fd.get());
+  }
+  return std::unique_ptr<InPlaceState>(new InPlaceState(memory, world, strategy, options));
+}
+
+InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& strategy, const TrainOptions& options)
+    : memory_(memory),
+      world_(world),
+      strategy_(strategy),
+      options_(options),
+      own_(memory, kOwnState, owner_in(world)) {}
+
+std::optional<InPlaceState::Found> InPlaceState::take_over() {
+  const std::vector<JobMemory::Kept> kept = memory_.previous();
+  const std::string text = read_manifest(kept);
+  const auto all = world_.exchange_texts(text.empty() ? "no" : "yes");
+  if (std::ranges::count(all, "no") > 0) return std::nullopt;
+  const LostArenas arenas(kept);
+  const auto find = [&](int rank, std::uint64_t offset, std::size_t bytes) { return arenas.find(rank, offset, bytes); };
+  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(without_program(text), find));
+  const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
+  const Position position = restore_own_state(own, strategy_, options_);
+  return Found{position, own.metadata().at(kLastStep)};
+}
+
+void InPlaceState::begin(const Position& position) {
+  updates_ = -1;
+  publish(position, "");
+  world_.barrier();
+  if (world_.rank() == 0) memory_.complete();
+}
+
+void InPlaceState::publish(const Position& position, const std::string& last_step) {
+  TensorFile file = own_state(strategy_, position, options_);
+  file.metadata[kLastStep] = last_step;
+  own_.write(++updates_, file);
+}
+
+}  // namespace lockstep
