@@ -37,6 +37,8 @@ struct RunArguments {
   std::string master_addr;
   std::string output = "prefix";
   double grace_seconds = 5;
+  double hang_seconds = std::chrono::duration<double>(HangOptions().timeout).count();
+  std::string on_hang = name_of(HangOptions().then);
   bool no_pin = false;
   bool insecure_network = false;
   int workers = 0;
@@ -119,6 +121,12 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0));
+  app.add_option("--hang-timeout", arguments.hang_seconds,
+                 "seconds without progress of any rank after which their stacks are shown; 0: never")
+      ->check(CLI::Range(0.0, 31536000.0));
+  app.add_option("--on-hang", arguments.on_hang,
+                 "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report")
+      ->check(CLI::IsMember(all_names<OnHang>()));
 }
 
 // Of CUDA_VISIBLE_DEVICES those before the first that does not exist, as CUDA reads it.
@@ -226,6 +234,8 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   options.ranks = arguments.workers > 0 ? options.servers + arguments.workers : number_of_ranks(arguments.ranks);
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
   options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
+  options.hang = {.timeout = std::chrono::milliseconds(static_cast<long>(arguments.hang_seconds * 1000)),
+                  .then = value_named<OnHang>(arguments.on_hang, "--on-hang")};
   options.pin = !arguments.no_pin;
   options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it
   if (arguments.meeting.standalone) {

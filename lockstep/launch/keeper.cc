@@ -58,14 +58,24 @@ void Keeper::accept_new() {
 }
 
 // Whoever says anything else than a KeeperMessage is disconnected.
-void Keeper::serve(Client& client) {
+bool Keeper::serve(Client& client) {
   KeeperMessage message;
   std::vector<UniqueFd> descriptors;
-  const auto bytes = receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)),
-                                              descriptors, 0);
-  if (bytes < 0) return;
-  if (bytes != sizeof message || !message.is_well_formed()) return client.socket.reset();
-  handle(client, message, descriptors);
+  const auto bytes =
+      receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
+  if (bytes < 0) return false;
+  if (bytes == sizeof message && message.is_well_formed())
+    handle(client, message, descriptors);
+  else
+    client.socket.reset();
+  return true;
+}
+
+void Keeper::read_all() {
+  accept_new();
+  for (Client& client : clients_)
+    while (client.socket && serve(client)) {
+    }
 }
 
 void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors) {
@@ -101,7 +111,8 @@ void Keeper::send_kept(Client& client, int generation) {
 }
 
 bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
-  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer))) return true;
+  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer)))
+    return true;
   client.socket.reset();
   return false;
 }

@@ -16,6 +16,8 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/hang_watch.h"
+#include "lockstep/launch/job_page.h"
 #include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
@@ -46,7 +48,8 @@ void check(const LaunchOptions& options) {
           "use at least 1, or 0 for an even share of the cores");
   require(options.max_restarts >= 0, concat(options.max_restarts, " restarts can't be counted"), "use 0 or more");
   require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
-          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use a number of ranks that are there");
+          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"),
+          "use a number of ranks that are there");
   require(options.spares >= 0, concat(options.spares, " spare processes can't wait"), "use 0 or more");
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
@@ -75,10 +78,11 @@ struct Rank {
   RankStream error;
   std::optional<Process> process{};
   std::optional<ExitStatus> end{};
-  int generation = 0;      // to which it belongs
-  bool has_met = false;    // the others of that generation
-  bool waits = false;      // for the next one
-  bool is_gone = false;    // lost, and not replaced
+  int generation = 0;    // to which it belongs
+  bool has_met = false;  // the others of that generation
+  bool waits = false;    // for the next one
+  bool is_gone = false;  // lost, and not replaced
+  std::string hang{};    // why this process was killed
 };
 
 struct Sinks {
@@ -89,7 +93,12 @@ struct Sinks {
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
-  Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks + options.spares), sinks_(sinks) {
+  Job(const LaunchOptions& options, Sinks& sinks)
+      : options_(options),
+        guardian_(options.ranks + options.spares),
+        sinks_(sinks),
+        page_(make_page()),
+        watch_(page_ ? &*page_ : nullptr, options.hang, sinks.err) {
     if (options_.master_port == 0) options_.master_port = port_.emplace().number();
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
     if (options_.max_restarts > 0 || options_.min_ranks > 0)
@@ -130,6 +139,8 @@ class Job {
     Rank& rank = ranks_[local];
     rank.generation = generation_;
     rank.has_met = rank.waits = false;
+    rank.hang.clear();
+    if (page_) page_->begin(local, rank.rank, generation_);
     ProcessOptions what = what_;
     what.variables = variables(local);
     if (options_.pin && cores_are_ours() && !is_server(local))
@@ -168,17 +179,13 @@ class Job {
     const int gone = static_cast<int>(std::ranges::count_if(ranks_, &Rank::is_gone));
     const int before = static_cast<int>(std::count_if(ranks_.begin(), ranks_.begin() + seat, &is_gone));
     Variables result = {
-        {"RANK", concat(ranks_[seat].rank - before)},
-        {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
-        {"LOCAL_RANK", concat(seat - before)},
-        {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
-        {"GROUP_RANK", concat(options_.node_rank)},
-        {"MASTER_ADDR", options_.master_addr},
+        {"RANK", concat(ranks_[seat].rank - before)},  {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
+        {"LOCAL_RANK", concat(seat - before)},         {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
+        {"GROUP_RANK", concat(options_.node_rank)},    {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
-    const bool only_here = options_.nodes == 1;
-    result.emplace_back("LOCKSTEP_JOB",
-                        only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
+    result.emplace_back("LOCKSTEP_JOB", options_.nodes == 1 ? name_of_job() : "");
+    result.emplace_back("LOCKSTEP_PAGE", page_ ? page_->address(seat) : "");
     result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
     if (keeper_) {
       result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));
@@ -191,6 +198,25 @@ class Job {
     return result;
   }
 
+  static std::string name_of_job() { return concat("launcher ", ::getpid(), "-", start_time_of(::getpid())); }
+
+  // Without one, ranks publish nothing and are not watched.
+  std::optional<JobPage> make_page() const try {
+    JobPageHeader header{
+        .launcher = ::getpid(),
+        .ranks = options_.ranks,
+        .world_size = world_size_of(options_),
+        .nodes = options_.nodes,
+        .node_rank = options_.node_rank,
+        .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
+    const std::string job =
+        options_.nodes == 1 ? name_of_job() : concat(options_.master_addr, ":", options_.master_port);
+    job.copy(header.job.data(), header.job.size() - 1);
+    return JobPage(header);
+  } catch (const SystemError&) {
+    return {};
+  }
+
   // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
   bool cores_are_ours() const { return allotted_ == static_cast<int>(cores_.size()); }
 
@@ -200,7 +226,7 @@ class Job {
 
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
-    if (!options_.workers_may_fail || is_server(rank.rank - first_rank())) return false;
+    if (!options_.workers_may_fail || !may_go_on_ || is_server(rank.rank - first_rank())) return false;
     return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
                        [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
@@ -221,6 +247,8 @@ class Job {
     std::vector<int> fds = {signals_.fd()};
     if (port_) fds.push_back(port_->fd());
     if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
+    if (page_) fds.push_back(page_->fd());
+    std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
     if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
@@ -245,11 +273,35 @@ class Job {
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
-    // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
-    // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poll_events(events, kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    watch_.add_events(events);
+    poll_events(events, milliseconds_to_wait());
     on_ended(ended);
+    decide_without_a_loss();
     if (kill_at_ && kill_at_->passed()) kill_all();
+    if (!stopping_) look_for_hang();
+  }
+
+  // While the job runs, the end of each rank, every signal and all output wake this process, and the time to look whether
+  // ranks hang. Ranks that wait for a word about others, none of which has ended, have the grace period. Once the ranks
+  // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is
+  // waited for.
+  int milliseconds_to_wait() const {
+    const auto next = stopping_ ? std::optional<std::chrono::milliseconds>() : watch_.next_look();
+    if (kill_at_) return static_cast<int>(kill_at_->left().count());
+    if (decide_at_ && (!next || decide_at_->left() < *next)) return static_cast<int>(decide_at_->left().count());
+    return next ? static_cast<int>(next->count()) : -1;
+  }
+
+  void look_for_hang() {
+    std::vector<LivingRank> living;
+    for (int local = 0; local < options_.ranks; ++local)
+      if (!ranks_[local].end) living.push_back({local, ranks_[local].rank, ranks_[local].process->pid()});
+    const std::optional<Hang> hang = watch_.look(living, descriptors());
+    if (!hang || ranks_[hang->local].end) return;
+    sinks_.err.add_line("lockstep: ", concat("rank ", hang->rank, " is killed"));
+    ranks_[hang->local].hang = hang->what;
+    may_go_on_ = options_.hang.then != OnHang::kEnd;
+    ranks_[hang->local].process->signal_group(SIGKILL);
   }
 
   // A reader that has stopped does not stop the ranks, until the disk is full too.
@@ -287,9 +339,16 @@ class Job {
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
   void on_ended(std::vector<Rank*>& ended) {
+    if (keeper_ && !ended.empty()) keeper_->read_all();  // a generation that was complete is, before the next begins
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (Rank* rank : ended) {
-      if (!rank->end->failed() || stopping_ || rank->is_gone) continue;
+      if (!rank->end) continue;
+      if (page_) page_->end(seat_of(*rank));
+      if (stopping_ || rank->is_gone) continue;
+      if (!rank->end->failed()) {
+        if (rank->generation < generation_) restart(*rank);  // the others have begun anew, and miss it
+        continue;
+      }
       if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
@@ -307,11 +366,7 @@ class Job {
 
   // ---- Replacing ranks
 
-  // Not once a rank has ended well: there would be nobody in its place.
-  bool can_go_on() const {
-    const auto ended_well = [](const Rank& rank) { return rank.end && !rank.end->failed(); };
-    return keeper_ && !asked_ && caught_signal_ == 0 && std::ranges::none_of(ranks_, ended_well);
-  }
+  bool can_go_on() const { return keeper_ && may_go_on_ && !asked_ && caught_signal_ == 0; }
 
   // One that belongs to an earlier generation has been lost with it.
   bool can_replace(const Rank& rank) const {
@@ -338,16 +393,38 @@ class Job {
     begin_generation();
   }
 
-  // Those that are about to meet in the generation before would wait for the rank that is lost.
+  // Those that are about to meet in the generation before would wait for the rank that is lost. Those that have ended well
+  // are missed by the others: started again, they find that all is done.
   void begin_generation() {
     ++generation_;
+    decide_at_.reset();
     for (Rank& rank : ranks_) {
-      if (rank.end) continue;
-      if (rank.waits)
+      if (rank.is_gone) continue;
+      const bool has_failed = rank.end && rank.end->failed();  // see on_ended()
+      if (rank.waits && !rank.end)
         admit(rank);
-      else if (!rank.has_met)
+      else if (!has_failed && (rank.end || !rank.has_met))
         restart(rank);
     }
+  }
+
+  // Ranks have lost others, but none has ended: they have waited for longer than their timeout. Those that do not answer
+  // are killed, and replaced when they have ended.
+  void decide_without_a_loss() {
+    const auto waits = [](const Rank& rank) { return rank.waits || rank.end; };
+    const bool all_wait = std::ranges::all_of(ranks_, waits);
+    if (stopping_ || !decide_at_ || (!all_wait && !decide_at_->passed())) return;
+    decide_at_.reset();
+    for (const Rank& rank : ranks_) {
+      if (waits(rank)) continue;
+      log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
+      rank.process->signal_group(SIGKILL);
+    }
+    if (!all_wait || restarts_ == options_.max_restarts) return;
+    ++restarts_;
+    log_warning(
+        concat("the ranks have lost each other; they go on (restart ", restarts_, " of ", options_.max_restarts, ")"));
+    begin_generation();
   }
 
   void restart(Rank& rank) {
@@ -367,6 +444,7 @@ class Job {
     rank.generation = generation_;
     rank.has_met = rank.waits = false;
     const int seat = seat_of(rank);
+    if (page_) page_->record(seat).generation = generation_;
     keeper_->tell(seat, generation_, variables(seat));
   }
 
@@ -380,7 +458,8 @@ class Job {
   void on_next(int seat, int generation) {
     if (seat < 0 || seat >= options_.ranks || ranks_[seat].end) return;
     ranks_[seat].waits = true;
-    if (generation < generation_) admit(ranks_[seat]);
+    if (generation < generation_) return admit(ranks_[seat]);
+    if (!decide_at_) decide_at_ = Deadline::after(options_.grace);
   }
 
   bool servers_ended() const {
@@ -393,8 +472,11 @@ class Job {
   }
 
   void on_failed(const Rank& rank) {
-    failure_ = RankFailure{
-        .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
+    failure_ = RankFailure{.rank = rank.rank,
+                           .pid = rank.process->pid(),
+                           .exit_code = rank.end->exit_code,
+                           .signal = rank.end->signal,
+                           .hang = rank.hang};
     if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
     stopping_ = true;  // they would only make a note of a SIGTERM, and wait for the failed one in their next step
     kill_all();
@@ -439,18 +521,22 @@ class Job {
   std::optional<Keeper> keeper_;  // while lost ranks may be replaced
   std::optional<Spares> spares_;
   int generation_ = 0;
+  bool may_go_on_ = true;  // after a loss
   int restarts_ = 0;
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;
+  std::optional<JobPage> page_;
+  HangWatch watch_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
-  int caught_signal_ = 0;            // the first that ended the job
-  bool asked_ = false;               // by a signal: the ranks, to stop
-  bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
-  bool stopped_ = false;             // a rank has stopped because it was asked to
-  bool stopping_ = false;            // since the first failure or signal
-  std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
+  int caught_signal_ = 0;              // the first that ended the job
+  bool asked_ = false;                 // by a signal: the ranks, to stop
+  bool interrupted_ = false;           // by a SIGINT, which asked the ranks to stop
+  bool stopped_ = false;               // a rank has stopped because it was asked to
+  bool stopping_ = false;              // since the first failure or signal
+  std::optional<Deadline> decide_at_;  // what comes next, for ranks that wait although none has ended
+  std::optional<Deadline> kill_at_;    // the end of the grace period, until it has come
 };
 
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
@@ -486,12 +572,16 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
   const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
-  const Error error("RankFailed",
-                    {.what = concat("rank ", failure.rank, " ", how),
-                     .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
-                     .likely = likely_cause(failure.signal),
-                     .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                                  : "look at its output above"});
+  const bool hung = !failure.hang.empty();
+  const Error error(
+      "RankFailed",
+      {.what = hung ? concat(failure.hang, ", and was killed") : concat("rank ", failure.rank, " ", how),
+       .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
+       .likely = hung ? "an endless loop, a deadlock, a stopped process, or a disk or device that does not answer"
+                      : likely_cause(failure.signal),
+       .next = hung ? "read its stack above; if it only needs longer, raise --hang-timeout"
+               : options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                      : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -11,8 +11,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array kNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
-static_assert(kNames.size() == std::variant_size_v<OptimizerOptions>);
+constexpr std::array kOptimizerNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
+static_assert(kOptimizerNames.size() == std::variant_size_v<OptimizerOptions>);
 
 // Calls option(name, field) for every field that these options have.
 void visit_fields(auto& options, const auto& option) {
@@ -43,16 +43,16 @@ bool visit_if_of_a_kind(torch::optim::OptimizerOptions& options, const auto& opt
   return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
 }
 
-constexpr auto kAllKinds = std::make_index_sequence<kNames.size()>();
+constexpr auto kAllKinds = std::make_index_sequence<kOptimizerNames.size()>();
 
 }  // namespace
 
 const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names(kNames.begin(), kNames.end());
+  static const std::vector<std::string> names(kOptimizerNames.begin(), kOptimizerNames.end());
   return names;
 }
 
-std::string name_of(const OptimizerOptions& options) { return kNames[options.index()]; }
+std::string name_of(const OptimizerOptions& options) { return kOptimizerNames[options.index()]; }
 
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options) {
   return std::visit(
@@ -98,7 +98,7 @@ OptimizerOptions optimizer_options(const std::string& name, const OptionValues& 
   const auto& names = optimizer_names();
   const auto found = std::find(names.begin(), names.end(), name);
   if (found == names.end()) throw UsageError({.what = concat("no such optimizer: ", name), .next = join(names, ", ")});
-  OptimizerOptions options = defaults_of(found - names.begin(), std::make_index_sequence<kNames.size()>());
+  OptimizerOptions options = defaults_of(found - names.begin(), kAllKinds);
   const auto set = [&]<class Value>(const char* option, Value& value) {
     if (const auto given = values.find(option); given != values.end()) value = static_cast<Value>(given->second);
   };

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/base/fault.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
@@ -17,6 +18,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/samples.h"
@@ -181,6 +183,8 @@ class DistributedDataParallel::Impl {
   double begin_backward(std::int64_t samples, const torch::Tensor& loss = {}) try {
     exchange_seconds_ = 0;
     begun_ = {samples, !no_sync_};
+    own_progress::begin_next_step();
+    own_progress::enter(Phase::kBackward);
     backward_began_ = trace::now_if_recording();
     trace::count_memory();
     return exchange_->begin(samples, loss, begun_.exchanges);
@@ -192,6 +196,7 @@ class DistributedDataParallel::Impl {
   void end_backward() try {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
+    own_progress::enter(Phase::kOwnCode);
     trace::write(backward_began_, [] { return trace::Label{.name = "backward"}; });
   } catch (const std::exception& error) {
     fail(error);
@@ -245,6 +250,7 @@ class DistributedDataParallel::Impl {
 
  private:
   void run_begun_backward(const torch::Tensor& loss, double factor) try {
+    const fault::During backward(fault::Phase::kBackward);
     run_backward(loss, factor);
   } catch (const std::exception& error) {
     fail(error);
@@ -255,10 +261,13 @@ class DistributedDataParallel::Impl {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const trace::Span span("exchange");
+    const own_progress::During exchange(Phase::kExchange);
+    const fault::During publishing(fault::Phase::kPublish);
     const Stopwatch waiting;
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
+    own_progress::finish_step(last_batch_.samples, last_batch_.mean_loss);
   }
 
   // The other ranks need not wait for this one; a MismatchError they have, too.
