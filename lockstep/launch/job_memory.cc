@@ -11,6 +11,7 @@
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -146,6 +147,7 @@ bool JobMemory::wait_as_spare() {
   const auto message = receive_from_keeper(socket.get(), none, {});
   if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
   set_variables(message->get_text());
+  own_progress::look_again();
   return true;
 }
 
