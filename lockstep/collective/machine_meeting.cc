@@ -66,8 +66,8 @@ std::string where(const JobEnvironment& job) {
 // A connection to a rank 0 of this user that listens there; none if nobody does.
 UniqueFd try_to_connect(const fs::path& path) {
   try {
-    UniqueFd fd = shm::connect_to(path, SOCK_STREAM);
-    if (shm::is_own_user(fd.get())) return fd;
+    UniqueFd fd = connect_locally(path, SOCK_STREAM);
+    if (is_own_user(fd.get())) return fd;
   } catch (const SystemError&) {  // not yet there, or its owner was killed
   }
   return {};
@@ -90,11 +90,11 @@ UniqueFd listen_for(const JobEnvironment& job, const fs::path& path) {
   if (!turn || ::flock(turn.get(), LOCK_EX) != 0) throw system_error("lock", path.parent_path());
   if (const UniqueFd first = try_to_connect(path)) refuse_second(job, first);
   ::unlink(path.c_str());
-  return shm::listen_at(path, SOCK_STREAM);
+  return listen_locally(path, SOCK_STREAM);
 }
 
 std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
-  return shm::is_own_user(fd.get()) ? std::make_unique<Channel>(std::move(fd)) : nullptr;
+  return is_own_user(fd.get()) ? std::make_unique<Channel>(std::move(fd)) : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, milliseconds timeout) {

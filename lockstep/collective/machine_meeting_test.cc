@@ -95,7 +95,7 @@ TEST_F(MachineMeeting, replaces_the_socket_of_a_rank_0_that_was_killed) {
     first.get();
     return there;
   }();
-  shm::listen_at(path, SOCK_STREAM).reset();  // bound, and nobody listens any more
+  listen_locally(path, SOCK_STREAM).reset();  // bound, and nobody listens any more
   auto again = begin(job(0, 2));
   begin(job(1, 2)).get();
   EXPECT_TRUE(again.get());
@@ -118,7 +118,7 @@ TEST_F(MachineMeeting, another_user_is_not_heard) {
   const pid_t stranger = ::fork();
   if (stranger == 0) {
     if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(2);
-    MeetingClient client(std::make_unique<Channel>(shm::connect_to(path, SOCK_STREAM)));
+    MeetingClient client(std::make_unique<Channel>(connect_locally(path, SOCK_STREAM)));
     ::_exit(client.hello(Deadline::after(kMeetingPatience)) ? 1 : 0);
   }
   int status = -1;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
@@ -15,6 +16,7 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/keeper.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 
@@ -41,6 +43,9 @@ void check(const LaunchOptions& options) {
           "choose a free port of the machine of rank 0 and give it to every machine");
   require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank can't compute"),
           "use at least 1, or 0 for an even share of the cores");
+  require(options.max_restarts >= 0, concat(options.max_restarts, " restarts can't be counted"), "use 0 or more");
+  require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
+          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use a number of ranks that are there");
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
 }
@@ -63,11 +68,15 @@ std::string how_it_ended(const ExitStatus& end) {
 }
 
 struct Rank {
-  int rank;  // in the job
+  int rank;  // in the job, of generation 0
   RankStream output;
   RankStream error;
   std::optional<Process> process{};
   std::optional<ExitStatus> end{};
+  int generation = 0;      // to which it belongs
+  bool has_met = false;    // the others of that generation
+  bool waits = false;      // for the next one
+  bool is_gone = false;    // lost, and not replaced
 };
 
 struct Sinks {
@@ -81,6 +90,9 @@ class Job {
   Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
     if (options_.master_port == 0) options_.master_port = port_.emplace().number();
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
+    if (options_.max_restarts > 0 || options_.min_ranks > 0)
+      keeper_.emplace(Keeper::Callbacks{.on_met = [this](int seat, int generation) { on_met(seat, generation); },
+                                        .on_next = [this](int seat, int generation) { on_next(seat, generation); }});
     const bool first_only = options_.output == RankOutput::kFirst;
     for (int local = 0; local < options_.ranks; ++local) {
       const int rank = first_rank() + local;
@@ -93,23 +105,30 @@ class Job {
   }
 
   LaunchResult run(const ProcessOptions& what) {
-    for (int local = 0; local < options_.ranks; ++local) start_rank(local, what);
+    what_ = what;
+    for (int local = 0; local < options_.ranks; ++local) start_rank(local);
     while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
     end_what_ranks_left();
     if (!failure_ && caught_signal_ != 0)
-      return {.exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
-    if (!failure_) return {.exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
+      return {.restarts = restarts_,
+              .exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
+    if (!failure_) return {.restarts = restarts_, .exit_code = stopped_ ? options_.stop_code.value_or(kStopped) : 0};
     failure_->last_lines = last_lines();
-    return {.exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
+    return {.restarts = restarts_,
+            .exit_code = failure_->signal != 0 ? kSignalBase + failure_->signal : failure_->exit_code,
             .failure = failure_};
   }
 
  private:
   static bool has_ended(const Rank& rank) { return rank.end.has_value(); }
+  static bool is_gone(const Rank& rank) { return rank.is_gone; }
 
-  void start_rank(int local, ProcessOptions what) {
+  void start_rank(int local) {
     Rank& rank = ranks_[local];
-    what.variables = variables(rank.rank, local);
+    rank.generation = generation_;
+    rank.has_met = rank.waits = false;
+    ProcessOptions what = what_;
+    what.variables = variables(local);
     if (options_.pin && cores_are_ours() && !is_server(local))
       what.cores = cores_of_rank(cores_, local - options_.servers, workers());
     what.signal_mask = signals_.mask_before();
@@ -123,12 +142,15 @@ class Job {
     rank.process.emplace(what);
   }
 
-  std::vector<std::pair<std::string, std::string>> variables(int rank, int local) const {
-    std::vector<std::pair<std::string, std::string>> result = {
-        {"RANK", concat(rank)},
-        {"WORLD_SIZE", concat(world_size_of(options_))},
-        {"LOCAL_RANK", concat(local)},
-        {"LOCAL_WORLD_SIZE", concat(options_.ranks)},
+  // Ranks that are gone have left no gap in the numbers.
+  Variables variables(int seat) const {
+    const int gone = static_cast<int>(std::ranges::count_if(ranks_, &Rank::is_gone));
+    const int before = static_cast<int>(std::count_if(ranks_.begin(), ranks_.begin() + seat, &is_gone));
+    Variables result = {
+        {"RANK", concat(ranks_[seat].rank - before)},
+        {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
+        {"LOCAL_RANK", concat(seat - before)},
+        {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
         {"GROUP_RANK", concat(options_.node_rank)},
         {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
@@ -136,6 +158,11 @@ class Job {
     const bool only_here = options_.nodes == 1;
     result.emplace_back("LOCKSTEP_JOB",
                         only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
+    result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
+    if (keeper_) {
+      result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));
+      result.emplace_back("TORCHELASTIC_MAX_RESTARTS", concat(options_.max_restarts));
+    }
     if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
     const int share = std::max(1, allotted_ / workers());
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
@@ -162,7 +189,8 @@ class Job {
     if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
     if (options_.output != RankOutput::kSplit) return stream.open();
     const std::string path = log_path(options_, rank, suffix);
-    UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+    const int start = generation_ == 0 ? O_TRUNC : 0;  // a replacement adds to what the rank before it wrote
+    UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | start | O_APPEND | O_CLOEXEC, 0644));
     if (!fd) throw system_error("write", path);
     return fd;
   }
@@ -171,6 +199,7 @@ class Job {
   std::vector<int> descriptors() const {
     std::vector<int> fds = {signals_.fd()};
     if (port_) fds.push_back(port_->fd());
+    if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -182,7 +211,8 @@ class Job {
 
   void wait_for_events() {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
-    std::vector<const Rank*> ended;
+    if (keeper_) keeper_->add_events(events);
+    std::vector<Rank*> ended;
     for (Rank& rank : ranks_) {
       if (!rank.end)
         events.push_back({rank.process->pidfd(), POLLIN, [&ended, &rank] {
@@ -234,19 +264,100 @@ class Job {
   }
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
-  void on_ended(std::vector<const Rank*>& ended) {
+  void on_ended(std::vector<Rank*>& ended) {
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
-    for (const Rank* rank : ended) {
-      if (!rank->end->failed() || stopping_) continue;
+    for (Rank* rank : ended) {
+      if (!rank->end->failed() || stopping_ || rank->is_gone) continue;
       if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
         log_warning(concat("rank ", rank->rank, " ", how_it_ended(*rank->end), "; the job goes on without it"));
+      else if (can_replace(*rank))
+        replace(*rank);
+      else if (can_shrink())
+        go_on_without(*rank);
       else
         on_failed(*rank);
     }
     // Once the servers have ended, the workers have little left to do; one that hangs is killed.
     if (options_.workers_may_fail && servers_ended()) give_the_grace_period();
+  }
+
+  // ---- Replacing ranks
+
+  // Not once a rank has ended well: there would be nobody in its place.
+  bool can_go_on() const {
+    const auto ended_well = [](const Rank& rank) { return rank.end && !rank.end->failed(); };
+    return keeper_ && !asked_ && caught_signal_ == 0 && std::ranges::none_of(ranks_, ended_well);
+  }
+
+  // One that belongs to an earlier generation has been lost with it.
+  bool can_replace(const Rank& rank) const {
+    return can_go_on() && (restarts_ < options_.max_restarts || (restarts_ > 0 && rank.generation < generation_));
+  }
+
+  bool can_shrink() const {
+    const auto left = std::ranges::count_if(ranks_, [](const Rank& rank) { return !rank.end; });
+    return can_go_on() && options_.min_ranks > 0 && left >= options_.min_ranks;
+  }
+
+  void replace(Rank& rank) {
+    if (rank.generation == generation_) ++restarts_;
+    log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; a new process takes its place (restart ",
+                       restarts_, " of ", options_.max_restarts, ")"));
+    if (rank.generation == generation_) begin_generation();
+    restart(rank);
+  }
+
+  void go_on_without(Rank& rank) {
+    rank.is_gone = true;
+    log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; the job goes on with ",
+                       std::ranges::count_if(ranks_, [](const Rank& each) { return !each.end; }), " ranks"));
+    begin_generation();
+  }
+
+  // Those that are about to meet in the generation before would wait for the rank that is lost.
+  void begin_generation() {
+    ++generation_;
+    for (Rank& rank : ranks_) {
+      if (rank.end) continue;
+      if (rank.waits)
+        admit(rank);
+      else if (!rank.has_met)
+        restart(rank);
+    }
+  }
+
+  void restart(Rank& rank) {
+    if (rank.process) rank.process->signal_group(SIGKILL);
+    rank.output.drain();
+    rank.error.drain();
+    rank.process.reset();
+    rank.end.reset();
+    const int seat = seat_of(rank);
+    keeper_->forget(seat);
+    start_rank(seat);
+  }
+
+  int seat_of(const Rank& rank) const { return static_cast<int>(&rank - &*ranks_.begin()); }
+
+  void admit(Rank& rank) {
+    rank.generation = generation_;
+    rank.has_met = rank.waits = false;
+    const int seat = seat_of(rank);
+    keeper_->tell(seat, generation_, variables(seat));
+  }
+
+  void on_met(int seat, int generation) {
+    if (seat < 0 || seat >= options_.ranks) return;
+    ranks_[seat].has_met = ranks_[seat].has_met || generation == ranks_[seat].generation;
+  }
+
+  // A rank has lost another one. Its end may not be known yet.
+  void on_next(int seat, int generation) {
+    if (seat < 0 || seat >= options_.ranks || ranks_[seat].end) return;
+    ranks_[seat].waits = true;
+    if (generation < generation_) admit(ranks_[seat]);
   }
 
   bool servers_ended() const {
@@ -298,9 +409,13 @@ class Job {
   }
 
   LaunchOptions options_;
+  ProcessOptions what_;  // every rank runs
   SignalReader signals_{options_.stop_signals};
   Guardian guardian_;
   std::optional<ReservedPort> port_;
+  std::optional<Keeper> keeper_;  // while lost ranks may be replaced
+  int generation_ = 0;
+  int restarts_ = 0;
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;

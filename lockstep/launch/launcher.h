@@ -30,6 +30,11 @@ enum class RankOutput {
 struct LaunchOptions {
   int ranks = 1;                  // on this machine
   int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
+  // How often a rank that fails may be replaced by a new process (launch/keeper.h); each time counts once, however many
+  // ranks fail together, as torchrun counts. 0: a failure ends the job.
+  int max_restarts = 0;
+  // With no restart left the job goes on without the failed rank, while so many are left. 0: it ends. On one machine.
+  int min_ranks = 0;
   bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;
@@ -59,10 +64,16 @@ struct RankFailure {
 };
 
 struct LaunchResult {
+  int restarts = 0;
   int exit_code = 0;  // 0; the failed rank's own code; stop_code; 128 + n for a signal, also one sent to the launcher
   std::optional<RankFailure> failure;
 };
 
+// With max_restarts each rank also gets LOCKSTEP_KEEPER, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS. A new
+// process takes the place of a rank that fails. The others are not ended: their World throws PeerLost, and they come back
+// through JobMemory::next_generation(). A rank that does not, and fails too, is replaced as well; one that has not met
+// the others yet is killed and replaced.
+//
 // Runs PROGRAM ARGS in every rank. Blocks as long as a rank runs: a job has no time limit, and a rank ends by itself, by
 // its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
 // others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.

@@ -8,14 +8,13 @@
 // Ranks:   both ends ask the kernel who the other is
 #pragma once
 
-#include <sys/socket.h>
-
 #include <array>
 #include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/local_socket.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 
@@ -47,12 +46,6 @@ struct Message {
   std::int32_t size = 0;
   std::uint64_t layout = 0;  // bytes of the control segment: another build has another one
 };
-
-UniqueFd listen_at(const std::string& path, int type = SOCK_SEQPACKET);   // throws SystemError
-UniqueFd connect_to(const std::string& path, int type = SOCK_SEQPACKET);  // throws SystemError
-UniqueFd accept_from(int listener);  // none: nobody is waiting. Throws SystemError: no descriptors left
-
-bool is_own_user(int socket);  // the process at the other end has this one's user
 
 // False: the other end is gone, or did not take it before the deadline.
 bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors = {});

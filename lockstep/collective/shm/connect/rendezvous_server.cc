@@ -112,7 +112,7 @@ class ServerHandshake {
   }
 
   void accept_new() {
-    while (UniqueFd newcomer = accept_from(listener_))
+    while (UniqueFd newcomer = accept_locally(listener_))
       if (is_own_user(newcomer.get())) newcomers_.push_back(std::move(newcomer));
   }
 
@@ -169,7 +169,7 @@ class ServerHandshake {
 
 UniqueFd connect_to_server(const std::string& address) {
   try {
-    UniqueFd socket = connect_to(address);
+    UniqueFd socket = connect_locally(address);
     if (is_own_user(socket.get())) return socket;
   } catch (const SystemError& error) {
     throw RendezvousError({.what = error.text().what,
@@ -246,7 +246,7 @@ class ClientHandshake {
 }  // namespace
 
 RendezvousServer::RendezvousServer(int size, const Options& options)
-    : size_(size), options_(options), listener_(listen_at(folder_.socket())) {}
+    : size_(size), options_(options), listener_(listen_locally(folder_.socket())) {}
 
 Group RendezvousServer::connect(Deadline deadline) {
   ServerHandshake handshake(listener_.get(), size_, staging_bytes_of(options_, size_), deadline);

@@ -100,7 +100,7 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
     std::mt19937 random(1);
     int learned = 0;
     for (int i = 0; i < 100; ++i) {
-      const UniqueFd socket = connect_to(server.address());
+      const UniqueFd socket = connect_locally(server.address());
       std::vector<char> noise(random() % 300 + 1);
       for (char& one : noise) one = static_cast<char>(random());
       Message almost{.rank = static_cast<int>(random() % 4), .size = 2, .layout = 12345};
@@ -186,7 +186,7 @@ TEST_F(Rendezvous, another_user_gets_nothing) {
   };
   EXPECT_EQ(as_nobody([&] {
               try {
-                connect_to(server.address());
+                connect_locally(server.address());
                 return 1;
               } catch (const SystemError& error) {
                 return errno == EACCES ? 0 : 2;
@@ -299,7 +299,7 @@ TEST_F(Rendezvous, servers_that_start_at_the_same_time_leave_each_other_their_fo
     threads.emplace_back([] {
       for (int i = 0; i < 500; ++i) {
         const SocketFolder folder;
-        EXPECT_NO_THROW(listen_at(folder.socket()));
+        EXPECT_NO_THROW(listen_locally(folder.socket()));
       }
     });
   for (std::thread& thread : threads) thread.join();

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/job_memory.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+
+#include "lockstep/base/local_socket.h"
+#include "lockstep/base/poll.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kAddress = "LOCKSTEP_KEEPER";
+constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
+
+int number_in(const char* variable) {
+  const char* const text = std::getenv(variable);
+  int number = 0;
+  return text != nullptr && parse_int(text, number) ? number : 0;
+}
+
+// Nothing: the launcher is gone, or has not answered in time.
+std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
+                                                 std::optional<Deadline> deadline) {
+  KeeperMessage message;
+  for (;;) {
+    if (deadline && !wait_for(POLLIN, socket, *deadline)) return {};
+    pollfd polled{.fd = socket, .events = POLLIN, .revents = 0};
+    if (!deadline) ::poll(&polled, 1, -1);
+    const auto bytes =
+        receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
+    if (bytes < 0) continue;
+    return bytes == sizeof message && message.is_well_formed() ? std::optional(message) : std::nullopt;
+  }
+}
+
+SystemError keeper_lost(const std::string& what) {
+  return SystemError({.what = concat("the launcher ", what),
+                      .here = kAddress,
+                      .likely = "the launcher was killed or stopped",
+                      .next = "start the job again with --resume"});
+}
+
+// "@NAME SEAT"
+UniqueFd connect_to_keeper(const std::string& address) {
+  UniqueFd socket = connect_locally(address.substr(0, address.find(' ')));
+  if (!is_own_user(socket.get()))
+    throw SystemError({.what = "the launcher's socket belongs to another user", .here = kAddress});
+  return socket;
+}
+
+int seat_in(const std::string& address) {
+  int seat = -1;
+  return parse_int(address.substr(std::min(address.find(' '), address.size() - 1) + 1), seat) ? seat : -1;
+}
+
+void set_variables(const std::string& lines) {
+  for (const std::string& line : split(lines, '\n'))
+    if (const std::size_t equals = line.find('='); equals != std::string::npos)
+      ::setenv(line.substr(0, equals).c_str(), line.substr(equals + 1).c_str(), 1);
+}
+
+}  // namespace
+
+JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(address)), seat_(seat_in(address)) {
+  set_place();
+}
+
+void JobMemory::set_place() {
+  local_rank_ = number_in("LOCAL_RANK");
+  generation_ = number_in("TORCHELASTIC_RESTART_COUNT");
+}
+
+JobMemory* JobMemory::get() {
+  static std::mutex mutex;
+  static JobMemory* instance = nullptr;  // lives as long as the process
+  const std::lock_guard lock(mutex);
+  const char* const address = std::getenv(kAddress);
+  if (address == nullptr || *address == '\0') return nullptr;
+  if (instance == nullptr) instance = new JobMemory(address);
+  return instance->process_.is_here() ? instance : nullptr;
+}
+
+void JobMemory::send(KeeperMessage message, const std::vector<int>& descriptors) const {
+  message.seat = seat_;
+  message.local_rank = local_rank_;
+  message.generation = generation_;
+  if (!send_with_descriptors(socket_.get(), message.bytes(), descriptors, Deadline::after(kToAnswer)))
+    throw keeper_lost("does not take this rank's messages");
+}
+
+void JobMemory::keep(const std::string& name, int fd) {
+  const std::lock_guard lock(mutex_);
+  KeeperMessage message{.kind = KeeperMessage::Kind::kKeep};
+  message.set_text(name);
+  send(message, {fd});
+}
+
+std::vector<JobMemory::Kept> JobMemory::previous() {
+  const std::lock_guard lock(mutex_);
+  send({.kind = KeeperMessage::Kind::kFetch});
+  const auto deadline = Deadline::after(kToAnswer);
+  std::vector<Kept> all;
+  for (;;) {
+    std::vector<UniqueFd> descriptors;
+    const auto message = receive_from_keeper(socket_.get(), descriptors, deadline);
+    if (!message) throw keeper_lost("does not answer");
+    if (message->kind != KeeperMessage::Kind::kKept || descriptors.size() != 1) return all;
+    all.push_back({message->get_text(), message->local_rank, message->generation, std::move(descriptors.front())});
+  }
+}
+
+void JobMemory::complete() {
+  const std::lock_guard lock(mutex_);
+  send({.kind = KeeperMessage::Kind::kComplete});
+}
+
+void JobMemory::met() {
+  const std::lock_guard lock(mutex_);
+  send({.kind = KeeperMessage::Kind::kMet});
+}
+
+bool JobMemory::next_generation(std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(mutex_);
+  send({.kind = KeeperMessage::Kind::kNext});
+  std::vector<UniqueFd> none;
+  const auto message = receive_from_keeper(socket_.get(), none, Deadline::after(timeout));
+  if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
+  set_variables(message->get_text());
+  set_place();
+  return true;
+}
+
+bool JobMemory::wait_as_spare() {
+  const char* const address = std::getenv(kAddress);
+  if (address == nullptr) return false;
+  const UniqueFd socket = connect_to_keeper(address);
+  const KeeperMessage hello{.kind = KeeperMessage::Kind::kSpare};
+  if (!send_with_descriptors(socket.get(), hello.bytes(), {}, Deadline::after(kToAnswer))) return false;
+  std::vector<UniqueFd> none;
+  const auto message = receive_from_keeper(socket.get(), none, {});
+  if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
+  set_variables(message->get_text());
+  return true;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/keeper.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
+constexpr std::chrono::milliseconds kToAnswer{200};
+
+// Nobody can guess it, and listen there first.
+std::string new_address() {
+  std::array<std::uint64_t, 2> noise{};
+  if (::getrandom(noise.data(), sizeof noise, 0) != sizeof noise) throw system_error("draw", "random numbers");
+  return concat("@lockstep-keeper-", noise[0], "-", noise[1]);
+}
+
+KeeperMessage generation_message(int generation, const Variables& variables) {
+  KeeperMessage message{.kind = KeeperMessage::Kind::kGeneration, .generation = generation};
+  std::string text;
+  for (const auto& [name, value] : variables) text += concat(name, "=", value, "\n");
+  message.set_text(text);
+  return message;
+}
+
+}  // namespace
+
+Keeper::Keeper(Callbacks callbacks)
+    : callbacks_(std::move(callbacks)), address_(new_address()), listener_(listen_locally(address_)) {}
+
+std::string Keeper::address(int seat) const { return concat(address_, " ", seat); }
+
+void Keeper::add_events(std::vector<Event>& events) {
+  events.push_back({listener_.get(), POLLIN, [this] { accept_new(); }});
+  for (Client& client : clients_) events.push_back({client.socket.get(), POLLIN, [this, &client] { serve(client); }});
+}
+
+std::vector<int> Keeper::descriptors() const {
+  std::vector<int> fds = {listener_.get()};
+  for (const Client& client : clients_) fds.push_back(client.socket.get());
+  for (const auto& [generation, all] : kept_)
+    for (const Kept& kept : all) fds.push_back(kept.fd.get());
+  return fds;
+}
+
+void Keeper::accept_new() {
+  std::erase_if(clients_, [](const Client& client) { return !client.socket; });  // no event refers to them now
+  while (UniqueFd socket = accept_locally(listener_.get()))
+    if (is_own_user(socket.get())) clients_.push_back({.socket = std::move(socket)});
+}
+
+// Whoever says anything else than a KeeperMessage is disconnected.
+void Keeper::serve(Client& client) {
+  KeeperMessage message;
+  std::vector<UniqueFd> descriptors;
+  const auto bytes = receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)),
+                                              descriptors, 0);
+  if (bytes < 0) return;
+  if (bytes != sizeof message || !message.is_well_formed()) return client.socket.reset();
+  handle(client, message, descriptors);
+}
+
+void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors) {
+  using enum KeeperMessage::Kind;
+  switch (message.kind) {
+    case kKeep:
+      if (descriptors.size() == 1)
+        kept_[message.generation].push_back({message.get_text(), message.local_rank, std::move(descriptors.front())});
+      return;
+    case kComplete:
+      complete_ = std::max(complete_, message.generation);
+      std::erase_if(kept_, [this](const auto& entry) { return entry.first < complete_; });
+      return;
+    case kFetch: return send_kept(client, message.generation);
+    case kMet: return callbacks_.on_met(message.seat, message.generation);
+    case kSpare: client.is_spare = true; return;
+    case kNext:
+      client.waits_at = message.seat;
+      return callbacks_.on_next(message.seat, message.generation);
+    default: client.socket.reset();
+  }
+}
+
+void Keeper::send_kept(Client& client, int generation) {
+  KeeperMessage message{.kind = KeeperMessage::Kind::kKept};
+  if (complete_ >= 0 && complete_ < generation)
+    for (const Kept& kept : kept_[complete_]) {
+      message.generation = complete_;
+      message.local_rank = kept.local_rank;
+      message.set_text(kept.name);
+      if (!send(client, message, {kept.fd.get()})) return;
+    }
+  send(client, {.kind = KeeperMessage::Kind::kNoMore});
+}
+
+bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
+  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToAnswer))) return true;
+  client.socket.reset();
+  return false;
+}
+
+void Keeper::tell(int seat, int generation, const Variables& variables) {
+  for (Client& client : clients_)
+    if (client.waits_at == seat && client.socket) {
+      client.waits_at = -1;
+      send(client, generation_message(generation, variables));
+    }
+}
+
+bool Keeper::use_spare(int generation, const Variables& variables) {
+  for (Client& client : clients_)
+    if (client.is_spare && client.socket) {
+      client.is_spare = false;
+      if (send(client, generation_message(generation, variables))) return true;
+    }
+  return false;
+}
+
+std::size_t Keeper::spares() const {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(clients_, [](const Client& client) { return client.is_spare && client.socket; }));
+}
+
+void Keeper::forget(int seat) {
+  for (Client& client : clients_)
+    if (client.waits_at == seat) client.waits_at = -1;
+}
+
+}  // namespace lockstep
