@@ -99,6 +99,13 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--output", arguments.output, "prefix: lines with [rank N] before them; split: files in --log-dir")
       ->check(CLI::IsMember({"prefix", "split"}));
   app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
+  app.add_option("--max-restarts,--max_restarts", launch.max_restarts,
+                 "how often ranks that fail are replaced by new processes; 0: a failure ends the job")
+      ->envname("PET_MAX_RESTARTS")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--min-ranks", launch.min_ranks,
+                 "with no restart left, go on without a failed rank while so many are left; 0: end")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
                  "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");

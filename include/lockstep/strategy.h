@@ -149,6 +149,9 @@ class Strategy {
   // saved.
   virtual void synchronise() {}
 
+  // False while replicas may differ, so that synchronise() would change them. The same on every rank.
+  virtual bool is_one_model() const { return true; }
+
   // After every rank has put the same checkpoint, of `step`, into model(), optimizer() and state(): other replicas
   // follow, and random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
   virtual void restored(std::int64_t /*step*/) {}

@@ -19,6 +19,7 @@
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
+#include "lockstep/launch/job_memory.h"
 
 namespace lockstep {
 namespace {
@@ -137,6 +138,7 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
+  if (JobMemory* const memory = JobMemory::get()) memory->met();
   return world_of(std::move(state));
 }
 

@@ -14,7 +14,7 @@ namespace lockstep {
 namespace {
 
 // A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
-constexpr std::chrono::milliseconds kToAnswer{200};
+constexpr std::chrono::milliseconds kToTakeAnswer{200};
 
 // Nobody can guess it, and listen there first.
 std::string new_address() {
@@ -102,7 +102,7 @@ void Keeper::send_kept(Client& client, int generation) {
 }
 
 bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
-  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToAnswer))) return true;
+  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer))) return true;
   client.socket.reset();
   return false;
 }

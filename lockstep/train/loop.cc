@@ -26,6 +26,7 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kStepsThatTell = 20;
+constexpr double kShareForKeeping = 0.01;
 
 ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
   const LearningRateOptions& rate = options.learning_rate;
@@ -84,6 +85,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
+      memory_(JobMemory::get()),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
@@ -91,7 +93,9 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
+  if (memory_ != nullptr && world.rank() == 0) kept_.emplace(*memory_);
   if (options.resume) resume();
+  next_kept_ = position_.step;
   name_modules(named_parameters(strategy.model()));
 }
 
@@ -101,7 +105,8 @@ Json TrainingLoop::run() {
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
-  while (position_.step < last_step() && !stopped_) train_epoch();
+  keep_state();
+  while (has_more() && !stopped_) train_epoch();
   const bool saved = save_last_checkpoint();
   record_saved();
   const Json run = stopped_ ? leave_early(watch.seconds(), saved) : summary(watch.seconds());
@@ -114,6 +119,11 @@ Json TrainingLoop::run() {
   require_saved(saved);
   require_recorded();
   return run;
+}
+
+// Also after the last step of an epoch, until it is validated.
+bool TrainingLoop::has_more() const {
+  return position_.step < last_step() || position_.step_in_epoch == loader_.steps_per_epoch();
 }
 
 void TrainingLoop::train_epoch() {
@@ -150,6 +160,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   strategy_.update();
   record_step(totals, since_last_step.seconds());
   make_room_to_save();
+  keep_state();
   if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
 }
 
@@ -257,9 +268,25 @@ std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
 }
 
+// As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for all.
+void TrainingLoop::keep_state() {
+  if (memory_ == nullptr || position_.step < next_kept_ || !strategy_.is_one_model()) return;
+  const trace::Span span("keep the state", position_.step);
+  const Stopwatch watch;
+  Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
+  kept_ ? kept_->save(std::move(snapshot.file), snapshot.fetch) : snapshot.send();
+  const double steps_of_this_epoch = static_cast<double>(position_.step_in_epoch);
+  const double step = steps_of_this_epoch > 0 ? position_.epoch_seconds / steps_of_this_epoch : 0;
+  const double apart = step > 0 ? std::ceil(watch.seconds() / (kShareForKeeping * step)) : 1;
+  const torch::Tensor steps = torch::tensor({static_cast<std::int64_t>(apart)});
+  step_world_.broadcast(steps);
+  next_kept_ = position_.step + std::max(steps.item<std::int64_t>(), std::int64_t{1});
+}
+
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
+  require_finite_everywhere(step_world_, strategy_, position_);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }
@@ -314,18 +341,28 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// Rank 0 finds and verifies the newest file.
+// Rank 0 finds and verifies the newest state: in memory, else on the disk.
 void TrainingLoop::resume() {
-  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
-  SharedCheckpoint file(world_, newest);
-  if (!file.is_there()) {
-    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
-    return;
+  const bool in_memory = memory_ != nullptr && memory_->generation() > 0;
+  if (in_memory) {
+    const auto same = [this](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
+      auto found = KeptState::newest(*memory_);
+      return found && found->file.checksum() == checksum ? std::optional(std::move(found->file)) : std::nullopt;
+    };
+    SharedCheckpoint kept(world_, world_.rank() == 0 ? KeptState::newest(*memory_) : std::nullopt, same);
+    if (kept.is_there()) return restore(kept, concat("generation ", memory_->generation(), ": going on"));
   }
+  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
+  SharedCheckpoint file(world_, newest, &open_same_file);
+  if (file.is_there()) return restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+  if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+}
+
+void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
   position_ = restore_snapshot(file, world_, strategy_, options_);
   resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
+  if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
 }
 
 Json TrainingLoop::summary(double seconds) const {

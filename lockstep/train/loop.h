@@ -17,6 +17,7 @@
 #include "lockstep/task.h"
 #include "lockstep/timeline.h"
 #include "lockstep/train/curves.h"
+#include "lockstep/train/kept_state.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
@@ -24,10 +25,13 @@
 
 namespace lockstep {
 
+class SharedCheckpoint;
+
 class TrainingLoop {
  public:
-  // Resumes from the checkpoint folder if options.resume; else the folder must have no checkpoints yet.
-  // Throws UsageError, CheckpointError.
+  // After the loss of a rank, goes on from what the ranks have kept in memory (train/kept_state.h). Else resumes from the
+  // checkpoint folder if options.resume; without that the folder must have no checkpoints yet. Throws UsageError,
+  // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                const TrainOptions& options);
 
@@ -40,6 +44,7 @@ class TrainingLoop {
   bool stopped() const { return stopped_; }  // before the end, because it was asked to
 
  private:
+  bool has_more() const;
   void train_epoch();
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
@@ -50,6 +55,7 @@ class TrainingLoop {
   std::int64_t last_step() const;
 
   void open_checkpoints();
+  void keep_state();
   void save_checkpoint();
   void make_room_to_save();
   void record_saved();
@@ -58,6 +64,7 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void require_recorded();
   void resume();
+  void restore(SharedCheckpoint& file, const std::string& how);
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
 
@@ -74,6 +81,9 @@ class TrainingLoop {
   Timeline timeline_;
   Position position_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
+  JobMemory* memory_;                            // of a launcher that replaces lost ranks; else null
+  std::optional<KeptState> kept_;                // rank 0, with memory_
+  std::int64_t next_kept_ = 0;                   // step
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;

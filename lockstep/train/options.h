@@ -77,6 +77,8 @@ struct TrainOptions {
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
   PreemptionOptions preemption;
+  int max_restarts = 0;        // of ranks that fail, where ranks are started here
+  int min_ranks = 0;           // go on with so many, with no restart left; 0: with all or none
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
   bool insecure_network = false;  // no secret, no encryption between machines

@@ -23,9 +23,11 @@
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
+#include "lockstep/launch/job_memory.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
+#include "lockstep/recovery.h"
 #include "lockstep/stop.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
@@ -104,12 +106,10 @@ std::string one_of(const std::vector<DevicePlace>& places) {
   return join(names, " or ");
 }
 
-// One rank, from its first connection to its last step.
-int train_rank(const TrainOptions& options, const Program& program) {
-  keep_freed_memory();
-  const Task task = program.make_task(options);
-  const Datasets datasets = load_datasets(options.source, task);
+// One rank in one generation of the job, from its first connection to its last step.
+int train_generation(TrainOptions options, const Program& program, const Task& task, const Datasets& datasets) {
   const JobEnvironment job = read_job_environment();
+  if (const JobMemory* memory = JobMemory::get()) options.resume = options.resume || memory->generation() > 0;
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
   return on_gpus(one_of(places), [&] {
@@ -122,6 +122,13 @@ int train_rank(const TrainOptions& options, const Program& program) {
   });
 }
 
+int train_rank(const TrainOptions& options, const Program& program) {
+  keep_freed_memory();
+  const Task task = program.make_task(options);
+  const Datasets datasets = load_datasets(options.source, task);
+  return recover([&] { return train_generation(options, program, task, datasets); });
+}
+
 std::vector<int> with_interrupt(std::vector<int> signals) {
   signals.push_back(SIGINT);
   return signals;
@@ -132,6 +139,8 @@ int start_ranks(const TrainOptions& options, const Program& program) {
   const LaunchOptions launching{
       .ranks = ranks_to_start(options),
       .servers = servers,
+      .max_restarts = options.max_restarts,
+      .min_ranks = options.min_ranks,
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
       .threads_per_rank = options.threads,
       .output = RankOutput::kFirst,
@@ -180,7 +189,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
-  const bool start_here = job.launcher == "none" && ranks_to_start(options) > 1;
+  const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
   if (start_here || job.rank == 0)
     check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);
   if (start_here) show_no_rank(program.argc, program.argv);

@@ -85,6 +85,11 @@ CheckpointError no_such_tensor(const std::string& name, const torch::Tensor& int
        .next = "resume with the model that the run was started with"});
 }
 
+CheckpointError no_checkpoint() {
+  return CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
+                          .next = "name the --checkpoint-dir of a run"});
+}
+
 using TensorsByName = std::map<std::string, torch::Tensor>;
 
 // Where the checkpoint's tensors go, but for the optimizer's. Throws CheckpointError if it lacks one.
@@ -167,22 +172,6 @@ std::map<std::string, Elsewhere> tensors_elsewhere(const World& world, Strategy&
   return elsewhere;
 }
 
-// The file that rank 0 has opened and verified, if this rank sees it under the same name.
-std::optional<CheckpointReader> open_same(const std::string& path, const std::string& checksum) try {
-  CheckpointReader file(path, Checksum::kTrusted);
-  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
-} catch (const Error&) {
-  return std::nullopt;
-}
-
-void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position) {
-  for (const std::string& bad : world.exchange_texts(first_non_finite(named_parameters(strategy.model()))))
-    if (!bad.empty())
-      throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
-                            .likely = "a learning rate that is too high",
-                            .next = "go on from the checkpoint before with a lower --lr"});
-}
-
 // Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
@@ -202,6 +191,14 @@ std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
   return {};
 }
 
+void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position) {
+  for (const std::string& bad : world.exchange_texts(first_non_finite(named_parameters(strategy.model()))))
+    if (!bad.empty())
+      throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
+                            .likely = "a learning rate that is too high",
+                            .next = "go on from the checkpoint before with a lower --lr"});
+}
+
 std::size_t snapshot_bytes(Strategy& strategy) {
   constexpr std::size_t kRest = std::size_t{1} << 20;  // header and generators
   const auto all = parameters_and_buffers(strategy.model());
@@ -213,7 +210,6 @@ std::size_t snapshot_bytes(Strategy& strategy) {
 
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
-  require_finite_everywhere(world, strategy, position);
   TensorsByName own = own_tensors(strategy);
   const auto elsewhere = tensors_elsewhere(world, strategy, own);
   TensorFile file;
@@ -239,7 +235,22 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found) : world_(world) {
+std::optional<CheckpointReader> open_same_file(const std::string& path, const std::string& checksum) try {
+  CheckpointReader file(path, Checksum::kTrusted);
+  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
+} catch (const Error&) {
+  return std::nullopt;
+}
+
+std::int64_t step_of(const CheckpointReader& file) try {
+  return Json::parse(file.metadata().at(kPosition)).at("step").get<std::int64_t>();
+} catch (const std::exception&) {
+  throw no_checkpoint();
+}
+
+SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found,
+                                   const OpenSame& open_same)
+    : world_(world) {
   Json header = {{"is_there", found.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
   if (found) {
     header["path"] = std::filesystem::absolute(found->path).string();
@@ -309,8 +320,7 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
   }
   return position;
 } catch (const std::out_of_range&) {
-  throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
-                         .next = "name the --checkpoint-dir of a run"});
+  throw no_checkpoint();
 }
 
 }  // namespace lockstep

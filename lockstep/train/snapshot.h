@@ -40,9 +40,11 @@ struct Snapshot {
 };
 
 // Gathers every rank's generator state (a few KB each), and the names of what each rank holds, where rank 0 does not hold
-// all. Blocks. Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth
-// keeping.
+// all. Blocks.
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth a checkpoint. Blocks.
+void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position);
 
 // About how large this rank's snapshot will be; 0 where ranks hold parts of the model. Blocks where each rank has a slice of the
 // optimizer's state, which is gathered.
@@ -52,8 +54,11 @@ std::size_t snapshot_bytes(Strategy& strategy);
 // has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
 class SharedCheckpoint {
  public:
+  // Finds the same file as rank 0 on another rank, or nothing.
+  using OpenSame = std::function<std::optional<CheckpointReader>(const std::string& path, const std::string& checksum)>;
+
   // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found);
+  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found, const OpenSame& open_same);
 
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks
@@ -76,6 +81,12 @@ class SharedCheckpoint {
   std::map<std::string, std::string> metadata_;
   Hash read_;
 };
+
+// The file that rank 0 has opened and verified, if this rank sees it under the same name: an OpenSame.
+std::optional<CheckpointReader> open_same_file(const std::string& path, const std::string& checksum);
+
+// The step after which a checkpoint was made. Throws CheckpointError: it is none of a run.
+std::int64_t step_of(const CheckpointReader& file);
 
 // Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
 // Throws CheckpointError: a tensor that is missing or of another shape, another model,

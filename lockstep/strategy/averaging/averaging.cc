@@ -117,10 +117,12 @@ class Averaging : public ReplicaStrategy {
       follow_learning_rate(replicas_);
       lockstep::update(*devices_, replicas_);
     });
+    is_one_model_ = false;
     if (++batches_since_average_ == average_every_) average();
   }
 
   void synchronise() override {
+    is_one_model_ = true;
     if (batches_since_average_ > 0) average();
     if (world_.size() > 1) {
       broadcast_tensors(world_, named_buffers(model()));
@@ -129,7 +131,10 @@ class Averaging : public ReplicaStrategy {
     follow_first(replicas_);
   }
 
+  bool is_one_model() const override { return is_one_model_; }
+
   void restored(std::int64_t) override {
+    is_one_model_ = true;
     follow_first(replicas_);
     if (outer_) outer_->restart_from(blocks_.front());
   }
@@ -199,6 +204,7 @@ class Averaging : public ReplicaStrategy {
   std::optional<OuterStep> outer_;     // none: the average is taken as it is
   std::int64_t batches_since_average_ = 0;
   std::int64_t averages_ = 0;
+  bool is_one_model_ = true;  // also in the optimizers' state, which averages leave alone
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/job_memory.h"
 
 namespace lockstep::shm {
 namespace {
@@ -21,6 +22,8 @@ std::size_t staging_bytes_of(const Options& options, int size) {
 void take_seat(Machine& machine, int rank, const Options& options) {
   machine.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
 }
+
+constexpr const char* kMemoryOfARank = "arena";  // as the launcher keeps it
 
 std::string memory_name(int rank) { return concat("the memory of rank ", rank); }
 
@@ -47,6 +50,7 @@ MachineParts own_parts(int rank, int size) {
   parts.pidfds.resize(size);
   parts.memories[rank] = make_memory(rank);
   parts.pidfds[rank] = own_pidfd();
+  if (JobMemory* const memory = JobMemory::get()) memory->keep(kMemoryOfARank, parts.memories[rank].get());
   return parts;
 }
 

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/kept_state.h"
+
+#include <sys/mman.h>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/train/snapshot.h"
+
+namespace lockstep {
+namespace {
+
+const std::string kImage = "state";
+
+FileImage new_image() {
+  UniqueFd fd(::memfd_create("lockstep state", MFD_CLOEXEC));
+  if (!fd) throw system_error("make shared memory for", "the state of the run");
+  return FileImage(std::move(fd));
+}
+
+// Nothing: it is not whole, because its rank was lost while it wrote.
+std::optional<CheckpointFolder::Loaded> open_image(const JobMemory::Kept& kept) try {
+  const std::string path = concat("/proc/self/fd/", kept.fd.get());
+  return CheckpointFolder::Loaded{path, CheckpointReader(path, Checksum::kRequired)};
+} catch (const Error&) {
+  return {};
+}
+
+}  // namespace
+
+KeptState::KeptState(JobMemory& memory) : memory_(memory), images_{new_image(), new_image()} {
+  for (const FileImage& image : images_) memory.keep(kImage, image.fd());
+}
+
+void KeptState::save(TensorFile file, const FetchTensor& fetch) {
+  for (auto& [name, tensor] : file.tensors)
+    if (tensor.is_meta()) tensor = fetch(name);
+  FileImage& image = images_[saves_ % images_.size()];
+  image.copy({file});
+  image.finish();
+  if (++saves_ == 1) memory_.complete();
+}
+
+std::optional<CheckpointFolder::Loaded> KeptState::newest(JobMemory& memory) {
+  std::optional<CheckpointFolder::Loaded> newest;
+  for (const JobMemory::Kept& kept : memory.previous()) {
+    if (kept.name != kImage) continue;
+    auto found = open_image(kept);
+    if (found && (!newest || step_of(found->file) > step_of(newest->file))) newest = std::move(found);
+  }
+  return newest;
+}
+
+}  // namespace lockstep
