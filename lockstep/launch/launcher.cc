@@ -17,6 +17,7 @@
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/keeper.h"
+#include "lockstep/launch/machines.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 
@@ -25,6 +26,7 @@ namespace {
 
 constexpr int kSignalBase = 128;  // a shell's exit code for a signal
 constexpr int kStopped = kSignalBase + SIGTERM;
+constexpr std::chrono::milliseconds kLeavesWithin{500};  // a rank whose peers are gone
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
@@ -106,9 +108,11 @@ class Job {
 
   LaunchResult run(const ProcessOptions& what) {
     what_ = what;
+    if (options_.machines) number_by(options_.machines->epoch());
     for (int local = 0; local < options_.ranks; ++local) start_rank(local);
-    while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
+    while (!has_ended_everywhere()) wait_for_events();
     end_what_ranks_left();
+    if (lost_) return {.restarts = restarts_, .exit_code = 1, .lost = lost_};
     if (!failure_ && caught_signal_ != 0)
       return {.restarts = restarts_,
               .exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
@@ -155,9 +159,7 @@ class Job {
         {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
-    const bool only_here = options_.nodes == 1;
-    result.emplace_back("LOCKSTEP_JOB",
-                        only_here ? concat("launcher ", ::getpid(), "-", start_time_of(::getpid())) : "");
+    result.emplace_back("LOCKSTEP_JOB", name_of_job());
     result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
     if (keeper_) {
       result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));
@@ -168,6 +170,12 @@ class Job {
     if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
       result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
     return result;
+  }
+
+  // On several machines that stay connected, ranks of an earlier epoch are another job.
+  std::string name_of_job() const {
+    if (options_.nodes == 1) return concat("launcher ", ::getpid(), "-", start_time_of(::getpid()));
+    return options_.machines ? concat("epoch ", generation_, " of ", options_.machines->job()) : "";
   }
 
   // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
@@ -200,6 +208,7 @@ class Job {
     std::vector<int> fds = {signals_.fd()};
     if (port_) fds.push_back(port_->fd());
     if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
+    if (options_.machines) std::ranges::copy(options_.machines->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -212,6 +221,7 @@ class Job {
   void wait_for_events() {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
     if (keeper_) keeper_->add_events(events);
+    if (options_.machines) std::ranges::move(options_.machines->events(), std::back_inserter(events));
     std::vector<Rank*> ended;
     for (Rank& rank : ranks_) {
       if (!rank.end)
@@ -225,9 +235,17 @@ class Job {
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
     // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
     // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poll_events(events, kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1);
+    poll_events(events, longest_wait());
     on_ended(ended);
+    if (options_.machines) follow_machines();
     if (kill_at_ && kill_at_->passed()) kill_all();
+  }
+
+  int longest_wait() const {
+    const int grace = kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1;
+    if (!options_.machines) return grace;
+    const int beat = static_cast<int>(Machines::longest_wait().count());
+    return grace < 0 ? beat : std::min(grace, beat);
   }
 
   // A reader that has stopped does not stop the ranks, until the disk is full too.
@@ -243,6 +261,7 @@ class Job {
       return signal_all(signal);
     }
     caught_signal_ = caught_signal_ == 0 ? signal : caught_signal_;
+    if (options_.machines) leave();
     if (!again) return stop_all(signal);
     stopping_ = true;
     kill_all();
@@ -288,11 +307,13 @@ class Job {
   // Not once a rank has ended well: there would be nobody in its place.
   bool can_go_on() const {
     const auto ended_well = [](const Rank& rank) { return rank.end && !rank.end->failed(); };
-    return keeper_ && !asked_ && caught_signal_ == 0 && std::ranges::none_of(ranks_, ended_well);
+    const bool all_are_here = options_.machines || std::ranges::none_of(ranks_, ended_well);
+    return keeper_ && !asked_ && caught_signal_ == 0 && all_are_here;
   }
 
   // One that belongs to an earlier generation has been lost with it.
   bool can_replace(const Rank& rank) const {
+    if (options_.machines && options_.machines->end()) return false;
     return can_go_on() && (restarts_ < options_.max_restarts || (restarts_ > 0 && rank.generation < generation_));
   }
 
@@ -302,6 +323,7 @@ class Job {
   }
 
   void replace(Rank& rank) {
+    if (options_.machines && rank.generation == generation_) return options_.machines->want_restart();
     if (rank.generation == generation_) ++restarts_;
     log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; a new process takes its place (restart ",
                        restarts_, " of ", options_.max_restarts, ")"));
@@ -339,6 +361,77 @@ class Job {
     start_rank(seat);
   }
 
+  // ---- Several machines: an epoch of the machines is a generation of the ranks
+
+  bool has_ended_everywhere() const {
+    if (!std::ranges::all_of(ranks_, &has_ended)) return false;
+    if (!options_.machines) return true;
+    return stopping_ ? has_left() : options_.machines->all_done();
+  }
+
+  // Others that know that this machine leaves need not wait until they miss it, nor ask who goes on.
+  bool has_left() const { return !left_by_ || left_by_->passed() || options_.machines->end(); }
+
+  void follow_machines() {
+    Machines& machines = *options_.machines;
+    machines.work();
+    for (const std::string& words : machines.take_words()) log_warning(words);
+    if (stopping_) return;
+    if (const auto end = machines.end()) {
+      lost_ = end;
+      stopping_ = true;
+      return kill_all();
+    }
+    if (const auto epoch = machines.take_news()) go_on_as(*epoch);
+    if (leave_by_ && leave_by_->passed()) replace_those_that_stay();
+    const auto is_done = [this](const Rank& rank) { return rank.end && (!rank.end->failed() || has_stopped(*rank.end)); };
+    if (std::ranges::all_of(ranks_, is_done)) machines.finish();
+  }
+
+  void leave() {
+    if (!left_by_) left_by_ = Deadline::after(kLeavesWithin);
+    options_.machines->want_to_leave();
+  }
+
+  void number_by(const Epoch& epoch) {
+    const std::string& me = options_.machines->me().id;
+    members_ = epoch.members;
+    generation_ = epoch.number;
+    restarts_ = epoch.restarts;
+    options_.nodes = static_cast<int>(epoch.members.size());
+    options_.node_rank = epoch.index_of(me);
+    options_.first_rank = epoch.first_rank(me);
+    options_.world_size = epoch.world_size();
+    options_.master_addr = epoch.members.front().address;
+    options_.master_port = epoch.master_port();
+    for (Rank& rank : ranks_) rank.rank = first_rank() + seat_of(rank);
+  }
+
+  // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then rank 0 is, on purpose.
+  void go_on_as(const Epoch& epoch) {
+    const bool same_restarts = epoch.restarts == restarts_;
+    const bool nobody_lost = same_restarts && std::ranges::all_of(members_, [&](const Member& member) {
+                               return epoch.has(member.id);
+                             });
+    number_by(epoch);
+    log_warning(concat("epoch ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size, " ranks (restart ",
+                       restarts_, " of ", options_.max_restarts, "); this one is machine ", options_.node_rank));
+    for (Rank& rank : ranks_) {
+      if (rank.waits)
+        admit(rank);
+      else if (rank.end || !rank.has_met || (nobody_lost && rank.rank == 0))
+        restart(rank);
+    }
+    leave_by_ = Deadline::after(kLeavesWithin);
+  }
+
+  // In a collective with a machine that says nothing any more, or in one that does not need those that are lost.
+  void replace_those_that_stay() {
+    leave_by_.reset();
+    for (Rank& rank : ranks_)
+      if (rank.generation < generation_) restart(rank);
+  }
+
   int seat_of(const Rank& rank) const { return static_cast<int>(&rank - &*ranks_.begin()); }
 
   void admit(Rank& rank) {
@@ -370,6 +463,9 @@ class Job {
   }
 
   void on_failed(const Rank& rank) {
+    if (options_.machines)
+      options_.machines->end_job(
+          concat("rank ", rank.rank, " on ", options_.machines->me().host(), " ", how_it_ended(*rank.end)));
     failure_ = RankFailure{
         .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
     if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
@@ -416,6 +512,10 @@ class Job {
   std::optional<Keeper> keeper_;  // while lost ranks may be replaced
   int generation_ = 0;
   int restarts_ = 0;
+  std::vector<Member> members_{};      // of this generation's epoch, on several machines
+  std::optional<Deadline> leave_by_{};  // ranks of the generation before
+  std::optional<Deadline> left_by_{};   // this machine, because a signal asked it to
+  std::optional<std::string> lost_{};   // why this machine can't go on without others
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/write_all.h"
@@ -23,11 +24,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kOpenAgainAfter{200};
+constexpr milliseconds kOpenAgainAfter{100};
 constexpr milliseconds kKnockEvery{1000};
 constexpr milliseconds kUnknownFor{10'000};  // a connection that does not say whose it is
 constexpr milliseconds kArbiterAnswersWithin{10'000};
 constexpr int kMostUnknown = 64;
+constexpr milliseconds kLastWordsWithin{300};
+constexpr int kRefusals = 3;  // a member listens before anybody hears of it
 
 }  // namespace
 
@@ -46,6 +49,18 @@ Machines::Machines(const Membership::Options& options, Roster roster, std::share
       followed_(roster.epoch),
       taken_(roster.epoch.number) {
   ::fcntl(listener_.get(), F_SETFL, ::fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
+}
+
+Machines::~Machines() {
+  std::erase_if(links_, [](const Link& link) { return link.kind != Kind::kMember || link.lines.is_gone(); });
+  for (Link& link : links_) link.lines.say_end();
+  const Deadline deadline = Deadline::after(kLastWordsWithin);
+  while (!links_.empty() && !deadline.passed()) {
+    std::vector<pollfd> open;
+    for (const Link& link : links_) open.push_back({.fd = link.lines.fd(), .events = POLLIN, .revents = 0});
+    ::poll(open.data(), open.size(), static_cast<int>(deadline.left().count()));
+    std::erase_if(links_, [](Link& link) { return !link.lines.drain(); });
+  }
 }
 
 std::vector<Event> Machines::events() {
@@ -77,6 +92,7 @@ void Machines::work() {
   say_what_is_lost();
   follow_epoch();
   open_links();
+  say_when_all_are_connected();
   knock();
   deliver();
   drop_links();
@@ -209,6 +225,8 @@ void Machines::drop_links() {
     }
     if (is_member && was_linked_.contains(link->peer))
       membership_.close(link->peer, "its launcher has closed the connection");
+    else if (is_member && ++refusals_[link->peer] >= kRefusals)
+      membership_.close(link->peer, "nobody answers at its port");
     if (link->kind == Kind::kGuest) membership_.dismiss(link->peer);
     link = links_.erase(link);
   }
@@ -250,6 +268,14 @@ void Machines::say_what_is_lost() {
     if (told_lost_.insert(member.id).second)
       words_.push_back(concat("machine ", member.host(), " (", member.address, ") is lost: ", why));
   }
+}
+
+void Machines::say_when_all_are_connected() {
+  if (connected_ == epoch().number) return;
+  for (const Member& member : epoch().members)
+    if (member.id != me_.id && (!was_linked_.contains(member.id) || link_of(member.id) == nullptr)) return;
+  connected_ = epoch().number;
+  log_debug(concat("epoch ", connected_, ": connected to all machines"));
 }
 
 // A launcher that was started again where one was lost waits for the job to begin, or for somebody like this.

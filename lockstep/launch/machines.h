@@ -32,6 +32,7 @@ namespace lockstep {
 class Machines {
  public:
   Machines(const Membership::Options& options, Roster roster, std::shared_ptr<Arbiter> arbiter = nullptr);
+  ~Machines();  // waits a moment until the others have heard its last words
   Machines(const Machines&) = delete;
   Machines& operator=(const Machines&) = delete;
 
@@ -85,6 +86,7 @@ class Machines {
   void hear_arbiter();
   void follow_epoch();
   void say_what_is_lost();
+  void say_when_all_are_connected();
   Link* link_of(const std::string& peer);
 
   Member me_;
@@ -101,10 +103,12 @@ class Machines {
   std::list<Link> links_{};
   Epoch followed_;  // whose links these are
   int taken_;       // number of the last news
+  int connected_ = -1;  // number of the last epoch all of whose members were connected
   Clock::time_point last_ = Clock::now();
   Clock::time_point next_try_{};
   Clock::time_point next_knock_{};
   std::set<std::string> was_linked_{};
+  std::map<std::string, int> refusals_{};  // of members that were never linked
   std::map<std::string, Member> gone_{};  // who was a member once
   std::set<std::string> told_lost_{};
   std::vector<std::string> words_{};

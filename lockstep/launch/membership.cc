@@ -144,6 +144,7 @@ void Membership::want_to_leave() {
 }
 
 void Membership::finish() {
+  if (done_) return;
   done_ = true;
   next_beat_ = now_;
 }

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <cerrno>
 
 namespace lockstep {
 namespace {
@@ -30,6 +31,19 @@ void PeerLink::move() {
     if (gone_ || *bytes == 0) break;
     in_.append(room.data(), *bytes);
   }
+}
+
+void PeerLink::say_end() {
+  move();
+  ::shutdown(channel_->fd(), SHUT_WR);
+}
+
+bool PeerLink::drain() {
+  std::array<char, 4096> room{};
+  ssize_t bytes = 0;
+  while ((bytes = ::recv(channel_->fd(), room.data(), room.size(), MSG_DONTWAIT)) > 0) {
+  }
+  return bytes < 0 && (errno == EAGAIN || errno == EINTR);
 }
 
 std::optional<std::string> PeerLink::take() {
