@@ -49,6 +49,7 @@ plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." th
 test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
+soak: export LOCKSTEP_KILLS = 200
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_FUZZ_PAIRS = 1
 soak: export LOCKSTEP_STRESS_CALLS = 10000

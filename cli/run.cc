@@ -40,6 +40,8 @@ struct RunArguments {
   std::string master_addr;
   std::string output = "prefix";
   double grace_seconds = 5;
+  double hang_seconds = std::chrono::duration<double>(HangOptions().timeout).count();
+  std::string on_hang = name_of(HangOptions().then);
   bool no_pin = false;
   bool insecure_network = false;
   int workers = 0;
@@ -113,6 +115,9 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--min-ranks", launch.min_ranks,
                  "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--spares", launch.spares,
+                 "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
                  "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");
@@ -123,6 +128,12 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0));
+  app.add_option("--hang-timeout", arguments.hang_seconds,
+                 "seconds without progress of any rank after which their stacks are shown; 0: never")
+      ->check(CLI::Range(0.0, 31536000.0));
+  app.add_option("--on-hang", arguments.on_hang,
+                 "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report")
+      ->check(CLI::IsMember(all_names<OnHang>()));
 }
 
 // Of CUDA_VISIBLE_DEVICES those before the first that does not exist, as CUDA reads it.
@@ -241,6 +252,8 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   options.ranks = arguments.workers > 0 ? options.servers + arguments.workers : number_of_ranks(arguments.ranks);
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
   options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
+  options.hang = {.timeout = std::chrono::milliseconds(static_cast<long>(arguments.hang_seconds * 1000)),
+                  .then = value_named<OnHang>(arguments.on_hang, "--on-hang")};
   options.pin = !arguments.no_pin;
   options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it
   if (arguments.meeting.standalone) {

@@ -9,3 +9,8 @@ find_program(SPIN spin REQUIRED)
 add_test(NAME shm.protocol_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/shm/check_protocol.sh
   ${PROJECT_SOURCE_DIR}/lockstep/collective/shm/protocol.pml)
 set_tests_properties(shm.protocol_model PROPERTIES TIMEOUT 120)
+
+# The recovery of lost ranks as a model, and its deliberate defects (3 min).
+add_test(NAME launch.recovery_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/recovery/check_model.sh
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/recovery.pml)
+set_tests_properties(launch.recovery_model PROPERTIES TIMEOUT 1200)

@@ -54,8 +54,10 @@ set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
 target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
 # Several processes: programs that are started as a user starts them.
-foreach(program misbehaving_task slow_lenet lossless_ranks unusual_loop)
-  add_executable(${program} train/${program}.cc)
+foreach(source train/misbehaving_task train/slow_lenet train/lossless_ranks train/unusual_loop train/surviving_loop
+    recovery/fragile_task)
+  get_filename_component(program ${source} NAME)
+  add_executable(${program} ${source}.cc)
   target_precompile_headers(${program} REUSE_FROM lockstep_pch)
   target_compile_options(${program} PRIVATE -O1)
   target_link_libraries(${program} PRIVATE lockstep)
@@ -81,6 +83,11 @@ target_link_libraries(lost_ranks_test PRIVATE lockstep_core nlohmann_json::nlohm
 target_compile_definitions(lost_ranks_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
 add_dependencies(lost_ranks_test misbehaving_task)
 
+lockstep_test(hang_test command.hang SHARDS 3 TIMEOUT 600 SOURCES train/hang_test.cc launch/child.cc)
+target_link_libraries(hang_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(hang_test PRIVATE MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>")
+add_dependencies(hang_test misbehaving_task)
+
 lockstep_test(stop_test command.stop SHARDS 4 TIMEOUT 600
   SOURCES train/stop_test.cc train/ranks.cc launch/child.cc)
 target_link_libraries(stop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
@@ -96,11 +103,27 @@ target_compile_definitions(unusual_loop_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" UNUSUAL_LOOP="$<TARGET_FILE:unusual_loop>")
 add_dependencies(unusual_loop_test unusual_loop lockstep_command)
 
+lockstep_test(surviving_loop_test command.surviving_loop SHARDS 2 TIMEOUT 600
+  SOURCES train/surviving_loop_test.cc launch/child.cc)
+target_link_libraries(surviving_loop_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(surviving_loop_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" SURVIVING_LOOP="$<TARGET_FILE:surviving_loop>")
+add_dependencies(surviving_loop_test surviving_loop lockstep_command)
+
 lockstep_torch_test(lossless_test command.lossless SHARDS 4 TIMEOUT 600
   SOURCES train/lossless_command_test.cc launch/child.cc)
 target_compile_definitions(lossless_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" LOSSLESS_RANKS="$<TARGET_FILE:lossless_ranks>")
 add_dependencies(lossless_test lossless_ranks lockstep_command lockstep_train)
+
+# Ranks that are lost at chosen points of a run, and replaced.
+lockstep_torch_test(recovery_test recovery SHARDS 4 TIMEOUT 7200
+  SOURCES recovery/kills_test.cc recovery/bad_cases_test.cc recovery/jobs.cc launch/child.cc)
+target_link_libraries(recovery_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_compile_definitions(recovery_test PRIVATE
+  LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" FRAGILE_TASK="$<TARGET_FILE:fragile_task>"
+  OTHER_PROGRAM="$<TARGET_FILE:misbehaving_task>")
+add_dependencies(recovery_test fragile_task misbehaving_task lockstep_command)
 
 lockstep_torch_test(reference_test reference SHARDS 2 TIMEOUT 300
   SOURCES reference/ddp_reference_test.cc reference/optimizer_reference_test.cc)

@@ -26,6 +26,7 @@ SUB_ROOMS = {
 }
 PUBLIC = {
     "base": "error deadline cores memory stop stop_all",
+    "launch": "recovery",
     "collective": "collective_types world spawn timeline",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",
@@ -33,7 +34,7 @@ PUBLIC = {
     "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
     "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
     "checkpoint": "checkpoint checkpoints",
-    "train": "run lockstep",
+    "train": "run loop_recovery lockstep",
 }
 ROOM_OF_PUBLIC = {header: room for room, headers in PUBLIC.items() for header in headers.split()}
 NO_TORCH = ("lockstep/base/", "lockstep/launch/", "lockstep/collective/shm/")

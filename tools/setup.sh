@@ -10,7 +10,8 @@
 #   tools/setup.sh bench     what demo and test need, and what benchmarks without PyTorch need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
-#   tools/setup.sh originals that, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
+#   tools/setup.sh recovery  that, and torchft (23 MB), for bench/recovery.py
+#   tools/setup.sh originals that of pytorch, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
 #
 # A second run needs no network. Root, or a user with sudo, is needed only while packages are missing.
 set -euo pipefail
@@ -30,6 +31,14 @@ readonly framework_wheels=(  # without what only their other features want
   packaging==26.3 pyyaml==6.0.3 tqdm==4.70.1
 )
 
+readonly torchft_wheels=(  # beside torch
+  torchft==0.2.0 opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2
+  opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-proto==1.45.2 opentelemetry-exporter-http-transport==0.66b2
+  opentelemetry-exporter-otlp-common==0.66b2
+  opentelemetry-semantic-conventions==0.66b2 googleapis-common-protos==1.76.0 protobuf==7.36.2 requests urllib3 idna certifi
+  charset-normalizer typing-extensions
+)
+
 readonly tensorboard_wheels=(tensorboard==2.20.0 protobuf==7.36.2 absl-py==2.5.1)  # what reads its files
 
 demo_packages=(
@@ -39,7 +48,7 @@ demo_packages=(
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev dpkg-dev)
-test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge)
+test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
@@ -119,11 +128,12 @@ case "${1:-}" in
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     ;;
-  pytorch | originals)
+  pytorch | recovery | originals)
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
+    if [ "$1" = recovery ]; then install_wheels "$deps/torchft" --no-deps "${torchft_wheels[@]}"; fi
     [ "$1" = originals ] || exit 0
     install_packages "${originals_packages[@]}"
     install_wheels "$deps/mxnet" --no-deps mxnet==1.9.1 numpy==1.23.5 graphviz==0.8.4 requests urllib3 idna certifi \

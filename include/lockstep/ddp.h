@@ -132,6 +132,9 @@ class DistributedDataParallel {
   // Where ranks read each other's gradients, the exchange then happens in step(), and gradients are copied once; what
   // backward() has added counts until zero_grad(), and the two kinds of backward() can't add to one .grad.
 
+  World world() const;
+  torch::nn::Module& module() const;
+
   // Of the last exchange, over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;
 

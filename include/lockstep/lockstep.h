@@ -35,6 +35,8 @@
 // Checkpoints:
 #include "lockstep/checkpoint.h"          // safetensors files
 #include "lockstep/checkpoints.h"         // a folder of the newest, written in the background
+#include "lockstep/recovery.h"            // a program that goes on when a rank is lost
+#include "lockstep/loop_recovery.h"       // what it keeps of a training loop
 
 // Devices of one process, and strategies by name:
 #include "lockstep/devices.h"             // a thread for each device, and their collectives

@@ -16,6 +16,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -123,6 +124,7 @@ void CheckpointWriter::reserve(std::size_t bytes) {
 }
 
 void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+  const own_progress::During saving(Phase::kSaving);
   const bool elsewhere = std::ranges::any_of(file.tensors, [](const auto& each) { return each.second.is_meta(); });
   if (!wait_until_idle(patience_)) {
     log_warning(concat("the checkpoint of step ", step, " is left out: ", trouble(), "; training goes on"));
@@ -155,6 +157,7 @@ void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const
 }
 
 bool CheckpointWriter::finish(std::int64_t step, std::chrono::milliseconds timeout) {
+  const own_progress::During saving(Phase::kSaving);
   return wait_until_idle(timeout) && shared_->newest == step;
 }
 

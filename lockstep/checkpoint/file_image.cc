@@ -11,7 +11,6 @@
 #include "lockstep/error.h"
 
 namespace lockstep {
-namespace {
 
 std::size_t tensor_bytes(const TensorFile& file) {
   std::size_t bytes = 0;
@@ -28,8 +27,6 @@ void copy_values(const torch::Tensor& tensor, std::byte* into) {
   }
   torch::from_blob(into, tensor.sizes(), torch::TensorOptions(tensor.scalar_type())).copy_(tensor.detach());
 }
-
-}  // namespace
 
 FileImage::~FileImage() {
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());

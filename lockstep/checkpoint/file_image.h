@@ -19,6 +19,11 @@
 
 namespace lockstep {
 
+std::size_t tensor_bytes(const TensorFile& file);  // of all its tensors together
+
+// The tensor's values in row-major order, from any layout or device, at the speed of memory.
+void copy_values(const torch::Tensor& tensor, std::byte* into);
+
 class FileImage {
  public:
   FileImage() = default;

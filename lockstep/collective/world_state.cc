@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -20,6 +21,7 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_memory.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -47,6 +49,7 @@ void require_trust_for_nccl(const WorldState& state) {
 }
 
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
+  own_progress::enter(Phase::kMeeting);
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
@@ -57,6 +60,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
   }
   let_nobody_else_in(*store);
+  own_progress::enter(Phase::kOwnCode);
 }
 
 }  // namespace
@@ -133,10 +137,12 @@ World World::from_env(const WorldOptions& options) {
 }
 
 World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
+  fault::read_plan();
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, {.timeout = timeout});
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
+  const fault::During meeting(fault::Phase::kMeeting);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   if (JobMemory* const memory = JobMemory::get()) memory->met();
   return world_of(std::move(state));

@@ -58,14 +58,24 @@ void Keeper::accept_new() {
 }
 
 // Whoever says anything else than a KeeperMessage is disconnected.
-void Keeper::serve(Client& client) {
+bool Keeper::serve(Client& client) {
   KeeperMessage message;
   std::vector<UniqueFd> descriptors;
-  const auto bytes = receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)),
-                                              descriptors, 0);
-  if (bytes < 0) return;
-  if (bytes != sizeof message || !message.is_well_formed()) return client.socket.reset();
-  handle(client, message, descriptors);
+  const auto bytes =
+      receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
+  if (bytes < 0) return false;
+  if (bytes == sizeof message && message.is_well_formed())
+    handle(client, message, descriptors);
+  else
+    client.socket.reset();
+  return true;
+}
+
+void Keeper::read_all() {
+  accept_new();
+  for (Client& client : clients_)
+    while (client.socket && serve(client)) {
+    }
 }
 
 void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors) {
@@ -82,9 +92,7 @@ void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<Un
     case kFetch: return send_kept(client, message.generation);
     case kMet: return callbacks_.on_met(message.seat, message.generation);
     case kSpare: client.is_spare = true; return;
-    case kNext:
-      client.waits_at = message.seat;
-      return callbacks_.on_next(message.seat, message.generation);
+    case kNext: client.waits_at = message.seat; return callbacks_.on_next(message.seat, message.generation);
     default: client.socket.reset();
   }
 }
@@ -102,7 +110,8 @@ void Keeper::send_kept(Client& client, int generation) {
 }
 
 bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
-  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer))) return true;
+  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer)))
+    return true;
   client.socket.reset();
   return false;
 }

@@ -37,6 +37,7 @@ class Keeper {
   std::string address(int seat) const;          // LOCKSTEP_KEEPER of the process at that seat
   void add_events(std::vector<Event>& events);  // for the next poll_events()
   std::vector<int> descriptors() const;         // which a forked child must close
+  void read_all();                              // what has been sent until now, also by ranks that have ended
 
   // Answers the rank that waits for a generation, with its variables. No effect if none waits.
   void tell(int seat, int generation, const Variables& variables);
@@ -60,7 +61,7 @@ class Keeper {
   };
 
   void accept_new();
-  void serve(Client& client);
+  bool serve(Client& client);  // false: it has sent nothing
   void handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors);
   void send_kept(Client& client, int generation);
   static bool send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors = {});

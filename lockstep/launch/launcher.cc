@@ -16,10 +16,13 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/hang_watch.h"
+#include "lockstep/launch/job_page.h"
 #include "lockstep/launch/keeper.h"
 #include "lockstep/launch/machines.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
+#include "lockstep/launch/spares.h"
 
 namespace lockstep {
 namespace {
@@ -47,7 +50,9 @@ void check(const LaunchOptions& options) {
           "use at least 1, or 0 for an even share of the cores");
   require(options.max_restarts >= 0, concat(options.max_restarts, " restarts can't be counted"), "use 0 or more");
   require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
-          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use a number of ranks that are there");
+          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"),
+          "use a number of ranks that are there");
+  require(options.spares >= 0, concat(options.spares, " spare processes can't wait"), "use 0 or more");
   require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
           "name a log folder");
 }
@@ -75,10 +80,11 @@ struct Rank {
   RankStream error;
   std::optional<Process> process{};
   std::optional<ExitStatus> end{};
-  int generation = 0;      // to which it belongs
-  bool has_met = false;    // the others of that generation
-  bool waits = false;      // for the next one
-  bool is_gone = false;    // lost, and not replaced
+  int generation = 0;    // to which it belongs
+  bool has_met = false;  // the others of that generation
+  bool waits = false;    // for the next one
+  bool is_gone = false;  // lost, and not replaced
+  std::string hang{};    // why this process was killed
 };
 
 struct Sinks {
@@ -89,7 +95,12 @@ struct Sinks {
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
-  Job(const LaunchOptions& options, Sinks& sinks) : options_(options), guardian_(options.ranks), sinks_(sinks) {
+  Job(const LaunchOptions& options, Sinks& sinks)
+      : options_(options),
+        guardian_(options.ranks + options.spares),
+        sinks_(sinks),
+        page_(make_page()),
+        watch_(page_ ? &*page_ : nullptr, options.hang, sinks.err) {
     if (options_.master_port == 0) options_.master_port = port_.emplace().number();
     if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
     if (options_.max_restarts > 0 || options_.min_ranks > 0)
@@ -108,6 +119,7 @@ class Job {
 
   LaunchResult run(const ProcessOptions& what) {
     what_ = what;
+    if (keeper_) spares_.emplace(what.command, groups_of_spares());
     if (options_.machines) number_by(options_.machines->epoch());
     for (int local = 0; local < options_.ranks; ++local) start_rank(local);
     while (!has_ended_everywhere()) wait_for_events();
@@ -131,6 +143,8 @@ class Job {
     Rank& rank = ranks_[local];
     rank.generation = generation_;
     rank.has_met = rank.waits = false;
+    rank.hang.clear();
+    if (page_) page_->begin(local, rank.rank, generation_);
     ProcessOptions what = what_;
     what.variables = variables(local);
     if (options_.pin && cores_are_ours() && !is_server(local))
@@ -143,7 +157,25 @@ class Job {
     what.error_fd = error.get();
     what.close_in_child = descriptors();
     what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
-    rank.process.emplace(what);
+    std::optional<Process> spare = spares_ ? spares_->take(what) : std::nullopt;
+    spare ? rank.process.emplace(std::move(*spare)) : rank.process.emplace(what);
+  }
+
+  std::vector<std::atomic<pid_t>*> groups_of_spares() {
+    std::vector<std::atomic<pid_t>*> groups;
+    for (int spare = 0; spare < options_.spares; ++spare) groups.push_back(guardian_.group(options_.ranks + spare));
+    return groups;
+  }
+
+  // While the ranks meet they need the cores.
+  void start_spares() {
+    const auto has_met = [](const Rank& rank) { return rank.has_met || rank.is_gone; };
+    if (!spares_ || stopping_ || !std::ranges::all_of(ranks_, has_met)) return;
+    ProcessOptions what;
+    what.variables = variables(0);
+    std::erase_if(what.variables, [](const auto& variable) { return variable.first != "OMP_NUM_THREADS"; });
+    what.signal_mask = signals_.mask_before();
+    spares_->start(what);
   }
 
   // Ranks that are gone have left no gap in the numbers.
@@ -151,15 +183,13 @@ class Job {
     const int gone = static_cast<int>(std::ranges::count_if(ranks_, &Rank::is_gone));
     const int before = static_cast<int>(std::count_if(ranks_.begin(), ranks_.begin() + seat, &is_gone));
     Variables result = {
-        {"RANK", concat(ranks_[seat].rank - before)},
-        {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
-        {"LOCAL_RANK", concat(seat - before)},
-        {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
-        {"GROUP_RANK", concat(options_.node_rank)},
-        {"MASTER_ADDR", options_.master_addr},
+        {"RANK", concat(ranks_[seat].rank - before)},  {"WORLD_SIZE", concat(world_size_of(options_) - gone)},
+        {"LOCAL_RANK", concat(seat - before)},         {"LOCAL_WORLD_SIZE", concat(options_.ranks - gone)},
+        {"GROUP_RANK", concat(options_.node_rank)},    {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
     result.emplace_back("LOCKSTEP_JOB", name_of_job());
+    result.emplace_back("LOCKSTEP_PAGE", page_ ? page_->address(seat) : "");
     result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
     if (keeper_) {
       result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));
@@ -178,6 +208,23 @@ class Job {
     return options_.machines ? concat("epoch ", generation_, " of ", options_.machines->job()) : "";
   }
 
+  // Without one, ranks publish nothing and are not watched.
+  std::optional<JobPage> make_page() const try {
+    JobPageHeader header{
+        .launcher = ::getpid(),
+        .ranks = options_.ranks,
+        .world_size = world_size_of(options_),
+        .nodes = options_.nodes,
+        .node_rank = options_.node_rank,
+        .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
+    const std::string job =
+        options_.nodes == 1 ? name_of_job() : concat(options_.master_addr, ":", options_.master_port);
+    job.copy(header.job.data(), header.job.size() - 1);
+    return JobPage(header);
+  } catch (const SystemError&) {
+    return {};
+  }
+
   // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
   bool cores_are_ours() const { return allotted_ == static_cast<int>(cores_.size()); }
 
@@ -187,7 +234,7 @@ class Job {
 
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const Rank& rank) const {
-    if (!options_.workers_may_fail || is_server(rank.rank - first_rank())) return false;
+    if (!options_.workers_may_fail || !may_go_on_ || is_server(rank.rank - first_rank())) return false;
     return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
                        [](const Rank& other) { return !other.end || !other.end->failed(); });
   }
@@ -209,6 +256,9 @@ class Job {
     if (port_) fds.push_back(port_->fd());
     if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
     if (options_.machines) std::ranges::copy(options_.machines->descriptors(), std::back_inserter(fds));
+    if (page_) fds.push_back(page_->fd());
+    std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
+    if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
     for (const Sink* sink : {&sinks_.out, &sinks_.err})
       if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
     for (const Rank& rank : ranks_) {
@@ -233,19 +283,38 @@ class Job {
     }
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
-    // Without a deadline while the job runs: the end of each rank, every signal and all output wake it. Once the ranks
-    // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
-    poll_events(events, longest_wait());
+    watch_.add_events(events);
+    const int longest = options_.machines ? static_cast<int>(Machines::longest_wait().count()) : -1;
+    const int wait = milliseconds_to_wait();
+    poll_events(events, longest < 0 || (wait >= 0 && wait < longest) ? wait : longest);
     on_ended(ended);
     if (options_.machines) follow_machines();
+    decide_without_a_loss();
     if (kill_at_ && kill_at_->passed()) kill_all();
+    if (!stopping_) look_for_hang();
   }
 
-  int longest_wait() const {
-    const int grace = kill_at_ ? static_cast<int>(kill_at_->left().count()) : -1;
-    if (!options_.machines) return grace;
-    const int beat = static_cast<int>(Machines::longest_wait().count());
-    return grace < 0 ? beat : std::min(grace, beat);
+  // While the job runs, the end of each rank, every signal and all output wake this process, and the time to look whether
+  // ranks hang. Ranks that wait for a word about others, none of which has ended, have the grace period. Once the ranks
+  // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is
+  // waited for.
+  int milliseconds_to_wait() const {
+    const auto next = stopping_ ? std::optional<std::chrono::milliseconds>() : watch_.next_look();
+    if (kill_at_) return static_cast<int>(kill_at_->left().count());
+    if (decide_at_ && (!next || decide_at_->left() < *next)) return static_cast<int>(decide_at_->left().count());
+    return next ? static_cast<int>(next->count()) : -1;
+  }
+
+  void look_for_hang() {
+    std::vector<LivingRank> living;
+    for (int local = 0; local < options_.ranks; ++local)
+      if (!ranks_[local].end) living.push_back({local, ranks_[local].rank, ranks_[local].process->pid()});
+    const std::optional<Hang> hang = watch_.look(living, descriptors());
+    if (!hang || ranks_[hang->local].end) return;
+    sinks_.err.add_line("lockstep: ", concat("rank ", hang->rank, " is killed"));
+    ranks_[hang->local].hang = hang->what;
+    may_go_on_ = options_.hang.then != OnHang::kEnd;
+    ranks_[hang->local].process->signal_group(SIGKILL);
   }
 
   // A reader that has stopped does not stop the ranks, until the disk is full too.
@@ -284,9 +353,16 @@ class Job {
 
   // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
   void on_ended(std::vector<Rank*>& ended) {
+    if (keeper_ && !ended.empty()) keeper_->read_all();  // a generation that was complete is, before the next begins
     std::ranges::stable_partition(ended, [](const Rank* rank) { return rank->end->signal != 0; });
     for (Rank* rank : ended) {
-      if (!rank->end->failed() || stopping_ || rank->is_gone) continue;
+      if (!rank->end) continue;
+      if (page_) page_->end(seat_of(*rank));
+      if (stopping_ || rank->is_gone) continue;
+      if (!rank->end->failed()) {
+        if (rank->generation < generation_) restart(*rank);  // the others have begun anew, and miss it
+        continue;
+      }
       if (has_stopped(*rank->end))
         stopped_ = true;
       else if (can_do_without(*rank))
@@ -304,12 +380,7 @@ class Job {
 
   // ---- Replacing ranks
 
-  // Not once a rank has ended well: there would be nobody in its place.
-  bool can_go_on() const {
-    const auto ended_well = [](const Rank& rank) { return rank.end && !rank.end->failed(); };
-    const bool all_are_here = options_.machines || std::ranges::none_of(ranks_, ended_well);
-    return keeper_ && !asked_ && caught_signal_ == 0 && all_are_here;
-  }
+  bool can_go_on() const { return keeper_ && may_go_on_ && !asked_ && caught_signal_ == 0; }
 
   // One that belongs to an earlier generation has been lost with it.
   bool can_replace(const Rank& rank) const {
@@ -338,16 +409,39 @@ class Job {
     begin_generation();
   }
 
-  // Those that are about to meet in the generation before would wait for the rank that is lost.
+  // Those that are about to meet in the generation before would wait for the rank that is lost. Those that have ended well
+  // are missed by the others: started again, they find that all is done.
   void begin_generation() {
     ++generation_;
+    decide_at_.reset();
     for (Rank& rank : ranks_) {
-      if (rank.end) continue;
-      if (rank.waits)
+      if (rank.is_gone) continue;
+      const bool has_failed = rank.end && rank.end->failed();  // see on_ended()
+      if (rank.waits && !rank.end)
         admit(rank);
-      else if (!rank.has_met)
+      else if (!has_failed && (rank.end || !rank.has_met))
         restart(rank);
     }
+  }
+
+  // Ranks have lost others, but none has ended: they have waited for longer than their timeout. Those that do not answer
+  // are killed, and replaced when they have ended.
+  void decide_without_a_loss() {
+    const auto waits = [](const Rank& rank) { return rank.waits || rank.end; };
+    const bool all_wait = !options_.machines && std::ranges::all_of(ranks_, waits);  // else it may be another machine
+    if (stopping_ || !decide_at_ || (!all_wait && !decide_at_->passed())) return;
+    decide_at_.reset();
+    for (const Rank& rank : ranks_) {
+      if (waits(rank)) continue;
+      log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
+      rank.process->signal_group(SIGKILL);
+    }
+    if (options_.machines) return options_.machines->want_restart();
+    if (!all_wait || restarts_ == options_.max_restarts) return;
+    ++restarts_;
+    log_warning(
+        concat("the ranks have lost each other; they go on (restart ", restarts_, " of ", options_.max_restarts, ")"));
+    begin_generation();
   }
 
   void restart(Rank& rank) {
@@ -404,7 +498,10 @@ class Job {
     options_.world_size = epoch.world_size();
     options_.master_addr = epoch.members.front().address;
     options_.master_port = epoch.master_port();
-    for (Rank& rank : ranks_) rank.rank = first_rank() + seat_of(rank);
+    for (Rank& rank : ranks_) {
+      rank.rank = first_rank() + seat_of(rank);
+      if (page_) page_->record(seat_of(rank)).job_rank = rank.rank;
+    }
   }
 
   // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then rank 0 is, on purpose.
@@ -414,6 +511,8 @@ class Job {
                                return epoch.has(member.id);
                              });
     number_by(epoch);
+    decide_at_.reset();
+    if (keeper_) keeper_->read_all();
     log_warning(concat("epoch ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size, " ranks (restart ",
                        restarts_, " of ", options_.max_restarts, "); this one is machine ", options_.node_rank));
     for (Rank& rank : ranks_) {
@@ -438,19 +537,22 @@ class Job {
     rank.generation = generation_;
     rank.has_met = rank.waits = false;
     const int seat = seat_of(rank);
+    if (page_) page_->record(seat).generation = generation_;
     keeper_->tell(seat, generation_, variables(seat));
   }
 
   void on_met(int seat, int generation) {
     if (seat < 0 || seat >= options_.ranks) return;
     ranks_[seat].has_met = ranks_[seat].has_met || generation == ranks_[seat].generation;
+    start_spares();
   }
 
   // A rank has lost another one. Its end may not be known yet.
   void on_next(int seat, int generation) {
     if (seat < 0 || seat >= options_.ranks || ranks_[seat].end) return;
     ranks_[seat].waits = true;
-    if (generation < generation_) admit(ranks_[seat]);
+    if (generation < generation_) return admit(ranks_[seat]);
+    if (!decide_at_) decide_at_ = Deadline::after(options_.grace);
   }
 
   bool servers_ended() const {
@@ -466,8 +568,11 @@ class Job {
     if (options_.machines)
       options_.machines->end_job(
           concat("rank ", rank.rank, " on ", options_.machines->me().host(), " ", how_it_ended(*rank.end)));
-    failure_ = RankFailure{
-        .rank = rank.rank, .pid = rank.process->pid(), .exit_code = rank.end->exit_code, .signal = rank.end->signal};
+    failure_ = RankFailure{.rank = rank.rank,
+                           .pid = rank.process->pid(),
+                           .exit_code = rank.end->exit_code,
+                           .signal = rank.end->signal,
+                           .hang = rank.hang};
     if (!is_stop_signal(SIGTERM)) return stop_all(SIGTERM);
     stopping_ = true;  // they would only make a note of a SIGTERM, and wait for the failed one in their next step
     kill_all();
@@ -510,7 +615,9 @@ class Job {
   Guardian guardian_;
   std::optional<ReservedPort> port_;
   std::optional<Keeper> keeper_;  // while lost ranks may be replaced
+  std::optional<Spares> spares_;
   int generation_ = 0;
+  bool may_go_on_ = true;  // after a loss
   int restarts_ = 0;
   std::vector<Member> members_{};      // of this generation's epoch, on several machines
   std::optional<Deadline> leave_by_{};  // ranks of the generation before
@@ -519,14 +626,17 @@ class Job {
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;
+  std::optional<JobPage> page_;
+  HangWatch watch_;
   IntVector<Rank> ranks_;
   std::optional<RankFailure> failure_;
-  int caught_signal_ = 0;            // the first that ended the job
-  bool asked_ = false;               // by a signal: the ranks, to stop
-  bool interrupted_ = false;         // by a SIGINT, which asked the ranks to stop
-  bool stopped_ = false;             // a rank has stopped because it was asked to
-  bool stopping_ = false;            // since the first failure or signal
-  std::optional<Deadline> kill_at_;  // the end of the grace period, until it has come
+  int caught_signal_ = 0;              // the first that ended the job
+  bool asked_ = false;                 // by a signal: the ranks, to stop
+  bool interrupted_ = false;           // by a SIGINT, which asked the ranks to stop
+  bool stopped_ = false;               // a rank has stopped because it was asked to
+  bool stopping_ = false;              // since the first failure or signal
+  std::optional<Deadline> decide_at_;  // what comes next, for ranks that wait although none has ended
+  std::optional<Deadline> kill_at_;    // the end of the grace period, until it has come
 };
 
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
@@ -562,12 +672,16 @@ LaunchResult launch(const LaunchOptions& options, const std::function<int()>& bo
 
 std::string describe(const RankFailure& failure, const LaunchOptions& options) {
   const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
-  const Error error("RankFailed",
-                    {.what = concat("rank ", failure.rank, " ", how),
-                     .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
-                     .likely = likely_cause(failure.signal),
-                     .next = options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                                  : "look at its output above"});
+  const bool hung = !failure.hang.empty();
+  const Error error(
+      "RankFailed",
+      {.what = hung ? concat(failure.hang, ", and was killed") : concat("rank ", failure.rank, " ", how),
+       .here = concat("rank ", failure.rank, " of ", world_size_of(options), ", pid ", failure.pid),
+       .likely = hung ? "an endless loop, a deadlock, a stopped process, or a disk or device that does not answer"
+                      : likely_cause(failure.signal),
+       .next = hung ? "read its stack above; if it only needs longer, raise --hang-timeout"
+               : options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
+                                                      : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

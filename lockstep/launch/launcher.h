@@ -8,7 +8,8 @@
 //
 // What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
 // names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is
-// set already, else cores / ranks), the cores of their share, /dev/null as stdin.
+// set already, else cores / ranks), LOCKSTEP_PAGE (where they publish what they do: job_page.h), the cores of their share,
+// /dev/null as stdin.
 #pragma once
 
 #include <chrono>
@@ -17,6 +18,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "lockstep/launch/hang_options.h"
 
 namespace lockstep {
 
@@ -31,13 +34,15 @@ enum class RankOutput {
 };
 
 struct LaunchOptions {
-  int ranks = 1;                  // on this machine
-  int servers = 0;                // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
+  int ranks = 1;    // on this machine
+  int servers = 0;  // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
   // How often a rank that fails may be replaced by a new process (launch/keeper.h); each time counts once, however many
   // ranks fail together, as torchrun counts. 0: a failure ends the job.
   int max_restarts = 0;
   // With no restart left the job goes on without the failed rank, while so many are left. 0: it ends. On one machine.
   int min_ranks = 0;
+  // Processes that wait to take the place of a lost rank (launch/spares.h), of a Python program whose ranks are replaced.
+  int spares = 1;
   bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;
@@ -59,6 +64,8 @@ struct LaunchOptions {
   std::vector<int> stop_signals{};
   // Of a rank that has stopped because one was asked to: no failure. None: 143, if this process has asked the ranks.
   std::optional<int> stop_code{};
+
+  HangOptions hang{};  // of ranks that publish what they do, which those that use lockstep do by themselves
 };
 
 struct RankFailure {
@@ -66,6 +73,7 @@ struct RankFailure {
   int pid = 0;
   int exit_code = 0;                    // when it exited by itself
   int signal = 0;                       // when a signal ended it
+  std::string hang;                     // why the launcher has killed it; else empty
   std::vector<std::string> last_lines;  // of its stderr, at most 20; empty where it wrote to the terminal directly
 };
 
@@ -82,8 +90,9 @@ struct LaunchResult {
 // the others yet is killed and replaced.
 //
 // Runs PROGRAM ARGS in every rank. Blocks as long as a rank runs: a job has no time limit, and a rank ends by itself, by
-// its own deadlines in collectives, or by a signal. When one fails (with workers_may_fail: one that the job needs) the
-// others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL.
+// its own deadlines in collectives, by a signal, or because it hangs (hang_watch.h). When one fails (with
+// workers_may_fail: one that the job needs) the others get SIGTERM (and SIGCONT, in case they are stopped) and, after the
+// grace period, SIGKILL.
 // SIGINT and SIGTERM are passed on to all ranks, with the same grace period, unless they are among stop_signals. When
 // this process is killed, even by SIGKILL, the ranks and what they started are killed too. The ranks go on when nobody
 // reads stdout or stderr for a while: their output is kept in memory, then in a nameless temporary file. At the end it is

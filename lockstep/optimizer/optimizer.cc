@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/device_update.h"
 #include "lockstep/optimizer/flat_update.h"
@@ -140,6 +142,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     loss = closure();
   }
   const trace::Span span("optimizer step");
+  const own_progress::During update(Phase::kUpdate);
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
   if (all.given != number_of_parameters())
@@ -166,7 +169,10 @@ std::size_t Optimizer::number_of_parameters() const {
 void Optimizer::step_in_memory(Layout& all) try {
   if (all.writes_by_hand() != 0 && source_->memory()->size() > 1) throw state_written();
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
-  skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
+  {
+    const fault::During updating(fault::Phase::kUpdate);
+    skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
+  }
   source_->end_update();
 } catch (const std::exception& error) {
   source_->memory()->fail(concat("step() failed: ", error.what()));  // the other ranks need not wait for us

@@ -11,8 +11,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array kNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
-static_assert(kNames.size() == std::variant_size_v<OptimizerOptions>);
+constexpr std::array kOptimizerNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
+static_assert(kOptimizerNames.size() == std::variant_size_v<OptimizerOptions>);
 
 // Calls option(name, field) for every field that these options have.
 void visit_fields(auto& options, const auto& option) {
@@ -32,26 +32,27 @@ OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
   return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
 }
 
-// Whether these are options of lockstep's.
+// Calls option(name, field) for every field. Returns whether these are options of lockstep's.
 template <std::size_t... i>
-bool visit_if_of_a_kind(const torch::optim::OptimizerOptions& options, const auto& option, std::index_sequence<i...>) {
+bool visit_if_of_a_kind(torch::optim::OptimizerOptions& options, const auto& option, std::index_sequence<i...>) {
   const auto visit_if = [&]<class Options>(std::type_identity<Options>) {
-    const auto* group = dynamic_cast<const GroupOptions<Options>*>(&options);
-    if (group == nullptr) return false;
-    visit_fields(group->values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
-    return true;
+    auto* const group = dynamic_cast<GroupOptions<Options>*>(&options);
+    if (group != nullptr) visit_fields(group->values, option);
+    return group != nullptr;
   };
   return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
 }
 
+constexpr auto kAllKinds = std::make_index_sequence<kOptimizerNames.size()>();
+
 }  // namespace
 
 const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names(kNames.begin(), kNames.end());
+  static const std::vector<std::string> names(kOptimizerNames.begin(), kOptimizerNames.end());
   return names;
 }
 
-std::string name_of(const OptimizerOptions& options) { return kNames[options.index()]; }
+std::string name_of(const OptimizerOptions& options) { return kOptimizerNames[options.index()]; }
 
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options) {
   return std::visit(
@@ -81,14 +82,23 @@ OptionValues values_of(const torch::optim::OptimizerOptions& options) {
 
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option) {
-  if (!visit_if_of_a_kind(options, option, std::make_index_sequence<kNames.size()>())) option("lr", options.get_lr());
+  const auto tell = [&](const char* name, auto value) { option(name, static_cast<double>(value)); };
+  auto& same = const_cast<torch::optim::OptimizerOptions&>(options);  // which nothing here writes to
+  if (!visit_if_of_a_kind(same, tell, kAllKinds)) option("lr", options.get_lr());
+}
+
+void set_options(torch::optim::OptimizerOptions& options, const OptionValues& values) {
+  const auto set = [&]<class Value>(const char* name, Value& value) {
+    if (const auto given = values.find(name); given != values.end()) value = static_cast<Value>(given->second);
+  };
+  if (!visit_if_of_a_kind(options, set, kAllKinds) && values.contains("lr")) options.set_lr(values.at("lr"));
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
   const auto& names = optimizer_names();
   const auto found = std::find(names.begin(), names.end(), name);
   if (found == names.end()) throw UsageError({.what = concat("no such optimizer: ", name), .next = join(names, ", ")});
-  OptimizerOptions options = defaults_of(found - names.begin(), std::make_index_sequence<kNames.size()>());
+  OptimizerOptions options = defaults_of(found - names.begin(), kAllKinds);
   const auto set = [&]<class Value>(const char* option, Value& value) {
     if (const auto given = values.find(option); given != values.end()) value = static_cast<Value>(given->second);
   };

@@ -17,6 +17,9 @@ void require_valid(const OptimizerOptions& options);
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option);
 
+// Sets those of `values` that the options of a parameter group have, as values_of() has named them.
+void set_options(torch::optim::OptimizerOptions& options, const OptionValues& values);
+
 // Rule derives from this and has:
 //   template <class T> static void apply(const Options&, const Run<T>&);
 //   static void apply_on_device(const Options&, const WholeTensors&);

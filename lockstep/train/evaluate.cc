@@ -3,6 +3,9 @@
 
 #include <cmath>
 
+#include "lockstep/base/fault.h"
+#include "lockstep/launch/own_progress.h"
+
 namespace lockstep {
 namespace {
 
@@ -27,6 +30,8 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
+  const own_progress::During validating(Phase::kValidating);
+  const fault::During validating(fault::Phase::kValidation);
   strategy.synchronise();
   strategy.model().eval();
   const World sharing = strategy.validation_world(world);

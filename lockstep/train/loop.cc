@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "lockstep/base/fault.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -13,6 +14,7 @@
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
 #include "lockstep/stop.h"
@@ -100,6 +102,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
 }
 
 Json TrainingLoop::run() {
+  own_progress::enter(Phase::kOwnCode);
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
@@ -134,9 +137,14 @@ void TrainingLoop::train_epoch() {
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
   for (auto next = batches.begin(); next != batches.end();) {
-    Batch batch = std::move(*next);
+    fault::set_step(position_.step);
+    Batch batch = [&] {
+      const fault::During loading(fault::Phase::kLoading);
+      return std::move(*next);
+    }();
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
+    const fault::During between(fault::Phase::kBetween);
     if (position_.step >= last_step()) break;
     stopped_ = stop_requested();
     if (stopped_) break;
@@ -152,6 +160,7 @@ void TrainingLoop::train_epoch() {
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   timeline_.begin_step(position_.step);
+  own_progress::begin_step(position_.step);
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
@@ -193,6 +202,7 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
                 {"step", position_.step},  // since the start of the run, from 0
                 {"loss", totals.mean_loss}, {"seconds", seconds},
                 {"samples", totals.samples}};
+  own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   record_saved();
   event["learning_rate"] = learning_rate();
@@ -286,7 +296,9 @@ void TrainingLoop::keep_state() {
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
+  const fault::During saving(fault::Phase::kSaving);
   require_finite_everywhere(step_world_, strategy_, position_);
+  const own_progress::During saving(Phase::kSaving);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }
@@ -308,6 +320,7 @@ void TrainingLoop::record_saved() {
 // Whether rank 0 has the present state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks
 // that wait for rank 0 do not take it for lost.
 bool TrainingLoop::is_saved() {
+  const own_progress::During saving(Phase::kSaving);
   const bool mine = checkpoints_ && checkpoints_->finish(position_.step, options_.strategy.timeout / 2);
   const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
   step_world_.broadcast(saved);
@@ -354,13 +367,16 @@ void TrainingLoop::resume() {
   }
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
   SharedCheckpoint file(world_, newest, &open_same_file);
-  if (file.is_there()) return restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+  if (file.is_there()) {
+    restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
+    resumed_step_ = position_.step;
+    return;
+  }
   if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
 }
 
 void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
   position_ = restore_snapshot(file, world_, strategy_, options_);
-  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
 }

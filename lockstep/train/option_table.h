@@ -101,9 +101,9 @@ requires(!HasNames<Value>) Option
 
 // A duration that the command line gives in seconds.
 inline Option seconds(const std::string& name, std::chrono::milliseconds& field, OnResume on_resume,
-                      const std::string& help) {
+                      const std::string& help, double at_least = std::numeric_limits<double>::min()) {
   using Seconds = std::chrono::duration<double>;
-  const Limits limits{.at_least = std::numeric_limits<double>::min(), .next = "give seconds, such as 300"};
+  const Limits limits{.at_least = at_least, .next = "give seconds, such as 300"};
   const auto get = [&field] { return Seconds(field).count(); };
   const auto set = [&field](double value) {
     field =

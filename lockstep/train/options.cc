@@ -79,6 +79,10 @@ std::vector<Option> device_table(TrainOptions& o) {
       option("--precision", s.precision, kMustBeSame, "of forward and backward; parameters stay float32"),
       option("--layout", s.layout, kMustBeSame, "memory order of images"),
       seconds("--timeout", s.timeout, kMayChange, "seconds to wait for another rank"),
+      seconds("--hang-timeout", o.hang.timeout, kMayChange,
+              "seconds without progress of any rank after which their stacks are shown; 0: never", /*at_least=*/0),
+      option("--on-hang", o.hang.then, kMayChange,
+             "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report"),
   };
 }
 

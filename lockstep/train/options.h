@@ -18,6 +18,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "lockstep/datasets.h"
+#include "lockstep/launch/hang_options.h"
 #include "lockstep/loader.h"
 #include "lockstep/schedule.h"
 #include "lockstep/strategy.h"
@@ -79,6 +80,7 @@ struct TrainOptions {
   PreemptionOptions preemption;
   int max_restarts = 0;        // of ranks that fail, where ranks are started here
   int min_ranks = 0;           // go on with so many, with no restart left; 0: with all or none
+  HangOptions hang;
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
   bool insecure_network = false;  // no secret, no encryption between machines

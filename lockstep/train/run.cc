@@ -145,7 +145,8 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .threads_per_rank = options.threads,
       .output = RankOutput::kFirst,
       .stop_signals = with_interrupt(stop_signals(options.preemption)),
-      .stop_code = stop_code(options.preemption)};
+      .stop_code = stop_code(options.preemption),
+      .hang = options.hang};
   if (!options.trace.empty()) remove_rings(options.trace);
   const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;

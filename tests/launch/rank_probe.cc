@@ -11,6 +11,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +20,18 @@
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
+#include "lockstep/launch/own_progress.h"
+
+// What a debugger must find in the stack of a rank that hangs.
+extern "C" {
+
+[[gnu::noinline]] void spin_for_ever() {
+  for (volatile bool on = true; on;) {
+  }
+}
+
+[[gnu::noinline]] void wait_for_the_second_mutex(std::mutex& second) { const std::lock_guard lock(second); }
+}
 
 namespace {
 
@@ -159,6 +172,103 @@ int connect_to(sockaddr_in address) {
 // Rank 0 listens on MASTER_PORT and the others connect.
 int meet(const Arguments&) { return rank() == 0 ? serve(master_address()) : connect_to(master_address()); }
 
+// ---- Ranks that publish what they do
+
+namespace own_progress = lockstep::own_progress;
+using lockstep::Phase;
+
+// The ranks of this job, which all publish.
+int pid_of(int peer) {
+  const lockstep::JobPage page = lockstep::JobPage::open(lockstep::split(variable("LOCKSTEP_PAGE"), ' ').front());
+  while (page.record(peer).pid == 0) std::this_thread::yield();
+  return page.record(peer).pid;
+}
+
+// As ranks do in a collective, until `done`.
+template <class Done>
+int wait_for_rank(int rank, const Done& done) {
+  const int peer = pid_of(rank);
+  own_progress::enter(Phase::kExchange);
+  while (!done()) {
+    own_progress::waits_for(peer);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  own_progress::waits_no_more();
+  own_progress::enter(Phase::kOwnCode);
+  return 0;
+}
+
+int wait_for_ever(int rank) {
+  return wait_for_rank(rank, [] { return false; });
+}
+
+// Two threads, each with the mutex that the other one wants.
+[[noreturn]] void deadlock() {
+  std::mutex first, second;
+  std::atomic<int> holding{0};
+  const auto take = [&](std::mutex& mine, std::mutex& other) {
+    const std::lock_guard lock(mine);
+    ++holding;
+    while (holding < 2) std::this_thread::yield();
+    wait_for_the_second_mutex(other);
+  };
+  std::thread other(take, std::ref(second), std::ref(first));
+  take(first, second);
+  hang();
+}
+
+// HOW: rank 1 stands still in the forward of step 17, while the others wait for it.
+int stand_still(const Arguments& how) {
+  own_progress::begin_step(17);
+  if (rank() != 1) return wait_for_ever(1);
+  own_progress::enter(Phase::kForward);
+  if (how.at(0) == "loop") spin_for_ever();
+  if (how.at(0) == "deadlock") deadlock();
+  if (how.at(0) == "stop") ::raise(SIGSTOP);
+  hang();
+}
+
+// FOLDER: rank 1 is stopped until the test continues it; then all end.
+int be_stopped_for_a_while(const Arguments& folder) {
+  own_progress::begin_step(17);
+  const auto file = std::filesystem::path(folder.at(0)) / "continued";
+  if (rank() != 1) return wait_for_rank(1, [&] { return std::filesystem::exists(file); });
+  own_progress::enter(Phase::kForward);
+  announce(folder.at(0), "rank1", ::getpid());
+  ::raise(SIGSTOP);
+  announce(folder.at(0), "continued", ::getpid());
+  return 0;
+}
+
+// FOLDER: rank 0 saves to FOLDER/disk, a FIFO, while the others wait for it.
+int save_slowly(const Arguments& folder) {
+  own_progress::begin_step(17);
+  const auto file = std::filesystem::path(folder.at(0)) / "saved";
+  if (rank() != 0) return wait_for_rank(0, [&] { return std::filesystem::exists(file); });
+  const own_progress::During saving(Phase::kSaving);
+  announce(folder.at(0), "saving", ::getpid());
+  std::ofstream(std::filesystem::path(folder.at(0)) / "disk") << "a checkpoint";  // blocks until somebody reads
+  announce(folder.at(0), "saved", ::getpid());
+  return 0;
+}
+
+// Each rank waits for the next one.
+int wait_in_a_circle(const Arguments&) {
+  own_progress::begin_step(17);
+  return wait_for_ever((rank() + 1) % std::stoi(variable("WORLD_SIZE")));
+}
+
+// MILLISECONDS: computes for so long, and takes steps meanwhile.
+int take_steps(const Arguments& arguments) {
+  const lockstep::Stopwatch watch;
+  for (int step = 0; watch.seconds() < std::stod(arguments.at(0)) / 1000; ++step) {
+    own_progress::begin_step(step);
+    const own_progress::During forward(Phase::kForward);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -175,6 +285,11 @@ int main(int argc, char** argv) {
       {"long-line", print_long_line},
       {"bytes", print_bytes},
       {"meet", meet},
+      {"stand-still", stand_still},
+      {"be-stopped-for-a-while", be_stopped_for_a_while},
+      {"save-slowly", save_slowly},
+      {"wait-in-a-circle", wait_in_a_circle},
+      {"take-steps", take_steps},
   };
   return actions.at(argv[1])(Arguments(argv + 2, argv + argc));
 }

@@ -5,6 +5,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -117,6 +118,7 @@ Hierarchy::~Hierarchy() {
 
 int Hierarchy::run(const TensorCall& call) {
   if (is_message(call.call.operation)) {
+    const own_progress::CallingOthers calling;
     const FuturePtr message = start_message(call, false);
     message->wait();
     return call.call.operation == Operation::kReceive ? message->source() : kAnyRank;
@@ -146,6 +148,8 @@ void Hierarchy::make_call(const Call& call) {
     const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
     return trace::Label{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
   });
+  own_progress::moved();
+  const own_progress::CallingOthers calling;
   const bool own_timeout = call.timeout.count() > 0;
   if (own_timeout) set_timeout_of_collectives(call.timeout);
   const std::shared_ptr<void> usual_again(nullptr, [&](void*) {

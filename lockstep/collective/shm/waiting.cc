@@ -26,6 +26,14 @@ void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
   if (!deadline_) deadline_ = Deadline::after(call_timeout_);
   sleep_and_look(flag, peer, done);
   machine_.note_wait(rank_, kNobody);
+  own_progress::waits_no_more();
+}
+
+// For the other ranks and for the launcher. Ranks that are threads are one process to the launcher.
+void Waiter::note_wait(int peer) {
+  machine_.note_wait(rank_, peer);
+  if (!machine_.shares_ordinary_memory())
+    own_progress::waits_for(peer == kNobody ? kAnyPeer : machine_.seat(peer).pid.load(std::memory_order_relaxed));
 }
 
 // The loop: note that this rank waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
@@ -33,7 +41,7 @@ void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
 // rank stays noted as waiting: others then don't take it for the one that holds them up.
 void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done) {
   while (true) {
-    machine_.note_wait(rank_, peer);
+    note_wait(peer);
     const std::uint32_t seen = flag.load();
     if (done() || look_around(peer, done)) return;
     flag.sleep_while(seen, kLongestSleep);

@@ -15,6 +15,7 @@
 #include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 
@@ -58,6 +59,7 @@ class Prefetcher::Shared {
 
   Batch next(LoadingStatistics& statistics) {
     const trace::Span span("wait for batch", taken_);
+    const own_progress::During loading(Phase::kLoading);
     const Stopwatch watch;
     Place place;
     {
@@ -78,6 +80,7 @@ class Prefetcher::Shared {
 
   Batch load_here(LoadingStatistics& statistics) {
     const trace::Span span("load batch", taken_);
+    const own_progress::During loading(Phase::kLoading);
     const Stopwatch watch;
     Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
     ++taken_;

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "lockstep/base/defects.h"
+#include "lockstep/base/fault.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
@@ -17,6 +18,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/samples.h"
@@ -130,7 +132,7 @@ Values values_of(const std::vector<NamedTensor>& parameters) {
 class DistributedDataParallel::Impl {
  public:
   Impl(World world, torch::nn::Module& module, torch::optim::Optimizer* optimizer, const Options& options)
-      : world_(std::move(world)), options_(options), check_(world_) {
+      : world_(std::move(world)), module_(&module), options_(options), check_(world_) {
     Optimizer* const sharing = optimizer_of_shared_parameters(world_, optimizer, options);
     require_known_names(module, options_.ignored);
     require_known_names(module, options_.sparse_parameters);
@@ -181,6 +183,8 @@ class DistributedDataParallel::Impl {
   double begin_backward(std::int64_t samples, const torch::Tensor& loss = {}) try {
     exchange_seconds_ = 0;
     begun_ = {samples, !no_sync_};
+    own_progress::begin_next_step();
+    own_progress::enter(Phase::kBackward);
     backward_began_ = trace::now_if_recording();
     trace::count_memory();
     return exchange_->begin(samples, loss, begun_.exchanges);
@@ -192,6 +196,7 @@ class DistributedDataParallel::Impl {
   void end_backward() try {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
+    own_progress::enter(Phase::kOwnCode);
     trace::write(backward_began_, [] { return trace::Label{.name = "backward"}; });
   } catch (const std::exception& error) {
     fail(error);
@@ -236,6 +241,8 @@ class DistributedDataParallel::Impl {
     statistics.exchange_seconds = exchange_->seconds();
     return statistics;
   }
+  const World& world() const { return world_; }
+  torch::nn::Module& module() const { return *module_; }
   bool& no_sync() { return no_sync_; }
   bool mean_in_grad() const { return exchange_->mean_in_grad(); }
   const BatchTotals& last_batch() const { return last_batch_; }
@@ -243,6 +250,7 @@ class DistributedDataParallel::Impl {
 
  private:
   void run_begun_backward(const torch::Tensor& loss, double factor) try {
+    const fault::During backward(fault::Phase::kBackward);
     run_backward(loss, factor);
   } catch (const std::exception& error) {
     fail(error);
@@ -253,10 +261,13 @@ class DistributedDataParallel::Impl {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const trace::Span span("exchange");
+    const own_progress::During exchange(Phase::kExchange);
+    const fault::During publishing(fault::Phase::kPublish);
     const Stopwatch waiting;
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
+    own_progress::finish_step(last_batch_.samples, last_batch_.mean_loss);
   }
 
   // The other ranks need not wait for this one; a MismatchError they have, too.
@@ -418,6 +429,7 @@ class DistributedDataParallel::Impl {
   }
 
   World world_;
+  torch::nn::Module* module_;
   Options options_;
   StepCheck check_;
   std::vector<NamedTensor> parameters_;
@@ -462,6 +474,8 @@ void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }
+World DistributedDataParallel::world() const { return impl_->world(); }
+torch::nn::Module& DistributedDataParallel::module() const { return impl_->module(); }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
 double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }

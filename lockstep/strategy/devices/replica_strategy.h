@@ -17,6 +17,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
@@ -85,10 +86,12 @@ Number sum_over(const World& world, Number number) {
   return sum.item<Number>();
 }
 
-// Adds the seconds that `work` takes to `total`, shows it as `name` in a trace, and returns what it returns.
+// Adds the seconds that `work` takes to `total`, shows it as `name`, that of a phase, in a trace and to the launcher, and
+// returns what it returns.
 template <class Work>
 auto timed(double& total, const char* name, const Work& work) {
   const trace::Span span(name);
+  const own_progress::During phase(phase_named(name));
   struct Adds {
     double& total;
     Stopwatch watch = {};

@@ -53,6 +53,7 @@ from lockstep.checkpoints import Checkpoints
 from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
 from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm
+from lockstep.recovery import Recovery, recover
 from lockstep.timeline import Timeline
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "PeerLost",
+    "Recovery",
     "RendezvousError",
     "SGD",
     "Sampler",
@@ -81,6 +83,7 @@ __all__ = [
     "UsageError",
     "catch_stop_signals",
     "meet",
+    "recover",
     "stop_requested",
     "stop_signal",
 ]

@@ -13,5 +13,6 @@ void bind_world(pybind11::module_& module);        // World, batch normalisation
 void bind_optimizers(pybind11::module_& module);   // SGD, Adam, AdamW, LAMB, LARS
 void bind_replica(pybind11::module_& module);      // DistributedDataParallel
 void bind_checkpoints(pybind11::module_& module);  // Checkpoints
+void bind_recovery(pybind11::module_& module);     // what Recovery keeps
 
 }  // namespace lockstep::python

@@ -140,7 +140,9 @@ class DistributedDataParallel(nn.Module):
         """The module's forward. Blocks in nothing and sends nothing."""
         self._require_same_parameters()
         self._require_same_buffers()
+        self._replica.enter_forward(self.training)
         output = self.module(*inputs, **kwargs)
+        self._replica.leave_forward()
         if torch.is_grad_enabled():
             sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else None)

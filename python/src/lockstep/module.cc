@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, module) {
   lockstep::python::bind_optimizers(module);
   lockstep::python::bind_replica(module);
   lockstep::python::bind_checkpoints(module);
+  lockstep::python::bind_recovery(module);
   module.def("catch_stop_signals", &lockstep::catch_stop_signals);
   module.def("stop_requested", &lockstep::stop_requested);
   module.def("stop_signal", &lockstep::stop_signal);

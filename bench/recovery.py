@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of two is killed while LeNet trains: seconds until the job has finished its next step, steps that are lost, and
+goodput, with lockstep, torchrun (from a checkpoint of every 50 steps) and torchft, in turn.
+
+    bench/recovery.py [ROUNDS]
+    bench/recovery.py soak MINUTES [RANKS]   a rank is killed every 20 s; beside the undisturbed run of as many steps
+"""
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import LOCKSTEP, ROOT, machine, median, python_with, require_peers, rounds, save, spread, take_turns
+
+EVERY = 50  # steps from one of torchrun's checkpoints to the next
+SECONDS = 8  # of training before the kill, and after the job has gone on
+ENOUGH = 10_000_000  # steps: the job is ended by hand
+
+
+def environment(pid):
+    try:
+        return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if "=" in entry)
+    except OSError:
+        return {}
+
+
+def descendants(pid):
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [further for child in children for further in descendants(child)]
+
+
+class Job:
+    """A training job that is being measured. `lines` is what it writes after each step."""
+
+    def __init__(self, folder):
+        self.folder, self.processes = Path(folder), []
+        self.lines = self.folder / "progress"
+
+    def start(self, *command, **options):
+        process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, start_new_session=True,
+                                   stderr=open(self.folder / "errors", "a"), **options)
+        self.processes.append(process)
+        return process
+
+    def steps(self):
+        """The steps that are finished so far, in order, as they were finished."""
+        return [int(line) for line in self.lines.read_text().split("\n")[:-1]] if self.lines.exists() else []
+
+    def look_after(self):
+        pass
+
+    def end(self):
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+class Lockstep(Job):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.lines = self.folder / "metrics.jsonl"
+        self.job = self.start(LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", 2, "--threads", 1,
+                              "--batch-size", 256, "--lr", 0.1, "--momentum", 0.9, "--nesterov", "--epochs", 10000,
+                              "--max-restarts", 1000, "--metrics", self.lines, "--quiet")
+
+    def steps(self):
+        text = self.lines.read_text() if self.lines.exists() else ""
+        return [int(found) for found in re.findall(r'"event":"step".*?"step":(\d+)', text)]
+
+    def victim(self, rank=1):
+        for pid in descendants(self.job.pid):
+            if f"[rank {rank} of" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+
+
+class Torchrun(Job):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.job = self.start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 1000,
+                              "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                              ROOT / "bench/peers/elastic_training.py", ENOUGH, self.lines, self.folder / "checkpoint", EVERY,
+                              env=python_with("pytorch", OMP_NUM_THREADS="1"))
+
+    def victim(self):
+        return next(pid for pid in descendants(self.job.pid) if environment(pid).get("RANK") == "1")
+
+
+class Torchft(Job):
+    timeout = 60
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.environment = python_with("pytorch", OMP_NUM_THREADS="1")
+        self.environment["PYTHONPATH"] += f":{ROOT / '.deps/torchft'}"
+        self.port = random.randrange(20000, 30000)
+        self.environment["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{self.port}"
+        self.start(ROOT / ".deps/torchft/bin/torchft_lighthouse", "--min_replicas", 1, "--join_timeout_ms", 1000, "--bind",
+                   f"[::]:{self.port}", env=self.environment)
+        self.groups = [self.group(0), self.group(1)]
+
+    def group(self, number):
+        return self.start(sys.executable, ROOT / "bench/peers/torchft_training.py", ENOUGH, self.lines, number, self.timeout,
+                          env=self.environment)
+
+    def victim(self):
+        return self.groups[1].pid
+
+    def look_after(self):
+        if self.groups[1].poll() is not None:
+            self.groups[1] = self.group(1)
+
+
+class QuickTorchft(Torchft):
+    timeout = 3
+
+
+def wait_for_steps(job, count, limit=240):
+    end = time.perf_counter() + limit
+    while len(job.steps()) < count:
+        job.look_after()
+        if time.perf_counter() > end:
+            raise RuntimeError(f"{type(job).__name__} does not train: {(job.folder / 'errors').read_text()[-3000:]}")
+        time.sleep(0.005)
+    return time.perf_counter()
+
+
+def train_for(job, seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        job.look_after()
+        time.sleep(0.01)
+
+
+def next_step_after(job, killed):
+    """When the first step was finished that had not begun when the rank was killed: the second line after it, unless a longer
+    pause follows, as where the others can finish one more."""
+    seen, times = len(job.steps()), []
+    while len(times) < 4:
+        now = time.perf_counter()
+        count = len(job.steps())
+        times += [now] * (count - seen - len(times))
+        job.look_after()
+        if now - killed > 240:
+            raise RuntimeError(f"{type(job).__name__} does not go on: {(job.folder / 'errors').read_text()[-3000:]}")
+        time.sleep(0.002)
+    moments = [killed] + times
+    pauses = [after - before for before, after in zip(moments, moments[1:])]
+    return moments[pauses.index(max(pauses)) + 1]
+
+
+def measure(kind):
+    with tempfile.TemporaryDirectory() as folder:
+        job = kind(folder)
+        try:
+            wait_for_steps(job, 20)
+            began, first = time.perf_counter(), len(job.steps())
+            train_for(job, SECONDS)
+            rate = (len(job.steps()) - first) / (time.perf_counter() - began)
+            before = job.steps()
+            os.kill(job.victim(), signal.SIGKILL)
+            killed = time.perf_counter()
+            recovered = next_step_after(job, killed)
+            train_for(job, max(0, killed + 20 - time.perf_counter()))
+            after, now = job.steps()[len(before):], time.perf_counter()
+            repeated = len(before) + len(after) - len(set(before + after))
+            return {"seconds": recovered - killed, "repeated": repeated, "rate": rate,
+                    "goodput": (len(set(after) - set(before))) / ((now - killed) * rate)}
+        finally:
+            job.end()
+
+
+def compare():
+    count = rounds(5)
+    require_peers("recovery", "pytorch", "torchft")
+    print(f"a rank of 2 is killed; LeNet, batches of 256; {count} rounds in turn\n{machine()}\n")
+    kinds = {"lockstep": Lockstep, "torchrun": Torchrun, "torchft": Torchft, "torchft, timeouts of 3 s": QuickTorchft}
+    found = take_turns(count, {name: lambda kind=kind: measure(kind) for name, kind in kinds.items()})
+    base = median([one["seconds"] for one in found["lockstep"]])
+    for name, runs in found.items():
+        seconds = [one["seconds"] for one in runs]
+        print(f"{name:26} {median(seconds):7.2f} s ({spread(seconds)}) {median(seconds) / base:6.1f} x   "
+              f"{median([one['repeated'] for one in runs]):4.0f} steps repeated   goodput of the 20 s after it "
+              f"{100 * median([one['goodput'] for one in runs]):5.1f} %   {median([one['rate'] for one in runs]):6.1f} steps/s")
+    save("recovery", {"rounds": count, "runs": found})
+
+
+# ---- A soak
+
+def train_steps(steps, ranks, folder, kill_every=None):
+    """Seconds, and kills, of a run of so many steps; its last checkpoint is in `folder`."""
+    command = [LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", ranks, "--threads", 1,
+               "--batch-size", 256, "--momentum", 0.9, "--epochs", 100000, "--max-steps", steps, "--max-restarts", 100000,
+               "--checkpoint-dir", folder / "checkpoints", "--metrics", folder / "metrics.jsonl", "--quiet"]
+    kills, began = 0, time.perf_counter()
+    with open(folder / "errors", "w") as errors, subprocess.Popen([*map(str, command)], stderr=errors) as job:
+        next_kill = began + (kill_every or 0)
+        while job.poll() is None:
+            if kill_every and time.perf_counter() > next_kill:
+                rank, next_kill = random.randrange(ranks), next_kill + kill_every
+                for pid in descendants(job.pid):
+                    if f"[rank {rank} of" in Path(f"/proc/{pid}/cmdline").read_text():
+                        os.kill(pid, signal.SIGKILL)
+                        kills += 1
+            time.sleep(0.01)
+    if job.returncode != 0:
+        raise RuntimeError((folder / "errors").read_text()[-3000:])
+    return time.perf_counter() - began, kills
+
+
+def tensors_of(folder):
+    """The bytes of every tensor in the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("*.safetensors"))
+    data = newest.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return {name: data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]]
+            for name, entry in header.items() if name != "__metadata__"}
+
+
+def soak():
+    minutes, ranks = float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 8
+    with tempfile.TemporaryDirectory() as folder:
+        trial, calm, disturbed = (Path(folder) / name for name in ("trial", "calm", "disturbed"))
+        for each in (trial, calm, disturbed):
+            each.mkdir()
+        seconds, _ = train_steps(300, ranks, trial)
+        steps = int(300 * minutes * 60 / seconds)
+        undisturbed, _ = train_steps(steps, ranks, calm)
+        with_kills, kills = train_steps(steps, ranks, disturbed, kill_every=20)
+        same = tensors_of(calm) == tensors_of(disturbed)
+        share = undisturbed / with_kills
+        print(f"{ranks} ranks, {steps} steps: {undisturbed:.1f} s undisturbed, {with_kills:.1f} s with {kills} kills: "
+              f"{100 * share:.1f} % of the throughput; final state {'the same' if same else 'NOT THE SAME'}\n{machine()}")
+        save("recovery_soak", {"ranks": ranks, "steps": steps, "kills": kills, "undisturbed": undisturbed,
+                               "disturbed": with_kills, "same": same})
+        sys.exit(0 if same and share >= 0.95 else 1)
+
+
+if __name__ == "__main__":
+    soak() if sys.argv[1:2] == ["soak"] else compare()

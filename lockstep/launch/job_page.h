@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// launch/job_page.h: what each rank of a job is doing on this machine: a record per rank in memory that the launcher makes
+// before it starts them, that the ranks write, and that any process of the same user may read.
+//
+// Flow:    own_progress.h in every rank -> here -> HangWatch in the launcher, or whoever looks at a running job
+// Owns:    an anonymous file (memfd), which disappears with the last process that maps it
+// Threads: any: what changes is atomic. A reader may see one field older than another
+// Ranks:   they find it through LOCKSTEP_PAGE="/proc/PID/fd/N SEAT". A seat is the number of a rank on its machine; it
+//          stays the same when ranks are lost and the others renumbered
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/base/cache_line.h"
+#include "lockstep/base/names.h"
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep {
+
+enum class Phase : std::uint32_t {
+  kStarting,  // until it meets the other ranks
+  kMeeting,
+  kOwnCode,  // none of the others: in a program of one's own also what is between two steps
+  kLoading,  // waits for its next batch
+  kForward,
+  kBackward,
+  kExchange,
+  kUpdate,
+  kValidating,
+  kSaving,
+  kEnded,
+};
+template <>
+inline constexpr std::array kNames<Phase> = {
+    Named{"starting", Phase::kStarting}, Named{"meeting", Phase::kMeeting}, Named{"own code", Phase::kOwnCode},
+    Named{"loading", Phase::kLoading},   Named{"forward", Phase::kForward}, Named{"backward", Phase::kBackward},
+    Named{"exchange", Phase::kExchange}, Named{"update", Phase::kUpdate},   Named{"validating", Phase::kValidating},
+    Named{"saving", Phase::kSaving},     Named{"ended", Phase::kEnded},
+};
+constexpr std::size_t kPhases = kNames<Phase>.size();
+
+constexpr Phase phase_named(std::string_view name) {  // kOwnCode if there is none
+  for (const auto& each : kNames<Phase>)
+    if (name == each.name) return each.value;
+  return Phase::kOwnCode;
+}
+
+constexpr std::int32_t kAnyPeer = -1;  // of RankRecord::waits_for
+
+// Written by one rank. Times are ns of CLOCK_MONOTONIC.
+struct alignas(kCacheLine) RankRecord {
+  std::atomic<std::int32_t> pid{0};         // 0: the rank has not used lockstep yet
+  std::atomic<std::int32_t> job_rank{0};    // set by the launcher
+  std::atomic<std::int32_t> generation{0};  // how often the job had replaced ranks when this one met the others
+  std::atomic<Phase> phase{Phase::kStarting};
+  std::atomic<std::int64_t> step{-1};         // from 0; -1: none yet
+  std::atomic<std::uint64_t> moves{0};        // grows with every phase and every call of a collective
+  std::atomic<std::int64_t> phase_since{0};   // 0: not begun
+  std::atomic<std::int64_t> wait_since{0};    // 0: waits for no rank of this machine
+  std::atomic<std::int64_t> looked_at{0};     // a rank that waits looks around every few ms, while it is not stopped
+  std::atomic<std::int32_t> waits_for{0};     // the pid of a rank, or kAnyPeer
+  std::atomic<std::int32_t> calls_others{0};  // it is in this many calls that other machines take part in
+
+  // Running sums. Those of the phases have nothing yet of the present one.
+  std::atomic<std::int64_t> samples{0};
+  std::array<std::atomic<std::int64_t>, kPhases> ns_in_phase{};
+  std::atomic<std::int64_t> ns_waited{0};  // for ranks of this machine, in whatever phase
+
+  std::atomic<double> loss{0};  // of the last step
+};
+
+struct JobPageHeader {
+  static constexpr std::uint64_t kMagic = 0x45474150504b434c;  // "LCKPPAGE"
+  static constexpr std::uint32_t kVersion = 1;
+
+  std::uint64_t magic = kMagic;
+  std::uint32_t version = kVersion;
+  std::uint32_t record_bytes = sizeof(RankRecord);
+  std::int32_t launcher = 0;  // pid
+  std::int32_t ranks = 0;     // records that follow
+  std::int32_t world_size = 0;
+  std::int32_t nodes = 1;
+  std::int32_t node_rank = 0;
+  std::int64_t started_at = 0;  // ns since 1970
+  std::array<char, 128> job{};  // name; ends with 0
+};
+
+class JobPage {
+ public:
+  explicit JobPage(JobPageHeader header);  // a new one; throws SystemError
+  // The page of a running job. Throws SystemError (none there, or not to be read by this user), DataError (no page, or
+  // one of another version).
+  static JobPage open(const std::string& path);
+  ~JobPage();
+  JobPage(JobPage&& other) noexcept
+      : fd_(std::move(other.fd_)), memory_(std::exchange(other.memory_, {})), pid_(other.pid_) {}
+  JobPage& operator=(JobPage&&) = delete;
+
+  const JobPageHeader& header() const { return *reinterpret_cast<const JobPageHeader*>(memory_.data()); }
+  RankRecord& record(int seat) const;
+  void begin(int seat, int job_rank, int generation) const;  // before a process becomes this rank
+  void end(int seat) const;                                  // it has ended
+
+  int fd() const { return fd_.get(); }
+  std::string path() const;              // where other processes find it while this one lives
+  std::string address(int seat) const;   // LOCKSTEP_PAGE of the rank at that seat: path and record
+  void leave_mapped() { memory_ = {}; }  // until the process ends
+
+ private:
+  JobPage(UniqueFd fd, std::size_t bytes);
+
+  UniqueFd fd_;
+  std::span<std::byte> memory_;
+  int pid_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/kept_images.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/base/memory_room.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/base/unique_fd.h"
+#include "lockstep/checkpoint/file_image.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3165746174736b6c;  // "lkstate1"
+constexpr std::size_t kHeadBytes = 4096;
+
+// The first page of a slot.
+struct SlotHead {
+  std::uint64_t magic;
+  std::atomic<std::uint64_t> whole;  // 0 while it is written
+  std::int64_t step;
+  std::uint64_t bytes;  // of the image, which follows this page
+  ImageOwner owner;
+};
+static_assert(sizeof(SlotHead) <= kHeadBytes && std::atomic<std::uint64_t>::is_always_lock_free);
+
+std::string slot_name(const std::string& name, int index) { return concat(name, ".", index); }
+
+std::shared_ptr<std::byte> map_slot(int fd, std::size_t bytes, int protection) {
+  void* const memory = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
+  return {static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }};
+}
+
+std::size_t size_of(int fd) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) throw system_error("look at", "the state that the launcher keeps");
+  return to_size(status.st_size);
+}
+
+}  // namespace
+
+struct KeptImages::Slot {
+  UniqueFd fd;
+  std::size_t bytes = 0;  // with the head
+  std::shared_ptr<std::byte> memory{};
+
+  SlotHead& head() const { return *reinterpret_cast<SlotHead*>(memory.get()); }
+};
+
+KeptImages::KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner)
+    : memory_(memory), name_(std::move(name)), owner_(owner) {}
+KeptImages::~KeptImages() = default;
+
+bool KeptImages::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
+  for (int index : {0, 1})
+    for (JobMemory::Kept& kept : former) {
+      if (kept.name != slot_name(name_, index) || !kept.fd || size_of(kept.fd.get()) < kHeadBytes) continue;
+      auto slot = std::make_unique<Slot>(std::move(kept.fd));
+      slot->bytes = size_of(slot->fd.get());
+      slot->memory = map_slot(slot->fd.get(), slot->bytes, PROT_READ | PROT_WRITE);
+      if (slot->head().magic != kMagic || slot->head().owner.rank != owner_.rank) {
+        kept.fd = std::move(slot->fd);
+        continue;
+      }
+      memory_.keep(slot_name(name_, index), slot->fd.get());
+      slots_[to_size(index)] = std::move(slot);
+    }
+  for (const int index : {0, 1}) {
+    const auto& slot = slots_[to_size(index)];
+    if (slot && slot->head().whole != 0 && slot->head().step == step) {
+      next_ = 1 - index;
+      if (const auto& other = slots_[to_size(next_)]) other->head().whole = 0;
+      return true;
+    }
+  }
+  return false;
+}
+
+void KeptImages::reserve(std::size_t bytes) {
+  for (const int index : {0, 1}) resize(index, bytes + kHeadBytes);
+}
+
+// The launcher is given it once; it grows with the file.
+void KeptImages::resize(int index, std::size_t bytes) {
+  auto& slot = slots_[to_size(index)];
+  if (slot && slot->bytes >= bytes) return;
+  require_memory_room(bytes - (slot ? slot->bytes : 0), memory_room());
+  const bool is_new = !slot;
+  if (is_new) {
+    slot = std::make_unique<Slot>(UniqueFd(::memfd_create("lockstep state", MFD_CLOEXEC)));
+    if (!slot->fd) throw system_error("take memory for", "the state that the launcher keeps");
+  }
+  slot->memory.reset();
+  if (::ftruncate(slot->fd.get(), static_cast<off_t>(bytes)) != 0)
+    throw system_error("take memory for", "the state that the launcher keeps");
+  slot->memory = map_slot(slot->fd.get(), bytes, PROT_READ | PROT_WRITE);
+  slot->bytes = bytes;
+  ::madvise(slot->memory.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
+  slot->head().magic = kMagic;
+  slot->head().owner = owner_;
+  if (is_new) memory_.keep(slot_name(name_, index), slot->fd.get());
+}
+
+void KeptImages::write(std::int64_t step, const TensorFile& file) {
+  const std::string head = safetensors_head(file);
+  const std::size_t bytes = head.size() + tensor_bytes(file);
+  if (const auto& slot = slots_[to_size(next_)]; slot && slot->memory) slot->head().whole = 0;
+  resize(next_, kHeadBytes + bytes);
+  const Slot& slot = *slots_[to_size(next_)];
+  SlotHead& is = slot.head();
+  is.whole = 0;  // sequentially consistent: before every byte that follows
+  is.step = step;
+  is.bytes = bytes;
+  is.owner = owner_;
+  std::byte* into = slot.memory.get() + kHeadBytes;
+  std::memcpy(into, head.data(), head.size());
+  into += head.size();
+  for (const auto& [name, tensor] : file.tensors) {
+    copy_values(tensor, into);
+    into += tensor.nbytes();
+  }
+  is.whole = 1;  // after them
+  next_ = 1 - next_;
+}
+
+std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
+  std::vector<KeptImage> images;
+  for (const JobMemory::Kept& each : kept) {
+    if (each.name != slot_name(name, 0) && each.name != slot_name(name, 1)) continue;
+    const std::size_t bytes = size_of(each.fd.get());
+    if (bytes < kHeadBytes) continue;
+    const std::shared_ptr<std::byte> memory = map_slot(each.fd.get(), bytes, PROT_READ);
+    const auto& head = *reinterpret_cast<const SlotHead*>(memory.get());
+    if (head.magic != kMagic || head.whole == 0 || head.bytes > bytes - kHeadBytes) continue;
+    images.push_back({.owner = head.owner,
+                      .step = head.step,
+                      .bytes = {memory, memory.get() + kHeadBytes},
+                      .size = head.bytes});
+  }
+  return images;
+}
+
+SafetensorsReader reader_of(std::shared_ptr<const std::byte> bytes, std::size_t size) {
+  const auto read = [bytes](std::size_t at, void* into, std::size_t count) {
+    std::memcpy(into, bytes.get() + at, count);
+  };
+  return {{.size = size, .read = read, .mapped = bytes}, "the state that the launcher keeps", Checksum::kTrusted};
+}
+
+}  // namespace lockstep

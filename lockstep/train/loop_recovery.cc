@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/loop_recovery.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <torch/serialize/archive.h>
+
+#include <cstring>
+#include <mutex>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/job_memory.h"
+#include "lockstep/model/parameters.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/rule.h"
+#include "lockstep/strategy/ddp/fitting.h"
+#include "lockstep/train/loop_state.h"
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+
+// Names in the images.
+constexpr const char* kProgress = "lockstep.progress";
+constexpr const char* kGroups = "lockstep.groups";
+constexpr const char* kTorchOptimizer = "optimizer";
+
+std::string parameter_name(const std::string& name) { return concat("model.", name); }
+std::string buffer_name(const std::string& name) { return concat("buffer.", name); }
+std::string state_name(std::size_t parameter, const std::string& key) {
+  return concat("optimizer.", parameter, ".", key);
+}
+std::string item_name(const std::string& name) { return concat("item.", name); }
+std::string random_name(torch::Device device) {
+  return concat("rng.", c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+}
+
+torch::Tensor random_state(torch::Device device) { return at::globalContext().defaultGenerator(device).get_state(); }
+
+void set_random_state(torch::Device device, const torch::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state.clone());
+}
+
+torch::Tensor bytes_of_text(const std::string& text) {
+  torch::Tensor bytes = torch::empty({static_cast<std::int64_t>(text.size())}, torch::kUInt8);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+std::string text_in(const torch::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
+}
+
+CheckpointError not_kept(const std::string& name, const std::string& looks) {
+  return CheckpointError({.what = concat("the kept state has no ", name, looks),
+                          .likely = "a program that makes another model, optimizer or item after the loss of a rank",
+                          .next = "make the same ones each time that the function is called"});
+}
+
+torch::Tensor read(const SafetensorsReader& from, const std::string& name, const torch::Tensor& like = {}) {
+  const auto entry = from.entries().find(name);
+  const bool fits = entry != from.entries().end() &&
+                    (!like.defined() || (like.sizes() == torch::IntArrayRef(entry->second.shape) &&
+                                         like.scalar_type() == entry->second.dtype));
+  if (!fits) throw not_kept(name, like.defined() ? concat(" of ", like.dtype().name(), like.sizes()) : "");
+  return from.read(name);
+}
+
+// ---- The optimizer: one of lockstep's by its arrays, at the speed of memory; another as torch saves it.
+
+void note_optimizer(const torch::optim::Optimizer& optimizer, TensorFile& into) {
+  json groups = json::array();
+  for (const auto& group : optimizer.param_groups()) groups.push_back(values_of(group.options()));
+  into.metadata[kGroups] = groups.dump();
+  if (const auto* const own = dynamic_cast<const Optimizer*>(&optimizer)) {
+    const auto parameters = parameters_of(optimizer);
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      for (const auto& [key, tensor] : own->state_of(parameters[i])) into.tensors[state_name(i, key)] = tensor;
+    return;
+  }
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::ostringstream text;
+  archive.save_to(text);
+  into.tensors[kTorchOptimizer] = bytes_of_text(text.str());
+}
+
+// The state of each parameter by its number in the optimizer.
+std::vector<Optimizer::StateTensors> kept_states(const SafetensorsReader& from, std::size_t parameters) {
+  std::vector<Optimizer::StateTensors> states(parameters);
+  const std::string prefix = "optimizer.";
+  for (const auto& [name, entry] : from.entries()) {
+    if (!name.starts_with(prefix)) continue;
+    const std::size_t dot = name.find('.', prefix.size());
+    int number = -1;
+    if (!parse_int(name.substr(prefix.size(), dot - prefix.size()), number) || number < 0 ||
+        to_size(number) >= parameters)
+      throw not_kept(name, " of this optimizer's");
+    states[to_size(number)][name.substr(dot + 1)] = from.read(name);
+  }
+  return states;
+}
+
+void restore_optimizer(const SafetensorsReader& from, torch::optim::Optimizer& optimizer) {
+  if (auto* const own = dynamic_cast<Optimizer*>(&optimizer)) {
+    const auto parameters = parameters_of(optimizer);
+    const auto states = kept_states(from, parameters.size());
+    for (std::size_t i = 0; i < parameters.size(); ++i) own->set_state(parameters[i], states[i]);
+  } else {
+    std::istringstream text(text_in(read(from, kTorchOptimizer)));
+    torch::serialize::InputArchive archive;
+    archive.load_from(text);
+    optimizer.load(archive);
+  }
+  const json groups = json::parse(from.metadata().at(kGroups));
+  if (groups.size() != optimizer.param_groups().size()) throw not_kept("optimizer", " with as many groups");
+  for (std::size_t i = 0; i < groups.size(); ++i)
+    set_options(optimizer.param_groups()[i].options(), groups[i].get<OptionValues>());
+}
+
+}  // namespace
+
+struct Recovery::State {
+  struct Item {
+    std::string name;
+    std::function<std::string()> save;  // null: value
+    torch::Tensor value;
+  };
+
+  State(DistributedDataParallel& trained, torch::optim::Optimizer& by, Loader* from, const Options& options)
+      : ddp(trained), optimizer(by), loader(from), world(ddp.world()) {
+    parameters = named_parameters(ddp.module());
+    buffers = named_buffers(ddp.module());
+    JobMemory* const memory = JobMemory::get();
+    if (memory == nullptr) return;
+    kept.emplace(world, *memory, options.share_of_time);
+    if (kept->found() != nullptr) restore(*kept->found());
+  }
+
+  // Every rank writes the same values into what they share.
+  void restore(const LoopState::Found& found) {
+    ddp.write_parameters([&] {
+      for (const auto& [name, tensor] : parameters)
+        torch::Tensor(tensor).copy_(read(found.common, parameter_name(name), tensor));
+      for (const auto& [name, tensor] : buffers)
+        torch::Tensor(tensor).copy_(read(found.own, buffer_name(name), tensor));
+      restore_optimizer(found.common, optimizer);
+    });
+    world.barrier();  // the optimizer's state is what every rank has written
+    if (found.is_own_rank)
+      for (const torch::Device device : devices()) set_random_state(device, read(found.own, random_name(device)));
+    const json progress = json::parse(found.common.metadata().at(kProgress));
+    steps = progress.at("steps");
+    position = {progress.at("epoch"), progress.at("samples")};
+  }
+
+  std::vector<torch::Device> devices() const {
+    std::vector<torch::Device> all{torch::kCPU};
+    if (!world.device().is_cpu()) all.push_back(world.device());
+    return all;
+  }
+
+  // What was found is needed until everything that there is to keep is known.
+  void begin() {
+    if (!std::exchange(begun, true) && kept) kept->taken();
+  }
+
+  void require_forward(const LoaderPosition& now) const {
+    if (now.epoch > position.epoch || (now.epoch == position.epoch && now.samples > position.samples)) return;
+    throw UsageError({.what = concat("step ", steps, " is of sample ", now.samples, " of epoch ", now.epoch,
+                                     ", but the training has been at sample ", position.samples, " of epoch ",
+                                     position.epoch),
+                      .here = world.describe(),
+                      .likely = "a loop that begins anew, or two calls of Recovery::step() for one batch",
+                      .next = "for (auto epoch = recovery.epoch(); ...) and for (auto& batch : recovery.batches(epoch))"});
+  }
+
+  void finish_step() {
+    begin();
+    if (loader != nullptr) {
+      const LoaderPosition now = loader->position();
+      require_forward(now);
+      position = now;
+    }
+    ++steps;
+    if (!kept || !kept->is_due()) return;
+    const torch::NoGradGuard no_grad;
+    kept->keep(steps, kept->keeps_common() ? common() : TensorFile(), own());
+  }
+
+  TensorFile common() const {
+    TensorFile file;
+    for (const auto& [name, tensor] : parameters) file.tensors[parameter_name(name)] = tensor;
+    note_optimizer(optimizer, file);
+    const json progress = {{"steps", steps}, {"epoch", position.epoch}, {"samples", position.samples}};
+    file.metadata[kProgress] = progress.dump();
+    return file;
+  }
+
+  TensorFile own() const {
+    TensorFile file;
+    for (const auto& [name, tensor] : buffers) file.tensors[buffer_name(name)] = tensor;
+    for (const torch::Device device : devices()) file.tensors[random_name(device)] = random_state(device);
+    for (const Item& item : items)
+      file.tensors[item_name(item.name)] = item.save ? bytes_of_text(item.save()) : item.value;
+    return file;
+  }
+
+  const SafetensorsReader* add(Item item) {
+    if (begun)
+      throw UsageError({.what = concat("Recovery::keep(\"", item.name, "\") after the first step or batch"),
+                        .next = "call it right after Recovery is made"});
+    items.push_back(std::move(item));
+    return kept && kept->found() != nullptr ? &kept->found()->own : nullptr;
+  }
+
+  DistributedDataParallel& ddp;
+  torch::optim::Optimizer& optimizer;
+  Loader* const loader;
+  const World world;
+  std::vector<NamedTensor> parameters;
+  std::vector<NamedTensor> buffers;
+  std::vector<Item> items;
+  std::optional<LoopState> kept;  // by a launcher that replaces ranks
+  bool begun = false;
+  std::int64_t steps = 0;
+  LoaderPosition position{};
+};
+
+Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, const Options& options)
+    : state_(std::make_unique<State>(ddp, optimizer, nullptr, options)) {}
+Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader,
+                   const Options& options)
+    : state_(std::make_unique<State>(ddp, optimizer, &loader, options)) {}
+Recovery::~Recovery() = default;
+
+void Recovery::keep(const std::string& name, const torch::Tensor& value) {
+  const SafetensorsReader* const found = state_->add({.name = name, .save = nullptr, .value = value});
+  if (found == nullptr) return;
+  const torch::NoGradGuard no_grad;
+  torch::Tensor(value).copy_(read(*found, item_name(name), value));
+}
+
+void Recovery::keep(const std::string& name, std::function<std::string()> save,
+                    std::function<void(const std::string&)> load) {
+  const SafetensorsReader* const found = state_->add({.name = name, .save = std::move(save), .value = {}});
+  if (found != nullptr) load(text_in(read(*found, item_name(name))));
+}
+
+std::int64_t Recovery::epoch() const { return state_->position.epoch; }
+std::int64_t Recovery::steps() const { return state_->steps; }
+
+Loader::Epoch Recovery::batches(std::int64_t epoch) {
+  const LoaderPosition& at = state_->position;
+  if (state_->loader == nullptr)
+    throw UsageError({.what = "Recovery::batches() without a loader", .next = "Recovery(ddp, optimizer, loader)"});
+  if (epoch < at.epoch)
+    throw UsageError({.what = concat("epoch ", epoch, " again: the training has been in epoch ", at.epoch),
+                      .here = state_->world.describe(),
+                      .next = "for (auto epoch = recovery.epoch(); ...)"});
+  state_->begin();
+  return state_->loader->resume(epoch == at.epoch ? at : LoaderPosition{.epoch = epoch, .samples = 0});
+}
+
+void Recovery::step() { state_->finish_step(); }
+
+}  // namespace lockstep

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/loop_state.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <set>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/checkpoint/file_image.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kCommon = "state.common";
+constexpr const char* kOwn = "state.own";
+
+ImageOwner owner_in(const World& world) {
+  return {world.rank(), world.size(), world.local_rank(), world.local_size()};
+}
+
+// The steps of which this machine has the common image and every rank's own.
+std::set<std::int64_t> whole_steps(const std::vector<KeptImage>& common, const std::vector<KeptImage>& own) {
+  std::set<std::int64_t> steps;
+  for (const KeptImage& image : common) {
+    const auto has_it = [&](const KeptImage& each) { return each.step == image.step; };
+    if (std::ranges::count_if(own, has_it) == image.owner.local_ranks) steps.insert(image.step);
+  }
+  return steps;
+}
+
+const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, int rank) {
+  const auto found = std::ranges::find_if(
+      images, [&](const KeptImage& image) { return image.step == step && image.owner.rank == rank; });
+  return found == images.end() ? nullptr : &*found;
+}
+
+const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::int64_t step) {
+  const KeptImage* first = nullptr;
+  for (const KeptImage& image : images)
+    if (image.step == step && (first == nullptr || image.owner.rank < first->owner.rank)) first = &image;
+  return first;
+}
+
+// Every rank has an image: its own, or a copy of that of `source`. Collective.
+struct Bytes {
+  std::shared_ptr<const std::byte> memory{};
+  std::size_t size = 0;
+};
+Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
+  const auto have = world.exchange_texts(mine != nullptr ? "yes" : "no");
+  if (std::ranges::count(have, "no") == 0) return {mine->bytes, mine->size};
+  const torch::Tensor size = torch::tensor({mine != nullptr ? static_cast<std::int64_t>(mine->size) : 0});
+  world.broadcast(size, source);
+  torch::Tensor sent = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
+  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.get(), mine->size);
+  world.broadcast(sent, source);
+  if (mine != nullptr) return {mine->bytes, mine->size};
+  const std::size_t bytes = sent.nbytes();
+  const auto* const data = static_cast<const std::byte*>(sent.const_data_ptr());
+  return {{data, [sent](const std::byte*) {}}, bytes};
+}
+
+}  // namespace
+
+LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time)
+    : world_(world),
+      memory_(memory),
+      share_of_time_(share_of_time),
+      common_(memory, kCommon, owner_in(world)),
+      own_(memory, kOwn, owner_in(world)) {
+  find();
+}
+
+// The newest step that some machine has whole. The first rank of such a machine sends it to those whose machine has not.
+void LoopState::find() {
+  std::vector<JobMemory::Kept> kept = memory_.previous();
+  const auto common = images_in(kept, kCommon);
+  const auto own = images_in(kept, kOwn);
+  const auto steps = world_.exchange_texts(nlohmann::json(whole_steps(common, own)).dump());
+  memory_.met();
+  std::int64_t newest = -1;
+  int source = 0;
+  for (int rank = 0; rank < world_.size(); ++rank)
+    for (const std::int64_t step : nlohmann::json::parse(steps[to_size(rank)]).get<std::set<std::int64_t>>())
+      if (step > newest) {
+        newest = step;
+        source = rank;
+      }
+  if (newest < 0) return;
+  const bool whole_here = whole_steps(common, own).contains(newest);
+  const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
+  const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
+  const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of_first_rank(own, newest) : mine;
+  const Bytes common_bytes = mine_or_sent(world_, all, source);
+  const Bytes own_bytes = mine_or_sent(world_, rest, source);
+  const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
+  world_.broadcast(ranks, source);
+  found_ = Found{.step = newest,
+                 .common = reader_of(common_bytes.memory, common_bytes.size),
+                 .own = reader_of(own_bytes.memory, own_bytes.size),
+                 .is_own_rank = mine != nullptr,
+                 .ranks = ranks.item<int>()};
+  const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
+  const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
+  goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
+}
+
+// Where as many ranks go on with the images of their predecessors, the state of this World is whole already; else with the first
+// keep(). Until then the launcher has that of the World before.
+void LoopState::taken() {
+  const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");
+  if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", found_->step));
+  found_.reset();
+  is_whole_ = std::ranges::count(all, "no") == 0;
+  if (is_whole_ && world_.local_rank() == 0) memory_.complete();
+  since_last_ = Stopwatch();
+}
+
+bool LoopState::is_due() {
+  ++steps_;
+  if (steps_ < between_) return false;
+  step_seconds_ = since_last_.seconds() / static_cast<double>(steps_);
+  cost_ = Stopwatch();
+  return true;
+}
+
+// The first copies take memory, which the later ones have.
+void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFile& own) {
+  constexpr std::size_t kHead = std::size_t{1} << 16;
+  if (kept_ == 0) {
+    if (keeps_common()) common_.reserve(tensor_bytes(common) + kHead);
+    own_.reserve(tensor_bytes(own) + kHead);
+    cost_ = Stopwatch();
+  }
+  if (keeps_common()) common_.write(step, common);
+  own_.write(step, own);
+  const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
+  world_.all_reduce(between, ReduceOp::kMax);
+  between_ = kept_ == 0 ? 1 : between.item<std::int64_t>();
+  if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
+  is_whole_ = true;
+  ++kept_;
+  steps_ = 0;
+  since_last_ = Stopwatch();
+}
+
+std::int64_t LoopState::steps_between(double cost) const {
+  constexpr double kMost = 1e6;
+  if (share_of_time_ >= 1) return 1;
+  const double steps = std::ceil(cost / share_of_time_ / std::max(step_seconds_, 1e-9));
+  return static_cast<std::int64_t>(std::clamp(steps, 1.0, kMost));
+}
+
+}  // namespace lockstep

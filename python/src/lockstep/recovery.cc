@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/job_memory.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "lockstep/train/loop_state.h"
+
+extern "C" char** environ;
+
+namespace py = pybind11;
+
+namespace lockstep::python {
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+using Tensors = std::map<std::string, torch::Tensor>;
+
+// The tensors are the kept memory itself: to be copied, and not written to.
+Tensors tensors_of(const SafetensorsReader& image) {
+  Tensors tensors;
+  for (const auto& [name, entry] : image.entries()) tensors[name] = image.read(name);
+  return tensors;
+}
+
+std::unique_ptr<LoopState> loop_state_of(const World& world, double share_of_time) {
+  JobMemory* const memory = JobMemory::get();
+  return memory == nullptr ? nullptr : std::make_unique<LoopState>(world, *memory, share_of_time);
+}
+
+// Until a replacement is there; false: the job ends. Interruptible by Ctrl-C after this long.
+bool next_generation(std::chrono::milliseconds timeout) {
+  JobMemory* const memory = JobMemory::get();
+  return memory != nullptr && memory->next_generation(timeout);
+}
+
+// os.environ is a copy of it.
+std::map<std::string, std::string> environment() {
+  std::map<std::string, std::string> all;
+  for (char** each = environ; each != nullptr && *each != nullptr; ++each) {
+    const std::string_view line = *each;
+    const std::size_t equals = line.find('=');
+    if (equals != std::string_view::npos) all.emplace(line.substr(0, equals), line.substr(equals + 1));
+  }
+  return all;
+}
+
+}  // namespace
+
+void bind_recovery(py::module_& module) {
+  py::class_<LoopState::Found>(module, "FoundState", "Of the World before (lockstep/train/loop_state.h).")
+      .def_readonly("step", &LoopState::Found::step)
+      .def_readonly("is_own_rank", &LoopState::Found::is_own_rank)
+      .def_readonly("ranks", &LoopState::Found::ranks)
+      .def_property_readonly("common", [](const LoopState::Found& found) { return tensors_of(found.common); })
+      .def_property_readonly("own", [](const LoopState::Found& found) { return tensors_of(found.own); });
+  py::class_<LoopState>(module, "LoopState", "Copies of a loop's state in memory of the launcher.")
+      .def_property_readonly("found", &LoopState::found, py::return_value_policy::reference_internal)
+      .def_property_readonly("keeps_common", &LoopState::keeps_common)
+      .def("taken", &LoopState::taken, Release())
+      .def("is_due", &LoopState::is_due)
+      .def(
+          "keep",
+          [](LoopState& self, std::int64_t step, Tensors common, Tensors own) {
+            self.keep(step, {.tensors = std::move(common), .metadata = {}},
+                      {.tensors = std::move(own), .metadata = {}});
+          },
+          Release(), py::arg("step"), py::arg("common"), py::arg("own"));
+  module.def("loop_state_of", &loop_state_of, Release(), py::arg("world"), py::arg("share_of_time"),
+             "None: no launcher that replaces ranks. Blocks.");
+  module.def("next_generation", &next_generation, Release(), py::arg("timeout"));
+  module.def("replaces_ranks", [] { return JobMemory::get() != nullptr; });
+  module.def("environment", &environment);
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Losses from which a job can't recover, or not at once.
+#include <signal.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "lockstep/base/file.h"
+#include "lockstep/deadline.h"
+#include "tests/recovery/jobs.h"
+
+namespace lockstep {
+namespace {
+
+using testing::Child;
+using testing::command_of;
+using testing::contains;
+using testing::count;
+using testing::Job;
+using testing::Outcome;
+using testing::outcome_in;
+using testing::run;
+using testing::TempFolder;
+using testing::wait_until;
+using testing::Words;
+using testing::operator+;
+
+constexpr std::chrono::seconds kPatienceForJob{60};
+const std::string kReplaced = "a new process takes its place";
+const Words kMomentum = {"--momentum", "0.9"};
+
+Outcome undisturbed() {
+  const TempFolder folder;
+  const auto ended = run(command_of({.options = kMomentum, .max_restarts = 0}, folder), kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  return outcome_in(folder);
+}
+
+std::vector<int> children_of(int pid) {
+  std::ifstream file(concat("/proc/", pid, "/task/", pid, "/children"));
+  std::vector<int> pids;
+  for (int child = 0; file >> child;) pids.push_back(child);
+  return pids;
+}
+
+// The process among them that a signal has stopped; 0: none.
+int stopped_among(const std::vector<int>& pids) {
+  for (const int pid : pids) {
+    std::ifstream file(concat("/proc/", pid, "/stat"));
+    std::string line;
+    std::getline(file, line);
+    const std::size_t name_ends = line.rfind(')');
+    if (name_ends != std::string::npos && line.substr(name_ends + 2, 1) == "T") return pid;
+  }
+  return 0;
+}
+
+int stopped_rank_of(const Child& launcher) {
+  int rank = 0;
+  EXPECT_TRUE(wait_until([&] { return (rank = stopped_among(children_of(launcher.pid()))) != 0; }, kPatienceForJob))
+      << launcher.error();
+  return rank;
+}
+
+TEST(BadCases, a_rank_that_dies_in_each_generation_ends_the_job_with_its_last_lines) {
+  const TempFolder folder;
+  const auto ended = run(command_of({.program_does = "dies_at_once", .max_restarts = 2}, folder), kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_EQ(count(ended.error, kReplaced), 2) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "RankFailed: rank 1 exited with code 1"));
+  EXPECT_TRUE(contains(ended.error, "a bug in the program"));
+}
+
+TEST(BadCases, a_rank_without_memory_in_each_generation_ends_the_job) {
+  const TempFolder folder;
+  const auto ended = run(command_of({.program_does = "exhausts_memory", .max_restarts = 2}, folder), kPatienceForJob);
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_EQ(count(ended.error, kReplaced), 2) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "RankFailed: rank 1"));
+}
+
+TEST(BadCases, more_losses_than_restarts_end_the_job_and_the_last_checkpoint_stands) {
+  const TempFolder folder;
+  const Job job{.options = kMomentum,
+                .faults =
+                    "rank=1,step=7,phase=forward;rank=0,step=9,phase=update,generation=1;"
+                    "rank=1,step=14,phase=backward,generation=2",
+                .max_restarts = 2};
+  const auto ended = run(command_of(job, folder), kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.error;
+  EXPECT_EQ(count(ended.error, kReplaced), 2) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "RankFailed: rank 1 was ended by signal 9"));
+  const auto resumed =
+      run(command_of({.options = kMomentum + Words{"--resume"}, .max_restarts = 0}, folder), kPatienceForJob);
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.error;
+  EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
+}
+
+TEST(BadCases, a_replacement_with_another_program_is_refused) {
+  const TempFolder folder;
+  const std::string program = folder.file("program");
+  std::filesystem::copy_file(FRAGILE_TASK, program);
+  Words command = command_of({.options = kMomentum, .faults = "rank=1,step=8,phase=between,signal=19"}, folder);
+  std::vector<std::string> launched = {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--max-restarts", "2", "--"};
+  for (std::string& word : command) {
+    if (word == FRAGILE_TASK) word = program;
+    launched.push_back(word);
+  }
+  Child launcher(launched);
+  const int stopped = stopped_rank_of(launcher);
+  std::filesystem::rename(program, folder.file("old"));
+  std::filesystem::copy_file(OTHER_PROGRAM, program);
+  ::kill(stopped, SIGKILL);
+  EXPECT_EQ(launcher.wait(kPatienceForJob), 1) << launcher.error();
+  EXPECT_TRUE(contains(launcher.error(), "another program"));
+}
+
+TEST(BadCases, a_killed_launcher_leaves_nothing_but_the_last_checkpoint) {
+  const TempFolder folder;
+  Child launcher(command_of({.options = kMomentum, .faults = "rank=1,step=8,phase=between,signal=19"}, folder));
+  stopped_rank_of(launcher);
+  const std::vector<int> ranks = children_of(launcher.pid());
+  ASSERT_GE(ranks.size(), 2);
+  ASSERT_TRUE(
+      wait_until([&] { return std::filesystem::exists(folder.file("checkpoints/step-00000006.safetensors")); }));
+  launcher.signal(SIGKILL);
+  launcher.wait(kPatienceForJob);
+  for (const int rank : ranks) EXPECT_TRUE(wait_until([&] { return !testing::is_running(rank); })) << rank;
+  const auto resumed =
+      run(command_of({.options = kMomentum + Words{"--resume"}, .max_restarts = 0}, folder), kPatienceForJob);
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.error;
+  EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
+}
+
+TEST(BadCases, a_rank_stopped_for_less_than_the_timeout_is_waited_for) {
+  const TempFolder folder;
+  Child launcher(command_of(
+      {.options = kMomentum + Words{"--timeout", "20"}, .faults = "rank=1,step=8,phase=backward,signal=19"}, folder));
+  const int rank = stopped_rank_of(launcher);
+  EXPECT_EQ(launcher.wait(std::chrono::milliseconds(500)), -1);  // all wait
+  ::kill(rank, SIGCONT);
+  EXPECT_EQ(launcher.wait(kPatienceForJob), 0) << launcher.error();
+  EXPECT_EQ(count(launcher.error(), kReplaced), 0) << launcher.error();
+  EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
+}
+
+TEST(BadCases, a_rank_stopped_for_longer_than_the_timeout_is_replaced) {
+  const TempFolder folder;
+  Child launcher(command_of(
+      {.options = kMomentum + Words{"--timeout", "1"}, .faults = "rank=1,step=8,phase=backward,signal=19"}, folder));
+  stopped_rank_of(launcher);
+  const Stopwatch watch;
+  EXPECT_EQ(launcher.wait(kPatienceForJob), 0) << launcher.error();
+  EXPECT_LT(watch.seconds(), 10);
+  EXPECT_EQ(count(launcher.error(), kReplaced), 1) << launcher.error();
+  EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
+}
+
+}  // namespace
+}  // namespace lockstep
