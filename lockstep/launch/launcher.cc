@@ -205,7 +205,7 @@ class Job {
   // On several machines that stay connected, ranks of an earlier epoch are another job.
   std::string name_of_job() const {
     if (options_.nodes == 1) return concat("launcher ", ::getpid(), "-", start_time_of(::getpid()));
-    return options_.machines ? concat("epoch ", generation_, " of ", options_.machines->job()) : "";
+    return options_.machines ? concat("generation ", generation_, " of ", options_.machines->job()) : "";
   }
 
   // Without one, ranks publish nothing and are not watched.
@@ -513,7 +513,7 @@ class Job {
     number_by(epoch);
     decide_at_.reset();
     if (keeper_) keeper_->read_all();
-    log_warning(concat("epoch ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size, " ranks (restart ",
+    log_warning(concat("generation ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size, " ranks (restart ",
                        restarts_, " of ", options_.max_restarts, "); this one is machine ", options_.node_rank));
     for (Rank& rank : ranks_) {
       if (rank.waits)

@@ -107,7 +107,7 @@ std::optional<Epoch> Machines::take_news() {
 std::optional<std::string> Machines::end() const {
   if (ended_) return ended_;
   if (membership_.is_member()) return membership_.end();
-  return concat("the other machines go on without this one, as epoch ", epoch().number);
+  return concat("the other machines go on without this one, in generation ", epoch().number);
 }
 
 void Machines::end_job(const std::string& why) {
@@ -275,7 +275,7 @@ void Machines::say_when_all_are_connected() {
   for (const Member& member : epoch().members)
     if (member.id != me_.id && (!was_linked_.contains(member.id) || link_of(member.id) == nullptr)) return;
   connected_ = epoch().number;
-  log_debug(concat("epoch ", connected_, ": connected to all machines"));
+  log_debug(concat("generation ", connected_, ": connected to all machines"));
 }
 
 // A launcher that was started again where one was lost waits for the job to begin, or for somebody like this.

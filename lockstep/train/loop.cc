@@ -30,6 +30,21 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kStepsThatTell = 20;
 constexpr double kShareForKeeping = 0.01;
 
+// Machines that were lost in the midst of a step may have kept the state of the step before; new ones have none.
+int rank_with_the_newest(const World& world, const std::optional<CheckpointFolder::Loaded>& mine) {
+  std::int64_t newest = -1;
+  int from = 0;
+  const auto steps = world.exchange_texts(concat(mine ? step_of(mine->file) : -1));
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const std::int64_t step = std::stoll(steps[to_size(rank)]);
+    if (step > newest) {
+      newest = step;
+      from = rank;
+    }
+  }
+  return from;
+}
+
 ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
   const LearningRateOptions& rate = options.learning_rate;
   const auto steps = static_cast<double>(steps_per_epoch);
@@ -95,7 +110,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
-  if (memory_ != nullptr && world.rank() == 0) kept_.emplace(*memory_);
+  if (memory_ != nullptr && (world.rank() == 0 || world.local_rank() == 0)) kept_.emplace(*memory_);
   if (options.resume) resume();
   next_kept_ = position_.step;
   name_modules(named_parameters(strategy.model()));
@@ -278,13 +293,21 @@ std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
 }
 
-// As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for all.
+// As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for
+// all. Each machine keeps the same bytes, so that losing one loses nothing; what no rank holds whole only that of rank 0.
 void TrainingLoop::keep_state() {
   if (memory_ == nullptr || position_.step < next_kept_ || !strategy_.is_one_model()) return;
   const trace::Span span("keep the state", position_.step);
   const Stopwatch watch;
-  Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
-  kept_ ? kept_->save(std::move(snapshot.file), snapshot.fetch) : snapshot.send();
+  Position position = position_;
+  if (step_world_.local_size() < step_world_.size()) {
+    const torch::Tensor seconds = torch::tensor({position.epoch_seconds}, torch::kFloat64);
+    step_world_.broadcast(seconds);
+    position.epoch_seconds = seconds.item<double>();
+  }
+  Snapshot snapshot = take_snapshot(step_world_, strategy_, position, options_);
+  if (snapshot.send) snapshot.send();
+  if (kept_ && !snapshot.file.tensors.empty()) kept_->save(std::move(snapshot.file), snapshot.fetch);
   const double steps_of_this_epoch = static_cast<double>(position_.step_in_epoch);
   const double step = steps_of_this_epoch > 0 ? position_.epoch_seconds / steps_of_this_epoch : 0;
   const double apart = step > 0 ? std::ceil(watch.seconds() / (kShareForKeeping * step)) : 1;
@@ -358,11 +381,13 @@ void TrainingLoop::open_checkpoints() {
 void TrainingLoop::resume() {
   const bool in_memory = memory_ != nullptr && memory_->generation() > 0;
   if (in_memory) {
-    const auto same = [this](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
-      auto found = KeptState::newest(*memory_);
-      return found && found->file.checksum() == checksum ? std::optional(std::move(found->file)) : std::nullopt;
+    auto mine = KeptState::newest(*memory_);
+    const int from = rank_with_the_newest(world_, mine);
+    const auto same = [&](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
+      return mine && mine->file.checksum() == checksum ? std::optional(std::move(mine->file)) : std::nullopt;
     };
-    SharedCheckpoint kept(world_, world_.rank() == 0 ? KeptState::newest(*memory_) : std::nullopt, same);
+    auto newest = world_.rank() == from ? std::exchange(mine, {}) : std::nullopt;
+    SharedCheckpoint kept(world_, std::move(newest), same, from);
     if (kept.is_there()) return restore(kept, concat("generation ", memory_->generation(), ": going on"));
   }
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;

@@ -69,12 +69,12 @@ void require_same_fingerprint(const Json& saved, const Json& now) {
   }
 }
 
-std::string send_to_all(const World& world, const std::string& text) {
+std::string send_to_all(const World& world, const std::string& text, int from) {
   const torch::Tensor size = torch::tensor({static_cast<std::int64_t>(text.size())});
-  world.broadcast(size);
+  world.broadcast(size, from);
   torch::Tensor buffer = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
-  if (world.rank() == 0) std::memcpy(buffer.data_ptr(), text.data(), text.size());
-  world.broadcast(buffer);
+  if (world.rank() == from) std::memcpy(buffer.data_ptr(), text.data(), text.size());
+  world.broadcast(buffer, from);
   return {static_cast<const char*>(buffer.const_data_ptr()), buffer.nbytes()};
 }
 
@@ -217,7 +217,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
     const torch::Tensor states = world.all_gather(generator_state(device));
     for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
   }
-  if (world.rank() != 0)
+  if (world.rank() != 0 && !elsewhere.empty())
     return {.file = {}, .fetch = nullptr, .send = [world, own = std::move(own), elsewhere] {
               for (const auto& [name, tensor] : elsewhere)
                 if (tensor.owner == world.rank() && tensor.meta.numel() > 0)
@@ -225,6 +225,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
             }};
   file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
   file.tensors.merge(own);
+  if (world.rank() != 0) return {.file = std::move(file), .fetch = nullptr, .send = [] {}};
   for (const auto& [name, tensor] : elsewhere) file.tensors[name] = tensor.meta;
   const auto fetch = [world, elsewhere](const std::string& name) {
     const Elsewhere& from = elsewhere.at(name);
@@ -249,8 +250,8 @@ std::int64_t step_of(const CheckpointReader& file) try {
 }
 
 SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found,
-                                   const OpenSame& open_same)
-    : world_(world) {
+                                   const OpenSame& open_same, int from)
+    : world_(world), from_(from) {
   Json header = {{"is_there", found.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
   if (found) {
     header["path"] = std::filesystem::absolute(found->path).string();
@@ -260,7 +261,7 @@ SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointF
     header["metadata"] = found->file.metadata();
     file_ = std::move(found->file);
   }
-  const Json sent = Json::parse(send_to_all(world, header.dump()));
+  const Json sent = Json::parse(send_to_all(world, header.dump(), from));
   is_there_ = sent["is_there"].get<bool>();
   if (!is_there_) return;
   metadata_ = sent["metadata"].get<std::map<std::string, std::string>>();
@@ -268,9 +269,9 @@ SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointF
     const auto options = torch::TensorOptions(torch::kMeta).dtype(static_cast<torch::ScalarType>(looks[0].get<int>()));
     shapes_.tensors[name] = torch::empty(looks[1].get<std::vector<std::int64_t>>(), options);
   }
-  if (world.rank() != 0) file_ = open_same(sent["path"].get<std::string>(), sent["checksum"].get<std::string>());
+  if (world.rank() != from) file_ = open_same(sent["path"].get<std::string>(), sent["checksum"].get<std::string>());
   is_mapped_ = std::ranges::count(world.exchange_texts(file_ ? "yes" : "no"), "no") == 0;
-  if (!is_mapped_ && world.rank() != 0) file_.reset();
+  if (!is_mapped_ && world.rank() != from) file_.reset();
 }
 
 torch::Tensor SharedCheckpoint::read(const std::string& name) {
@@ -278,7 +279,7 @@ torch::Tensor SharedCheckpoint::read(const std::string& name) {
       file_ ? file_->read(name) : torch::empty_like(shapes_.tensors.at(name), torch::TensorOptions(torch::kCPU));
   if (!is_mapped_) {
     if (file_) tensor = tensor.clone();  // a transport may write to what it sends
-    world_.broadcast(tensor);
+    world_.broadcast(tensor, from_);
   }
   read_.add(tensor.const_data_ptr(), tensor.nbytes());
   return tensor;

@@ -34,7 +34,7 @@ namespace lockstep {
 
 // What a checkpoint is made of. It refers to the strategy's tensors: copy or write it before the next step.
 struct Snapshot {
-  TensorFile file;             // on rank 0: a meta tensor where another rank has the values
+  TensorFile file;             // on rank 0: a meta tensor where another rank has the values; on others: if they hold all
   FetchTensor fetch;           // on rank 0: receives one of those
   std::function<void()> send;  // on other ranks: sends what rank 0 fetches, in its order. Blocks
 };
@@ -57,8 +57,9 @@ class SharedCheckpoint {
   // Finds the same file as rank 0 on another rank, or nothing.
   using OpenSame = std::function<std::optional<CheckpointReader>(const std::string& path, const std::string& checksum)>;
 
-  // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found, const OpenSame& open_same);
+  // found: on the rank `from`, if there is one. Sends its header to all ranks. Blocks.
+  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found, const OpenSame& open_same,
+                   int from = 0);
 
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks
@@ -74,7 +75,8 @@ class SharedCheckpoint {
 
  private:
   World world_;
-  std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
+  int from_;
+  std::optional<CheckpointReader> file_;  // on that rank; on all ranks where it is mapped
   bool is_there_ = false;
   bool is_mapped_ = false;
   TensorFile shapes_;
