@@ -319,7 +319,7 @@ void TrainingLoop::keep_state() {
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
-  const fault::During saving(fault::Phase::kSaving);
+  const fault::During injected(fault::Phase::kSaving);
   require_finite_everywhere(step_world_, strategy_, position_);
   const own_progress::During saving(Phase::kSaving);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
