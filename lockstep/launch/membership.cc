@@ -59,7 +59,11 @@ void Membership::hear_beat(const std::string& from, const std::string& text) {
   if (epoch < epoch_.number) send(from, "decided " + to_text(epoch_));
   if (epoch != epoch_.number) return;
   Peer& peer = peers_.at(from);
-  peer.done = parts[2] == "1";
+  if (parts[2] == "1" && !peer.done) {
+    peer.done = true;
+    told_done_ = false;  // it may not have been connected when this launcher said so
+    next_beat_ = now_;
+  }
   for (const std::string& id : split(parts[3], ','))
     if (epoch_.has(id)) peer.misses.insert(id);
 }

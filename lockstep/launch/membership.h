@@ -116,7 +116,7 @@ class Membership {
   milliseconds now_{};
   milliseconds next_beat_{};
   bool done_ = false;
-  bool told_done_ = false;
+  bool told_done_ = false;  // since the last of the others has finished
   std::optional<std::string> end_{};
   std::vector<Message> messages_{};
 
