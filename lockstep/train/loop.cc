@@ -30,21 +30,6 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kStepsThatTell = 20;
 constexpr double kShareForKeeping = 0.01;
 
-// Machines that were lost in the midst of a step may have kept the state of the step before; new ones have none.
-int rank_with_the_newest(const World& world, const std::optional<CheckpointFolder::Loaded>& mine) {
-  std::int64_t newest = -1;
-  int from = 0;
-  const auto steps = world.exchange_texts(concat(mine ? step_of(mine->file) : -1));
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const std::int64_t step = std::stoll(steps[to_size(rank)]);
-    if (step > newest) {
-      newest = step;
-      from = rank;
-    }
-  }
-  return from;
-}
-
 ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
   const LearningRateOptions& rate = options.learning_rate;
   const auto steps = static_cast<double>(steps_per_epoch);
@@ -102,7 +87,6 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
-      memory_(JobMemory::get()),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
@@ -110,9 +94,12 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
-  if (memory_ != nullptr && (world.rank() == 0 || world.local_rank() == 0)) kept_.emplace(*memory_);
-  if (options.resume) resume();
-  next_kept_ = position_.step;
+  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size())
+    kept_.emplace(step_world_, *memory, kShareForKeeping);
+  if (!go_on_from_memory()) {
+    if (options.resume) resume();
+    keep_state();
+  }
   name_modules(named_parameters(strategy.model()));
 }
 
@@ -123,7 +110,6 @@ Json TrainingLoop::run() {
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
-  keep_state();
   while (has_more() && !stopped_) train_epoch();
   const bool saved = save_last_checkpoint();
   record_saved();
@@ -293,27 +279,12 @@ std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
 }
 
-// As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for
-// all. Each machine keeps the same bytes, so that losing one loses nothing; what no rank holds whole only that of rank 0.
+// As often as that takes at most kShareForKeeping of the time; after a loss the steps since then are repeated.
 void TrainingLoop::keep_state() {
-  if (memory_ == nullptr || position_.step < next_kept_ || !strategy_.is_one_model()) return;
+  if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
   const trace::Span span("keep the state", position_.step);
-  const Stopwatch watch;
-  Position position = position_;
-  if (step_world_.local_size() < step_world_.size()) {
-    const torch::Tensor seconds = torch::tensor({position.epoch_seconds}, torch::kFloat64);
-    step_world_.broadcast(seconds);
-    position.epoch_seconds = seconds.item<double>();
-  }
-  Snapshot snapshot = take_snapshot(step_world_, strategy_, position, options_);
-  if (snapshot.send) snapshot.send();
-  if (kept_ && !snapshot.file.tensors.empty()) kept_->save(std::move(snapshot.file), snapshot.fetch);
-  const double steps_of_this_epoch = static_cast<double>(position_.step_in_epoch);
-  const double step = steps_of_this_epoch > 0 ? position_.epoch_seconds / steps_of_this_epoch : 0;
-  const double apart = step > 0 ? std::ceil(watch.seconds() / (kShareForKeeping * step)) : 1;
-  const torch::Tensor steps = torch::tensor({static_cast<std::int64_t>(apart)});
-  step_world_.broadcast(steps);
-  next_kept_ = position_.step + std::max(steps.item<std::int64_t>(), std::int64_t{1});
+  const KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
+  kept_->keep(position_.step, parts.common, parts.own);
 }
 
 void TrainingLoop::save_checkpoint() {
@@ -377,33 +348,29 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// Rank 0 finds and verifies the newest state: in memory, else on the disk.
-void TrainingLoop::resume() {
-  const bool in_memory = memory_ != nullptr && memory_->generation() > 0;
-  if (in_memory) {
-    auto mine = KeptState::newest(*memory_);
-    const int from = rank_with_the_newest(world_, mine);
-    const auto same = [&](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
-      return mine && mine->file.checksum() == checksum ? std::optional(std::move(mine->file)) : std::nullopt;
-    };
-    auto newest = world_.rank() == from ? std::exchange(mine, {}) : std::nullopt;
-    SharedCheckpoint kept(world_, std::move(newest), same, from);
-    if (kept.is_there()) return restore(kept, concat("generation ", memory_->generation(), ": going on"));
+// After the loss of a rank. False: nothing was kept.
+bool TrainingLoop::go_on_from_memory() {
+  const bool found = kept_ && kept_->found() != nullptr;
+  if (found) {
+    position_ = restore_parts(*kept_->found(), world_, strategy_, options_);
+    metrics_.write({{"event", "resume"}, {"step", position_.step}});
   }
-  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
-  SharedCheckpoint file(world_, newest, &open_same_file);
-  if (file.is_there()) {
-    restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
-    resumed_step_ = position_.step;
-    return;
-  }
-  if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+  if (kept_) kept_->taken();
+  return found;
 }
 
-void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
+// Rank 0 finds and verifies the newest file.
+void TrainingLoop::resume() {
+  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
+  SharedCheckpoint file(world_, newest);
+  if (!file.is_there()) {
+    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+    return;
+  }
   position_ = restore_snapshot(file, world_, strategy_, options_);
+  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
+  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
 }
 
 Json TrainingLoop::summary(double seconds) const {
