@@ -90,8 +90,9 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->envname("PET_RDZV_ID");
   app.add_option("--rdzv-conf,--rdzv_conf", meeting.config, "join_timeout=SECONDS,last_call_timeout=SECONDS")
       ->envname("PET_RDZV_CONF");
-  app.add_option("--arbiter", meeting.arbiter,
-                 "with --max-restarts: etcd:HOST:PORT or slurm says which half of the machines goes on; else none does");
+  app.add_option(
+      "--arbiter", meeting.arbiter,
+      "with --max-restarts: etcd:HOST:PORT or slurm says which half of the machines goes on; else none does");
   app.add_option("--lost-after", meeting.silence_seconds, "with --max-restarts: seconds until a silent machine is lost")
       ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
@@ -115,8 +116,9 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--min-ranks", launch.min_ranks,
                  "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--spares", launch.spares,
-                 "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+  app.add_option(
+         "--spares", launch.spares,
+         "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/agreement.h: how launchers that may fail choose one value and never two: Paxos (Lamport, 1998) with one decision.
+// launch/agreement.h: how launchers that may fail choose one value and never two: Paxos (Lamport, 1998).
 //
 // Flow:    membership.h -> here; etcd_arbiter.h keeps an Acceptor where it outlives every launcher
 // Threads: values
 //
-// A proposer asks the voters for promises under a ballot, then to accept a value under it. A value that more than half of
-// the voters have accepted under one ballot is decided: every later proposer hears of it from one of them and proposes it.
+// A proposer asks the voters for promises under a ballot, then to accept a value under it. A value that more than half
+// of the voters have accepted under one ballot is decided: every later proposer hears of it from one of them and
+// proposes it.
 //
 //   request    prepare DECISION BALLOT                answer   promised DECISION BALLOT ACCEPTED [VALUE]
 //              accept DECISION BALLOT VALUE                    accepted DECISION BALLOT

@@ -14,8 +14,8 @@
 namespace lockstep {
 
 struct ArbiterQuestion {
-  std::string job;      // which no other job has
-  std::string request;  // of agreement.h
+  std::string job;                // which no other job has
+  std::string request;            // of agreement.h
   std::vector<std::string> here;  // hosts of this half
   std::vector<std::string> lost;  // of the other one
 };

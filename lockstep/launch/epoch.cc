@@ -50,7 +50,8 @@ std::string new_member_id() {
   std::uint64_t number = 0;
   if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("make", "random bytes");
   std::string host = host_name();
-  std::ranges::replace_if(host, [](char letter) { return letter <= ' ' || letter == ',' || letter == '/'; }, '_');
+  std::ranges::replace_if(
+      host, [](char letter) { return letter <= ' ' || letter == ',' || letter == '/'; }, '_');
   return concat(host, "/", ::getpid(), "/", std::hex, number);
 }
 

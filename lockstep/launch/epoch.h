@@ -15,9 +15,9 @@ namespace lockstep {
 
 // The launcher of one machine. A launcher that is started again is another member.
 struct Member {
-  std::string id;       // "gpu-a/4711/9f3c20d1": its host, its pid, and a number that nobody else has
-  std::string address;  // as a number: where the others reach it
-  int port = 0;         // where its launcher listens
+  std::string id;                     // "gpu-a/4711/9f3c20d1": its host, its pid, and a number that nobody else has
+  std::string address;                // as a number: where the others reach it
+  int port = 0;                       // where its launcher listens
   std::array<int, 2> master_ports{};  // for rank 0's store, if it runs there; epochs use them in turn
   int ranks = 1;
 
@@ -26,8 +26,8 @@ struct Member {
 };
 
 struct Epoch {
-  int number = 0;    // 0: as the job began
-  int restarts = 0;  // so far in the whole job, of ranks that failed
+  int number = 0;                 // 0: as the job began
+  int restarts = 0;               // so far in the whole job, of ranks that failed
   std::vector<Member> members{};  // in the order of their ranks; the first has rank 0
 
   const Member* find(std::string_view id) const;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/etcd_arbiter.h: a voter whose memory is a key of etcd, so that it is the same for both halves and outlives them.
+// launch/etcd_arbiter.h: a voter whose memory is a key of etcd: the same for both halves of the machines.
 //
 // Flow:    arbiter.h -> here -> etcd's JSON gateway (etcd 3.4 and later), over HTTP without TLS
 // Owns:    keys lockstep/JOB/DECISION, which etcd removes after a week

@@ -478,7 +478,9 @@ class Job {
     }
     if (const auto epoch = machines.take_news()) go_on_as(*epoch);
     if (leave_by_ && leave_by_->passed()) replace_those_that_stay();
-    const auto is_done = [this](const Rank& rank) { return rank.end && (!rank.end->failed() || has_stopped(*rank.end)); };
+    const auto is_done = [this](const Rank& rank) {
+      return rank.end && (!rank.end->failed() || has_stopped(*rank.end));
+    };
     if (std::ranges::all_of(ranks_, is_done)) machines.finish();
   }
 
@@ -507,14 +509,14 @@ class Job {
   // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then rank 0 is, on purpose.
   void go_on_as(const Epoch& epoch) {
     const bool same_restarts = epoch.restarts == restarts_;
-    const bool nobody_lost = same_restarts && std::ranges::all_of(members_, [&](const Member& member) {
-                               return epoch.has(member.id);
-                             });
+    const bool nobody_lost =
+        same_restarts && std::ranges::all_of(members_, [&](const Member& member) { return epoch.has(member.id); });
     number_by(epoch);
     decide_at_.reset();
     if (keeper_) keeper_->read_all();
-    log_warning(concat("generation ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size, " ranks (restart ",
-                       restarts_, " of ", options_.max_restarts, "); this one is machine ", options_.node_rank));
+    log_warning(concat("generation ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size,
+                       " ranks (restart ", restarts_, " of ", options_.max_restarts, "); this one is machine ",
+                       options_.node_rank));
     for (Rank& rank : ranks_) {
       if (rank.waits)
         admit(rank);
@@ -619,7 +621,7 @@ class Job {
   int generation_ = 0;
   bool may_go_on_ = true;  // after a loss
   int restarts_ = 0;
-  std::vector<Member> members_{};      // of this generation's epoch, on several machines
+  std::vector<Member> members_{};       // of this generation's epoch, on several machines
   std::optional<Deadline> leave_by_{};  // ranks of the generation before
   std::optional<Deadline> left_by_{};   // this machine, because a signal asked it to
   std::optional<std::string> lost_{};   // why this machine can't go on without others

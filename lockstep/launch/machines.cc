@@ -119,8 +119,9 @@ void Machines::end_job(const std::string& why) {
 // ---- connections
 
 Machines::Link* Machines::link_of(const std::string& peer) {
-  const auto found = std::ranges::find_if(
-      links_, [&](const Link& link) { return link.kind == Kind::kMember && link.peer == peer && !link.lines.is_gone(); });
+  const auto found = std::ranges::find_if(links_, [&](const Link& link) {
+    return link.kind == Kind::kMember && link.peer == peer && !link.lines.is_gone();
+  });
   return found == links_.end() ? nullptr : &*found;
 }
 
@@ -218,7 +219,8 @@ void Machines::drop_links() {
   for (auto link = links_.begin(); link != links_.end();) {
     const bool is_member = link->kind == Kind::kMember;
     if (is_member && membership_.is_lost(link->peer)) link->lines.finish();
-    const bool is_late = (link->kind == Kind::kStranger || link->kind == Kind::kKnock) && now - link->since > kUnknownFor;
+    const bool is_late =
+        (link->kind == Kind::kStranger || link->kind == Kind::kKnock) && now - link->since > kUnknownFor;
     if (!link->lines.is_gone() && !is_late) {
       ++link;
       continue;

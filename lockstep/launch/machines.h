@@ -6,9 +6,10 @@
 // Threads: one: the launcher's, which calls work() after each poll()
 // Ranks:   none; one per machine
 //
-// Every pair of launchers has one connection, which the later one in the order of the epoch opens, over channels that ask for the job's
-// secret. At the port where the others reach this launcher, new machines are let in too. While machines are missing, the
-// first one in order knocks once a second at those that were lost: a launcher that was started again there comes in.
+// Every pair of launchers has one connection, which the later one in the order of the epoch opens, over channels that
+// ask for the job's secret. At the port where the others reach this launcher, new machines are let in too. While
+// machines are missing, the first one in order knocks once a second at those that were lost: a launcher that was
+// started again there comes in.
 #pragma once
 
 #include <chrono>
@@ -101,15 +102,15 @@ class Machines {
   int most_;
   std::shared_ptr<Arbiter> arbiter_;
   std::list<Link> links_{};
-  Epoch followed_;  // whose links these are
-  int taken_;       // number of the last news
+  Epoch followed_;      // whose links these are
+  int taken_;           // number of the last news
   int connected_ = -1;  // number of the last epoch all of whose members were connected
   Clock::time_point last_ = Clock::now();
   Clock::time_point next_try_{};
   Clock::time_point next_knock_{};
   std::set<std::string> was_linked_{};
   std::map<std::string, int> refusals_{};  // of members that were never linked
-  std::map<std::string, Member> gone_{};  // who was a member once
+  std::map<std::string, Member> gone_{};   // who was a member once
   std::set<std::string> told_lost_{};
   std::vector<std::string> words_{};
   std::optional<std::string> ended_{};

@@ -80,7 +80,8 @@ TEST_F(JobOfMachines, stays_connected_and_leaves_out_who_closes_the_connection) 
   launchers[2]->want_restart();
   ASSERT_TRUE(comes(launchers, [&] { return all_at(launchers, 1); }));
   launchers.erase(launchers.begin());  // machine 0
-  ASSERT_TRUE(comes(launchers, [&] { return all_at(launchers, 2); }, milliseconds(2000)));
+  ASSERT_TRUE(comes(
+      launchers, [&] { return all_at(launchers, 2); }, milliseconds(2000)));
   EXPECT_EQ(launchers[0]->node_rank(), 0);
   EXPECT_EQ(launchers[1]->epoch().world_size(), 2);
   EXPECT_EQ(launchers[0]->take_news()->number, 2);
@@ -128,7 +129,10 @@ TEST_F(JobOfMachines, ends_everywhere_when_one_ends_it) {
 TEST_F(JobOfMachines, all_have_finished_when_each_has) {
   auto launchers = begin_job(meeting(2, 3), 3);
   for (const Launcher& each : launchers) each->finish();
-  ASSERT_TRUE(comes(launchers, [&] { return std::ranges::all_of(launchers, &Machines::all_done, [](const Launcher& each) -> const Machines& { return *each; }); }));
+  ASSERT_TRUE(comes(launchers, [&] {
+    return std::ranges::all_of(launchers, &Machines::all_done,
+                               [](const Launcher& each) -> const Machines& { return *each; });
+  }));
 }
 
 // One that votes for whoever asks first.

@@ -12,7 +12,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSettles{100};       // machines that are lost together are noticed one after the other
+constexpr milliseconds kSettles{100};        // machines that are lost together are noticed one after the other
 constexpr milliseconds kAttemptLasts{1500};  // until a proposer tries again
 constexpr Ballot kMostMembers = 4096;        // a ballot is a count and, below it, the proposer's place
 
@@ -178,26 +178,24 @@ std::string Membership::leader() const {
 }
 
 // Half of an even number of members is here: one more vote decides.
-bool Membership::needs_arbiter() const {
-  return options_.has_arbiter && 2 * present().size() == epoch_.members.size();
-}
+bool Membership::needs_arbiter() const { return options_.has_arbiter && 2 * present().size() == epoch_.members.size(); }
 
 // Without enough votes nothing can be agreed on any more: who is lost does not come back as the same member.
 void Membership::check_votes() {
   const int here = static_cast<int>(present().size());
   const int all = static_cast<int>(epoch_.members.size());
   if (all_done() || here + (needs_arbiter() ? 1 : 0) >= votes_needed()) return;
-  end_ = concat("only ", here, " of ", all, " machines are left on this side, and ",
-                2 * here == all ? "of exactly half an arbiter has to say which goes on"
-                                : "more than half have to go on");
+  end_ =
+      concat("only ", here, " of ", all, " machines are left on this side, and ",
+             2 * here == all ? "of exactly half an arbiter has to say which goes on" : "more than half have to go on");
 }
 
 bool Membership::all_done() const {
   return told_done_ && std::ranges::all_of(peers_, [](const auto& peer) { return peer.second.done; });
 }
 
-// Pairs that can't hear each other can't be in one epoch. Of those that this member hears, the fewest that have to go, and
-// of two the later one.
+// Pairs that can't hear each other can't be in one epoch. Of those that this member hears, the fewest that have to go,
+// and of two the later one.
 std::set<std::string> Membership::unreachable() const {
   std::map<std::string, std::set<std::string>> cut;
   const auto here = present();

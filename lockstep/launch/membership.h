@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/membership.h: how the launchers of a job agree on who is left, and on who is new. docs/design/membership.md has
-// the protocol, membership.pml its model.
+// launch/membership.h: how the launchers of a job agree on who is left, and on who is new. docs/design/membership.md
+// has the protocol, membership.pml its model.
 //
 // Flow:    what others have said, what connections have closed, time -> here -> what to tell others, the next epoch
 // Owns:    no socket and no clock: machines.h has them, tests simulate them
 // Threads: one
 // Ranks:   none; one per launcher
 //
-// Every member tells every other one every `beat` that it is alive. One whose connection is closed, or who has been silent
-// for `silence`, is lost to the one that notices it, for good: it may come back as another member. The first member in the order of the
-// epoch that is not lost proposes the next epoch; should it be lost, the second does, and so on. An epoch needs the votes
-// of more than half of the members of the one before; of an even number of members half is enough if the arbiter votes
-// with it. So no two sides of a network that is cut both go on.
+// Every member tells every other one every `beat` that it is alive. One whose connection is closed, or who has been
+// silent for `silence`, is lost to the one that notices it, for good: it may come back as another member. The first
+// member in the order of the epoch that is not lost proposes the next epoch; should it be lost, the second does, and so
+// on. An epoch needs the votes of more than half of the members of the one before; of an even number of members half is
+// enough if the arbiter votes with it. So no two sides of a network that is cut both go on.
 #pragma once
 
 #include <chrono>

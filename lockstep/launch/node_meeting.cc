@@ -32,7 +32,7 @@ constexpr std::chrono::milliseconds kHearsItsPlaceWithin{1000};
 constexpr std::chrono::milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
 constexpr std::size_t kLongestGreeting = 4096;
 constexpr std::size_t kLongestEpoch = std::size_t{1} << 20;
-constexpr std::size_t kMostNewcomers = 64;                        // that have not greeted; the oldest makes room
+constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
 
 Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
 
@@ -47,8 +47,8 @@ AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline)
 
 // What a launcher says first, before its member.
 std::string greeting(const NodeMeeting& meeting) {
-  return concat("lockstep 2 ", meeting.least, ":", meeting.most, meeting.stays ? " stays " : " ", meeting.job.size(), " ",
-                meeting.job, " ");
+  return concat("lockstep 2 ", meeting.least, ":", meeting.most, meeting.stays ? " stays " : " ", meeting.job.size(),
+                " ", meeting.job, " ");
 }
 
 struct Guest {
@@ -192,10 +192,11 @@ NodePlace place_everybody(Roster roster, Guests guests) {
 // ---- the others
 
 RendezvousError wrong_job(const NodeMeeting& meeting) {
-  return RendezvousError({.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
-                          .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
-                          .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes or --max-restarts",
-                          .next = "give every machine the same --nnodes, --rdzv-id, --rdzv-endpoint and --max-restarts"});
+  return RendezvousError(
+      {.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
+       .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
+       .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes or --max-restarts",
+       .next = "give every machine the same --nnodes, --rdzv-id, --rdzv-endpoint and --max-restarts"});
 }
 
 RendezvousError nobody(const NodeMeeting& meeting, bool was_refused) {
@@ -218,7 +219,8 @@ bool take_epoch(const std::string& answer, const NodeMeeting& meeting, Roster& r
   const auto epoch = parse_epoch(std::string_view(answer).substr(text + 1));
   const int nodes = epoch ? static_cast<int>(epoch->members.size()) : 0;
   const Member* const me = epoch ? epoch->find(roster.me.id) : nullptr;
-  if (nodes < meeting.least || nodes > meeting.most || me == nullptr || *me != roster.me || epoch->index_of(me->id) == 0)
+  if (nodes < meeting.least || nodes > meeting.most || me == nullptr || *me != roster.me ||
+      epoch->index_of(me->id) == 0)
     return false;
   roster.job = answer.substr(job + 1, text - job - 1);
   roster.epoch = *epoch;

@@ -28,8 +28,8 @@ class PeerLink {
   // The next line that has come whole.
   std::optional<std::string> take();
 
-  // Says that no more comes, and throws away what the other end has said: what is not read when a socket is closed makes
-  // the kernel take back what was sent. False: the other end has closed, too.
+  // Says that no more comes, and throws away what the other end has said: what is not read when a socket is closed
+  // makes the kernel take back what was sent. False: the other end has closed, too.
   void say_end();
   bool drain();
 

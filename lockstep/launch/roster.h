@@ -20,9 +20,9 @@ namespace lockstep {
 struct Roster {
   Member me{};
   Epoch epoch{};
-  std::string job{};       // a number that no other job has
-  std::string greeting{};  // what a new machine says first, before its member
-  SecretPtr secret{};      // gives the secret to new machines
+  std::string job{};            // a number that no other job has
+  std::string greeting{};       // what a new machine says first, before its member
+  SecretPtr secret{};           // gives the secret to new machines
   std::optional<Secret> key{};  // none: --insecure-network
   UniqueFd listener{};
   std::vector<ReservedPort> ports{};  // me.master_ports, while they are kept free

@@ -54,7 +54,8 @@ std::string SlurmArbiter::answer(const ArbiterQuestion& question) {
   for (const auto* side : {&question.here, &question.lost})
     for (const std::string& host : *side) nodes.push_back(node_of(host));
   const auto is_safe = [](const std::string& name) {  // in a shell
-    return std::ranges::all_of(name, [](unsigned char letter) { return std::isalnum(letter) != 0 || letter == '-' || letter == '_'; });
+    return std::ranges::all_of(
+        name, [](unsigned char letter) { return std::isalnum(letter) != 0 || letter == '-' || letter == '_'; });
   };
   if (!std::ranges::all_of(nodes, is_safe)) return "";
   const std::string lines = output_of(concat("sinfo -h -N -n ", join(nodes, ","), " -o '%N %T' 2>&1"));
