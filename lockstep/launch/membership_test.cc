@@ -45,6 +45,7 @@ class Launchers {
   void go_on(int number) { launchers_.at(machine(number).id).stopped = false; }
 
   void cut(int one, int other) { cuts_.insert({std::min(one, other), std::max(one, other)}); }
+  void heal(int one, int other) { cuts_.erase({std::min(one, other), std::max(one, other)}); }
   void lose_messages(double share) { lost_share_ = share; }
 
   // A new machine asks the launcher of another one.
@@ -367,6 +368,28 @@ TEST(Membership, launchers_that_have_finished_are_not_missed) {
   job.pass(milliseconds(10'000));
   EXPECT_EQ(job.epoch(1), 0);
   EXPECT_FALSE(job.at(1).end());
+}
+
+// One that others could not reach when they said that they had finished.
+TEST(Membership, a_launcher_that_connects_late_hears_that_the_others_have_finished) {
+  Launchers job(3);
+  job.cut(0, 2);
+  job.cut(1, 2);
+  job.at(0).finish();
+  job.at(1).finish();
+  job.pass(milliseconds(1000));
+  job.heal(0, 2);
+  job.heal(1, 2);
+  job.at(2).finish();
+  std::set<int> there{0, 1};
+  EXPECT_TRUE(job.comes([&] {
+    std::erase_if(there, [&](int other) {
+      const bool goes = job.at(other).all_done();
+      if (goes) job.crash(other);
+      return goes;
+    });
+    return job.at(2).all_done();
+  }));
 }
 
 // Whatever happens, no two launchers have two epochs of one number (checked at every step); and a majority that is left in

@@ -19,7 +19,7 @@ cat >"$work/rank" <<'RANK'
 #!/bin/sh
 echo "generation $TORCHELASTIC_RESTART_COUNT rank $RANK of $WORLD_SIZE machine $GROUP_RANK at $MASTER_ADDR" >>"$1"
 [ ! -e "$2" ] || exit 0
-while [ ! -e "$2" ]; do sleep 0.1; done
+while [ ! -e "$2" ]; do ${PAUSE:-sleep 0.1}; done
 RANK
 chmod +x "$work/rank"
 
@@ -28,7 +28,7 @@ declare -A pid
 start() {
   local host=$1
   shift
-  on_host "$host" "$lockstep" run --nproc-per-node 1 --max-restarts 5 --rdzv-backend c10d --rdzv-endpoint n1:29400 \
+  on_host "$host" "$lockstep" run --nproc-per-node "${ranks:-1}" --max-restarts 5 --rdzv-backend c10d --rdzv-endpoint n1:29400 \
     --rdzv-conf last_call_timeout=1,join_timeout=60 "$@" -- "$work/rank" "$work/$host.out" "$work/over" \
     >"$work/$host.log" 2>&1 &
   pid[$host]=$!
@@ -38,7 +38,7 @@ begin() {  # OPTION...: a job on all hosts
   rm -f "$work"/*.out "$work"/*.log "$work/over"
   local host
   for host in "${hosts[@]}"; do start "$host" "$@"; done
-  for host in "${hosts[@]}"; do are_connected "$host" "generation 0 rank . of 3"; done
+  for host in "${hosts[@]}"; do are_connected "$host" "generation 0 rank .+ of"; done
 }
 
 # HOST PATTERN: its rank runs, and its launcher is connected to all others
@@ -201,7 +201,19 @@ rank_fails() {
   end_job n1 n2 n3
 }
 
-# 4 kbit/s: whatever a launcher says is on its way for most of a second.
+# 24 ranks that compute without a pause: on a machine of 2 cores a launcher gets its turn late, but is not called dead.
+busy() {
+  export PAUSE=:
+  ranks=8
+  begin --nnodes 2:3
+  sleep 6  # twice the silence: the time itself is what is tested here
+  for host in "${hosts[@]}"; do has_not "$host" "generation 1"; done
+  echo "busy: machines that have more to do than they can are not lost"
+  end_job n1 n2 n3
+  unset PAUSE ranks
+}
+
+# 16 kbit/s: whatever a launcher says is on its way for long.
 slow() {
   begin --nnodes 2:3
   for host in "${hosts[@]}"; do tc qdisc add dev "to-$host" root tbf rate 16kbit burst 1600 limit 100000; done
@@ -230,6 +242,6 @@ pair_cut() {
   end_job "${!left[@]}"
 }
 
-cases=(killed switched_off cut_in_halves pair_cut etcd_decides stopped leaves rank_fails slow)
+cases=(killed switched_off cut_in_halves pair_cut etcd_decides stopped leaves rank_fails busy slow)
 [ $# = 0 ] || cases=("$@")
 for each in "${cases[@]}"; do "$each"; done
