@@ -21,10 +21,6 @@ constexpr const char* kCommon = "state.common";
 constexpr const char* kOwn = "state.own";
 constexpr const char* kProgram = "lockstep.program";
 
-ImageOwner owner_in(const World& world) {
-  return {world.rank(), world.size(), world.local_rank(), world.local_size()};
-}
-
 // The steps of which this machine has the common image and every rank's own.
 std::set<std::int64_t> whole_steps(const std::vector<KeptImage>& common, const std::vector<KeptImage>& own) {
   std::set<std::int64_t> steps;
@@ -67,17 +63,6 @@ Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
   return {{data, [sent](const std::byte*) {}}, bytes};
 }
 
-// What one build has in memory may mean something else to another one.
-void require_same_program(const SafetensorsReader& image) {
-  const auto kept_by = image.metadata().find(kProgram);
-  const std::string mine = program_identity();
-  if (kept_by != image.metadata().end() && kept_by->second != mine)
-    throw CheckpointError({.what = concat("the state in memory is that of another program: ", kept_by->second),
-                           .here = mine,
-                           .likely = "the program, lockstep or libtorch was replaced while the job ran",
-                           .next = "end the job, and start it again with --resume"});
-}
-
 }  // namespace
 
 LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time)
@@ -118,7 +103,7 @@ void LoopState::find() {
                  .own = reader_of(own_bytes.memory, own_bytes.size),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
-  require_same_program(found_->own);
+  require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
   goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
