@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots test soak cuda bench bench-hosts format clean
+.PHONY: help demo wheel deb packaged docs plots test soak cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -82,6 +82,12 @@ bench-hosts: setup-bench  ## as root: measures several machines, simulated by ne
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep bench hosts --json bench/results/hosts.json
 	build/release/bin/lockstep compare server-vs-ring --links shaped --output build/server-vs-ring
+
+bench-recovery: setup-recovery  ## measures how long a job stands still when a rank is killed, beside torchrun and torchft
+	cmake --preset release
+	cmake --build --preset release --target lockstep_command lockstep_train -j $(JOBS)
+	bench/recovery.py
+	bench/recovery.py soak 10
 
 test-%:
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)

@@ -90,7 +90,6 @@ class Torchrun(Job):
     def __init__(self, folder):
         super().__init__(folder)
         self.job = self.start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 1000,
-                              "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                               ROOT / "bench/peers/elastic_training.py", ENOUGH, self.lines, self.folder / "checkpoint", EVERY,
                               env=python_with("pytorch", OMP_NUM_THREADS="1"))
 

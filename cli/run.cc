@@ -16,6 +16,7 @@
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_secret.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/launch/machines.h"
 #include "lockstep/launch/node_meeting.h"
 
 namespace lockstep {
@@ -28,6 +29,8 @@ struct RendezvousArguments {
   std::string endpoint;  // HOST[:PORT]
   std::string id = "none";
   std::string config;  // KEY=VALUE,...
+  std::string arbiter;
+  double silence_seconds = 3;
   bool standalone = false;
 };
 
@@ -87,6 +90,11 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->envname("PET_RDZV_ID");
   app.add_option("--rdzv-conf,--rdzv_conf", meeting.config, "join_timeout=SECONDS,last_call_timeout=SECONDS")
       ->envname("PET_RDZV_CONF");
+  app.add_option(
+      "--arbiter", meeting.arbiter,
+      "with --max-restarts: etcd:HOST:PORT or slurm says which half of the machines goes on; else none does");
+  app.add_option("--lost-after", meeting.silence_seconds, "with --max-restarts: seconds until a silent machine is lost")
+      ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
 }
@@ -108,8 +116,9 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--min-ranks", launch.min_ranks,
                  "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--spares", launch.spares,
-                 "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+  app.add_option(
+         "--spares", launch.spares,
+         "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace,
@@ -205,7 +214,18 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
                       .next = "give every machine the same --rdzv-endpoint HOST:PORT, the address of one of them"});
   split_endpoint(arguments.endpoint, meeting.host, meeting.port);
   read_config(arguments.config, meeting);
-  const NodePlace place = meet_nodes(meeting);
+  meeting.stays = options.max_restarts > 0;
+  const auto arbiter = make_arbiter(arguments.arbiter);
+  NodePlace place = meet_nodes(meeting);
+  if (meeting.stays) {
+    const std::chrono::milliseconds silence(static_cast<long>(arguments.silence_seconds * 1000));
+    options.machines = std::make_shared<Machines>(Membership::Options{.least = nodes.least,
+                                                                      .most = nodes.most,
+                                                                      .beat = silence / 10,
+                                                                      .silence = silence,
+                                                                      .has_arbiter = arbiter != nullptr},
+                                                  std::move(place.roster), arbiter);
+  }
   options.nodes = place.nodes;
   options.node_rank = place.node_rank;
   options.first_rank = place.first_rank;
@@ -273,6 +293,14 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
   return result;
 }
 
+std::string describe_loss(const std::string& why) {
+  return PeerLost({.what = "this machine ends its ranks: " + why,
+                   .likely = "the others were killed, switched off or cut off, or one of them has ended the job",
+                   .next = "look at their output; a launcher that is started again comes in where the job still runs, "
+                           "else --resume goes on from the last checkpoint"})
+      .what();
+}
+
 // Of a job on several machines. Never the secret itself: this may be a log.
 void say_where_the_secret_is() {
   if (is_secret_told() || network_is_insecure()) return;
@@ -298,6 +326,7 @@ int run_command(int argc, char** argv) {
     const LaunchOptions options = launch_options(arguments);
     if (options.nodes > 1 && options.node_rank == 0) say_where_the_secret_is();
     const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
+    if (result.lost) std::cerr << describe_loss(*result.lost) << '\n';
     if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
     return result.exit_code;
   });

@@ -13,6 +13,12 @@ target_compile_definitions(core_test PRIVATE
 target_link_libraries(core_test PRIVATE lockstep_core)
 add_dependencies(core_test lockstep_command rank_probe)
 
+# The agreement of launchers as a model that Spin checks exhaustively (20 s).
+find_program(SPIN spin REQUIRED)
+add_test(NAME launch.membership_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/check_membership.sh
+  ${PROJECT_SOURCE_DIR}/lockstep/launch/membership.pml)
+set_tests_properties(launch.membership_model PROPERTIES TIMEOUT 300)
+
 # The layout: who includes whom, the map in HACKING.md, the programs in README.md.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 add_test(NAME layout.the_rooms_are_in_order COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/check_rooms.py)

@@ -14,6 +14,8 @@ cmake --build "$work/build"
 unset LD_LIBRARY_PATH
 "$work/installed/bin/lockstep" run --nproc-per-node 2 -- "$work/build/own_loop" | tee "$work/loop.log"
 grep --quiet 'epoch 1 loss 0\.' "$work/loop.log"
+"$work/installed/bin/lockstep" run --nproc-per-node 2 --max-restarts 1 -- "$work/build/surviving_loop" | tee "$work/surviving.log"
+grep --quiet 'epoch 1 loss 0\.' "$work/surviving.log"
 "$work/build/own_task" --ranks 2 --epochs 1 | tee "$work/task.log"
 grep --quiet 'done: 235 steps' "$work/task.log"
 "$work/build/towers" 1 | tee "$work/towers.log"

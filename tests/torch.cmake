@@ -157,6 +157,12 @@ set_tests_properties(hosts.two_hosts_train_as_one_rank_does PROPERTIES TIMEOUT 1
 
 add_test(NAME hosts.ranks_find_each_other
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/launchers_test.sh $<TARGET_FILE:lockstep_command>)
+add_test(NAME hosts.membership
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/membership_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.membership PROPERTIES TIMEOUT 300)
+add_test(NAME hosts.lost_machine
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/lost_machine_test.sh $<TARGET_FILE:lockstep_command>)
+set_tests_properties(hosts.lost_machine PROPERTIES TIMEOUT 300)
 add_test(NAME hosts.security
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.munge

@@ -148,6 +148,13 @@ def train_in_python(venv):
             raise SystemExit("nothing was learned")
 
 
+def survive_in_python(venv):
+    """As docs/recovery.md says."""
+    printed = venv.run("lockstep", "run", "--nproc-per-node", "2", "--max-restarts", "1", "--", "python", "examples/surviving_loop.py")
+    if "epoch 1: loss of the last batch 0." not in printed:
+        raise SystemExit("nothing was learned")
+
+
 def train_under_slurm(venv):
     venv.run(str(ROOT / "tests/hosts/slurm_python_test.sh"), str(venv.bin / "python"), environment=venv.with_compiler)
 
@@ -166,6 +173,7 @@ def main():
         follow_tutorial(venv)
         shutil.copytree(ROOT / "examples", folder / "examples")
         train_in_python(venv)
+        survive_in_python(venv)
         train_under_slurm(venv)
         check_other_torch(venv)
     print("the wheel works")

@@ -48,7 +48,7 @@ demo_packages=(
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev dpkg-dev)
-test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb)
+test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)

@@ -4,7 +4,8 @@
 // none.
 //
 // Flow:    gradient/reducer.h gives a full bucket -> start() -> collective/ -> the function that start() returned
-// Owns:    what it keeps from step to step: the part that was not sent (error feedback), a basis. Not in checkpoints
+// Owns:    what it keeps from step to step: the part that was not sent (error feedback), a basis. Not in checkpoints, but in
+//          what a rank keeps for its replacement
 // Threads: start() on autograd's threads, one at a time; what it returned on the thread that waits
 // Ranks:   every rank has a hook with the same options, and starts the same buckets in the same order
 //
@@ -22,6 +23,7 @@
 #include <memory>
 #include <vector>
 
+#include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -45,6 +47,11 @@ class CommunicationHook {
   // Whether it adds what it has not sent to the next step's gradient. Then no gradient may be infinite, as a scaled loss
   // can make it: a loss scale is refused.
   virtual bool keeps_residual() const { return false; }
+
+  // What it keeps from step to step, of this rank; and in a new hook with the same options and buckets, before its first
+  // step. The tensors of state() are those that the next step writes to.
+  virtual std::vector<NamedTensor> state() const { return {}; }
+  virtual void set_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
 };
 
 // Sends and sums in float16 or bfloat16.

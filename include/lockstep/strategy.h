@@ -149,6 +149,11 @@ class Strategy {
   // saved.
   virtual void synchronise() {}
 
+  // What this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for whoever takes its
+  // place, and not in checkpoints. Neither call waits for other ranks.
+  virtual std::vector<NamedTensor> own_state() { return {}; }
+  virtual void set_own_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
+
   // False while replicas may differ, so that synchronise() would change them. The same on every rank.
   virtual bool is_one_model() const { return true; }
 

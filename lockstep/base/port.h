@@ -18,11 +18,11 @@ bool is_loopback(std::string_view host);
 // "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
 std::string listener_of_port(int port);
 
-// A port of 127.0.0.1, bound without listening: the kernel gives it to no program that asks for any port while this
+// A port of an address of this machine, bound without listening: the kernel gives it to no program that asks for any port while this
 // lives, and rank 0 can still bind it, because it sets SO_REUSEADDR too.
 class ReservedPort {
  public:
-  ReservedPort();  // throws SystemError
+  explicit ReservedPort(const std::string& address = "127.0.0.1");  // a number; throws SystemError
   int number() const { return number_; }
   int fd() const { return fd_.get(); }  // for a forked child that must close it
 

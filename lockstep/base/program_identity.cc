@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -77,6 +78,15 @@ std::string program_identity() {
   std::string identity;
   ::dl_iterate_phdr(&add_identity, &identity);
   return identity;
+}
+
+void require_same_program(const std::string& other) {
+  const std::string mine = program_identity();
+  if (other == mine) return;
+  throw CheckpointError({.what = concat("the state in memory is that of another program: ", other),
+                         .here = mine,
+                         .likely = "the program, lockstep or libtorch was replaced while the job ran",
+                         .next = "end the job, and start it again with --resume"});
 }
 
 }  // namespace lockstep

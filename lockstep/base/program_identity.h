@@ -13,4 +13,7 @@ namespace lockstep {
 // IDs that the linker has given them ("?" without one). Such libraries as are loaded.
 std::string program_identity();
 
+// Before state in memory that a process of program `other` has left is taken over. Throws CheckpointError: it is not this one.
+void require_same_program(const std::string& other);
+
 }  // namespace lockstep

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
@@ -32,6 +33,18 @@ class SixteenBitHook : public CommunicationHook {
   torch::ScalarType dtype_;
 };
 
+std::size_t number_in(const std::string& digits) {
+  int number = 0;
+  static_cast<void>(parse_int(digits, number));
+  return static_cast<std::size_t>(number);
+}
+
+// "residual.3" -> 3; nothing if it begins otherwise.
+std::optional<std::size_t> number_after(const std::string& prefix, const std::string& name) {
+  if (!name.starts_with(prefix)) return {};
+  return number_in(name.substr(prefix.size()));
+}
+
 // Error feedback: what was not sent yet, for each bucket; added to the next gradient before that is compressed. It is
 // rescaled when the unit of the bucket changes, so that what is sent late counts as much as if it had been sent at once.
 class Residuals {
@@ -43,6 +56,22 @@ class Residuals {
     if (unit != bucket.unit && !defect("a residual keeps its old unit")) residual.mul_(unit / bucket.unit);
     unit = bucket.unit;
     return residual.add_(bucket.flat);
+  }
+
+  std::vector<NamedTensor> state() const {
+    std::vector<NamedTensor> state;
+    for (const auto& [number, kept] : of_bucket_) {
+      state.push_back({concat("residual.", number), kept.values});
+      state.push_back({concat("unit.", number), torch::full({}, kept.unit, torch::kFloat64)});
+    }
+    return state;
+  }
+
+  void set_state(const std::vector<NamedTensor>& state) {
+    for (const auto& [name, tensor] : state) {
+      if (const auto number = number_after("residual.", name)) of_bucket_[*number].values = tensor.clone();
+      if (const auto number = number_after("unit.", name)) of_bucket_[*number].unit = tensor.item<double>();
+    }
   }
 
  private:
@@ -68,6 +97,8 @@ class TwoBitHook : public CommunicationHook {
   }
 
   bool keeps_residual() const override { return true; }
+  std::vector<NamedTensor> state() const override { return residuals_.state(); }
+  void set_state(const std::vector<NamedTensor>& state) override { residuals_.set_state(state); }
 
  private:
   double threshold_;
@@ -95,6 +126,8 @@ class TopKHook : public CommunicationHook {
   }
 
   bool keeps_residual() const override { return true; }
+  std::vector<NamedTensor> state() const override { return residuals_.state(); }
+  void set_state(const std::vector<NamedTensor>& state) override { residuals_.set_state(state); }
 
  private:
   double share_;
@@ -135,6 +168,24 @@ class PowerSGDHook : public CommunicationHook {
   }
 
   bool keeps_residual() const override { return true; }
+
+  std::vector<NamedTensor> state() const override {
+    std::vector<NamedTensor> state = residuals_.state();
+    for (const auto& [number, bases] : bases_)
+      for (std::size_t i = 0; i < bases.size(); ++i) state.push_back({concat("basis.", number, ".", i), bases[i]});
+    return state;
+  }
+
+  void set_state(const std::vector<NamedTensor>& state) override {
+    residuals_.set_state(state);
+    for (const auto& [name, tensor] : state) {
+      const auto words = split(name, '.');
+      if (words.size() != 3 || words.front() != "basis") continue;
+      auto& bases = bases_[number_in(words[1])];
+      bases.resize(std::max(bases.size(), number_in(words[2]) + 1));
+      bases[number_in(words[2])] = tensor.clone();
+    }
+  }
 
  private:
   bool is_compressed(const torch::Tensor& part) const {

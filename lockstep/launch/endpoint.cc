@@ -64,10 +64,12 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text.data();
 }
 
-Endpoint endpoint_of(const UniqueFd& fd) {
+Endpoint endpoint_of(const UniqueFd& fd) { return endpoint_of_socket(fd.get()); }
+
+Endpoint endpoint_of_socket(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
-  if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0)
     throw system_error("read the address of", "a socket");
   auto* const generic = reinterpret_cast<sockaddr*>(&address);
   return {numeric(generic, length), ntohs(port_in(generic))};
@@ -102,6 +104,18 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
     std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
   }
   return std::nullopt;
+}
+
+UniqueFd begin_to_connect(const Endpoint& endpoint) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found) != 0) return {};
+  const AddressList address(found);
+  UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd || ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS) return fd;
+  return {};
 }
 
 std::optional<std::string> own_address_towards(const AddressList& addresses) {

@@ -44,6 +44,7 @@ std::string numeric(const sockaddr* address, socklen_t length);
 
 // The endpoint of a socket's own end, with the host as a number. Throws SystemError.
 Endpoint endpoint_of(const UniqueFd& fd);
+Endpoint endpoint_of_socket(int fd);
 
 // A name may have several addresses, of which some are of no use here (::1 where there is no IPv6): at the first where
 // that works. None: errno says why the last did not.
@@ -55,6 +56,9 @@ struct Connection {
 };
 // To all addresses at once, because some may never answer; the first that does. Nothing where none does.
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline);
+
+// To an address that is a number, without waiting: the first write shows whether anybody answers. None: no number.
+UniqueFd begin_to_connect(const Endpoint& endpoint);
 
 // This machine's address on the route to the first of `addresses` (of SOCK_DGRAM) that there is one to.
 std::optional<std::string> own_address_towards(const AddressList& addresses);

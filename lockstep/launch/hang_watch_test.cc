@@ -32,12 +32,14 @@ struct Watched {
   double seconds;
 };
 
-Watched launch_and_watch(int ranks, const std::vector<std::string>& probe, const HangOptions& hang = {kTimeout}) {
+Watched launch_and_watch(int ranks, const std::vector<std::string>& probe, const HangOptions& hang = {kTimeout},
+                         int max_restarts = 0) {
   std::vector<std::string> command = {RANK_PROBE};
   command.insert(command.end(), probe.begin(), probe.end());
   ::testing::internal::CaptureStderr();
   const Stopwatch watch;
-  const LaunchResult result = launch({.ranks = ranks, .pin = false, .hang = hang}, command);
+  const LaunchResult result =
+      launch({.ranks = ranks, .max_restarts = max_restarts, .pin = false, .hang = hang}, command);
   return {result, ::testing::internal::GetCapturedStderr(), watch.seconds()};
 }
 
@@ -147,6 +149,18 @@ TEST(HangWatch, can_be_told_to_report_only) {
   const Watched watched = launch_and_watch(2, {"be-stopped-for-a-while", folder.path()}, {kTimeout, OnHang::kReport});
   EXPECT_EQ(watched.result.exit_code, 0) << watched.error;
   EXPECT_TRUE(has(watched.error, "rank 1 is stopped and holds up the others")) << watched.error;
+}
+
+TEST(HangWatch, a_rank_that_hangs_is_replaced_while_restarts_are_left) {
+  const Watched watched = launch_and_watch(2, {"stand-still", "loop"}, {kTimeout}, /*max_restarts=*/1);
+  expect_that_rank_1_is_blamed(watched);
+  EXPECT_EQ(watched.result.restarts, 1);
+}
+
+TEST(HangWatch, can_be_told_to_end_the_job) {
+  const Watched watched = launch_and_watch(2, {"stand-still", "loop"}, {kTimeout, OnHang::kEnd}, /*max_restarts=*/1);
+  expect_that_rank_1_is_blamed(watched);
+  EXPECT_EQ(watched.result.restarts, 0);
 }
 
 TEST(Stacks, without_a_debugger_shows_what_the_kernel_knows) {

@@ -26,12 +26,10 @@ int number_in(const char* variable) {
 
 // Nothing: the launcher is gone, or has not answered in time.
 std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
-                                                 std::optional<Deadline> deadline) {
+                                                 Deadline deadline) {
   KeeperMessage message;
   for (;;) {
-    if (deadline && !wait_for(POLLIN, socket, *deadline)) return {};
-    pollfd polled{.fd = socket, .events = POLLIN, .revents = 0};
-    if (!deadline) ::poll(&polled, 1, -1);
+    if (!wait_for(POLLIN, socket, deadline)) return {};
     const auto bytes =
         receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
     if (bytes < 0) continue;
@@ -133,19 +131,6 @@ bool JobMemory::next_generation(std::chrono::milliseconds timeout) {
   if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
   set_variables(message->get_text());
   set_place();
-  return true;
-}
-
-bool JobMemory::wait_as_spare() {
-  const char* const address = std::getenv(kAddress);
-  if (address == nullptr) return false;
-  const UniqueFd socket = connect_to_keeper(address);
-  const KeeperMessage hello{.kind = KeeperMessage::Kind::kSpare};
-  if (!send_with_descriptors(socket.get(), hello.bytes(), {}, Deadline::after(kToAnswer))) return false;
-  std::vector<UniqueFd> none;
-  const auto message = receive_from_keeper(socket.get(), none, {});
-  if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
-  set_variables(message->get_text());
   return true;
 }
 

@@ -53,10 +53,6 @@ class JobMemory {
   // this rank in the environment. False: there is no next generation; the job ends.
   bool next_generation(std::chrono::milliseconds timeout);
 
-  // A spare process: blocks until it is needed, and sets the variables of its rank. Without a deadline: a spare exists to
-  // wait. False: the launcher is gone.
-  static bool wait_as_spare();
-
  private:
   explicit JobMemory(const std::string& address);  // "@NAME SEAT"
   void send(KeeperMessage message, const std::vector<int>& descriptors = {}) const;

@@ -36,6 +36,9 @@ class JobSecret {
   JobSecret(const JobSecret&) = delete;
   JobSecret& operator=(const JobSecret&) = delete;
 
+  // Of another process than rank 0, which has learned the secret by now and can pass it on as rank 0 does.
+  static std::shared_ptr<const JobSecret> learned(const JobSecret& how, const std::optional<Secret>& secret);
+
   // LOCKSTEP_INSECURE_NETWORK: nobody is asked for a secret, and nothing is encrypted.
   bool is_off() const { return off_; }
 
@@ -50,6 +53,8 @@ class JobSecret {
   std::optional<std::string> credential() const;
 
  private:
+  JobSecret() = default;
+
   bool off_ = false;
   bool by_munge_ = false;
   std::optional<Secret> known_;

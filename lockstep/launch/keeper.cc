@@ -91,8 +91,9 @@ void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<Un
       return;
     case kFetch: return send_kept(client, message.generation);
     case kMet: return callbacks_.on_met(message.seat, message.generation);
-    case kSpare: client.is_spare = true; return;
-    case kNext: client.waits_at = message.seat; return callbacks_.on_next(message.seat, message.generation);
+    case kNext:
+      client.waits_at = message.seat;
+      return callbacks_.on_next(message.seat, message.generation);
     default: client.socket.reset();
   }
 }
@@ -122,20 +123,6 @@ void Keeper::tell(int seat, int generation, const Variables& variables) {
       client.waits_at = -1;
       send(client, generation_message(generation, variables));
     }
-}
-
-bool Keeper::use_spare(int generation, const Variables& variables) {
-  for (Client& client : clients_)
-    if (client.is_spare && client.socket) {
-      client.is_spare = false;
-      if (send(client, generation_message(generation, variables))) return true;
-    }
-  return false;
-}
-
-std::size_t Keeper::spares() const {
-  return static_cast<std::size_t>(
-      std::ranges::count_if(clients_, [](const Client& client) { return client.is_spare && client.socket; }));
 }
 
 void Keeper::forget(int seat) {

@@ -42,17 +42,12 @@ class Keeper {
   // Answers the rank that waits for a generation, with its variables. No effect if none waits.
   void tell(int seat, int generation, const Variables& variables);
 
-  // Makes a process that waits to become a rank into this one. False: none waits.
-  bool use_spare(int generation, const Variables& variables);
-  std::size_t spares() const;
-
   void forget(int seat);  // its process has ended: it waits for nothing
 
  private:
   struct Client {
     UniqueFd socket;
     int waits_at = -1;  // the seat that waits for a generation
-    bool is_spare = false;
   };
   struct Kept {
     std::string name;

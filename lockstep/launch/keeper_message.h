@@ -8,7 +8,6 @@
 //                    kMet       generation: this rank has met the others
 //                    kNext      generation: this rank has lost another one. keeper -> rank, once there is a newer
 //                               generation: kGeneration, with the rank's variables
-//                    kSpare     a process that waits to become a rank. keeper -> it: kGeneration, when it is needed
 #pragma once
 
 #include <array>
@@ -27,7 +26,7 @@ namespace lockstep {
 
 struct KeeperMessage {
   enum class Kind : std::uint32_t {
-    kKeep = 1, kComplete, kFetch, kKept, kNoMore, kMet, kNext, kSpare, kGeneration
+    kKeep = 1, kComplete, kFetch, kKept, kNoMore, kMet, kNext, kGeneration
   };
 
   std::array<char, 8> magic{'l', 's', 'k', 'e', 'e', 'p', 'e', 'r'};

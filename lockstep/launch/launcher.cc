@@ -19,6 +19,7 @@
 #include "lockstep/launch/hang_watch.h"
 #include "lockstep/launch/job_page.h"
 #include "lockstep/launch/keeper.h"
+#include "lockstep/launch/machines.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 #include "lockstep/launch/spares.h"
@@ -28,6 +29,7 @@ namespace {
 
 constexpr int kSignalBase = 128;  // a shell's exit code for a signal
 constexpr int kStopped = kSignalBase + SIGTERM;
+constexpr std::chrono::milliseconds kLeavesWithin{500};  // a rank whose peers are gone
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
@@ -118,9 +120,11 @@ class Job {
   LaunchResult run(const ProcessOptions& what) {
     what_ = what;
     if (keeper_) spares_.emplace(what.command, groups_of_spares());
+    if (options_.machines) number_by(options_.machines->epoch());
     for (int local = 0; local < options_.ranks; ++local) start_rank(local);
-    while (!std::ranges::all_of(ranks_, &has_ended)) wait_for_events();
+    while (!has_ended_everywhere()) wait_for_events();
     end_what_ranks_left();
+    if (lost_) return {.restarts = restarts_, .exit_code = 1, .lost = lost_};
     if (!failure_ && caught_signal_ != 0)
       return {.restarts = restarts_,
               .exit_code = all_have_stopped() ? *options_.stop_code : kSignalBase + caught_signal_};
@@ -184,7 +188,7 @@ class Job {
         {"GROUP_RANK", concat(options_.node_rank)},    {"MASTER_ADDR", options_.master_addr},
         {"MASTER_PORT", concat(options_.master_port)},
     };
-    result.emplace_back("LOCKSTEP_JOB", options_.nodes == 1 ? name_of_job() : "");
+    result.emplace_back("LOCKSTEP_JOB", name_of_job());
     result.emplace_back("LOCKSTEP_PAGE", page_ ? page_->address(seat) : "");
     result.emplace_back("LOCKSTEP_KEEPER", keeper_ ? keeper_->address(seat) : "");
     if (keeper_) {
@@ -198,7 +202,11 @@ class Job {
     return result;
   }
 
-  static std::string name_of_job() { return concat("launcher ", ::getpid(), "-", start_time_of(::getpid())); }
+  // On several machines that stay connected, ranks of an earlier epoch are another job.
+  std::string name_of_job() const {
+    if (options_.nodes == 1) return concat("launcher ", ::getpid(), "-", start_time_of(::getpid()));
+    return options_.machines ? concat("generation ", generation_, " of ", options_.machines->job()) : "";
+  }
 
   // Without one, ranks publish nothing and are not watched.
   std::optional<JobPage> make_page() const try {
@@ -247,6 +255,7 @@ class Job {
     std::vector<int> fds = {signals_.fd()};
     if (port_) fds.push_back(port_->fd());
     if (keeper_) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
+    if (options_.machines) std::ranges::copy(options_.machines->descriptors(), std::back_inserter(fds));
     if (page_) fds.push_back(page_->fd());
     std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
     if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
@@ -262,6 +271,7 @@ class Job {
   void wait_for_events() {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(); }}};
     if (keeper_) keeper_->add_events(events);
+    if (options_.machines) std::ranges::move(options_.machines->events(), std::back_inserter(events));
     std::vector<Rank*> ended;
     for (Rank& rank : ranks_) {
       if (!rank.end)
@@ -274,8 +284,11 @@ class Job {
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
     watch_.add_events(events);
-    poll_events(events, milliseconds_to_wait());
+    const int longest = options_.machines ? static_cast<int>(Machines::longest_wait().count()) : -1;
+    const int wait = milliseconds_to_wait();
+    poll_events(events, longest < 0 || (wait >= 0 && wait < longest) ? wait : longest);
     on_ended(ended);
+    if (options_.machines) follow_machines();
     decide_without_a_loss();
     if (kill_at_ && kill_at_->passed()) kill_all();
     if (!stopping_) look_for_hang();
@@ -317,6 +330,7 @@ class Job {
       return signal_all(signal);
     }
     caught_signal_ = caught_signal_ == 0 ? signal : caught_signal_;
+    if (options_.machines) leave();
     if (!again) return stop_all(signal);
     stopping_ = true;
     kill_all();
@@ -370,6 +384,7 @@ class Job {
 
   // One that belongs to an earlier generation has been lost with it.
   bool can_replace(const Rank& rank) const {
+    if (options_.machines && options_.machines->end()) return false;
     return can_go_on() && (restarts_ < options_.max_restarts || (restarts_ > 0 && rank.generation < generation_));
   }
 
@@ -379,6 +394,7 @@ class Job {
   }
 
   void replace(Rank& rank) {
+    if (options_.machines && rank.generation == generation_) return options_.machines->want_restart();
     if (rank.generation == generation_) ++restarts_;
     log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; a new process takes its place (restart ",
                        restarts_, " of ", options_.max_restarts, ")"));
@@ -412,7 +428,7 @@ class Job {
   // are killed, and replaced when they have ended.
   void decide_without_a_loss() {
     const auto waits = [](const Rank& rank) { return rank.waits || rank.end; };
-    const bool all_wait = std::ranges::all_of(ranks_, waits);
+    const bool all_wait = !options_.machines && std::ranges::all_of(ranks_, waits);  // else it may be another machine
     if (stopping_ || !decide_at_ || (!all_wait && !decide_at_->passed())) return;
     decide_at_.reset();
     for (const Rank& rank : ranks_) {
@@ -420,6 +436,7 @@ class Job {
       log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
       rank.process->signal_group(SIGKILL);
     }
+    if (options_.machines) return options_.machines->want_restart();
     if (!all_wait || restarts_ == options_.max_restarts) return;
     ++restarts_;
     log_warning(
@@ -436,6 +453,84 @@ class Job {
     const int seat = seat_of(rank);
     keeper_->forget(seat);
     start_rank(seat);
+  }
+
+  // ---- Several machines: an epoch of the machines is a generation of the ranks
+
+  bool has_ended_everywhere() const {
+    if (!std::ranges::all_of(ranks_, &has_ended)) return false;
+    if (!options_.machines) return true;
+    return stopping_ ? has_left() : options_.machines->all_done();
+  }
+
+  // Others that know that this machine leaves need not wait until they miss it, nor ask who goes on.
+  bool has_left() const { return !left_by_ || left_by_->passed() || options_.machines->end(); }
+
+  void follow_machines() {
+    Machines& machines = *options_.machines;
+    machines.work();
+    for (const std::string& words : machines.take_words()) log_warning(words);
+    if (stopping_) return;
+    if (const auto end = machines.end()) {
+      lost_ = end;
+      stopping_ = true;
+      return kill_all();
+    }
+    if (const auto epoch = machines.take_news()) go_on_as(*epoch);
+    if (leave_by_ && leave_by_->passed()) replace_those_that_stay();
+    const auto is_done = [this](const Rank& rank) {
+      return rank.end && (!rank.end->failed() || has_stopped(*rank.end));
+    };
+    if (std::ranges::all_of(ranks_, is_done)) machines.finish();
+  }
+
+  void leave() {
+    if (!left_by_) left_by_ = Deadline::after(kLeavesWithin);
+    options_.machines->want_to_leave();
+  }
+
+  void number_by(const Epoch& epoch) {
+    const std::string& me = options_.machines->me().id;
+    members_ = epoch.members;
+    generation_ = epoch.number;
+    restarts_ = epoch.restarts;
+    options_.nodes = static_cast<int>(epoch.members.size());
+    options_.node_rank = epoch.index_of(me);
+    options_.first_rank = epoch.first_rank(me);
+    options_.world_size = epoch.world_size();
+    options_.master_addr = epoch.members.front().address;
+    options_.master_port = epoch.master_port();
+    for (Rank& rank : ranks_) {
+      rank.rank = first_rank() + seat_of(rank);
+      if (page_) page_->record(seat_of(rank)).job_rank = rank.rank;
+    }
+  }
+
+  // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then rank 0 is, on purpose.
+  void go_on_as(const Epoch& epoch) {
+    const bool same_restarts = epoch.restarts == restarts_;
+    const bool nobody_lost =
+        same_restarts && std::ranges::all_of(members_, [&](const Member& member) { return epoch.has(member.id); });
+    number_by(epoch);
+    decide_at_.reset();
+    if (keeper_) keeper_->read_all();
+    log_warning(concat("generation ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size,
+                       " ranks (restart ", restarts_, " of ", options_.max_restarts, "); this one is machine ",
+                       options_.node_rank));
+    for (Rank& rank : ranks_) {
+      if (rank.waits)
+        admit(rank);
+      else if (rank.end || !rank.has_met || (nobody_lost && rank.rank == 0))
+        restart(rank);
+    }
+    leave_by_ = Deadline::after(kLeavesWithin);
+  }
+
+  // In a collective with a machine that says nothing any more, or in one that does not need those that are lost.
+  void replace_those_that_stay() {
+    leave_by_.reset();
+    for (Rank& rank : ranks_)
+      if (rank.generation < generation_) restart(rank);
   }
 
   int seat_of(const Rank& rank) const { return static_cast<int>(&rank - &*ranks_.begin()); }
@@ -472,6 +567,9 @@ class Job {
   }
 
   void on_failed(const Rank& rank) {
+    if (options_.machines)
+      options_.machines->end_job(
+          concat("rank ", rank.rank, " on ", options_.machines->me().host(), " ", how_it_ended(*rank.end)));
     failure_ = RankFailure{.rank = rank.rank,
                            .pid = rank.process->pid(),
                            .exit_code = rank.end->exit_code,
@@ -523,6 +621,10 @@ class Job {
   int generation_ = 0;
   bool may_go_on_ = true;  // after a loss
   int restarts_ = 0;
+  std::vector<Member> members_{};       // of this generation's epoch, on several machines
+  std::optional<Deadline> leave_by_{};  // ranks of the generation before
+  std::optional<Deadline> left_by_{};   // this machine, because a signal asked it to
+  std::optional<std::string> lost_{};   // why this machine can't go on without others
   CoreSet cores_ = usable_cores();
   int allotted_ = allotted_cores();
   Sinks& sinks_;

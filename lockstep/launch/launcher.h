@@ -14,6 +14,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@
 #include "lockstep/launch/hang_options.h"
 
 namespace lockstep {
+
+class Machines;
 
 // What happens to the ranks' stdout and stderr.
 enum class RankOutput {
@@ -46,6 +49,9 @@ struct LaunchOptions {
   // Of this machine and of the job, where machines have different numbers of ranks. None: by `ranks`.
   std::optional<int> first_rank{};
   std::optional<int> world_size{};
+  // The launchers of several machines that stay connected: they say how many machines there are and which this is, at first
+  // and whenever one is lost or comes. With max_restarts only; restarts are counted over all machines.
+  std::shared_ptr<Machines> machines{};
   std::string master_addr = "127.0.0.1";
   int master_port = 0;       // 0: a free one, kept reserved while the job runs; only with one node
   int threads_per_rank = 0;  // 0: cores of this machine / ranks that are no servers, at least 1
@@ -75,6 +81,7 @@ struct LaunchResult {
   int restarts = 0;
   int exit_code = 0;  // 0; the failed rank's own code; stop_code; 128 + n for a signal, also one sent to the launcher
   std::optional<RankFailure> failure;
+  std::optional<std::string> lost{};  // why this machine can't go on without the others
 };
 
 // With max_restarts each rank also gets LOCKSTEP_KEEPER, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS. A new

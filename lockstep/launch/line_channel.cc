@@ -15,7 +15,7 @@ std::optional<std::string> LineChannel::take() {
       come_.erase(0, end + 1);
       return line;
     }
-    lost_ = lost_ || come_.size() > kLongest;
+    lost_ = lost_ || come_.size() > longest_;
     const auto bytes = lost_ ? std::nullopt : channel_->read(room);
     lost_ = !bytes;
     if (lost_ || *bytes == 0) return std::nullopt;

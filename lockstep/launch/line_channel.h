@@ -19,7 +19,8 @@ class LineChannel {
  public:
   static constexpr std::size_t kLongest = 256;
 
-  explicit LineChannel(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  explicit LineChannel(std::unique_ptr<Channel> channel, std::size_t longest = kLongest)
+      : channel_(std::move(channel)), longest_(longest) {}
 
   // The next line, if all of it has come. Does not block.
   std::optional<std::string> take();
@@ -34,6 +35,7 @@ class LineChannel {
 
  private:
   std::unique_ptr<Channel> channel_;
+  std::size_t longest_;
   std::string come_;
   bool lost_ = false;
 };

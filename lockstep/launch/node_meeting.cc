@@ -8,8 +8,10 @@
 #include <list>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "lockstep/base/poll.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
@@ -28,8 +30,9 @@ constexpr std::chrono::milliseconds kConnectsWithin{5000};
 constexpr std::chrono::milliseconds kGreetsWithin{10'000};
 constexpr std::chrono::milliseconds kHearsItsPlaceWithin{1000};
 constexpr std::chrono::milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
-constexpr int kMostRanks = 1 << 16;                               // of a machine
-constexpr std::size_t kMostNewcomers = 64;                        // that have not greeted; the oldest makes room
+constexpr std::size_t kLongestGreeting = 4096;
+constexpr std::size_t kLongestEpoch = std::size_t{1} << 20;
+constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
 
 Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
 
@@ -42,21 +45,55 @@ AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline)
   return mine.empty() ? std::move(found) : look_up({mine, meeting.port}, deadline).addresses;
 }
 
-// What a launcher says first; the number of its ranks comes after it.
+// What a launcher says first, before its member.
 std::string greeting(const NodeMeeting& meeting) {
-  return concat("lockstep 1 ", meeting.least, ":", meeting.most, " ", meeting.job.size(), " ", meeting.job, " ranks ");
+  return concat("lockstep 2 ", meeting.least, ":", meeting.most, meeting.stays ? " stays " : " ", meeting.job.size(),
+                " ", meeting.job, " ");
 }
 
 struct Guest {
   LineChannel lines;
-  int ranks = 0;  // 0: it has not said yet
+  std::optional<Member> member{};  // none: it has not said yet
   Deadline greets_by = Deadline::after(kGreetsWithin);
 };
 using Guests = std::list<Guest>;
 
+// What machine 0 has found: the others, or that the job runs already and where.
+struct Gathered {
+  Guests guests;
+  std::optional<Endpoint> running{};
+};
+
+// A job that runs already has its secret: machine 0 that comes back makes no other one.
 SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
-  return std::make_shared<const JobSecret>(concat("machines ", endpoint_of(meeting).text(), " ", meeting.job),
-                                           is_first);
+  const std::string name = concat("machines ", endpoint_of(meeting).text(), " ", meeting.job);
+  auto found = std::make_shared<const JobSecret>(name, false);
+  const bool is_known = !found->comes_by_munge() && (found->is_off() || (meeting.stays && found->find()));
+  return !is_first || is_known ? found : std::make_shared<const JobSecret>(name, true);
+}
+
+// What this launcher will be to the others: where it listens, at the meeting's port if that is free here.
+Roster own_roster(const NodeMeeting& meeting, const std::string& address, UniqueFd listener = {}) {
+  const Deadline at_once = Deadline::after(kConnectsWithin);
+  for (const int port : {meeting.port, 0})
+    if (!listener) listener = listen_at(look_up({address, port}, at_once).addresses);
+  if (!listener) throw system_error("listen at", address);
+  Roster roster{.me = {.id = new_member_id(), .address = address, .ranks = meeting.ranks}};
+  roster.me.port = endpoint_of(listener).port;
+  roster.greeting = greeting(meeting);
+  roster.listener = std::move(listener);
+  for (int& port : roster.me.master_ports) port = roster.ports.emplace_back(address).number();
+  return roster;
+}
+
+NodePlace place_of(Roster roster) {
+  const Epoch& epoch = roster.epoch;
+  NodePlace place{.node_rank = epoch.index_of(roster.me.id),
+                  .nodes = static_cast<int>(epoch.members.size()),
+                  .first_rank = epoch.first_rank(roster.me.id),
+                  .world_size = epoch.world_size()};
+  place.roster = std::move(roster);
+  return place;
 }
 
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
@@ -73,29 +110,39 @@ void admit(const UniqueFd& listener, const SecretPtr& secret, Guests& newcomers)
   UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (newcomers.size() >= kMostNewcomers) newcomers.pop_front();
   auto channel = fd ? serve_channel(std::move(fd), secret) : nullptr;
-  if (channel) newcomers.push_back({.lines = LineChannel(std::move(channel))});
+  if (channel) newcomers.push_back({.lines = LineChannel(std::move(channel), kLongestGreeting)});
+}
+
+// "running ADDRESS PORT GREETING": of a member of the job, which runs already.
+std::optional<Endpoint> place_of_job(const std::string& line, const NodeMeeting& meeting) {
+  const auto parts = split(line, ' ');
+  Endpoint place;
+  if (!meeting.stays || parts.size() < 4 || parts[0] != "running" || !parse_int(parts[2], place.port)) return {};
+  place.host = parts[1];
+  if (line != concat("running ", place.host, " ", place.port, " ", greeting(meeting))) return {};
+  return place;
 }
 
 // False: it has said something else than a launcher of this job.
-bool hear_greeting(Guest& guest, const NodeMeeting& meeting) {
+bool hear_greeting(Guest& guest, const NodeMeeting& meeting, Gathered& gathered) {
   const auto line = guest.lines.take();
   if (!line) return !guest.lines.is_lost();
   const std::string expected = greeting(meeting);
-  if (line->starts_with(expected) && parse_int(line->substr(expected.size()), guest.ranks) && guest.ranks > 0 &&
-      guest.ranks <= kMostRanks)
-    return true;
+  if (line->starts_with(expected)) guest.member = parse_member(line->substr(expected.size()));
+  if (guest.member) return true;
+  if ((gathered.running = place_of_job(*line, meeting))) return false;
   guest.lines.write("refused", Deadline::after(kHearsItsPlaceWithin));
   return false;
 }
 
 // Who has greeted is a guest, in this order, as long as there are places.
-void hear(Guests& newcomers, Guests& guests, const NodeMeeting& meeting) {
-  for (auto each = newcomers.begin(); each != newcomers.end();) {
+void hear(Guests& newcomers, Gathered& gathered, const NodeMeeting& meeting) {
+  for (auto each = newcomers.begin(); each != newcomers.end() && !gathered.running;) {
     const auto next = std::next(each);
-    if (each->greets_by.passed() || !hear_greeting(*each, meeting))
+    if (each->greets_by.passed() || !hear_greeting(*each, meeting, gathered))
       newcomers.erase(each);
-    else if (each->ranks > 0 && std::ssize(guests) + 1 < meeting.most)
-      guests.splice(guests.end(), newcomers, each);
+    else if (each->member && std::ssize(gathered.guests) + 1 < meeting.most)
+      gathered.guests.splice(gathered.guests.end(), newcomers, each);
     each = next;
   }
 }
@@ -113,12 +160,13 @@ bool wait_for_any(const UniqueFd& listener, const Guests& newcomers, std::chrono
   return polls.front().revents != 0;
 }
 
-Guests gather(const UniqueFd& listener, const NodeMeeting& meeting) {
-  const auto secret = secret_of(meeting, /*is_first=*/true);
-  Guests newcomers, guests;  // the other machines
+Gathered gather(const UniqueFd& listener, const SecretPtr& secret, const NodeMeeting& meeting) {
+  Guests newcomers;
+  Gathered gathered;
+  Guests& guests = gathered.guests;  // the other machines
   const Deadline deadline = Deadline::after(meeting.timeout);
   Deadline last_call = Deadline::after(meeting.last_call);
-  while (std::ssize(guests) + 1 < meeting.most) {
+  while (std::ssize(guests) + 1 < meeting.most && !gathered.running) {
     forget_gone(guests);
     const bool enough = std::ssize(guests) + 1 >= meeting.least;
     if (enough && last_call.passed()) break;
@@ -126,32 +174,29 @@ Guests gather(const UniqueFd& listener, const NodeMeeting& meeting) {
     const std::size_t before = guests.size();
     if (wait_for_any(listener, newcomers, std::min(kTryEvery, (enough ? last_call : deadline).left())))
       admit(listener, secret, newcomers);
-    hear(newcomers, guests, meeting);
+    hear(newcomers, gathered, meeting);
     if (guests.size() > before) last_call = Deadline::after(meeting.last_call);
   }
-  return guests;
+  return gathered;
 }
 
-NodePlace place_everybody(const NodeMeeting& meeting, Guests guests) {
-  NodePlace place{.nodes = static_cast<int>(guests.size()) + 1, .world_size = meeting.ranks};
-  for (const Guest& guest : guests) place.world_size += guest.ranks;
-  int node = 1;
-  int first_rank = meeting.ranks;
-  for (Guest& guest : guests) {
-    guest.lines.write(concat(node++, ' ', place.nodes, ' ', first_rank, ' ', place.world_size),
-                      Deadline::after(kHearsItsPlaceWithin));
-    first_rank += guest.ranks;
-  }
-  return place;
+NodePlace place_everybody(Roster roster, Guests guests) {
+  roster.job = roster.me.id;
+  roster.epoch.members.push_back(roster.me);
+  for (const Guest& guest : guests) roster.epoch.members.push_back(*guest.member);
+  for (Guest& guest : guests)
+    guest.lines.write(concat("epoch ", roster.job, " ", to_text(roster.epoch)), Deadline::after(kHearsItsPlaceWithin));
+  return place_of(std::move(roster));
 }
 
 // ---- the others
 
 RendezvousError wrong_job(const NodeMeeting& meeting) {
-  return RendezvousError({.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
-                          .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
-                          .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes",
-                          .next = "give every machine the same --nnodes, --rdzv-id and --rdzv-endpoint"});
+  return RendezvousError(
+      {.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
+       .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
+       .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes or --max-restarts",
+       .next = "give every machine the same --nnodes, --rdzv-id, --rdzv-endpoint and --max-restarts"});
 }
 
 RendezvousError nobody(const NodeMeeting& meeting, bool was_refused) {
@@ -166,27 +211,78 @@ RendezvousError nobody(const NodeMeeting& meeting, bool was_refused) {
        .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
 }
 
-// Of machine 0, whose answers are checked: what it says numbers the ranks.
-std::optional<NodePlace> place_in(const std::string& answer, const NodeMeeting& meeting) {
-  const auto parts = split(answer, ' ');
-  NodePlace place;
-  const bool read = parts.size() == 4 && parse_int(parts[0], place.node_rank) && parse_int(parts[1], place.nodes) &&
-                    parse_int(parts[2], place.first_rank) && parse_int(parts[3], place.world_size);
-  const bool possible = read && place.nodes >= meeting.least && place.nodes <= meeting.most && place.node_rank > 0 &&
-                        place.node_rank < place.nodes && place.first_rank >= place.node_rank &&
-                        place.world_size <= std::int64_t{place.nodes} * kMostRanks &&
-                        place.first_rank <= place.world_size - meeting.ranks;
-  return possible ? std::optional(place) : std::nullopt;
+// "epoch NUMBER-OF-JOB EPOCH", which is checked: it numbers the ranks.
+bool take_epoch(const std::string& answer, const NodeMeeting& meeting, Roster& roster) {
+  const std::size_t job = answer.find(' ');
+  const std::size_t text = answer.find(' ', std::min(job, answer.size() - 1) + 1);
+  if (!answer.starts_with("epoch ") || text == std::string::npos) return false;
+  const auto epoch = parse_epoch(std::string_view(answer).substr(text + 1));
+  const int nodes = epoch ? static_cast<int>(epoch->members.size()) : 0;
+  const Member* const me = epoch ? epoch->find(roster.me.id) : nullptr;
+  if (nodes < meeting.least || nodes > meeting.most || me == nullptr || *me != roster.me ||
+      epoch->index_of(me->id) == 0)
+    return false;
+  roster.job = answer.substr(job + 1, text - job - 1);
+  roster.epoch = *epoch;
+  return true;
 }
 
-// Nothing: it was not a launcher of this version that answered, or it has gone.
-std::optional<NodePlace> ask_for_place(LineChannel lines, const NodeMeeting& meeting, const Deadline& deadline) {
-  if (!lines.write(concat(greeting(meeting), meeting.ranks), deadline)) return {};
-  const auto answer = lines.read(deadline);
-  if (!answer) return {};
-  if (*answer == "refused") throw wrong_job(meeting);
-  return place_in(*answer, meeting);
-}
+// One launcher that is not machine 0.
+class Newcomer {
+ public:
+  explicit Newcomer(const NodeMeeting& meeting)
+      : meeting_(meeting), last_answer_(Deadline::after(meeting.timeout + meeting.last_call)) {}
+
+  // Nothing: nobody answers there, or not a launcher of this version, or it has gone.
+  std::optional<NodePlace> ask_at(const AddressList& addresses, const Deadline& deadline) {
+    if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
+    auto answered = connect_securely(addresses, *secret_, Deadline::after(std::min(kConnectsWithin, deadline.left())));
+    if (!answered) return {};
+    if (!secret_by_) secret_by_ = Deadline::after(kSecretIsSeenWithin);
+    if (!answered->channel) return {};
+    become(endpoint_of_socket(answered->channel->fd()).host);
+    LineChannel lines(std::move(answered->channel), kLongestEpoch);
+    if (!lines.write(greeting(meeting_) + to_text(roster_->me), last_answer_)) return {};
+    const auto answer = lines.read(last_answer_);
+    if (answer == "refused") throw wrong_job(meeting_);
+    if (!answer || !take_epoch(*answer, meeting_, *roster_)) return {};
+    roster_->key = answered->key;
+    roster_->secret = JobSecret::learned(*secret_, answered->key);
+    return place_of(std::move(*roster_));
+  }
+
+  // Waits a little. Where a member of the job has come and told where it runs: there.
+  std::optional<Endpoint> wait_for_a_knock(const AddressList& endpoint, std::chrono::milliseconds longest) {
+    if (const auto mine = meeting_.stays && !roster_ ? own_address_towards(endpoint) : std::nullopt) become(*mine);
+    if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
+    const bool has_key = secret_->is_off() || secret_->find().has_value();
+    if (!meeting_.stays || !roster_ || !has_key) {
+      std::this_thread::sleep_for(longest);
+      return {};
+    }
+    if (!wait_for(POLLIN, roster_->listener.get(), Deadline::after(longest))) return {};
+    UniqueFd fd(::accept4(roster_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    auto channel = fd ? serve_channel(std::move(fd), secret_) : nullptr;
+    if (!channel) return {};
+    const auto line = LineChannel(std::move(channel), kLongestGreeting).read(Deadline::after(kHearsItsPlaceWithin));
+    return line ? place_of_job(*line, meeting_) : std::nullopt;
+  }
+
+  // Somebody answers, but has not let this machine in for as long as a secret may take.
+  bool is_refused() const { return secret_by_ && secret_by_->passed() && !secret_->is_off() && !secret_->find(); }
+  bool was_answered() const { return secret_by_.has_value(); }
+
+ private:
+  void become(const std::string& address) {
+    if (!roster_ || roster_->me.address != address) roster_.emplace(own_roster(meeting_, address));
+  }
+
+  const NodeMeeting& meeting_;
+  Deadline last_answer_;
+  SecretPtr secret_{};
+  std::optional<Deadline> secret_by_{};  // since somebody answers
+  std::optional<Roster> roster_{};
+};
 
 void require_sayable(const NodeMeeting& meeting) {
   constexpr std::size_t kForNumbers = 80;
@@ -200,24 +296,30 @@ void require_sayable(const NodeMeeting& meeting) {
 NodePlace meet_nodes(const NodeMeeting& meeting) {
   require_sayable(meeting);
   const Deadline deadline = Deadline::after(meeting.timeout);
-  const Deadline last_answer = Deadline::after(meeting.timeout + meeting.last_call);
-  SecretPtr secret;
-  std::optional<Deadline> secret_by;  // since somebody answers
+  Newcomer newcomer(meeting);
   do {
     const AddressList addresses = find_addresses(meeting, deadline);
-    if (const UniqueFd listener = listen_at(addresses)) return place_everybody(meeting, gather(listener, meeting));
-    if (!secret) secret = secret_of(meeting, /*is_first=*/false);
-    if (auto answered =
-            connect_securely(addresses, *secret, Deadline::after(std::min(kConnectsWithin, deadline.left())))) {
-      if (!secret_by) secret_by = Deadline::after(kSecretIsSeenWithin);
-      if (!answered->channel && secret_by->passed()) break;
-      if (answered->channel)
-        if (const auto place = ask_for_place(LineChannel(std::move(answered->channel)), meeting, last_answer))
-          return *place;
+    std::optional<Endpoint> running;
+    if (UniqueFd listener = listen_at(addresses)) {
+      const auto secret = secret_of(meeting, /*is_first=*/true);
+      Gathered gathered = gather(listener, secret, meeting);
+      if (!gathered.running) {
+        const std::string address = endpoint_of(listener).host;
+        Roster roster = own_roster(meeting, address, std::move(listener));
+        roster.secret = secret;
+        roster.key = secret->find();
+        return place_everybody(std::move(roster), std::move(gathered.guests));
+      }
+      running = gathered.running;
+    } else if (auto place = newcomer.ask_at(addresses, deadline)) {
+      return std::move(*place);
     }
-    std::this_thread::sleep_for(std::min(kTryEvery, deadline.left()));
+    if (newcomer.is_refused()) break;
+    if (!running) running = newcomer.wait_for_a_knock(addresses, std::min(kTryEvery, deadline.left()));
+    if (running)
+      if (auto place = newcomer.ask_at(look_up(*running, deadline).addresses, deadline)) return std::move(*place);
   } while (!deadline.passed());
-  throw nobody(meeting, secret_by.has_value());
+  throw nobody(meeting, newcomer.was_answered());
 }
 
 }  // namespace lockstep

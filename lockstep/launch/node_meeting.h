@@ -7,14 +7,22 @@
 // Threads: main's
 // Ranks:   before there are any; one call per machine
 //
-// The launcher that can listen at the endpoint is machine 0. The others connect and say how many ranks they start; they
-// are numbered as they come. Once `most` machines are there, or `least` and nobody new for `last_call`, machine 0 tells
-// each of them its place. A launcher that has gone away by then is left out. Texts are lines; none has more than 256
-// characters. They go through channels that ask for the job's secret (secured_channel.h).
+// The launcher that can listen at the endpoint is machine 0. The others connect and say how many ranks they start and
+// where they can be reached; they are numbered as they come. Once `most` machines are there, or `least` and nobody new for
+// `last_call`, machine 0 tells each of them the first epoch (epoch.h). A launcher that has gone away by then is left out.
+// Texts are lines, through channels that ask for the job's secret (secured_channel.h).
+//
+// Launchers that stay connected (machines.h) let new machines in later, by the same words: the answer is then the epoch
+// that has taken the new one in. A launcher that waits where one was lost is told by them where the job runs:
+//
+//   new machine -> member     lockstep 2 LEAST:MOST stays LENGTH JOB MEMBER      member -> new machine   epoch NUMBER-OF-JOB EPOCH
+//   member -> waiting one     running ADDRESS PORT lockstep 2 …                                          refused
 #pragma once
 
 #include <chrono>
 #include <string>
+
+#include "lockstep/launch/roster.h"
 
 namespace lockstep {
 
@@ -27,6 +35,7 @@ struct NodeMeeting {
   int ranks = 1;                                // on this machine
   std::chrono::milliseconds timeout{600'000};   // until `least` machines have come
   std::chrono::milliseconds last_call{30'000};  // for more than `least`
+  bool stays = false;                           // the launchers stay connected; all must want it, or none
 };
 
 struct NodePlace {
@@ -34,6 +43,7 @@ struct NodePlace {
   int nodes = 1;
   int first_rank = 0;  // of this machine
   int world_size = 1;
+  Roster roster{};
 };
 
 // Blocks until every machine has its place. Throws RendezvousError: too few machines at the deadline, another job at the

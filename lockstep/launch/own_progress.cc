@@ -53,11 +53,13 @@ RankRecord* record_of_launcher() try {
 
 // A forked child is not this rank. It looks for a record of its own: a launcher's child has one.
 void look_again_in_children() {
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { present.store(nullptr); });
+  static const int registered = ::pthread_atfork(nullptr, nullptr, &look_again);
   static_cast<void>(registered);
 }
 
 }  // namespace
+
+void look_again() { present.store(nullptr); }
 
 RankRecord& find_record() {
   look_again_in_children();

@@ -19,6 +19,7 @@ namespace lockstep::own_progress {
 
 inline std::atomic<RankRecord*> present{nullptr};  // find_record() alone changes it
 RankRecord& find_record();                         // never fails
+void look_again();                                 // LOCKSTEP_PAGE has changed
 
 inline RankRecord& record() {
   RankRecord* const found = present.load(std::memory_order_acquire);

@@ -88,7 +88,7 @@ std::optional<SecuredConnection> connect_securely(const AddressList& addresses, 
   }
   if (!answered || !key) return SecuredConnection{nullptr, ""};
   return SecuredConnection{std::make_unique<TlsChannel>(std::move(answered->fd), *key, TlsChannel::Role::kClient),
-                           answered->address};
+                           answered->address, key};
 }
 
 }  // namespace lockstep

@@ -25,6 +25,7 @@ std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret);
 struct SecuredConnection {
   std::unique_ptr<Channel> channel;  // none: there is no secret for it
   std::string address;               // that has answered, as a number
+  std::optional<Secret> key{};       // that the channel uses
 };
 // Tries each address once, until `deadline`. Returns nothing if none of them answers. A connection does not prove that the
 // other end has the same secret: the first read or write shows it. Throws EnvironmentError: munge's credential can't be read.

@@ -31,7 +31,7 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
   const own_progress::During validating(Phase::kValidating);
-  const fault::During fault_while_validating(fault::Phase::kValidation);
+  const fault::During injected(fault::Phase::kValidation);
   strategy.synchronise();
   strategy.model().eval();
   const World sharing = strategy.validation_world(world);

@@ -2,7 +2,6 @@
 #include "lockstep/train/in_place_state.h"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <map>
@@ -25,40 +24,19 @@ constexpr const char* kOwnState = "own state";
 
 constexpr const char* kLastStep = "lockstep.last_step";
 
-ImageOwner image_owner_in(const World& world) {
-  return {.rank = world.rank(), .ranks = world.size(), .local_rank = world.local_rank(), .local_ranks = world.size()};
-}
-
-std::size_t size_of_kept(int fd) {
-  struct stat status {};
-  if (::fstat(fd, &status) != 0) throw system_error("look at", "the memory of a lost rank");
-  return to_size(status.st_size);
-}
-
-// All of it, for as long as somebody holds it.
-std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes) {
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) throw system_error("map", "the memory of a lost rank");
-  return {static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }};
-}
-
 // The text of which program wrote the memory, in its first line, and the optimizer's manifest.
 std::string manifest_with_program(const std::string& manifest) { return concat(program_identity(), "\n", manifest); }
 
 std::string without_program(const std::string& text) {
   const std::size_t end = text.find('\n');
-  if (text.substr(0, end) != program_identity())
-    throw CheckpointError({.what = concat("the state in memory is that of another program: ", text.substr(0, end)),
-                           .here = program_identity(),
-                           .likely = "the program, lockstep or libtorch was replaced while the job ran",
-                           .next = "end the job, and start it again with --resume"});
+  require_same_program(text.substr(0, end));
   return text.substr(end + 1);
 }
 
 std::string read_manifest(const std::vector<JobMemory::Kept>& kept) {
   for (const JobMemory::Kept& each : kept)
     if (const std::size_t bytes = each.name == kManifest ? size_of_kept(each.fd.get()) : 0; bytes > 0)
-      return {reinterpret_cast<const char*>(map_kept(each.fd.get(), bytes).get()), bytes};
+      return {reinterpret_cast<const char*>(map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE).get()), bytes};
   return "";
 }
 
@@ -67,7 +45,7 @@ class LostArenas {
   explicit LostArenas(const std::vector<JobMemory::Kept>& kept) {
     for (const JobMemory::Kept& each : kept)
       if (const std::size_t bytes = each.name == kArena ? size_of_kept(each.fd.get()) : 0; bytes > 0)
-        arenas_[each.local_rank] = {map_kept(each.fd.get(), bytes), bytes};
+        arenas_.try_emplace(each.local_rank, map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE), bytes);  // the first is that of its World
   }
 
   std::byte* find(int rank, std::uint64_t offset, std::size_t bytes) const {
@@ -80,8 +58,9 @@ class LostArenas {
 
  private:
   struct Arena {
+    Arena(std::shared_ptr<std::byte> mapped, std::size_t all) : memory(std::move(mapped)), bytes(all) {}
     std::shared_ptr<std::byte> memory;
-    std::size_t bytes = 0;
+    std::size_t bytes;
   };
   std::map<int, Arena> arenas_;
 };
@@ -117,7 +96,7 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
       world_(world),
       strategy_(strategy),
       options_(options),
-      own_(memory, kOwnState, image_owner_in(world)) {}
+      own_(memory, kOwnState, owner_in(world)) {}
 
 std::optional<InPlaceState::Found> InPlaceState::take_over() {
   const std::vector<JobMemory::Kept> kept = memory_.previous();

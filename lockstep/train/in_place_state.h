@@ -20,6 +20,7 @@
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/kept_images.h"
+#include "lockstep/train/loop_state.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/snapshot.h"
 #include "lockstep/world.h"

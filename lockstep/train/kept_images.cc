@@ -33,19 +33,23 @@ static_assert(sizeof(SlotHead) <= kHeadBytes && std::atomic<std::uint64_t>::is_a
 
 std::string slot_name(const std::string& name, int index) { return concat(name, ".", index); }
 
-std::shared_ptr<std::byte> map_slot(int fd, std::size_t bytes, int protection) {
+}  // namespace
+
+ImageOwner owner_in(const World& world) {
+  return {world.rank(), world.size(), world.local_rank(), world.local_size()};
+}
+
+std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes, int protection) {
   void* const memory = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
   return {static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }};
 }
 
-std::size_t size_of(int fd) {
+std::size_t size_of_kept(int fd) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw system_error("look at", "the state that the launcher keeps");
   return to_size(status.st_size);
 }
-
-}  // namespace
 
 struct KeptImages::Slot {
   UniqueFd fd;
@@ -62,10 +66,10 @@ KeptImages::~KeptImages() = default;
 bool KeptImages::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
   for (int index : {0, 1})
     for (JobMemory::Kept& kept : former) {
-      if (kept.name != slot_name(name_, index) || !kept.fd || size_of(kept.fd.get()) < kHeadBytes) continue;
+      if (kept.name != slot_name(name_, index) || !kept.fd || size_of_kept(kept.fd.get()) < kHeadBytes) continue;
       auto slot = std::make_unique<Slot>(std::move(kept.fd));
-      slot->bytes = size_of(slot->fd.get());
-      slot->memory = map_slot(slot->fd.get(), slot->bytes, PROT_READ | PROT_WRITE);
+      slot->bytes = size_of_kept(slot->fd.get());
+      slot->memory = map_kept(slot->fd.get(), slot->bytes, PROT_READ | PROT_WRITE);
       if (slot->head().magic != kMagic || slot->head().owner.rank != owner_.rank) {
         kept.fd = std::move(slot->fd);
         continue;
@@ -101,7 +105,7 @@ void KeptImages::resize(int index, std::size_t bytes) {
   slot->memory.reset();
   if (::ftruncate(slot->fd.get(), static_cast<off_t>(bytes)) != 0)
     throw system_error("take memory for", "the state that the launcher keeps");
-  slot->memory = map_slot(slot->fd.get(), bytes, PROT_READ | PROT_WRITE);
+  slot->memory = map_kept(slot->fd.get(), bytes, PROT_READ | PROT_WRITE);
   slot->bytes = bytes;
   ::madvise(slot->memory.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
   slot->head().magic = kMagic;
@@ -116,7 +120,8 @@ void KeptImages::write(std::int64_t step, const TensorFile& file) {
   resize(next_, kHeadBytes + bytes);
   const Slot& slot = *slots_[to_size(next_)];
   SlotHead& is = slot.head();
-  is.whole = 0;  // sequentially consistent: before every byte that follows
+  is.whole = 0;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before every byte that follows
   is.step = step;
   is.bytes = bytes;
   is.owner = owner_;
@@ -135,9 +140,9 @@ std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const
   std::vector<KeptImage> images;
   for (const JobMemory::Kept& each : kept) {
     if (each.name != slot_name(name, 0) && each.name != slot_name(name, 1)) continue;
-    const std::size_t bytes = size_of(each.fd.get());
+    const std::size_t bytes = size_of_kept(each.fd.get());
     if (bytes < kHeadBytes) continue;
-    const std::shared_ptr<std::byte> memory = map_slot(each.fd.get(), bytes, PROT_READ);
+    const std::shared_ptr<std::byte> memory = map_kept(each.fd.get(), bytes, PROT_READ);
     const auto& head = *reinterpret_cast<const SlotHead*>(memory.get());
     if (head.magic != kMagic || head.whole == 0 || head.bytes > bytes - kHeadBytes) continue;
     images.push_back({.owner = head.owner,

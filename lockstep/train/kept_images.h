@@ -19,6 +19,7 @@
 
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/launch/job_memory.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 
@@ -29,6 +30,8 @@ struct ImageOwner {
   std::int32_t local_rank = 0;
   std::int32_t local_ranks = 1;
 };
+
+ImageOwner owner_in(const World& world);
 
 class KeptImages {
  public:
@@ -70,6 +73,10 @@ struct KeptImage {
 
 // Those of `name`, by step; of a slot that is half written, none.
 std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
+
+// Memory that the launcher has kept: how large it is, and all of it, for as long as somebody holds it. Throw SystemError.
+std::size_t size_of_kept(int fd);
+std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes, int protection);
 
 // Of the bytes of an image.
 SafetensorsReader reader_of(std::shared_ptr<const std::byte> bytes, std::size_t size);

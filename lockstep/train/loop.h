@@ -18,7 +18,7 @@
 #include "lockstep/task.h"
 #include "lockstep/timeline.h"
 #include "lockstep/train/curves.h"
-#include "lockstep/train/kept_state.h"
+#include "lockstep/train/loop_state.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
@@ -26,13 +26,11 @@
 
 namespace lockstep {
 
-class SharedCheckpoint;
-
 class InPlaceState;
 
 class TrainingLoop {
  public:
-  // After the loss of a rank, goes on from what the ranks have kept in memory (train/kept_state.h). Else resumes from the
+  // After the loss of a rank, goes on from what the ranks have kept in memory (train/loop_state.h). Else resumes from the
   // checkpoint folder if options.resume; without that the folder must have no checkpoints yet. Throws UsageError,
   // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
@@ -71,8 +69,8 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void require_recorded();
   void resume();
-  bool resume_in_place();
-  void restore(SharedCheckpoint& file, const std::string& how);
+  bool go_on_from_memory();
+  void begin_to_keep();
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
 
@@ -89,10 +87,8 @@ class TrainingLoop {
   Timeline timeline_;
   Position position_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
-  JobMemory* memory_;                            // of a launcher that replaces lost ranks; else null
-  std::unique_ptr<InPlaceState> in_place_;       // with memory_, where the strategy's parameters are in it
-  std::optional<KeptState> kept_;                // rank 0, with memory_, where they are not
-  std::int64_t next_kept_ = 0;                   // step
+  std::unique_ptr<InPlaceState> in_place_;       // where a launcher replaces lost ranks, and the state lies in its memory
+  std::optional<LoopState> kept_;                // where it does not lie there
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;

@@ -195,7 +195,8 @@ struct Recovery::State {
     ++steps;
     if (!kept || !kept->is_due()) return;
     const torch::NoGradGuard no_grad;
-    kept->keep(steps, kept->keeps_common() ? common() : TensorFile(), own());
+    const bool gathers = !world.device().is_cpu();  // slices of the optimizer's state: a call of all ranks
+    kept->keep(steps, kept->keeps_common() || gathers ? common() : TensorFile(), own());
   }
 
   TensorFile common() const {

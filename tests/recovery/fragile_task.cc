@@ -5,6 +5,7 @@
 //   FRAGILE=exhausts_memory   rank 1 needs more memory than it may have, in each generation
 //   FRAGILE=dies_at_once      rank 1 throws in its first forward pass, in each generation
 #include <sys/resource.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -25,7 +26,7 @@ bool is_told(const std::string& how) {
 
 // As under a limit of the system, but the others have as much as they like.
 void exhaust_memory() {
-  const rlimit little{.rlim_cur = 0, .rlim_max = RLIM_INFINITY};
+  const rlimit little{.rlim_cur = 1 << 20, .rlim_max = RLIM_INFINITY};
   ::setrlimit(RLIMIT_DATA, &little);
   torch::zeros({1 << 26}).add_(1);
 }

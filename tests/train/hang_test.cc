@@ -62,6 +62,20 @@ TEST(Hang, names_a_rank_that_is_stopped) {
   EXPECT_TRUE(contains(job.error(), "rank 1 is stopped and holds up the others"));
 }
 
+TEST(Hang, a_rank_that_is_stopped_is_replaced_while_restarts_are_left) {
+  const TempFolder folder;
+  const std::string metrics = folder.file("metrics.jsonl");
+  Child job(kTraining + Words{"--metrics", metrics, "--max-restarts", "1"});
+  ASSERT_TRUE(wait_until([&] { return steps_in(metrics) >= 10; }, kLong)) << job.error();
+  const int victim = pid_of_rank_1(job.pid());
+  ASSERT_GT(victim, 0);
+  ::kill(victim, SIGSTOP);
+  ASSERT_TRUE(wait_until([&] { return !is_running(victim); }, kLong)) << job.error();
+  const std::size_t steps = steps_in(metrics);
+  EXPECT_TRUE(wait_until([&] { return steps_in(metrics) >= steps + 10; }, kLong)) << job.error();
+  EXPECT_TRUE(contains(job.error(), "rank 1 is stopped and holds up the others"));
+}
+
 TEST(Hang, a_rank_that_is_stopped_for_a_moment_goes_on) {
   const TempFolder folder;
   const std::string metrics = folder.file("metrics.jsonl");

@@ -21,10 +21,11 @@ class DdpStrategy : public ReplicaStrategy {
       : ReplicaStrategy(task, {make_replica(task, options, world.device())}),
         world_(world),
         options_(options),
+        hook_(make_hook(options.compression)),
         ddp_(world, model(), optimizer(),
              {.share_parameters = options.ddp.share_parameters,
               .slice_update = options.ddp.share_parameters,
-              .hook = make_hook(options.compression),
+              .hook = hook_,
               .algorithm = options.algorithm,
               .virtual_shards = options.ddp.virtual_shards}) {
     seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
@@ -48,6 +49,11 @@ class DdpStrategy : public ReplicaStrategy {
   void restored(std::int64_t step) override {
     ddp_.parameters_written();
     step_ = step;
+  }
+
+  std::vector<NamedTensor> own_state() override { return hook_ ? hook_->state() : std::vector<NamedTensor>(); }
+  void set_own_state(const std::vector<NamedTensor>& state) override {
+    if (hook_) hook_->set_state(state);
   }
 
   Report report() const override {
@@ -91,6 +97,7 @@ class DdpStrategy : public ReplicaStrategy {
 
   World world_;
   StrategyOptions options_;
+  std::shared_ptr<CommunicationHook> hook_;  // null: gradients are not compressed
   DistributedDataParallel ddp_;
   std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
   std::int64_t step_ = 0;

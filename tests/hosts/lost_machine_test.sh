@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Three hosts train. One is killed, it comes back, and one is switched off: no step is lost, and with virtual shards the
+# parameters have the bits of a run of one rank that nobody disturbed. Everything is in namespaces of this script's own.
+#
+#   lost_machine_test.sh LOCKSTEP
+set -euo pipefail
+source "$(dirname "$0")/hosts.sh"
+in_own_namespaces "$0" "$@"
+lockstep=$1
+make_hosts n1 n2 n3
+export LOCKSTEP_SECRET=$(printf 'ab%.0s' {1..32})
+steps=${STEPS:-240}
+train=("$lockstep" train --threads 1 --batch-size 36 --virtual-shards 6 --quiet --timeout 60 --max-steps "$steps" --seed 3)
+
+declare -A pid
+start() {
+  on_host "$1" "$lockstep" run --log-dir "$work/$1" --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
+    --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" --checkpoint-dir "$work/many" >"$work/$1.log" 2>&1 &
+  pid[$1]=$!
+}
+milliseconds() { echo $(($(date +%s%N) / 1000000)); }
+steps_done() { grep -c '"event":"step"' "$work/many.jsonl" 2>/dev/null || true; }
+until_steps() {
+  local deadline=$(($(milliseconds) + 60000))
+  until [ "$(steps_done)" -ge "$1" ]; do
+    [ "$(milliseconds)" -lt "$deadline" ] || fail "only $(steps_done) steps: $(tail -n 20 "$work"/n?.log)"
+    sleep 0.02
+  done
+}
+# What happened, and how long it takes until there are 5 more steps.
+and_goes_on() {
+  local before=$(milliseconds)
+  until_steps $(($(steps_done) + 5))
+  echo "$1: training goes on after $(($(milliseconds) - before)) ms, at step $(steps_done)"
+}
+
+for host in n1 n2 n3; do start "$host"; done
+until_steps 20
+kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n1 ")"
+and_goes_on "machine 0 was killed"
+start n1
+until_steps 60
+until grep -q "3 machines" "$work/n2.log"; do sleep 0.05; done
+and_goes_on "machine 0 came back"
+bridge link set dev to-n2 state 0
+and_goes_on "a machine was switched off"
+wait "${pid[n3]}" || fail "n3 ended with $?: $(cat "$work/n3.log")"
+wait "${pid[n1]}" || fail "n1 ended with $?: $(cat "$work/n1.log")"
+
+"${train[@]}" --metrics "$work/one.jsonl" --checkpoint-dir "$work/one" 2>"$work/one.log" || fail "$(cat "$work/one.log")"
+python3 - "$work" "$steps" <<'PYTHON'
+import glob, json, sys
+work, steps = sys.argv[1], int(sys.argv[2])
+events = [json.loads(line) for line in open(f"{work}/many.jsonl")]
+done = [e["step"] for e in events if e["event"] == "step"]
+again = len(done) - len(set(done))
+assert set(done) == set(range(steps)), sorted(set(range(steps)) - set(done))
+print(f"{steps} steps, {again} of them made again")
+
+def tensors(folder):
+    data = open(sorted(glob.glob(f"{work}/{folder}/*.safetensors"))[-1], "rb").read()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + size])
+    return {name: data[8 + size:][slice(*entry["data_offsets"])] for name, entry in header.items()
+            if name.startswith(("model.", "optimizer."))}
+one, many = tensors("one"), tensors("many")
+assert one and one.keys() == many.keys()
+different = [name for name in one if one[name] != many[name]]
+assert not different, different
+print("the parameters have the bits of a run of one rank")
+PYTHON
