@@ -311,7 +311,7 @@ TEST_P(KilledUpdateOf, is_finished_from_every_instruction) {
   EXPECT_EQ(expected.before == expected.after, GetParam().overflows);
   const Found found = kill_everywhere(GetParam(), expected);
   EXPECT_EQ(found.difference, "");
-  EXPECT_GT(found.states, 20u);
+  EXPECT_GT(found.states, 10u);
   RecordProperty("instructions", static_cast<int>(found.instructions));
   RecordProperty("states", static_cast<int>(found.states));
   std::printf("  %zu instructions, %zu states of the memory\n", found.instructions, found.states);
