@@ -37,19 +37,11 @@ void FileImage::reserve(std::size_t bytes) {
   require_memory_room(bytes, memory_room());
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
   memory_ = {};
-  map(bytes);
-  void* const memory = memory_.data();
-  ::madvise(memory, bytes, MADV_HUGEPAGE);
-  ::madvise(memory, bytes, MADV_POPULATE_WRITE);  // an older kernel has none: then the first copy takes longer
-}
-
-void FileImage::map(std::size_t bytes) {
-  if (shared_ && ::ftruncate(shared_.get(), static_cast<off_t>(bytes)) != 0)
-    throw system_error("take memory for", "a copy of the state");
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                              shared_ ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared_.get(), 0);
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw system_error("take memory for", "a copy of the state");
   memory_ = {static_cast<std::byte*>(memory), bytes};
+  ::madvise(memory, bytes, MADV_HUGEPAGE);
+  ::madvise(memory, bytes, MADV_POPULATE_WRITE);  // an older kernel has none: then the first copy takes longer
 }
 
 void FileImage::copy(const std::vector<TensorFile>& files) {
@@ -63,9 +55,6 @@ void FileImage::copy(const std::vector<TensorFile>& files) {
     bytes += files_.back().bytes;
   }
   reserve(bytes);
-  // finish() has made the file as short as its content.
-  if (shared_ && ::ftruncate(shared_.get(), static_cast<off_t>(memory_.size())) != 0)
-    throw system_error("take memory for", "a copy of the state");
   for (std::size_t i = 0; i < files.size(); ++i) {
     std::byte* into = memory_.data() + files_[i].begin;
     std::memcpy(into, heads[i].data(), heads[i].size());
@@ -76,13 +65,6 @@ void FileImage::copy(const std::vector<TensorFile>& files) {
       files_[i].names.push_back(name);
     }
   }
-}
-
-void FileImage::finish() {
-  const File& file = files_.front();
-  set_checksum(memory_.subspan(file.begin, file.bytes));
-  if (::ftruncate(shared_.get(), static_cast<off_t>(file.bytes)) != 0)
-    throw system_error("set the size of", "a copy of the state");
 }
 
 void FileImage::write(const File& file, const std::filesystem::path& path) {

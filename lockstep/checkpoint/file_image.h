@@ -11,10 +11,8 @@
 #include <filesystem>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
 #include "lockstep/checkpoint.h"
 
 namespace lockstep {
@@ -27,7 +25,6 @@ void copy_values(const torch::Tensor& tensor, std::byte* into);
 class FileImage {
  public:
   FileImage() = default;
-  explicit FileImage(UniqueFd shared) : shared_(std::move(shared)) {}  // in this memory file instead of private memory
   ~FileImage();
   FileImage(const FileImage&) = delete;
   FileImage& operator=(const FileImage&) = delete;
@@ -48,19 +45,11 @@ class FileImage {
   };
   const std::vector<File>& files() const { return files_; }
 
-  // In a memory file: after copy() of one file. Computes its checksum, and gives the memory file its size: from here on
-  // it is a safetensors file.
-  void finish();
-  int fd() const { return shared_.get(); }
-
   // Computes the checksum of one file and writes it atomically. Blocks until it is on the disk. Throws SystemError; can be
   // called again.
   void write(const File& file, const std::filesystem::path& path);
 
  private:
-  void map(std::size_t bytes);
-
-  UniqueFd shared_;
   std::span<std::byte> memory_;
   std::vector<File> files_;
 };

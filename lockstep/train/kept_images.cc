@@ -116,7 +116,8 @@ void KeptImages::write(std::int64_t step, const TensorFile& file) {
   resize(next_, kHeadBytes + bytes);
   const Slot& slot = *slots_[to_size(next_)];
   SlotHead& is = slot.head();
-  is.whole = 0;  // sequentially consistent: before every byte that follows
+  is.whole = 0;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before every byte that follows
   is.step = step;
   is.bytes = bytes;
   is.owner = owner_;

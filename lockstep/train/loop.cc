@@ -87,7 +87,6 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
               loader_options(options, strategy.has_data())),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
-      memory_(JobMemory::get()),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0) {
@@ -95,9 +94,12 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     if (!options.tensorboard.empty()) curves_ = Curves(options);
     if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
   }
-  if (memory_ != nullptr && world.rank() == 0) kept_.emplace(*memory_);
-  if (options.resume) resume();
-  next_kept_ = position_.step;
+  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size())
+    kept_.emplace(step_world_, *memory, kShareForKeeping);
+  if (!go_on_from_memory()) {
+    if (options.resume) resume();
+    keep_state();
+  }
   name_modules(named_parameters(strategy.model()));
 }
 
@@ -108,7 +110,6 @@ Json TrainingLoop::run() {
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
   curves_.begin_run(position_.step, options_, ranks());
-  keep_state();
   while (has_more() && !stopped_) train_epoch();
   const bool saved = save_last_checkpoint();
   record_saved();
@@ -278,19 +279,12 @@ std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
 }
 
-// As often as that takes at most kShareForKeeping of the time; the steps since then would be repeated. Rank 0 decides for all.
+// As often as that takes at most kShareForKeeping of the time; after a loss the steps since then are repeated.
 void TrainingLoop::keep_state() {
-  if (memory_ == nullptr || position_.step < next_kept_ || !strategy_.is_one_model()) return;
+  if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
   const trace::Span span("keep the state", position_.step);
-  const Stopwatch watch;
-  Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
-  kept_ ? kept_->save(std::move(snapshot.file), snapshot.fetch) : snapshot.send();
-  const double steps_of_this_epoch = static_cast<double>(position_.step_in_epoch);
-  const double step = steps_of_this_epoch > 0 ? position_.epoch_seconds / steps_of_this_epoch : 0;
-  const double apart = step > 0 ? std::ceil(watch.seconds() / (kShareForKeeping * step)) : 1;
-  const torch::Tensor steps = torch::tensor({static_cast<std::int64_t>(apart)});
-  step_world_.broadcast(steps);
-  next_kept_ = position_.step + std::max(steps.item<std::int64_t>(), std::int64_t{1});
+  const KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
+  kept_->keep(position_.step, parts.common, parts.own);
 }
 
 void TrainingLoop::save_checkpoint() {
@@ -354,31 +348,29 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// Rank 0 finds and verifies the newest state: in memory, else on the disk.
-void TrainingLoop::resume() {
-  const bool in_memory = memory_ != nullptr && memory_->generation() > 0;
-  if (in_memory) {
-    const auto same = [this](const std::string&, const std::string& checksum) -> std::optional<CheckpointReader> {
-      auto found = KeptState::newest(*memory_);
-      return found && found->file.checksum() == checksum ? std::optional(std::move(found->file)) : std::nullopt;
-    };
-    SharedCheckpoint kept(world_, world_.rank() == 0 ? KeptState::newest(*memory_) : std::nullopt, same);
-    if (kept.is_there()) return restore(kept, concat("generation ", memory_->generation(), ": going on"));
+// After the loss of a rank. False: nothing was kept.
+bool TrainingLoop::go_on_from_memory() {
+  const bool found = kept_ && kept_->found() != nullptr;
+  if (found) {
+    position_ = restore_parts(*kept_->found(), world_, strategy_, options_);
+    metrics_.write({{"event", "resume"}, {"step", position_.step}});
   }
-  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
-  SharedCheckpoint file(world_, newest, &open_same_file);
-  if (file.is_there()) {
-    restore(file, newest ? concat("resuming from ", newest->path.string()) : "");
-    resumed_step_ = position_.step;
-    return;
-  }
-  if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+  if (kept_) kept_->taken();
+  return found;
 }
 
-void TrainingLoop::restore(SharedCheckpoint& file, const std::string& how) {
+// Rank 0 finds and verifies the newest file.
+void TrainingLoop::resume() {
+  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
+  SharedCheckpoint file(world_, newest);
+  if (!file.is_there()) {
+    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+    return;
+  }
   position_ = restore_snapshot(file, world_, strategy_, options_);
+  resumed_step_ = position_.step;
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (world_.rank() == 0) log_info(concat(how, " at step ", position_.step));
+  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
 }
 
 Json TrainingLoop::summary(double seconds) const {

@@ -17,7 +17,7 @@
 #include "lockstep/task.h"
 #include "lockstep/timeline.h"
 #include "lockstep/train/curves.h"
-#include "lockstep/train/kept_state.h"
+#include "lockstep/train/loop_state.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
@@ -25,11 +25,9 @@
 
 namespace lockstep {
 
-class SharedCheckpoint;
-
 class TrainingLoop {
  public:
-  // After the loss of a rank, goes on from what the ranks have kept in memory (train/kept_state.h). Else resumes from the
+  // After the loss of a rank, goes on from what the ranks have kept in memory (train/loop_state.h). Else resumes from the
   // checkpoint folder if options.resume; without that the folder must have no checkpoints yet. Throws UsageError,
   // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
@@ -64,7 +62,7 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void require_recorded();
   void resume();
-  void restore(SharedCheckpoint& file, const std::string& how);
+  bool go_on_from_memory();
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
 
@@ -81,9 +79,7 @@ class TrainingLoop {
   Timeline timeline_;
   Position position_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
-  JobMemory* memory_;                            // of a launcher that replaces lost ranks; else null
-  std::optional<KeptState> kept_;                // rank 0, with memory_
-  std::int64_t next_kept_ = 0;                   // step
+  std::optional<LoopState> kept_;                // where a launcher replaces lost ranks
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/file_image.h"
@@ -18,6 +19,7 @@ namespace {
 
 constexpr const char* kCommon = "state.common";
 constexpr const char* kOwn = "state.own";
+constexpr const char* kProgram = "lockstep.program";
 
 ImageOwner owner_in(const World& world) {
   return {world.rank(), world.size(), world.local_rank(), world.local_size()};
@@ -65,6 +67,17 @@ Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
   return {{data, [sent](const std::byte*) {}}, bytes};
 }
 
+// What one build has in memory may mean something else to another one.
+void require_same_program(const SafetensorsReader& image) {
+  const auto kept_by = image.metadata().find(kProgram);
+  const std::string mine = program_identity();
+  if (kept_by != image.metadata().end() && kept_by->second != mine)
+    throw CheckpointError({.what = concat("the state in memory is that of another program: ", kept_by->second),
+                           .here = mine,
+                           .likely = "the program, lockstep or libtorch was replaced while the job ran",
+                           .next = "end the job, and start it again with --resume"});
+}
+
 }  // namespace
 
 LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time)
@@ -105,6 +118,7 @@ void LoopState::find() {
                  .own = reader_of(own_bytes.memory, own_bytes.size),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
+  require_same_program(found_->own);
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
   goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
@@ -138,7 +152,9 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
     cost_ = Stopwatch();
   }
   if (keeps_common()) common_.write(step, common);
-  own_.write(step, own);
+  TensorFile signed_own = own;
+  signed_own.metadata[kProgram] = program_identity();
+  own_.write(step, signed_own);
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
   between_ = kept_ == 0 ? 1 : between.item<std::int64_t>();

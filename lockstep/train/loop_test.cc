@@ -465,7 +465,7 @@ void share_checkpoint(bool visible, const std::function<void(SharedCheckpoint& f
   run_ranks(3, [&](World& world) {
     auto found = world.rank() == 0 ? checkpoints.load_newest() : std::nullopt;
     if (found && !visible) found->path = "/no/such/file";  // on other machines
-    SharedCheckpoint file(world, found, &open_same_file);
+    SharedCheckpoint file(world, found);
     EXPECT_EQ(file.is_mapped(), visible);
     EXPECT_TRUE(torch::equal(file.read("a"), state.tensors.at("a")));
     use(file, world.rank());

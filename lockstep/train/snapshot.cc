@@ -85,6 +85,10 @@ CheckpointError no_such_tensor(const std::string& name, const torch::Tensor& int
        .next = "resume with the model that the run was started with"});
 }
 
+std::map<std::string, std::string> metadata_of(const Position& position, const TrainOptions& options) {
+  return {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+}
+
 CheckpointError no_checkpoint() {
   return CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
                           .next = "name the --checkpoint-dir of a run"});
@@ -172,6 +176,14 @@ std::map<std::string, Elsewhere> tensors_elsewhere(const World& world, Strategy&
   return elsewhere;
 }
 
+// The file that rank 0 has opened and verified, if this rank sees it under the same name.
+std::optional<CheckpointReader> open_same(const std::string& path, const std::string& checksum) try {
+  CheckpointReader file(path, Checksum::kTrusted);
+  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
+} catch (const Error&) {
+  return std::nullopt;
+}
+
 // Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
@@ -223,7 +235,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
                 if (tensor.owner == world.rank() && tensor.meta.numel() > 0)
                   world.send(own.at(name).detach().to(torch::kCPU).contiguous(), 0, kTag);
             }};
-  file.metadata = {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+  file.metadata = metadata_of(position, options);
   file.tensors.merge(own);
   for (const auto& [name, tensor] : elsewhere) file.tensors[name] = tensor.meta;
   const auto fetch = [world, elsewhere](const std::string& name) {
@@ -235,22 +247,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-std::optional<CheckpointReader> open_same_file(const std::string& path, const std::string& checksum) try {
-  CheckpointReader file(path, Checksum::kTrusted);
-  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
-} catch (const Error&) {
-  return std::nullopt;
-}
-
-std::int64_t step_of(const CheckpointReader& file) try {
-  return Json::parse(file.metadata().at(kPosition)).at("step").get<std::int64_t>();
-} catch (const std::exception&) {
-  throw no_checkpoint();
-}
-
-SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found,
-                                   const OpenSame& open_same)
-    : world_(world) {
+SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found) : world_(world) {
   Json header = {{"is_there", found.has_value()}, {"tensors", Json::object()}, {"metadata", Json::object()}};
   if (found) {
     header["path"] = std::filesystem::absolute(found->path).string();
@@ -318,6 +315,68 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
     const auto saved = generators.find(generator_name(device, world.rank()));
     if (saved != generators.end()) set_generator_state(device, saved->second);
   }
+  return position;
+} catch (const std::out_of_range&) {
+  throw no_checkpoint();
+}
+
+KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position,
+                        const TrainOptions& options) {
+  strategy.synchronise();
+  const auto all = parameters_and_buffers(strategy.model());
+  const bool is_whole = held(all).size() == all.size();
+  KeptParts parts;
+  (is_whole ? parts.common : parts.own).tensors = own_tensors(strategy);
+  parts.common.metadata = metadata_of(position, options);
+  for (const torch::Device device : devices_with_generators(world))
+    parts.own.tensors[generator_name(device, world.rank())] = generator_state(device);
+  return parts;
+}
+
+namespace {
+
+// A tensor of either part, or nothing.
+std::optional<torch::Tensor> kept_tensor(const LoopState::Found& found, const std::string& name) {
+  for (const SafetensorsReader* reader : {&found.common, &found.own})
+    if (reader->entries().contains(name)) return reader->read(name);
+  return {};
+}
+
+void take_kept(const LoopState::Found& found, const std::string& name, const torch::Tensor& into) {
+  const auto value = kept_tensor(found, name);
+  if (!value || value->sizes() != into.sizes() || value->dtype() != into.dtype()) throw no_such_tensor(name, into);
+  torch::Tensor(into).copy_(*value);
+}
+
+// The states of the parameters that this rank holds.
+void take_kept_states(const LoopState::Found& found, Strategy& strategy) {
+  std::map<std::string, Optimizer::StateTensors> states;
+  for (const SafetensorsReader* reader : {&found.common, &found.own})
+    for (const auto& [name, entry] : reader->entries())
+      if (name.starts_with(kOptimizer)) {
+        const std::size_t dot = name.rfind('.');
+        states[name.substr(kOptimizer.size(), dot - kOptimizer.size())][name.substr(dot + 1)] = reader->read(name);
+      }
+  for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
+    strategy.optimizer().set_state(tensor, states[name]);
+}
+
+}  // namespace
+
+Position restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
+                       const TrainOptions& options) try {
+  const torch::NoGradGuard no_grad;
+  const ParameterWrite write;
+  require_same_fingerprint(Json::parse(found.common.metadata().at(kFingerprint)), resume_fingerprint(options));
+  const Position position = nlohmann::json::parse(found.common.metadata().at(kPosition));
+  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model())))
+    take_kept(found, "model." + name, tensor);
+  for (const auto& [name, tensor] : strategy.state()) take_kept(found, "strategy." + name, tensor);
+  take_kept_states(found, strategy);
+  strategy.restored(position.step);
+  if (!found.is_own_rank) return position;
+  for (const torch::Device device : devices_with_generators(world))
+    if (const auto saved = kept_tensor(found, generator_name(device, world.rank()))) set_generator_state(device, *saved);
   return position;
 } catch (const std::out_of_range&) {
   throw no_checkpoint();

@@ -28,6 +28,7 @@
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/loop.h"
+#include "lockstep/train/loop_state.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -54,11 +55,8 @@ std::size_t snapshot_bytes(Strategy& strategy);
 // has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
 class SharedCheckpoint {
  public:
-  // Finds the same file as rank 0 on another rank, or nothing.
-  using OpenSame = std::function<std::optional<CheckpointReader>(const std::string& path, const std::string& checksum)>;
-
   // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found, const OpenSame& open_same);
+  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found);
 
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks
@@ -82,16 +80,24 @@ class SharedCheckpoint {
   Hash read_;
 };
 
-// The file that rank 0 has opened and verified, if this rank sees it under the same name: an OpenSame.
-std::optional<CheckpointReader> open_same_file(const std::string& path, const std::string& checksum);
-
-// The step after which a checkpoint was made. Throws CheckpointError: it is none of a run.
-std::int64_t step_of(const CheckpointReader& file);
-
 // Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
 // Throws CheckpointError: a tensor that is missing or of another shape, another model,
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
+
+// What this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
+// position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
+// its replicas one model.
+struct KeptParts {
+  TensorFile common;
+  TensorFile own;
+};
+KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// As restore_snapshot(), from memory, where every rank has the common part. Throws CheckpointError: another model, other
+// options, or fewer ranks than parts of the model.
+Position restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
+                       const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);

@@ -5,6 +5,7 @@
 //   FRAGILE=exhausts_memory   rank 1 needs more memory than it may have, in each generation
 //   FRAGILE=dies_at_once      rank 1 throws in its first forward pass, in each generation
 #include <sys/resource.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
