@@ -26,7 +26,7 @@ namespace {
 constexpr std::size_t kMostText = 1 << 20;  // of a tool
 constexpr std::size_t kLongestFrame = 300;  // names of templates are longer
 constexpr const char* kMostFrames = "40";   // of a thread
-constexpr auto kPerTool = std::chrono::seconds(20);
+constexpr auto kPerTool = std::chrono::seconds(45);
 
 // ---- Tools
 
