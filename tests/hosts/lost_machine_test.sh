@@ -10,8 +10,8 @@ in_own_namespaces "$0" "$@"
 lockstep=$1
 make_hosts n1 n2 n3
 export LOCKSTEP_SECRET=$(printf 'ab%.0s' {1..32})
-steps=${STEPS:-240}
-train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --seed 3)
+steps=${STEPS:-120}
+train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --seed 3 --lr 0.002)
 
 declare -A pid
 start() {
@@ -63,5 +63,5 @@ assert set(one) == set(range(steps)) >= set(many) and len(missing) <= 1, missing
 worst = max(abs(many[step] - one[step]) / abs(one[step]) for step in many)
 again = made - len(many)
 print(f"{steps} steps, {again} of them made again; the losses are within {worst:.1e} of those of one rank")
-assert worst < 1e-2
+assert worst < 1e-3
 PYTHON
