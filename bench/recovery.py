@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of two is killed while LeNet trains: seconds until the job has finished its next step, steps that are lost, and
-goodput, with lockstep, torchrun (from a checkpoint of every 50 steps) and torchft, in turn.
+"""A rank of two is killed while LeNet trains: seconds until the job has finished its next step, steps that are
+repeated, and goodput, with lockstep, torchrun (from a checkpoint of every 50 steps) and torchft, in turn.
 
     bench/recovery.py [ROUNDS]
     bench/recovery.py soak MINUTES [RANKS]   a rank is killed every 20 s; beside the undisturbed run of as many steps
@@ -26,7 +26,8 @@ ENOUGH = 10_000_000  # steps: the job is ended by hand
 
 def environment(pid):
     try:
-        return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if "=" in entry)
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
     except OSError:
         return {}
 
@@ -72,8 +73,8 @@ class Lockstep(Job):
     def __init__(self, folder):
         super().__init__(folder)
         self.lines = self.folder / "metrics.jsonl"
-        self.job = self.start(LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", 2, "--threads", 1,
-                              "--batch-size", 256, "--lr", 0.1, "--momentum", 0.9, "--nesterov", "--epochs", 10000,
+        self.job = self.start(LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", 2,
+                              "--threads", 1, "--batch-size", 256, "--lr", 0.1, "--momentum", 0.9, "--nesterov", "--epochs", 10000,
                               "--max-restarts", 1000, "--metrics", self.lines, "--quiet")
 
     def steps(self):
@@ -89,8 +90,9 @@ class Lockstep(Job):
 class Torchrun(Job):
     def __init__(self, folder):
         super().__init__(folder)
-        self.job = self.start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 1000,
-                              ROOT / "bench/peers/elastic_training.py", ENOUGH, self.lines, self.folder / "checkpoint", EVERY,
+        self.job = self.start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2,
+                              "--max-restarts", 1000, ROOT / "bench/peers/elastic_training.py", ENOUGH, self.lines,
+                              self.folder / "checkpoint", EVERY,
                               env=python_with("pytorch", OMP_NUM_THREADS="1"))
 
     def victim(self):
@@ -106,13 +108,13 @@ class Torchft(Job):
         self.environment["PYTHONPATH"] += f":{ROOT / '.deps/torchft'}"
         self.port = random.randrange(20000, 30000)
         self.environment["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{self.port}"
-        self.start(ROOT / ".deps/torchft/bin/torchft_lighthouse", "--min_replicas", 1, "--join_timeout_ms", 1000, "--bind",
-                   f"[::]:{self.port}", env=self.environment)
+        self.start(ROOT / ".deps/torchft/bin/torchft_lighthouse", "--min_replicas", 1, "--join_timeout_ms", 1000,
+                   "--bind", f"[::]:{self.port}", env=self.environment)
         self.groups = [self.group(0), self.group(1)]
 
     def group(self, number):
-        return self.start(sys.executable, ROOT / "bench/peers/torchft_training.py", ENOUGH, self.lines, number, self.timeout,
-                          env=self.environment)
+        return self.start(sys.executable, ROOT / "bench/peers/torchft_training.py", ENOUGH, self.lines, number,
+                          self.timeout, env=self.environment)
 
     def victim(self):
         return self.groups[1].pid
@@ -144,8 +146,8 @@ def train_for(job, seconds):
 
 
 def next_step_after(job, killed):
-    """When the first step was finished that had not begun when the rank was killed: the second line after it, unless a longer
-    pause follows, as where the others can finish one more."""
+    """When the job went on: the end of the longest pause between the kill and the next four steps. The step under way may
+    still be finished without the lost rank, so the first line after the kill need not be the answer."""
     seen, times = len(job.steps()), []
     while len(times) < 4:
         now = time.perf_counter()
@@ -192,7 +194,8 @@ def compare():
         seconds = [one["seconds"] for one in runs]
         print(f"{name:26} {median(seconds):7.2f} s ({spread(seconds)}) {median(seconds) / base:6.1f} x   "
               f"{median([one['repeated'] for one in runs]):4.0f} steps repeated   goodput of the 20 s after it "
-              f"{100 * median([one['goodput'] for one in runs]):5.1f} %   {median([one['rate'] for one in runs]):6.1f} steps/s")
+              f"{100 * median([one['goodput'] for one in runs]):5.1f} %   "
+              f"{median([one['rate'] for one in runs]):6.1f} steps/s")
     save("recovery", {"rounds": count, "runs": found})
 
 
@@ -201,8 +204,8 @@ def compare():
 def train_steps(steps, ranks, folder, kill_every=None):
     """Seconds, and kills, of a run of so many steps; its last checkpoint is in `folder`."""
     command = [LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", ranks, "--threads", 1,
-               "--batch-size", 256, "--momentum", 0.9, "--epochs", 100000, "--max-steps", steps, "--max-restarts", 100000,
-               "--checkpoint-dir", folder / "checkpoints", "--metrics", folder / "metrics.jsonl", "--quiet"]
+               "--batch-size", 256, "--momentum", 0.9, "--epochs", 100000, "--max-steps", steps,
+               "--max-restarts", 100000, "--checkpoint-dir", folder / "checkpoints", "--metrics", folder / "metrics.jsonl", "--quiet"]
     kills, began = 0, time.perf_counter()
     with open(folder / "errors", "w") as errors, subprocess.Popen([*map(str, command)], stderr=errors) as job:
         next_kill = began + (kill_every or 0)

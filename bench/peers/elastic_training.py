@@ -44,7 +44,8 @@ def main():
             if rank == 0:
                 print(step, file=lines)
                 if (step + 1) % every == 0:
-                    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, checkpoint + ".new")
+                    state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                    torch.save(state, checkpoint + ".new")
                     os.replace(checkpoint + ".new", checkpoint)
     dist.destroy_process_group()
 

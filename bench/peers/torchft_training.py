@@ -20,7 +20,8 @@ BATCH, GROUPS = 256, 2
 
 
 def main():
-    steps, progress, group, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), timedelta(seconds=float(sys.argv[4]))
+    steps, progress, group = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    seconds = timedelta(seconds=float(sys.argv[4]))
     images, labels = map(torch.from_numpy, training_set())
     images = images.unsqueeze(1)
     torch.manual_seed(1)

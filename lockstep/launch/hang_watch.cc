@@ -18,8 +18,8 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr Milliseconds kMostBetweenLooks = std::chrono::seconds(1);
 constexpr Milliseconds kLeastBetweenLooks{10};
-constexpr Milliseconds kAllStacks = std::chrono::seconds(60);  // then the rest is left out
-constexpr Milliseconds kKillStackTaker = std::chrono::seconds(90);
+constexpr Milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
+constexpr Milliseconds kKillStackTaker = std::chrono::seconds(120);
 
 Milliseconds between_looks(Milliseconds timeout) {
   return std::clamp(timeout / 20, kLeastBetweenLooks, kMostBetweenLooks);

@@ -506,21 +506,23 @@ class Job {
     }
   }
 
-  // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then rank 0 is, on purpose.
+  // Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then the last rank is, on purpose.
   void go_on_as(const Epoch& epoch) {
-    const bool same_restarts = epoch.restarts == restarts_;
-    const bool nobody_lost =
-        same_restarts && std::ranges::all_of(members_, [&](const Member& member) { return epoch.has(member.id); });
-    number_by(epoch);
+    const bool is_lost = epoch.restarts != restarts_ || !std::ranges::all_of(members_, [&](const Member& member) {
+                           return epoch.has(member.id);
+                         });
+    const bool has_last = members_.back().id == options_.machines->me().id;
     decide_at_.reset();
     if (keeper_) keeper_->read_all();
+    number_by(epoch);
     log_warning(concat("generation ", epoch.number, ": ", options_.nodes, " machines, ", *options_.world_size,
                        " ranks (restart ", restarts_, " of ", options_.max_restarts, "); this one is machine ",
                        options_.node_rank));
     for (Rank& rank : ranks_) {
-      if (rank.waits)
+      const bool is_given_up = !is_lost && has_last && seat_of(rank) == options_.ranks - 1;
+      if (rank.waits && !rank.end)
         admit(rank);
-      else if (rank.end || !rank.has_met || (nobody_lost && rank.rank == 0))
+      else if (rank.end || !rank.has_met || is_given_up)
         restart(rank);
     }
     leave_by_ = Deadline::after(kLeavesWithin);

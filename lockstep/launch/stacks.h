@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/stacks.h: what every thread of another process is in the middle of, as debuggers that are installed show it.
 //
-// Flow:    a process that hangs -> py-spy (Python), gdb or eu-stack, else /proc -> here -> text for people
+// Flow:    a process that hangs -> py-spy (Python), eu-stack or gdb, else /proc -> here -> text for people
 // Threads: one that may start processes (launch/process.h)
 #pragma once
 

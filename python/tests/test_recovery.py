@@ -39,7 +39,7 @@ def die_at(place, step):
 
 def wait_for_spare():
     while not [each for each in processes_named("lockstep-spare") if parent_of(each) == os.getppid()]:
-        time.sleep(0.01)
+        time.sleep(0.2)
 
 
 def processes_named(name):

@@ -16,8 +16,8 @@ namespace lockstep::testing {
 constexpr int kStepsPerEpoch = 6;
 constexpr int kEpochs = 3;
 
-// What a run has come to: the tensors of its last checkpoint (parameters, optimizer state, buffers, generators), and the
-// loss of every step.
+// What a run has come to: the tensors of its last checkpoint (parameters, optimizer state, buffers, generators), and
+// the loss of every step.
 struct Outcome {
   std::map<std::string, torch::Tensor> tensors;
   std::map<int, double> losses;

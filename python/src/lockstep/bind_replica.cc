@@ -59,7 +59,10 @@ void bind_replica(py::module_& module) {
       .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"),
            py::arg("optimizer"), py::arg("options"), py::arg("weights"))
       .def("enter_forward",
-           [](Replica&, bool training) { own_progress::enter(training ? Phase::kForward : Phase::kValidating); })
+           [](Replica&, bool training) {
+             if (training) own_progress::begin_next_step();
+             own_progress::enter(training ? Phase::kForward : Phase::kValidating);
+           })
       .def("leave_forward", [](Replica&) { own_progress::enter(Phase::kOwnCode); })
       .def("watch", &Replica::watch, py::arg("outputs"), py::arg("samples"))
       .def("set_samples", &Replica::set_samples)
