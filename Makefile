@@ -50,6 +50,7 @@ test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests,
 
 soak: export LOCKSTEP_FAULT_ROUNDS = 200
 soak: export LOCKSTEP_KILLS = 200
+soak: export LOCKSTEP_KILL_ROUNDS = 20
 soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak: export LOCKSTEP_FUZZ_PAIRS = 1
 soak: export LOCKSTEP_STRESS_CALLS = 10000

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A process is killed between any two instructions of an update; another one finishes it, with the bits of an update that
-// nobody disturbed. LOCKSTEP_KILL_ROUNDS: random kills of each case (default 8).
+// nobody disturbed. LOCKSTEP_KILL_ROUNDS: random kills of each case (default 2).
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -64,7 +64,6 @@ struct Plan {
 
 // A rank from the first step to the last.
 void be_rank(std::shared_ptr<SharedMemory> memory, const UpdateCase& given, const Plan& plan, SharedBoard& board) {
-  at::set_num_threads(given.threads);
   Workload work(std::move(memory), given, plan.kept);
   const bool first = work.memory().rank() == 0;
   for (int step = 1; step <= kSteps; ++step) {
@@ -88,6 +87,7 @@ void be_rank(std::shared_ptr<SharedMemory> memory, const UpdateCase& given, cons
 
 // All ranks in this process; returns when they are done. arena: of a rank that is alone.
 void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard& board) {
+  at::set_num_threads(given.threads);  // here: after a fork the first call makes libtorch's pool anew, and must be alone
   if (given.ranks == 1) {
     auto memory = std::make_shared<shm::Arena>(UniqueFd(::dup(arena)), std::size_t{1} << 30, "the memory of rank 0");
     return be_rank(SharedMemory::alone(std::move(memory)), given, plan, board);
@@ -109,10 +109,7 @@ Expected undisturbed(const UpdateCase& given) {
   SharedBoard board;
   const UniqueFd arena = shm::make_segment("the memory of rank 0", 0);
   const pid_t child = ::fork();
-  if (child == 0) {
-    run_case(given, {.kept = false}, arena.get(), board);
-    std::_Exit(0);
-  }
+  if (child == 0) be_child([&] { run_case(given, {.kept = false}, arena.get(), board); });
   int status = 0;
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
@@ -321,7 +318,7 @@ TEST_P(KilledUpdateOf, is_finished_even_if_those_who_finish_it_are_killed) {
   const Expected expected = undisturbed(GetParam());
   std::minstd_rand random(7);
   const auto most = static_cast<std::size_t>(kill_everywhere(GetParam(), expected).instructions);
-  for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 3); ++round) {
+  for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 2); ++round) {
     const std::size_t at = std::uniform_int_distribution<std::size_t>(0, most)(random);
     EXPECT_EQ(kill_who_finishes(GetParam(), at, expected).difference, "") << "first killed at instruction " << at;
   }
@@ -338,7 +335,7 @@ TEST_P(KilledRanks, are_replaced_wherever_they_were) {
   const auto any = [&](std::size_t below) { return std::uniform_int_distribution<std::size_t>(0, below)(random); };
   std::string difference_found;
   std::size_t most = 20000;
-  for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 8); ++round) {
+  for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 2); ++round) {
     const int victim = round % 2 == 0 ? static_cast<int>(any(static_cast<std::size_t>(given.ranks) - 1)) : -1;
     const std::size_t when = victim >= 0 ? any(most) : any(2000000);
     const std::size_t steps = kill_once(given, victim, when, expected, difference_found);

@@ -14,6 +14,9 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <functional>
 #include <stdexcept>
 
@@ -26,14 +29,24 @@ inline void begin_steps() {
   stop_for_steps();
 }
 
+// The rest of a forked process: the body, never the tests that come after this one.
+[[noreturn]] inline void be_child(const std::function<void()>& body) {
+  try {
+    body();
+    std::_Exit(0);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "the child failed: %s\n", error.what());
+  }
+  std::_Exit(102);
+}
+
 class SteppedChild {
  public:
   // body calls begin_steps(), then stop_for_steps() where the steps end, on one of its threads.
   explicit SteppedChild(const std::function<void()>& body) : pid_(::fork()) {
     if (pid_ == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      body();
-      std::_Exit(0);
+      be_child(body);
     }
   }
   ~SteppedChild() { kill(); }
