@@ -25,7 +25,8 @@ struct WholeTensors;  // lockstep/optimizer.h
 
 inline constexpr std::size_t kMaxStates = 2;
 
-// Consecutive elements of one parameter.
+// Consecutive elements of one parameter. A rule of one's own may write new values over the old ones: for it, `new_parameter`
+// and `new_state` are `parameter` and `state`.
 template <class T>
 struct Run {
   std::int64_t count;
@@ -34,6 +35,8 @@ struct Run {
   std::array<T*, kMaxStates> state{};  // zero before the first step
   std::int64_t step;                   // of this parameter, from 1
   double trust = 1;                    // layerwise rules: what trust_ratio() gave
+  T* new_parameter = parameter;        // where lockstep's own rules write: over the old values, or beside them
+  std::array<T*, kMaxStates> new_state = state;
 };
 
 class UpdateRule {
@@ -55,8 +58,9 @@ class UpdateRule {
 
   // A layerwise rule scales each parameter's step by norms over the whole parameter. direct() may turn the gradient
   // into a direction; trust_ratio() then gets the norms of the parameter and of that direction, and update() leaves the
-  // direction as it is.
+  // direction as it is. The state is written by direct() or by update(), never by both.
   virtual bool layerwise() const { return false; }
+  virtual bool directs_with_state() const { return false; }  // direct() writes the state
   virtual void direct(const Group&, const Run<float>&) const {}
   virtual void direct(const Group&, const Run<double>&) const {}
   virtual double trust_ratio(const Group&, double /*parameter_norm*/, double /*direction_norm*/) const { return 1; }

@@ -6,14 +6,15 @@
  *
  * N ranks make STEPS steps on parameters in memory that the launcher keeps: backward, publish the gradient, barrier 1,
  * publish the private state of the next step in one of two slots, barrier 2, update the own slice, barrier 3. Here a
- * slice is one chunk: an array of the optimizer (M) and the parameters (P). Before a chunk is written, its old values are
- * copied to UNDO, and its MARK says so. LAYERWISE: M of all chunks is written before a further barrier, P after it.
+ * slice is one chunk: an array of the optimizer (M) and the parameters (P). Its new values are written beside it first, to
+ * REDO, and REDO_KEY says that they are complete; then they are put in their place, and its MARK says so. LAYERWISE: M of
+ * all chunks is written before a further barrier, P after it.
  *
  * LOSSES times, a rank dies at any point (the launcher finds it dead), or a wait ends although all ranks live (its
  * deadline is over: the launcher then kills the ranks that do not ask for the next generation, or it kills none).
  * All ranks that live leave the World, and meet again in the next generation, with a new process in the place of a dead
  * one. In the memory of the newest generation that was complete they finish the update that was under way, with marks
- * and copies of old values as before; then they copy the state into memory of their own. So a loss while they do this
+ * and copies of new values as before; then they copy the state into memory of their own. So a loss while they do this
  * harms nothing: the next generation does it again.
  *
  * Checked: every step is applied exactly once to every chunk, to values and with gradients of that step; no step is
@@ -24,7 +25,7 @@
  *
  * DEFECT: a deliberate one, to see that the check finds it.
  *   1: one slot for private state instead of two
- *   2: there is no copy of a chunk's old values
+ *   2: there is no copy of a chunk's new values
  *   3: a step counts only if a chunk of it was written
  *   4: the launcher looks for dead ranks before it reads what they have sent
  *   5: ranks that have ended are not started again when another dies
@@ -54,11 +55,14 @@
 #define TORN 88  /* half written */
 
 /* A chunk's mark: the number of the step whose update is under way, and how far. */
-#define BEGUN 0
-#define DIRECTION 1  /* LAYERWISE: M is written, P is not begun */
-#define WRITING 2    /* LAYERWISE: P */
-#define DONE 3
+#define DIRECTION 1 /* LAYERWISE: M is written, P is not begun */
+#define DONE 2
 #define MARKED(step, how) (4 * (step) + (how))
+#ifdef LAYERWISE
+#define OLD_M(step, how) (how == DIRECTION -> step : step + 1)
+#else
+#define OLD_M(step, how) step
+#endif
 
 /* Memory of each generation and rank. Numbers of steps count from 1, so 0 is what nobody has written. State k is that
  * before step k. */
@@ -67,8 +71,8 @@ typedef Memory {
   byte gradient; /* of which step */
   byte m;        /* state k of the optimizer's array */
   byte p;        /* state k of the parameters */
-  byte undo_m;
-  byte undo_p;
+  byte redo;     /* new values of what is about to be written, M or P or both: state k */
+  byte redo_key; /* the mark that they lead to; 0: they are not complete */
   byte mark
 };
 Memory memory[GENERATIONS * N];
@@ -141,55 +145,63 @@ inline require_gradients(from, step) {
   }
 }
 
-/* Copies a chunk's old values, marks it, writes it. `at`: the generation whose memory it is in. */
-inline copy_old_values(at) {
-  if
-  :: DEFECT == 2
-  :: else -> d_step { OF(at, me).undo_m = OF(at, me).m; OF(at, me).undo_p = OF(at, me).p }
-  fi
-}
-
-inline mark_chunk(at, step, how) {
-  maybe_die();
-  OF(at, me).mark = MARKED(step, how)
-}
-
-inline write_m(at, step) {
-  atomic { assert(OF(at, me).m == step); require_gradients(at, step) };
-  copy_old_values(at);
-  mark_chunk(at, step, BEGUN);
+inline put_m(at, value) {
   maybe_die();
   OF(at, me).m = TORN;
   maybe_die();
-  OF(at, me).m = step + 1
-#ifdef LAYERWISE
-  ;
-  mark_chunk(at, step, DIRECTION)
-#endif
+  OF(at, me).m = value
 }
 
-inline write_p(at, step) {
-  assert(OF(at, me).p == step);
-#ifdef LAYERWISE
-  copy_old_values(at);
-  mark_chunk(at, step, WRITING);
-#endif
+inline put_p(at, value) {
   maybe_die();
   OF(at, me).p = TORN;
   maybe_die();
-  OF(at, me).p = step + 1;
-  mark_chunk(at, step, DONE)
+  OF(at, me).p = value
+}
+
+/* Puts the new values in their place: M (`how` is DIRECTION), P (DONE; LAYERWISE), or both. */
+inline put(at, value, how) {
+#ifdef LAYERWISE
+  if
+  :: how == DIRECTION -> put_m(at, value)
+  :: else -> put_p(at, value)
+  fi;
+#else
+  put_m(at, value);
+  put_p(at, value);
+#endif
+  maybe_die();
+  OF(at, me).mark = MARKED(value - 1, how)
+}
+
+/* Writes the chunk, or a part of it. `at`: the generation whose memory it is in. */
+inline write(at, step, how) {
+  atomic {
+    assert(OF(at, me).p == step && OF(at, me).m == OLD_M(step, how));
+    require_gradients(at, step)
+  };
+  if
+  :: DEFECT == 2
+  :: else ->
+     OF(at, me).redo_key = 0;
+     maybe_die();
+     OF(at, me).redo = TORN;
+     maybe_die();
+     OF(at, me).redo = step + 1;
+     OF(at, me).redo_key = MARKED(step, how)
+  fi;
+  put(at, step + 1, how)
 }
 
 inline update(step) {
   if
   :: step == SKIPPED -> d_step { OF(mine, me).m++; OF(mine, me).p++ } /* the number of the state, not its values */
   :: else ->
-     write_m(mine, step);
 #ifdef LAYERWISE
+     write(mine, step, DIRECTION);
      barrier();
 #endif
-     write_p(mine, step)
+     write(mine, step, DONE)
   fi
 }
 
@@ -215,38 +227,33 @@ inline find_state(from) {
   }
 }
 
-/* In the old memory: undoes what is half written of this rank's slice, and finishes the update that leads to `state`. */
+/* In the old memory: puts in its place what was ready, and finishes the update that leads to `state`. */
 inline finish_update(from) {
   maybe_die();
-  atomic {
-    how = OF(from, me).mark % 4;
-    if
-    :: state == 1 || state == SKIPPED || state - 1 == SKIPPED ->
-       how = DONE; /* nothing to write */
+  if
+  :: atomic { (state == 1 || state == SKIPPED || state - 1 == SKIPPED) -> /* nothing to write */
        if :: state > 1 -> OF(from, me).m = state; OF(from, me).p = state :: else fi
-    :: else ->
-       if
-       :: OF(from, me).mark / 4 + 1 < state -> how = NONE
-       :: else
-       fi
-    fi
-  };
-  if
-  :: how == BEGUN || how == WRITING -> /* undo; the mark stays, so that it can be undone again */
-     OF(from, me).m = OF(from, me).undo_m;
-     maybe_die();
-     OF(from, me).p = OF(from, me).undo_p
-  :: else
-  fi;
-  if
-  :: how == NONE || how == BEGUN -> write_m(from, state - 1)
-  :: else
+     };
+     how = DONE
+  :: else ->
+     if
+     :: OF(from, me).redo_key / 4 + 1 == state && OF(from, me).redo_key > OF(from, me).mark ->
+        assert(OF(from, me).redo == state);
+        how = OF(from, me).redo_key % 4;
+        put(from, state, how)
+     :: else
+     fi;
+     how = (OF(from, me).mark / 4 + 1 == state -> OF(from, me).mark % 4 : 0)
   fi;
 #ifdef LAYERWISE
+  if
+  :: how == 0 -> write(from, state - 1, DIRECTION)
+  :: else
+  fi;
   barrier(); /* all norms are known */
 #endif
   if
-  :: how != DONE -> write_p(from, state - 1)
+  :: how != DONE -> write(from, state - 1, DONE)
   :: else
   fi;
   how = 0

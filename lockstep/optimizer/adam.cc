@@ -74,6 +74,7 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
   using RuleWith::RuleWith;
 
   bool layerwise() const override { return true; }
+  bool directs_with_state() const override { return true; }
 
   double trust_ratio(const Group&, double parameter_norm, double direction_norm) const override {
     return parameter_norm > 0 && direction_norm > 0 ? parameter_norm / direction_norm : 1;
@@ -89,9 +90,9 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
   template <class T>
   static void apply(const LAMBOptions& options, const Run<T>& run) {
     const T rate = static_cast<T>(options.lr * run.trust);
-    T* __restrict parameter = run.parameter;
-    const T* __restrict direction = run.gradient;
-    for (std::int64_t i = 0; i < run.count; ++i) parameter[i] -= rate * direction[i];
+    const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = run;
+#pragma GCC ivdep
+    for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - rate * direction[i];
   }
 
   static void apply_on_device(const LAMBOptions& options, const WholeTensors& tensors) {

@@ -7,32 +7,32 @@ namespace lockstep {
 
 template <class T>
 void adam_update(const AdamNumbers<T> n, const Run<T>& run) {
-  T* __restrict parameter = run.parameter;
-  T* __restrict average = run.state[0];
-  T* __restrict square = run.state[1];
-  const T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+  const auto [average, square] = state;
+  const auto [new_average, new_square] = new_state;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + n.decay * parameter[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
-    average[i] = m;
-    square[i] = v;
-    parameter[i] = n.keep * parameter[i] - n.rate * m / (std::sqrt(v) * n.root + n.eps);
+    new_average[i] = m;
+    new_square[i] = v;
+    new_parameter[i] = n.keep * parameter[i] - n.rate * m / (std::sqrt(v) * n.root + n.eps);
   }
 }
 
 template <class T>
 void lamb_direction(const AdamNumbers<T> n, const Run<T>& run) {
-  const T* __restrict parameter = run.parameter;
-  T* __restrict average = run.state[0];
-  T* __restrict square = run.state[1];
-  T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+  const auto [average, square] = state;
+  const auto [new_average, new_square] = new_state;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
     const T g = gradient[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
-    average[i] = m;
-    square[i] = v;
+    new_average[i] = m;
+    new_square[i] = v;
     gradient[i] = n.rate * m / (std::sqrt(v) * n.root + n.eps) + n.decay * parameter[i];
   }
 }

@@ -18,7 +18,11 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kPiecesPerTask = 8;  // of a thread
+constexpr std::int64_t kChunksPerTask = 8;  // of a thread
+
+// Elements that a chunk's update writes at a time where others may have to finish it: old and new values fit the first-level
+// cache.
+constexpr std::int64_t kPiece = 1024;
 
 // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
 struct Norms {
@@ -64,13 +68,14 @@ std::size_t gradient_bytes_of_chunk(const std::vector<torch::Tensor>& parameters
   return kMaxRun * most;
 }
 
-// That an update of a chunk writes, at most.
-std::size_t undo_bytes_of(const OptimizerState& state) {
+// That is written at a time, at most: of a piece all, of a chunk of a layerwise rule the state.
+std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {
   std::size_t most = 0;
   for (const torch::Tensor& parameter : state.parameters) {
+    const std::size_t size = c10::elementSize(computed_in(parameter));
     const std::size_t lists = 1 + state.arrays.size() + (state.ema_decay > 0 ? 1 : 0);
-    const std::size_t each = lists * c10::elementSize(computed_in(parameter)) + (is_16_bit(parameter) ? 2 : 0);
-    most = std::max(most, kMaxRun * each);
+    most = std::max(most, kPiece * (lists * size + (is_16_bit(parameter) ? 2 : 0)));
+    if (layerwise) most = std::max(most, kMaxRun * state.arrays.size() * size);
   }
   return most;
 }
@@ -127,9 +132,10 @@ void scale_and_clamp(T* __restrict gradient, std::int64_t count, double factor, 
 }
 
 template <class T>
-void move_average(T* __restrict average, const T* __restrict values, std::int64_t count, double decay) {
+void move_average(const T* average, const T* values, std::int64_t count, double decay, T* new_average) {
   const T rest = static_cast<T>(1 - decay);
-  for (std::int64_t i = 0; i < count; ++i) average[i] += rest * (values[i] - average[i]);
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) new_average[i] = average[i] + rest * (values[i] - average[i]);
 }
 
 template <class To, class From>
@@ -137,7 +143,7 @@ void convert(const From* __restrict from, std::int64_t count, To* __restrict to)
   for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i]);
 }
 
-// A rank that finishes what others left has one undo slot for certain.
+// A rank that finishes what others left has one redo slot for certain.
 void on_calling_thread(std::int64_t begin, std::int64_t end, std::int64_t,
                        const std::function<void(std::int64_t, std::int64_t)>& part) {
   part(begin, end);
@@ -225,7 +231,7 @@ class FlatUpdate::Impl {
 
   void finish(const StepRecord& record, const UpdateStep& step) {
     number_ = record.step;
-    undo_own_chunks();
+    put_own_pieces(step.rule);
     memory_->barrier();
     find_updated(step.gradients);
     complete(step);
@@ -260,7 +266,7 @@ class FlatUpdate::Impl {
                                            .groups = options.groups,
                                            .sources = options.kept_sources,
                                            .chunks = chunks_.size(),
-                                           .undo_bytes = undo_bytes_of(state_)});
+                                           .redo_bytes = redo_bytes_of(state_, options.layerwise)});
     journal_->make_room(static_cast<std::size_t>(at::get_num_threads()));
     note_state();
     memory_->barrier();
@@ -297,43 +303,56 @@ class FlatUpdate::Impl {
   // through `phase` in it yet, on several threads. T is the type that the parameter is computed in.
   struct Own {
     std::size_t number;  // of the chunk
-    UndoSlot* undo;      // of the thread, where there is a journal
+    RedoSlot* redo;      // of the thread, where there is a journal
   };
   template <class Each>
   void for_own_chunks(const UpdateStep& step, ChunkPhase phase, const Each& each) {
     if (journal_) journal_->begin_pass();
     const auto part = [&](std::size_t from, std::size_t to) {
-      UndoSlot* const undo = journal_ ? &journal_->take_slot() : nullptr;
+      RedoSlot* const redo = journal_ ? &journal_->take_slot() : nullptr;
       for (std::size_t i = from; i < to; ++i) {
         const Chunk& chunk = chunks_[i];
         if (!is_updated_[chunk.parameter]) continue;
-        if (journal_ && journal_->mark(i) >= key_of(number_, phase)) continue;
+        if (journal_ && journal_->mark(i) >= ChunkMark(number_, phase, ChunkMark::kAll)) continue;
         if (computed_in(parameter_of(chunk)) == torch::kFloat64)
-          each(Own{i, undo}, chunk, double());
+          each(Own{i, redo}, chunk, double());
         else
-          each(Own{i, undo}, chunk, float());
+          each(Own{i, redo}, chunk, float());
       }
     };
-    step.gradients.parallel_for(first_, last_, kPiecesPerTask, part);
+    step.gradients.parallel_for(first_, last_, kChunksPerTask, part);
   }
 
-  // Calls write(), which takes the chunk through `phase`, so that it can be undone until it is done.
-  void undoably(const Own& own, const Chunk& chunk, ChunkPhase phase, const auto& write) {
-    if (!journal_) return write();
-    const std::uint64_t key = key_of(number_, phase);
-    own.undo->save(own.number, key, written_in(phase, chunk));
-    write();
-    journal_->set_mark(own.number, key);
+  // Calls write(piece, parts) for each piece of the chunk, of `most` elements, that has not gone through `phase` yet: it writes
+  // new values into `parts`. These are their places; or, where others may have to finish the step, memory beside.
+  void write_pieces(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
+                    const auto& write) {
+    if (!journal_) return write(chunk, places_in(rule, phase, chunk));
+    std::int64_t begin = journal_->mark(own.number).elements_in(number_, phase);
+    for (; begin < chunk.count; begin += most) {
+      const Chunk piece{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
+      const std::int64_t end = begin + piece.count;
+      const ChunkMark mark(number_, phase, end == chunk.count ? ChunkMark::kAll : static_cast<std::uint64_t>(end));
+      const RedoSlot::Piece name{own.number, begin, piece.count};
+      const RedoSlot::Parts places = places_in(rule, phase, piece);
+      const RedoSlot::Parts beside = own.redo->begin(places);
+      if (defect("the key comes before the redo copy")) own.redo->complete(name, mark);
+      write(piece, beside);
+      own.redo->complete(name, mark);
+      own.redo->put(places);
+      journal_->set_mark(own.number, mark);
+    }
   }
 
-  UndoSlot::Parts written_in(ChunkPhase phase, const Chunk& chunk) const {
-    UndoSlot::Parts parts;
+  // What a phase writes: the optimizer's arrays, the average, the values that are updated, the 16-bit ones.
+  RedoSlot::Parts places_in(const UpdateRule& rule, ChunkPhase phase, const Chunk& chunk) const {
+    RedoSlot::Parts parts;
     const auto add = [&](const std::vector<torch::Tensor>& arrays) {
       const std::size_t size = arrays[chunk.parameter].element_size();
       parts.add(part_of<std::byte>(arrays, {chunk.parameter, chunk.begin * static_cast<std::int64_t>(size), 0}),
                 static_cast<std::size_t>(chunk.count) * size);
     };
-    std::ranges::for_each(state_.arrays, add);
+    if (rule.directs_with_state() == (phase == ChunkPhase::kDirected)) std::ranges::for_each(state_.arrays, add);
     if (phase == ChunkPhase::kDirected) return parts;
     if (!state_.averages.empty()) add(state_.averages);
     if (is_16_bit(parameter_of(chunk))) add(state_.masters);
@@ -341,13 +360,16 @@ class FlatUpdate::Impl {
     return parts;
   }
 
-  // Puts back what a killed thread was writing, in the chunks that this rank is to finish.
-  void undo_own_chunks() {
-    for (UndoSlot* const slot : journal_->all_slots()) {
-      const std::size_t i = slot->chunk();
-      const std::uint64_t key = slot->key();
-      if (key == 0 || i < first_ || i >= last_) continue;
-      if (journal_->mark(i) < key) slot->restore(written_in(phase_of(key), chunks_[i]));
+  // Puts in its place what a killed thread had ready, in the chunks that this rank is to finish.
+  void put_own_pieces(const UpdateRule& rule) {
+    for (RedoSlot* const slot : journal_->all_slots()) {
+      const auto [i, begin, count] = slot->piece();
+      const ChunkMark mark = slot->leads_to();
+      if (mark == ChunkMark(0) || i < first_ || i >= last_) continue;
+      if (journal_->mark(i) < mark) {
+        slot->put(places_in(rule, mark.phase(), {chunks_[i].parameter, chunks_[i].begin + begin, count}));
+        journal_->set_mark(i, mark);
+      }
       slot->clear();
     }
   }
@@ -391,12 +413,14 @@ class FlatUpdate::Impl {
       using T = decltype(type);
       T* const gradient = scratch<T>(own.number);
       scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-      const Run<T> run = run_of(chunk, gradient, /*trust=*/1);
-      undoably(own, chunk, ChunkPhase::kDirected, [&] {
-        step.rule.direct(group_of(step, chunk), run);
-        norms_[own.number].parameter = square_norm(run.parameter, chunk.count);
-        norms_[own.number].direction = square_norm(gradient, chunk.count);
-      });
+      const auto direct = [&](const Chunk& whole, const RedoSlot::Parts& parts) {
+        Run<T> run = run_of(whole, gradient, /*trust=*/1);
+        for (std::size_t s = 0; s < parts.count; ++s) run.new_state[s] = part<T>(parts, s);
+        step.rule.direct(group_of(step, whole), run);
+        norms_[own.number].parameter = square_norm(run.parameter, whole.count);
+        norms_[own.number].direction = square_norm(gradient, whole.count);
+      };
+      write_pieces(step.rule, own, chunk, ChunkPhase::kDirected, kMaxRun, direct);
     });
     memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
     find_trust_ratios(step);
@@ -439,12 +463,20 @@ class FlatUpdate::Impl {
 
   template <class T>
   void update(const UpdateStep& step, const Own& own, const Chunk& chunk, T* gradient, double trust) {
-    const Run<T> run = run_of(chunk, gradient, trust);
-    undoably(own, chunk, ChunkPhase::kUpdated, [&] {
-      step.rule.update(group_of(step, chunk), run);
-      if (!state_.averages.empty()) update_average(chunk, run);
-      with_16_bits(chunk, [&](auto* stored) { convert(run.parameter, chunk.count, stored); });
-    });
+    const auto update = [&](const Chunk& piece, const RedoSlot::Parts& parts) {
+      Run<T> run = run_of(piece, gradient + (piece.begin - chunk.begin), trust);
+      std::size_t next = 0;
+      if (!step.rule.directs_with_state())
+        for (; next < state_.arrays.size(); ++next) run.new_state[next] = part<T>(parts, next);
+      T* const new_average = state_.averages.empty() ? nullptr : part<T>(parts, next++);
+      run.new_parameter = part<T>(parts, next++);
+      step.rule.update(group_of(step, piece), run);
+      if (new_average != nullptr) update_average(piece, run, new_average);
+      with_16_bits(piece, [&](auto* stored) {
+        convert(run.new_parameter, piece.count, part<std::remove_pointer_t<decltype(stored)>>(parts, next));
+      });
+    };
+    write_pieces(step.rule, own, chunk, ChunkPhase::kUpdated, kPiece, update);
   }
 
   const UpdateRule::Group& group_of(const UpdateStep& step, const Chunk& chunk) const {
@@ -452,13 +484,14 @@ class FlatUpdate::Impl {
   }
 
   template <class T>
-  Run<T> run_of(const Chunk& chunk, T* gradient, double trust) {
-    Run<T> run{.count = chunk.count,
-               .parameter = values<T>(chunk),
+  Run<T> run_of(const Chunk& piece, T* gradient, double trust) {
+    Run<T> run{.count = piece.count,
+               .parameter = values<T>(piece),
                .gradient = gradient,
-               .step = state_.steps[chunk.parameter],
+               .step = state_.steps[piece.parameter],
                .trust = trust};
-    for (std::size_t s = 0; s < state_.arrays.size(); ++s) run.state[s] = part_of<T>(state_.arrays[s], chunk);
+    for (std::size_t s = 0; s < state_.arrays.size(); ++s) run.state[s] = part_of<T>(state_.arrays[s], piece);
+    run.new_state = run.state;
     return run;
   }
 
@@ -483,15 +516,19 @@ class FlatUpdate::Impl {
   }
 
   template <class T>
-  void update_average(const Chunk& chunk, const Run<T>& run) {
-    T* const average = part_of<T>(state_.averages, chunk);
+  void update_average(const Chunk& piece, const Run<T>& run, T* new_average) {
     if (run.step == 1)
-      std::copy_n(run.parameter, chunk.count, average);
+      std::copy_n(run.new_parameter, piece.count, new_average);
     else
-      move_average(average, run.parameter, chunk.count, state_.ema_decay);
+      move_average(part_of<T>(state_.averages, piece), run.new_parameter, piece.count, state_.ema_decay, new_average);
   }
 
   const torch::Tensor& parameter_of(const Chunk& chunk) const { return state_.parameters[chunk.parameter]; }
+
+  template <class T>
+  static T* part(const RedoSlot::Parts& parts, std::size_t which) {
+    return reinterpret_cast<T*>(parts.all[which].data());
+  }
 
   template <class T>
   static T* part_of(const std::vector<torch::Tensor>& arrays, const Chunk& chunk) {

@@ -20,12 +20,14 @@ struct LARSRule : RuleWith<LARSOptions, LARSRule> {
     const T rate = static_cast<T>(options.lr * run.trust);
     const T momentum = static_cast<T>(options.momentum);
     const T decay = static_cast<T>(options.weight_decay);
-    T* __restrict parameter = run.parameter;
-    T* __restrict buffer = run.state[0];
-    const T* __restrict gradient = run.gradient;
-    for (std::int64_t i = 0; i < run.count; ++i) {
-      buffer[i] = momentum * buffer[i] + rate * (gradient[i] + decay * parameter[i]);
-      parameter[i] -= buffer[i];
+    const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+    const T* const buffer = state[0];
+    T* const new_buffer = new_state[0];
+#pragma GCC ivdep
+    for (std::int64_t i = 0; i < count; ++i) {
+      const T v = momentum * buffer[i] + rate * (gradient[i] + decay * parameter[i]);
+      new_buffer[i] = v;
+      new_parameter[i] = parameter[i] - v;
     }
   }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ATen/ops/_fused_sgd.h>
 
+#include <algorithm>
+
 #include "lockstep/error.h"
 #include "lockstep/optimizer/rule.h"
 
@@ -11,9 +13,10 @@ template <class T>
 void descend(const SGDOptions& options, const Run<T>& run) {
   const T lr = static_cast<T>(options.lr);
   const T decay = static_cast<T>(options.weight_decay);
-  T* __restrict parameter = run.parameter;
-  const T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) parameter[i] -= lr * (gradient[i] + decay * parameter[i]);
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - lr * (gradient[i] + decay * parameter[i]);
+  if (state[0] != new_state[0]) std::copy_n(state[0], count, new_state[0]);  // of other groups, with momentum
 }
 
 template <class T>
@@ -23,14 +26,15 @@ void descend_with_momentum(const SGDOptions& options, const Run<T>& run) {
   const T momentum = static_cast<T>(options.momentum);
   const T of_gradient = options.nesterov ? T(1) : T(0);
   const T of_buffer = options.nesterov ? momentum : T(1);
-  T* __restrict parameter = run.parameter;
-  T* __restrict buffer = run.state[0];
-  const T* __restrict gradient = run.gradient;
-  for (std::int64_t i = 0; i < run.count; ++i) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+  const T* const buffer = state[0];
+  T* const new_buffer = new_state[0];
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + decay * parameter[i];
     const T v = momentum * buffer[i] + g;
-    buffer[i] = v;
-    parameter[i] -= lr * (of_gradient * g + of_buffer * v);
+    new_buffer[i] = v;
+    new_parameter[i] = parameter[i] - lr * (of_gradient * g + of_buffer * v);
   }
 }
 

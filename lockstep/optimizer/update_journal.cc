@@ -51,23 +51,34 @@ class Cursor {
 
 }  // namespace
 
-void UndoSlot::save(std::size_t chunk, std::uint64_t key, const Parts& parts) {
-  const bool too_early = defect("the key comes before the undo copy");
-  key_.store(too_early ? key : 0, std::memory_order_relaxed);
-  chunk_.store(chunk, std::memory_order_relaxed);
+RedoSlot::Parts RedoSlot::begin(const Parts& places) {
+  key_.store(0, std::memory_order_relaxed);
   in_this_order();
-  std::byte* to = data();
-  for (const std::span<std::byte>& part : std::span(parts.all).first(parts.count)) {
-    std::memcpy(to, part.data(), part.size());
-    to += part.size();
+  Parts parts;
+  std::byte* at = data();
+  for (const std::span<std::byte>& place : std::span(places.all).first(places.count)) {
+    parts.add(at, place.size());
+    at += place.size();
   }
-  key_.store(key, std::memory_order_release);
+  return parts;
+}
+
+void RedoSlot::complete(const Piece& piece, ChunkMark mark) {
+  chunk_.store(piece.chunk, std::memory_order_relaxed);
+  begin_.store(piece.begin, std::memory_order_relaxed);
+  count_.store(piece.count, std::memory_order_relaxed);
+  key_.store(mark.word(), std::memory_order_release);
   in_this_order();
 }
 
-void UndoSlot::restore(const Parts& parts) const {
+RedoSlot::Piece RedoSlot::piece() const {
+  return {chunk_.load(std::memory_order_relaxed), begin_.load(std::memory_order_relaxed),
+          count_.load(std::memory_order_relaxed)};
+}
+
+void RedoSlot::put(const Parts& places) const {
   const std::byte* from = data();
-  for (const std::span<std::byte>& part : std::span(parts.all).first(parts.count)) {
+  for (const std::span<std::byte>& part : std::span(places.all).first(places.count)) {
     std::memcpy(part.data(), from, part.size());
     from += part.size();
   }
@@ -201,31 +212,31 @@ JournalWriter::JournalWriter(std::shared_ptr<SharedMemory> memory, const Journal
 JournalWriter::JournalWriter(const KeptUpdate& kept, int rank)
     : find_(kept.find), journal_(kept.journal, kept.shape), rank_(rank) {
   const UpdateJournal::Slots slots = journal_.slots(rank);
-  slots_ = slots_at(find_(slots.place, slots.count * UndoSlot::bytes(shape().undo_bytes)), slots.count);
+  slots_ = slots_at(find_(slots.place, slots.count * RedoSlot::bytes(shape().redo_bytes)), slots.count);
 }
 
 void JournalWriter::make_room(std::size_t threads) {
   if (slots_.size() >= threads) return;
-  SharedMemory::Own undo = memory_->allocate(threads * UndoSlot::bytes(shape().undo_bytes));
-  slots_ = slots_at(undo.data.get(), threads);
-  for (UndoSlot* const slot : slots_) slot->clear();
-  journal_.set_slots(rank_, {memory_->locate(undo.data.get(), 1).value(), threads});
-  undo_ = std::move(undo);
+  SharedMemory::Own redo = memory_->allocate(threads * RedoSlot::bytes(shape().redo_bytes));
+  slots_ = slots_at(redo.data.get(), threads);
+  for (RedoSlot* const slot : slots_) slot->clear();
+  journal_.set_slots(rank_, {memory_->locate(redo.data.get(), 1).value(), threads});
+  redo_ = std::move(redo);
 }
 
-std::vector<UndoSlot*> JournalWriter::slots_at(std::byte* memory, std::size_t count) const {
-  std::vector<UndoSlot*> slots;
+std::vector<RedoSlot*> JournalWriter::slots_at(std::byte* memory, std::size_t count) const {
+  std::vector<RedoSlot*> slots;
   for (std::size_t i = 0; i < count; ++i)
-    slots.push_back(reinterpret_cast<UndoSlot*>(memory + i * UndoSlot::bytes(shape().undo_bytes)));
+    slots.push_back(reinterpret_cast<RedoSlot*>(memory + i * RedoSlot::bytes(shape().redo_bytes)));
   return slots;
 }
 
-std::vector<UndoSlot*> JournalWriter::all_slots() const {
-  std::vector<UndoSlot*> all;
+std::vector<RedoSlot*> JournalWriter::all_slots() const {
+  std::vector<RedoSlot*> all;
   for (int rank = 0; rank < static_cast<int>(shape().ranks); ++rank) {
     const auto [place, count] = journal_.slots(rank);
     if (count == 0) continue;
-    std::ranges::copy(slots_at(find_(place, count * UndoSlot::bytes(shape().undo_bytes)), count),
+    std::ranges::copy(slots_at(find_(place, count * RedoSlot::bytes(shape().redo_bytes)), count),
                       std::back_inserter(all));
   }
   return all;
@@ -288,7 +299,7 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
                {"groups", shape.groups},
                {"sources", shape.sources},
                {"chunks", shape.chunks},
-               {"undo_bytes", shape.undo_bytes},
+               {"redo_bytes", shape.redo_bytes},
                {"ema_decay", state.ema_decay},
                {"journal", text_of(memory, places.journal)},
                {"norms", text_of(memory, places.norms)},
@@ -309,7 +320,7 @@ KeptUpdate::KeptUpdate(const std::string& manifest, Find given) : find(std::move
            .groups = all["groups"],
            .sources = all["sources"],
            .chunks = all["chunks"],
-           .undo_bytes = all["undo_bytes"]};
+           .redo_bytes = all["redo_bytes"]};
   journal = address_of(find, all["journal"]);
   norms = address_of(find, all["norms"]);
   directions = address_of(find, all["directions"]);

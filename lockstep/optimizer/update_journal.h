@@ -3,8 +3,8 @@
 // can finish the step, with the same bits, wherever any of its ranks was killed.
 //
 // Flow:    FlatUpdate -> here, while it updates; manifest + the ranks' memory -> KeptUpdate -> FlatUpdate::finish()
-// Owns:    UpdateJournal: a share of common memory, this rank's undo slots. KeptUpdate: nothing in the memory that it reads
-// Threads: one, except UndoSlot and mark(): one thread per slot and chunk
+// Owns:    UpdateJournal: a share of common memory, this rank's redo slots. KeptUpdate: nothing in the memory that it reads
+// Threads: one, except RedoSlot and mark(): one thread per slot and chunk
 // Ranks:   every rank writes its own record and slots, and the marks of the chunks that it owns
 //
 // Note [An update that others can finish]
@@ -14,14 +14,15 @@
 //   a record, by every rank before its first write: the step's number, its settings, where the gradients are. The record's own
 //       number is stored last. If no rank has completed the record of a step, then nothing of that step was written, and the
 //       record before that, which is kept until then, says how many updates each parameter has had.
-//   an undo copy, before a chunk is written: the old values of all that is going to change, then the chunk's number, then a
-//       key that says that the copy is complete. A thread uses the same slot for all its chunks, so it stays in cache.
-//   a mark, when the chunk is written. It makes the undo copy void.
+//   a redo copy, before a piece of a chunk is written: its new values, then which piece it is, then the key that says that
+//       the copy is complete. Only then do the values go to their place. A thread uses the same slot for all its pieces, so
+//       it stays in cache.
+//   a mark of the chunk, when the piece is in its place. The redo copy is void from then on.
 //
-// finish() puts back each chunk whose undo copy is complete and whose mark is missing, and then runs the step as FlatUpdate
-// always does, except that it passes over what is marked. All inputs of the other chunks are as they were: gradients do not
-// change before barrier 3, and a chunk's own parameters and state are old. What a phase needs of a phase before (norms,
-// directions of layerwise rules) is in kept memory too and was complete before its mark.
+// finish() puts each piece in its place whose redo copy is complete and whose mark is missing, and then runs the step as
+// FlatUpdate always does, except that it passes over what is marked. All inputs of the other pieces are as they were:
+// gradients do not change before barrier 3, and a piece's own parameters and state are old. What a phase needs of a phase
+// before (norms, directions of layerwise rules) is in kept memory too and was complete before its mark.
 //
 // finish() uses the same slots and marks, so it may be killed as well, and be begun again.
 //
@@ -50,37 +51,57 @@ namespace lockstep {
 
 struct UpdateStep;
 
-// What a chunk has gone through in a step, as its mark and a complete undo copy say it. Marks only grow.
-enum class ChunkPhase : std::uint64_t { kDirected = 1, kUpdated = 2 };
-constexpr std::uint64_t key_of(std::uint64_t step, ChunkPhase phase) {
-  return 4 * step + static_cast<std::uint64_t>(phase);
-}
-constexpr ChunkPhase phase_of(std::uint64_t key) { return static_cast<ChunkPhase>(key % 4); }
-
-// The old values of the chunk that one thread writes at the moment.
-class UndoSlot {
+// How far a chunk is: which step and phase, and how many of its elements have gone through that. Marks only grow.
+enum class ChunkPhase : std::uint64_t { kDirected = 0, kUpdated = 1 };
+class ChunkMark {
  public:
-  // What a chunk's update writes, at most: values, two arrays, an average, 16-bit values.
+  static constexpr std::uint64_t kAll = 0xffff;  // elements, and whatever else belongs to the phase
+
+  constexpr ChunkMark(std::uint64_t step, ChunkPhase phase, std::uint64_t elements)
+      : word_((2 * step + static_cast<std::uint64_t>(phase)) << 16 | elements) {}
+  constexpr explicit ChunkMark(std::uint64_t word) : word_(word) {}
+
+  constexpr std::uint64_t word() const { return word_; }
+  constexpr ChunkPhase phase() const { return static_cast<ChunkPhase>(word_ >> 16 & 1); }
+  constexpr std::int64_t elements_in(std::uint64_t step, ChunkPhase phase) const {
+    return word_ >> 16 == ChunkMark(step, phase, 0).word_ >> 16 ? static_cast<std::int64_t>(word_ & kAll) : 0;
+  }
+  auto operator<=>(const ChunkMark&) const = default;
+
+ private:
+  std::uint64_t word_;
+};
+
+// The new values of the piece that one thread writes at the moment.
+class RedoSlot {
+ public:
+  // What the update of a piece writes, at most: values, two arrays, an average, 16-bit values.
   static constexpr std::size_t kMaxParts = 5;
   struct Parts {
     std::array<std::span<std::byte>, kMaxParts> all{};
     std::size_t count = 0;
     void add(void* data, std::size_t bytes) { all[count++] = {static_cast<std::byte*>(data), bytes}; }
   };
-  static std::size_t bytes(std::size_t data) { return sizeof(UndoSlot) + round_up(data, kCacheLine); }
+  struct Piece {
+    std::size_t chunk;
+    std::int64_t begin, count;  // elements, from the start of the chunk
+  };
+  static std::size_t bytes(std::size_t data) { return sizeof(RedoSlot) + round_up(data, kCacheLine); }
 
-  void save(std::size_t chunk, std::uint64_t key, const Parts& parts);
-  void restore(const Parts& parts) const;
+  Parts begin(const Parts& places);  // a copy begins: room for new values, each part as long as its place
+  void complete(const Piece& piece, ChunkMark mark);  // the mark that the chunk has when the piece is in its place
+  void put(const Parts& places) const;
   void clear() { key_.store(0, std::memory_order_release); }
 
-  std::uint64_t key() const { return key_.load(std::memory_order_acquire); }  // 0: no complete copy
-  std::size_t chunk() const { return chunk_.load(std::memory_order_relaxed); }
+  ChunkMark leads_to() const { return ChunkMark(key_.load(std::memory_order_acquire)); }  // 0: no complete copy
+  Piece piece() const;
 
  private:
-  std::byte* data() const { return reinterpret_cast<std::byte*>(const_cast<UndoSlot*>(this)) + sizeof(UndoSlot); }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(const_cast<RedoSlot*>(this)) + sizeof(RedoSlot); }
 
   alignas(kCacheLine) std::atomic<std::uint64_t> key_;
   std::atomic<std::uint64_t> chunk_;
+  std::atomic<std::int64_t> begin_, count_;
 };
 
 // Sizes of a journal; the same for all ranks.
@@ -90,7 +111,7 @@ struct JournalShape {
   std::size_t groups = 0;
   std::size_t sources = 0;  // of gradients
   std::size_t chunks = 0;
-  std::size_t undo_bytes = 0;  // that the update of a chunk writes, at most
+  std::size_t redo_bytes = 0;  // that is written at a time, at most
 };
 
 // A step's settings, as a rank has them after barrier 2, or as others find them.
@@ -106,15 +127,15 @@ struct StepRecord {
   std::vector<std::optional<SharedMemory::Place>> gradients;  // [parameter][source]
 };
 
-// The journal in memory: common to the ranks, but for the undo slots, which are in each rank's own arena.
+// The journal in memory: common to the ranks, but for the redo slots, which are in each rank's own arena.
 class UpdateJournal {
  public:
   static std::size_t bytes(const JournalShape& shape);
 
   UpdateJournal(std::byte* memory, const JournalShape& shape);
 
-  std::uint64_t mark(std::size_t chunk) const { return marks_[chunk].load(std::memory_order_acquire); }
-  void set_mark(std::size_t chunk, std::uint64_t key) { marks_[chunk].store(key, std::memory_order_release); }
+  ChunkMark mark(std::size_t chunk) const { return ChunkMark(marks_[chunk].load(std::memory_order_acquire)); }
+  void set_mark(std::size_t chunk, ChunkMark mark) { marks_[chunk].store(mark.word(), std::memory_order_release); }
 
   void write(int rank, std::uint64_t number, const StepRecord& record);  // number: of the record, from 1
   void write_skipped(int rank, std::uint64_t step);
@@ -167,24 +188,24 @@ class JournalWriter {
   // Of one that finishes what `kept` describes, in the place of its rank.
   JournalWriter(const KeptUpdate& kept, int rank);
 
-  // Has an undo slot for each of so many threads. Between two updates.
+  // Has a redo slot for each of so many threads. Between two updates.
   void make_room(std::size_t threads);
 
   // A pass begins, in which each thread that takes part takes a slot, once.
   void begin_pass() { taken_->store(0, std::memory_order_relaxed); }
-  UndoSlot& take_slot() { return *slots_.at(taken_->fetch_add(1, std::memory_order_relaxed)); }
+  RedoSlot& take_slot() { return *slots_.at(taken_->fetch_add(1, std::memory_order_relaxed)); }
 
   void write(const StepRecord& record) { journal_.write(rank_, ++records_, record); }
   void write_skipped(std::uint64_t step) { journal_.write_skipped(rank_, step); }
-  std::uint64_t mark(std::size_t chunk) const { return journal_.mark(chunk); }
-  void set_mark(std::size_t chunk, std::uint64_t key) { journal_.set_mark(chunk, key); }
+  ChunkMark mark(std::size_t chunk) const { return journal_.mark(chunk); }
+  void set_mark(std::size_t chunk, ChunkMark mark) { journal_.set_mark(chunk, mark); }
 
-  std::vector<UndoSlot*> all_slots() const;  // of all ranks, of a journal that is kept
+  std::vector<RedoSlot*> all_slots() const;  // of all ranks, of a journal that is kept
   const JournalShape& shape() const { return journal_.shape(); }
   std::span<const std::byte> memory() const { return journal_.memory(); }
 
  private:
-  std::vector<UndoSlot*> slots_at(std::byte* memory, std::size_t count) const;
+  std::vector<RedoSlot*> slots_at(std::byte* memory, std::size_t count) const;
 
   std::shared_ptr<SharedMemory> memory_;  // of a journal that is written for the first time
   KeptUpdate::Find find_;                 // of a kept one
@@ -192,8 +213,8 @@ class JournalWriter {
   UpdateJournal journal_;
   int rank_;
   std::uint64_t records_ = 0;  // that it has written
-  SharedMemory::Own undo_;
-  std::vector<UndoSlot*> slots_;  // of this rank
+  SharedMemory::Own redo_;
+  std::vector<RedoSlot*> slots_;  // of this rank
   std::unique_ptr<std::atomic<std::size_t>> taken_ = std::make_unique<std::atomic<std::size_t>>();
 };
 

@@ -128,15 +128,14 @@ Arenas::Arenas(const std::vector<UniqueFd>& files) {
     struct stat status {};
     ::fstat(file.get(), &status);
     const auto bytes = static_cast<std::size_t>(status.st_size);
-    void* const data = bytes == 0 ? nullptr : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-    if (data == MAP_FAILED) throw std::runtime_error("an arena can't be mapped");
+    void* const data = bytes == 0 ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+    if (data == MAP_FAILED) throw std::runtime_error(concat("an arena of ", bytes, " bytes can't be mapped, descriptor ", file.get()));
     mapped_.emplace_back(static_cast<std::byte*>(data), bytes);
   }
 }
 
 Arenas::~Arenas() {
-  for (const auto& each : mapped_)
-    if (!each.empty()) ::munmap(each.data(), each.size());
+  for (const auto& each : mapped_) ::munmap(each.data(), each.size());
 }
 
 std::byte* Arenas::find(const SharedMemory::Place& place, std::size_t bytes) const {
