@@ -22,7 +22,7 @@ constexpr std::int64_t kChunksPerTask = 8;  // of a thread
 
 // Elements that a chunk's update writes at a time where others may have to finish it: old and new values fit the first-level
 // cache.
-constexpr std::int64_t kPiece = 1024;
+constexpr std::int64_t kKeptRun = 1024;
 
 // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
 struct Norms {
@@ -68,13 +68,13 @@ std::size_t gradient_bytes_of_chunk(const std::vector<torch::Tensor>& parameters
   return kMaxRun * most;
 }
 
-// That is written at a time, at most: of a piece all, of a chunk of a layerwise rule the state.
+// That is written at a time, at most: of a run all, of a chunk of a layerwise rule the state.
 std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {
   std::size_t most = 0;
   for (const torch::Tensor& parameter : state.parameters) {
     const std::size_t size = c10::elementSize(computed_in(parameter));
     const std::size_t lists = 1 + state.arrays.size() + (state.ema_decay > 0 ? 1 : 0);
-    most = std::max(most, kPiece * (lists * size + (is_16_bit(parameter) ? 2 : 0)));
+    most = std::max(most, kKeptRun * (lists * size + (is_16_bit(parameter) ? 2 : 0)));
     if (layerwise) most = std::max(most, kMaxRun * state.arrays.size() * size);
   }
   return most;
@@ -231,7 +231,7 @@ class FlatUpdate::Impl {
 
   void finish(const StepRecord& record, const UpdateStep& step) {
     number_ = record.step;
-    put_own_pieces(step.rule);
+    put_own_runs(step.rule);
     memory_->barrier();
     find_updated(step.gradients);
     complete(step);
@@ -323,21 +323,21 @@ class FlatUpdate::Impl {
     step.gradients.parallel_for(first_, last_, kChunksPerTask, part);
   }
 
-  // Calls write(piece, parts) for each piece of the chunk, of `most` elements, that has not gone through `phase` yet: it writes
+  // Calls write(range, parts) for each run of the chunk, of `most` elements, that has not gone through `phase` yet: it writes
   // new values into `parts`. These are their places; or, where others may have to finish the step, memory beside.
-  void write_pieces(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
-                    const auto& write) {
+  void write_runs(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
+                  const auto& write) {
     if (!journal_) return write(chunk, places_in(rule, phase, chunk));
     std::int64_t begin = journal_->mark(own.number).elements_in(number_, phase);
     for (; begin < chunk.count; begin += most) {
-      const Chunk piece{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
-      const std::int64_t end = begin + piece.count;
+      const Chunk range{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
+      const std::int64_t end = begin + range.count;
       const ChunkMark mark(number_, phase, end == chunk.count ? ChunkMark::kAll : static_cast<std::uint64_t>(end));
-      const RedoSlot::Piece name{own.number, begin, piece.count};
-      const RedoSlot::Parts places = places_in(rule, phase, piece);
+      const RedoSlot::Elements name{own.number, begin, range.count};
+      const RedoSlot::Parts places = places_in(rule, phase, range);
       const RedoSlot::Parts beside = own.redo->begin(places);
       if (defect("the key comes before the redo copy")) own.redo->complete(name, mark);
-      write(piece, beside);
+      write(range, beside);
       own.redo->complete(name, mark);
       own.redo->put(places);
       journal_->set_mark(own.number, mark);
@@ -361,9 +361,9 @@ class FlatUpdate::Impl {
   }
 
   // Puts in its place what a killed thread had ready, in the chunks that this rank is to finish.
-  void put_own_pieces(const UpdateRule& rule) {
+  void put_own_runs(const UpdateRule& rule) {
     for (RedoSlot* const slot : journal_->all_slots()) {
-      const auto [i, begin, count] = slot->piece();
+      const auto [i, begin, count] = slot->elements();
       const ChunkMark mark = slot->leads_to();
       if (mark == ChunkMark(0) || i < first_ || i >= last_) continue;
       if (journal_->mark(i) < mark) {
@@ -420,7 +420,7 @@ class FlatUpdate::Impl {
         norms_[own.number].parameter = square_norm(run.parameter, whole.count);
         norms_[own.number].direction = square_norm(gradient, whole.count);
       };
-      write_pieces(step.rule, own, chunk, ChunkPhase::kDirected, kMaxRun, direct);
+      write_runs(step.rule, own, chunk, ChunkPhase::kDirected, kMaxRun, direct);
     });
     memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
     find_trust_ratios(step);
@@ -463,20 +463,20 @@ class FlatUpdate::Impl {
 
   template <class T>
   void update(const UpdateStep& step, const Own& own, const Chunk& chunk, T* gradient, double trust) {
-    const auto update = [&](const Chunk& piece, const RedoSlot::Parts& parts) {
-      Run<T> run = run_of(piece, gradient + (piece.begin - chunk.begin), trust);
+    const auto update = [&](const Chunk& range, const RedoSlot::Parts& parts) {
+      Run<T> run = run_of(range, gradient + (range.begin - chunk.begin), trust);
       std::size_t next = 0;
       if (!step.rule.directs_with_state())
         for (; next < state_.arrays.size(); ++next) run.new_state[next] = part<T>(parts, next);
       T* const new_average = state_.averages.empty() ? nullptr : part<T>(parts, next++);
       run.new_parameter = part<T>(parts, next++);
-      step.rule.update(group_of(step, piece), run);
-      if (new_average != nullptr) update_average(piece, run, new_average);
-      with_16_bits(piece, [&](auto* stored) {
-        convert(run.new_parameter, piece.count, part<std::remove_pointer_t<decltype(stored)>>(parts, next));
+      step.rule.update(group_of(step, range), run);
+      if (new_average != nullptr) update_average(range, run, new_average);
+      with_16_bits(range, [&](auto* stored) {
+        convert(run.new_parameter, range.count, part<std::remove_pointer_t<decltype(stored)>>(parts, next));
       });
     };
-    write_pieces(step.rule, own, chunk, ChunkPhase::kUpdated, kPiece, update);
+    write_runs(step.rule, own, chunk, ChunkPhase::kUpdated, kKeptRun, update);
   }
 
   const UpdateRule::Group& group_of(const UpdateStep& step, const Chunk& chunk) const {
@@ -484,13 +484,13 @@ class FlatUpdate::Impl {
   }
 
   template <class T>
-  Run<T> run_of(const Chunk& piece, T* gradient, double trust) {
-    Run<T> run{.count = piece.count,
-               .parameter = values<T>(piece),
+  Run<T> run_of(const Chunk& range, T* gradient, double trust) {
+    Run<T> run{.count = range.count,
+               .parameter = values<T>(range),
                .gradient = gradient,
-               .step = state_.steps[piece.parameter],
+               .step = state_.steps[range.parameter],
                .trust = trust};
-    for (std::size_t s = 0; s < state_.arrays.size(); ++s) run.state[s] = part_of<T>(state_.arrays[s], piece);
+    for (std::size_t s = 0; s < state_.arrays.size(); ++s) run.state[s] = part_of<T>(state_.arrays[s], range);
     run.new_state = run.state;
     return run;
   }
@@ -516,11 +516,11 @@ class FlatUpdate::Impl {
   }
 
   template <class T>
-  void update_average(const Chunk& piece, const Run<T>& run, T* new_average) {
+  void update_average(const Chunk& range, const Run<T>& run, T* new_average) {
     if (run.step == 1)
-      std::copy_n(run.new_parameter, piece.count, new_average);
+      std::copy_n(run.new_parameter, range.count, new_average);
     else
-      move_average(part_of<T>(state_.averages, piece), run.new_parameter, piece.count, state_.ema_decay, new_average);
+      move_average(part_of<T>(state_.averages, range), run.new_parameter, range.count, state_.ema_decay, new_average);
   }
 
   const torch::Tensor& parameter_of(const Chunk& chunk) const { return state_.parameters[chunk.parameter]; }
@@ -561,12 +561,12 @@ class FlatUpdate::Impl {
   std::size_t chunk_bytes_;  // of a gradient in scratch_
   std::size_t first_;        // this rank owns chunks [first_, last_)
   std::size_t last_;
-  std::vector<char> is_updated_;         // in this step, each parameter: some source has a gradient for it
-  std::shared_ptr<Norms[]> norms_;       // of each chunk; shared
-  std::shared_ptr<std::byte> scratch_;   // of chunks from first_in_scratch_ on
+  std::vector<char> is_updated_;        // in this step, each parameter: some source has a gradient for it
+  std::shared_ptr<Norms[]> norms_;      // of each chunk; shared
+  std::shared_ptr<std::byte> scratch_;  // of chunks from first_in_scratch_ on
   std::size_t first_in_scratch_ = 0;
-  bool keeps_directions_ = false;        // scratch_ is shared, and has all chunks
-  std::vector<double> trust_;            // of each parameter
+  bool keeps_directions_ = false;  // scratch_ is shared, and has all chunks
+  std::vector<double> trust_;      // of each parameter
   double gradient_norm_ = 0;
   std::uint64_t number_ = 0;  // of the step
   std::optional<JournalWriter> journal_;
@@ -594,8 +594,7 @@ std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, KeptUpdat
   std::vector<UpdateRule::Group> groups;
   for (const OptimizerOptions& options : record->options) groups.push_back(group_with(options));
   const auto rule = rule_of(record->options.front());
-  Impl(std::move(memory), kept)
-      .finish(*record, {*rule, groups, gradients, record->clipping, record->loss_scale});
+  Impl(std::move(memory), kept).finish(*record, {*rule, groups, gradients, record->clipping, record->loss_scale});
   return record->step;
 }
 

@@ -63,15 +63,15 @@ RedoSlot::Parts RedoSlot::begin(const Parts& places) {
   return parts;
 }
 
-void RedoSlot::complete(const Piece& piece, ChunkMark mark) {
-  chunk_.store(piece.chunk, std::memory_order_relaxed);
-  begin_.store(piece.begin, std::memory_order_relaxed);
-  count_.store(piece.count, std::memory_order_relaxed);
+void RedoSlot::complete(const Elements& elements, ChunkMark mark) {
+  chunk_.store(elements.chunk, std::memory_order_relaxed);
+  begin_.store(elements.begin, std::memory_order_relaxed);
+  count_.store(elements.count, std::memory_order_relaxed);
   key_.store(mark.word(), std::memory_order_release);
   in_this_order();
 }
 
-RedoSlot::Piece RedoSlot::piece() const {
+RedoSlot::Elements RedoSlot::elements() const {
   return {chunk_.load(std::memory_order_relaxed), begin_.load(std::memory_order_relaxed),
           count_.load(std::memory_order_relaxed)};
 }

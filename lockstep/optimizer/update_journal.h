@@ -14,14 +14,14 @@
 //   a record, by every rank before its first write: the step's number, its settings, where the gradients are. The record's own
 //       number is stored last. If no rank has completed the record of a step, then nothing of that step was written, and the
 //       record before that, which is kept until then, says how many updates each parameter has had.
-//   a redo copy, before a piece of a chunk is written: its new values, then which piece it is, then the key that says that
-//       the copy is complete. Only then do the values go to their place. A thread uses the same slot for all its pieces, so
+//   a redo copy, before a run of a chunk is written: its new values, then which run it is, then the key that says that
+//       the copy is complete. Only then do the values go to their place. A thread uses the same slot for all its runs, so
 //       it stays in cache.
-//   a mark of the chunk, when the piece is in its place. The redo copy is void from then on.
+//   a mark of the chunk, when the run is in its place. The redo copy is void from then on.
 //
-// finish() puts each piece in its place whose redo copy is complete and whose mark is missing, and then runs the step as
-// FlatUpdate always does, except that it passes over what is marked. All inputs of the other pieces are as they were:
-// gradients do not change before barrier 3, and a piece's own parameters and state are old. What a phase needs of a phase
+// finish() puts each run in its place whose redo copy is complete and whose mark is missing, and then runs the step as
+// FlatUpdate always does, except that it passes over what is marked. All inputs of the other runs are as they were:
+// gradients do not change before barrier 3, and a run's own parameters and state are old. What a phase needs of a phase
 // before (norms, directions of layerwise rules) is in kept memory too and was complete before its mark.
 //
 // finish() uses the same slots and marks, so it may be killed as well, and be begun again.
@@ -72,29 +72,29 @@ class ChunkMark {
   std::uint64_t word_;
 };
 
-// The new values of the piece that one thread writes at the moment.
+// The new values of the run that one thread writes at the moment.
 class RedoSlot {
  public:
-  // What the update of a piece writes, at most: values, two arrays, an average, 16-bit values.
+  // What the update of a run writes, at most: values, two arrays, an average, 16-bit values.
   static constexpr std::size_t kMaxParts = 5;
   struct Parts {
     std::array<std::span<std::byte>, kMaxParts> all{};
     std::size_t count = 0;
     void add(void* data, std::size_t bytes) { all[count++] = {static_cast<std::byte*>(data), bytes}; }
   };
-  struct Piece {
+  struct Elements {
     std::size_t chunk;
     std::int64_t begin, count;  // elements, from the start of the chunk
   };
   static std::size_t bytes(std::size_t data) { return sizeof(RedoSlot) + round_up(data, kCacheLine); }
 
   Parts begin(const Parts& places);  // a copy begins: room for new values, each part as long as its place
-  void complete(const Piece& piece, ChunkMark mark);  // the mark that the chunk has when the piece is in its place
+  void complete(const Elements& elements, ChunkMark mark);  // the mark that the chunk has when the run is in its place
   void put(const Parts& places) const;
   void clear() { key_.store(0, std::memory_order_release); }
 
   ChunkMark leads_to() const { return ChunkMark(key_.load(std::memory_order_acquire)); }  // 0: no complete copy
-  Piece piece() const;
+  Elements elements() const;
 
  private:
   std::byte* data() const { return reinterpret_cast<std::byte*>(const_cast<RedoSlot*>(this)) + sizeof(RedoSlot); }
@@ -120,10 +120,10 @@ struct StepRecord {
   bool skipped = false;  // because of its loss scale: nothing is written
   ClippingOptions clipping;
   std::optional<double> loss_scale;
-  std::vector<double> weights;                               // of each source
-  std::vector<OptimizerOptions> options;                     // of each group
-  std::vector<std::int64_t> steps;                           // of each parameter, before this one
-  std::vector<char> is_updated;                              // each parameter
+  std::vector<double> weights;                                // of each source
+  std::vector<OptimizerOptions> options;                      // of each group
+  std::vector<std::int64_t> steps;                            // of each parameter, before this one
+  std::vector<char> is_updated;                               // each parameter
   std::vector<std::optional<SharedMemory::Place>> gradients;  // [parameter][source]
 };
 

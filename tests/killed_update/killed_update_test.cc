@@ -88,12 +88,14 @@ void be_rank(std::shared_ptr<SharedMemory> memory, const UpdateCase& given, cons
 
 // All ranks in this process; returns when they are done. arena: of a rank that is alone.
 void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard& board) {
-  at::set_num_threads(given.threads);  // here: after a fork the first call makes libtorch's pool anew, and must be alone
+  at::set_num_threads(
+      given.threads);  // here: after a fork the first call makes libtorch's pool anew, and must be alone
   if (given.ranks == 1) {
     auto memory = std::make_shared<shm::Arena>(UniqueFd(::dup(arena)), std::size_t{1} << 30, "the memory of rank 0");
     return be_rank(SharedMemory::alone(std::move(memory)), given, plan, board);
   }
-  auto groups = shm::make_thread_group(given.ranks, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
+  auto groups =
+      shm::make_thread_group(given.ranks, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
   run_threads(
       std::vector<int>(groups.size()),
       [&](int rank) {
@@ -281,8 +283,8 @@ std::size_t kill_once(const UpdateCase& given, int victim, std::size_t when, con
     }
   child.kill();
   const Arenas arenas(files);
-  difference_found =
-      difference(board, [&](const auto& place, std::size_t bytes) { return arenas.find(place, bytes); }, expected);
+  difference_found = difference(
+      board, [&](const auto& place, std::size_t bytes) { return arenas.find(place, bytes); }, expected);
   return steps;
 }
 

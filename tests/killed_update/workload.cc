@@ -47,15 +47,16 @@ Workload::Workload(std::shared_ptr<SharedMemory> memory, const UpdateCase& given
   for (std::size_t i = 0; i < case_.sizes.size(); ++i) {
     const std::int64_t size = case_.sizes[i];
     if (memory_->rank() == 0) fill(place, case_.dtype, size, [&](std::int64_t e) { return number(1, i, 0, e); });
-    state_.parameters.push_back(torch::from_blob(place, {size}, [block](void*) {}, torch::dtype(case_.dtype)));
+    state_.parameters.push_back(torch::from_blob(
+        place, {size}, [block](void*) {}, torch::dtype(case_.dtype)));
     state_.group_of.push_back(i % kGroups);
     place += round_up<std::size_t>(static_cast<std::size_t>(size) * each, kCacheLine);
     gradients_.push_back(memory_->allocate(static_cast<std::size_t>(size) * each));
   }
   places_ = memory_->allocate_common(static_cast<std::size_t>(memory_->size()) * case_.sizes.size() * 8);
   for (std::size_t i = 0; i < case_.sizes.size(); ++i)
-    reinterpret_cast<std::uint64_t*>(places_.get())[static_cast<std::size_t>(memory_->rank()) * case_.sizes.size() + i] =
-        gradients_[i].place;
+    reinterpret_cast<std::uint64_t*>(
+        places_.get())[static_cast<std::size_t>(memory_->rank()) * case_.sizes.size() + i] = gradients_[i].place;
   state_.steps.resize(case_.sizes.size());
   state_.arrays.resize(rule_->state_names().size());
   state_.ema_decay = case_.ema_decay;
@@ -128,8 +129,10 @@ Arenas::Arenas(const std::vector<UniqueFd>& files) {
     struct stat status {};
     ::fstat(file.get(), &status);
     const auto bytes = static_cast<std::size_t>(status.st_size);
-    void* const data = bytes == 0 ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-    if (data == MAP_FAILED) throw std::runtime_error(concat("an arena of ", bytes, " bytes can't be mapped, descriptor ", file.get()));
+    void* const data =
+        bytes == 0 ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+    if (data == MAP_FAILED)
+      throw std::runtime_error(concat("an arena of ", bytes, " bytes can't be mapped, descriptor ", file.get()));
     mapped_.emplace_back(static_cast<std::byte*>(data), bytes);
   }
 }
