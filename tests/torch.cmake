@@ -185,7 +185,7 @@ set_tests_properties(hosts.security_of_tensors PROPERTIES TIMEOUT 120)
 if(NOT LOCKSTEP_SANITIZE)
   add_test(NAME install.a_users_project_builds_and_trains
     COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/install_test.sh ${CMAKE_BINARY_DIR})
-  set_tests_properties(install.a_users_project_builds_and_trains PROPERTIES TIMEOUT 300)
+  set_tests_properties(install.a_users_project_builds_and_trains PROPERTIES TIMEOUT 900)
 endif()
 
 # The wheel and the package of Debian, which `make wheel deb` has packed from this build.

@@ -23,6 +23,7 @@ constexpr std::int64_t kChunksPerTask = 8;  // of a thread
 // Elements that a chunk's update writes at a time where others may have to finish it: old and new values fit the first-level
 // cache.
 constexpr std::int64_t kKeptRun = 1024;
+static_assert(kMaxRun < static_cast<std::int64_t>(ChunkMark::kAll));
 
 // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
 struct Norms {

@@ -27,7 +27,9 @@ std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions
 // The rule that these options choose.
 std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options);
 
-// Rule derives from this and has:
+// Rule derives from this and has what follows. It writes every element of new_parameter and new_state, also those that stay
+// as they were: where others may have to finish a step, these are not the old values' memory. Where direct() writes the
+// state, update() does not.
 //   template <class T> static void apply(const Options&, const Run<T>&);
 //   static void apply_on_device(const Options&, const WholeTensors&);
 //   template <class T> static void find_direction(const Options&, const Run<T>&);  // if it turns the gradient

@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kManifestVersion = 1;
+constexpr int kManifestVersion = 2;
 constexpr std::uint64_t kNoPlace = std::numeric_limits<std::uint64_t>::max();
 constexpr int kOffsetBits = 48;
 
@@ -30,6 +30,23 @@ std::uint64_t word_of_place(const std::optional<SharedMemory::Place>& place) {
 std::optional<SharedMemory::Place> place_of_word(std::uint64_t place) {
   if (place == kNoPlace) return std::nullopt;
   return SharedMemory::Place{static_cast<int>(place >> kOffsetBits), place & ((std::uint64_t{1} << kOffsetBits) - 1)};
+}
+
+// Place and count in one word, so that they change together: 16 bits the arena, 36 the cache line in it, 12 the count.
+constexpr int kCountBits = 12;
+constexpr std::uint64_t kLineBits = kOffsetBits - kCountBits;
+
+std::uint64_t word_of_slots(const UpdateJournal::Slots& slots) {
+  const std::uint64_t line = slots.place.offset / kCacheLine;
+  if (slots.count >> kCountBits != 0 || line >> kLineBits != 0)
+    throw UsageError({.what = concat("an update on ", slots.count, " threads can't be kept for a lost rank"),
+                      .next = "set fewer threads per rank"});
+  return static_cast<std::uint64_t>(slots.place.arena) << kOffsetBits | line << kCountBits | slots.count;
+}
+
+UpdateJournal::Slots slots_of_word(std::uint64_t word) {
+  const std::uint64_t line = (word >> kCountBits) & ((std::uint64_t{1} << kLineBits) - 1);
+  return {{static_cast<int>(word >> kOffsetBits), line * kCacheLine}, word & ((std::uint64_t{1} << kCountBits) - 1)};
 }
 
 // Arrays in memory, one after another.
@@ -52,7 +69,7 @@ class Cursor {
 }  // namespace
 
 RedoSlot::Parts RedoSlot::begin(const Parts& places) {
-  key_.store(0, std::memory_order_relaxed);
+  clear();
   in_this_order();
   Parts parts;
   std::byte* at = data();
@@ -86,8 +103,7 @@ void RedoSlot::put(const Parts& places) const {
 
 // Of one rank, before its two records, which it writes in turn: the older one holds until the newer one is complete.
 struct alignas(kCacheLine) UpdateJournal::Seat {
-  std::atomic<std::uint64_t> slots;  // 0: none yet, or they are being moved
-  std::atomic<std::uint64_t> slots_at;
+  std::atomic<std::uint64_t> slots;  // word_of_slots(); 0: none yet
   std::array<std::atomic<std::uint64_t>, 2> number;  // of each record, from 1; 0: it is being written, or there is none
   std::atomic<std::uint64_t> skipped;                // 1 + the last step that its loss scale skipped
 };
@@ -191,16 +207,11 @@ std::optional<StepRecord> UpdateJournal::newest() const {
 }
 
 void UpdateJournal::set_slots(int rank, const Slots& slots) {
-  seat(rank).slots.store(0, std::memory_order_relaxed);
-  in_this_order();
-  seat(rank).slots_at.store(word_of_place(slots.place), std::memory_order_relaxed);
-  seat(rank).slots.store(slots.count, std::memory_order_release);
+  seat(rank).slots.store(word_of_slots(slots), std::memory_order_release);
 }
 
 UpdateJournal::Slots UpdateJournal::slots(int rank) const {
-  const std::size_t count = seat(rank).slots.load(std::memory_order_acquire);
-  if (count == 0) return {};
-  return {*place_of_word(seat(rank).slots_at.load(std::memory_order_relaxed)), count};
+  return slots_of_word(seat(rank).slots.load(std::memory_order_acquire));
 }
 
 JournalWriter::JournalWriter(std::shared_ptr<SharedMemory> memory, const JournalShape& shape)
