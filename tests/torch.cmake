@@ -193,7 +193,7 @@ if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT LOCKSTEP_SANITIZE AND NOT LOCKSTE
   foreach(package wheel deb)
     add_test(NAME install.the_${package} COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/${package}_test.py
       ${PROJECT_SOURCE_DIR}/dist)
-    set_tests_properties(install.the_${package} PROPERTIES TIMEOUT 1800)
+    set_tests_properties(install.the_${package} PROPERTIES TIMEOUT 2700)
   endforeach()
   # The documentation as a site, in a browser.
   add_test(NAME docs.the_site COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/docs_test.py)

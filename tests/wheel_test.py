@@ -63,7 +63,7 @@ class Venv:
         print("$", program, *arguments, flush=True)
         environment = environment or self.without_compiler
         found = shutil.which(program, path=environment["PATH"])
-        result = subprocess.run([found, *arguments], cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=600,
+        result = subprocess.run([found, *arguments], cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=1500,
                                 **options)
         print(result.stdout, end="", flush=True)
         if result.returncode:
