@@ -51,8 +51,11 @@ std::string difference(const Outcome& one, const Outcome& other) {
     if (!torch::equal(found->second, tensor)) return concat("other values in ", name);
   }
   if (one.tensors.size() != other.tensors.size()) return "more tensors";
-  for (const auto& [step, loss] : other.losses)  // a rank 0 that was killed may not have written its last ones
-    if (one.losses.at(step) != loss) return concat("another loss of step ", step);
+  for (const auto& [step, loss] : one.losses) {
+    const auto found = other.losses.find(step);
+    if (found == other.losses.end()) return concat("no loss of step ", step);
+    if (found->second != loss) return concat("another loss of step ", step);
+  }
   return {};
 }
 
