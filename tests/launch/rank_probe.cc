@@ -177,11 +177,12 @@ int meet(const Arguments&) { return rank() == 0 ? serve(master_address()) : conn
 namespace own_progress = lockstep::own_progress;
 using lockstep::Phase;
 
-// The ranks of this job, which all publish.
+// The ranks of this job, which all publish. A record of the generation before may still be there: its process has ended.
 int pid_of(int peer) {
   const lockstep::JobPage page = lockstep::JobPage::open(lockstep::split(variable("LOCKSTEP_PAGE"), ' ').front());
-  while (page.record(peer).pid == 0) std::this_thread::yield();
-  return page.record(peer).pid;
+  const lockstep::RankRecord& record = page.record(peer);
+  while (record.generation != own_progress::record().generation || record.pid == 0) std::this_thread::yield();
+  return record.pid;
 }
 
 // As ranks do in a collective, until `done`.
