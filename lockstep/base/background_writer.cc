@@ -83,6 +83,7 @@ struct BackgroundWriter::Shared {
       ++written;
     else
       note(std::strerror(error));
+    if (waiting == 0) changed.notify_all();
   }
 };
 
@@ -102,6 +103,11 @@ void BackgroundWriter::offer(std::string record) {
   shared_->waiting += record.size();
   shared_->records.push_back(std::move(record));
   if (shared_->is_urgent()) shared_->changed.notify_one();
+}
+
+bool BackgroundWriter::wait_until_written(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(shared_->mutex);
+  return shared_->changed.wait_for(lock, timeout, [this] { return shared_->waiting == 0; });
 }
 
 std::int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {

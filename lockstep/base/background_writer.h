@@ -36,6 +36,9 @@ class BackgroundWriter {
   // `most_waiting` bytes wait already. Never waits for the disk. The first drop is a warning in the log.
   void offer(std::string record);
 
+  // With at_once: whether everything is written, for which it waits at most `timeout`. A process that is killed afterwards loses nothing.
+  bool wait_until_written(std::chrono::milliseconds timeout);
+
   // Waits until everything is written, at most `timeout`; then gives up the rest. Logs how many records were dropped, if
   // any, and returns it. Nothing may be offered afterwards.
   std::int64_t finish(std::chrono::milliseconds timeout = std::chrono::seconds(5));

@@ -68,6 +68,24 @@ TEST(BackgroundWriter, drops_and_counts_what_a_stuck_disk_does_not_take) {
   read_to_end(pipe.read_end.get());  // the disk answers: the thread that was left behind ends
 }
 
+TEST(BackgroundWriter, says_when_a_killed_process_would_lose_nothing) {
+  const TempFolder folder;
+  BackgroundWriter writer(new_file(folder / "f"), "f", {.at_once = true});
+  for (int i = 0; i < 100; ++i) {
+    writer.offer("a line\n");
+    ASSERT_TRUE(writer.wait_until_written(std::chrono::seconds(10)));
+    ASSERT_EQ(std::filesystem::file_size(folder / "f"), 7 * (i + 1));
+  }
+}
+
+TEST(BackgroundWriter, does_not_wait_longer_than_it_is_told_for_a_stuck_disk) {
+  Pipe pipe;
+  BackgroundWriter writer(std::move(pipe.write_end), "stuck", {.at_once = true});
+  writer.offer(std::string(1 << 20, 'x'));
+  EXPECT_FALSE(writer.wait_until_written(std::chrono::milliseconds(10)));
+  pipe.read_end.reset();
+}
+
 TEST(BackgroundWriter, writes_whole_records_to_a_disk_that_answers_late) {
   Pipe pipe;
   const std::string record(1000, 'x');

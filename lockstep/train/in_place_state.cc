@@ -108,12 +108,13 @@ std::optional<InPlaceState::Found> InPlaceState::take_over() {
   const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(without_program(text), find));
   const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
   const Position position = restore_own_state(own, strategy_, options_);
-  return Found{position, own.metadata().at(kLastStep)};
+  last_step_ = own.metadata().at(kLastStep);
+  return Found{position, last_step_};
 }
 
 void InPlaceState::begin(const Position& position) {
   updates_ = -1;
-  publish(position, "");
+  publish(position, last_step_);
   world_.barrier();
   if (world_.rank() == 0) memory_.complete();
 }

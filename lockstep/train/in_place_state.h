@@ -56,6 +56,7 @@ class InPlaceState {
   TrainOptions options_;
   KeptImages own_;
   std::int64_t updates_ = 0;  // of this generation, the one that comes next included
+  std::string last_step_;     // that was taken over
 };
 
 }  // namespace lockstep

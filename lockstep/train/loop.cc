@@ -297,12 +297,15 @@ std::int64_t TrainingLoop::ranks() const {
 void TrainingLoop::keep_state() {
   if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
   const trace::Span span("keep the state", position_.step);
+  metrics_.hand_over();
   const KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
   kept_->keep(position_.step, parts.common, parts.own);
 }
 
 void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
-  if (in_place_) in_place_->publish(after_step(totals, seconds), step_event(totals, seconds).dump());
+  if (!in_place_) return;
+  metrics_.hand_over();
+  in_place_->publish(after_step(totals, seconds), step_event(totals, seconds).dump());
 }
 
 void TrainingLoop::save_checkpoint() {

@@ -12,6 +12,8 @@
 namespace lockstep {
 namespace {
 
+constexpr std::chrono::milliseconds kHandOver{100};
+
 bool ends_within_a_line(const std::string& path) {
   if (!std::filesystem::is_regular_file(path)) return false;
   std::ifstream in(path, std::ios::binary);
@@ -30,6 +32,10 @@ MetricsFile::MetricsFile(const std::string& path, bool append) : path_(path) {
 
 void MetricsFile::write(const Json& event) {
   if (writer_) writer_->offer(event.dump() + '\n');
+}
+
+void MetricsFile::hand_over() {
+  if (writer_ && !is_slow_) is_slow_ = !writer_->wait_until_written(kHandOver);
 }
 
 bool MetricsFile::finish() { return !writer_ || writer_->finish() == 0; }

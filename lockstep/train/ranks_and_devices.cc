@@ -112,7 +112,7 @@ int worker_number(const TrainOptions& options, const JobEnvironment& job) {
 
 int devices_of_rank(const TrainOptions& options, const JobEnvironment& job) {
   if (!strategy_info(options.strategy.kind).threads || is_server(options, job)) return 1;
-  if (ranks_are_devices(options)) return job.launcher == "none" ? rank_count(options) : 1;
+  if (ranks_are_devices(options)) return options.launcher == "none" ? rank_count(options) : 1;
   return std::max(1, devices_of_worker(options, worker_number(options, job)));
 }
 

@@ -9,6 +9,8 @@
 #   make_hosts NAME...     ctl (this namespace, 10.77.0.1) and one host per NAME (10.77.0.11, .12, …); names resolve. As
 #                          Debian does it, a host's own name is 127.0.1.1 there.
 #   on_host NAME COMMAND   runs a command there
+#   survives_a_lost_machine NAME LAUNCHER...   whether a job goes on, with the losses of one rank, that has one `lockstep run`
+#                          on each of n1, n2 and n3, started by LAUNCHER, when the one on n2 is killed
 
 in_own_namespaces() {
   [ -z "${IN_OWN_NAMESPACES:-}" ] || return 0
@@ -63,3 +65,33 @@ ON_HOST
 }
 
 on_host() { /run/on-host "$@"; }
+
+survives_a_lost_machine() {
+  local name=$1 steps=60 job pid give_up=$((SECONDS + 60))
+  local train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --lr 0.002)
+  shift
+  "${train[@]}" --metrics "$work/undisturbed.jsonl"
+  "$@" "$lockstep" run --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint n1:29400 -- \
+    "${train[@]}" --metrics "$work/$name.jsonl" >"$work/$name.log" 2>&1 &
+  job=$!
+  until [ "$(grep -cs '"event":"step"' "$work/$name.jsonl")" -ge 20 ]; do
+    [ $SECONDS -lt $give_up ] || fail "$name: no 20 steps within 60 s: $(tail -n 30 "$work/$name.log")"
+    sleep 0.02
+  done
+  for pid in $(pgrep -f "^$lockstep run "); do
+    [ "$(nsenter --target "$pid" --uts hostname)" != n2 ] || kill -KILL "$pid"
+  done
+  wait $job || true  # the launcher says that a process of its was killed
+  python3 - "$work" "$name" "$steps" <<'PYTHON' || { tail -n 40 "$work/$name.log"; exit 1; }
+import json, sys
+work, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+events = [json.loads(line) for line in open(f"{work}/{name}.jsonl")]
+one, many = ({e["step"]: e["loss"] for e in each if e["event"] == "step"}
+             for each in ([json.loads(line) for line in open(f"{work}/undisturbed.jsonl")], events))
+assert set(one) == set(many) == set(range(steps)), sorted(set(one) - set(many))
+assert events[-1]["event"] == "run" and events[-1]["ranks"] == 2, events[-1]
+worst = max(abs(many[step] - one[step]) / abs(one[step]) for step in many)
+assert worst < 1e-3, worst
+print(f"{name}: the job went on without n2; its losses are within {worst:.1e} of those of one rank")
+PYTHON
+}

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over two hosts, without a variable set by hand: mpirun of Open MPI and of MPICH, and two `lockstep run` that number
 # themselves. The ranks find each other, and get the losses of one rank. In place of ssh, mpirun enters the hosts'
-# namespaces. Everything is in namespaces of this script's own.
+# namespaces. A job of one `lockstep run` per host, which mpirun has started, survives the loss of one of them. Everything is in
+# namespaces of this script's own.
 #
 #   launchers_test.sh LOCKSTEP
 set -euo pipefail
@@ -12,7 +13,7 @@ if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
 fi
 lockstep=$1
 source "$(dirname "$0")/hosts.sh"
-make_hosts n1 n2
+make_hosts n1 n2 n3
 
 cat >/run/agent <<'AGENT'
 #!/bin/sh
@@ -48,3 +49,8 @@ for launcher in "open_mpi", "mpich", "lockstep_run":
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (launcher, many, one)
     print("four ranks on two hosts have the losses of one rank:", launcher, many)
 PYTHON
+
+survives_a_lost_machine lost_of_open_mpi mpirun.openmpi --allow-run-as-root --enable-recovery --mca plm_rsh_agent /run/agent \
+  --host n1,n2,n3 -np 3
+survives_a_lost_machine lost_of_mpich mpirun.mpich -disable-auto-cleanup -launcher rsh -launcher-exec /run/agent \
+  -hosts n1,n2,n3 -ppn 1 -np 3

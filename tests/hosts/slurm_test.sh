@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # A real Slurm of two nodes, as root. `srun lockstep train` needs no variable set by hand, also where another program has
 # the port that comes first. A job that is preempted, or asked to stop before its time limit, loses no step: it is requeued,
-# resumed and finished with the losses of one that was left alone. Everything is in namespaces of this script's own.
+# resumed and finished with the losses of one that was left alone. One `lockstep run` per node survives the loss of a node's.
+# Everything is in namespaces of this script's own.
 #
 #   slurm_test.sh LOCKSTEP
 set -euo pipefail
@@ -15,8 +16,8 @@ lockstep=$(realpath "$1")
 repository=$(realpath "$(dirname "$0")/../..")
 source "$(dirname "$0")/hosts.sh"
 source "$(dirname "$0")/slurm.sh"
-make_hosts n1 n2
-start_slurm "$work/slurm" n1 n2
+make_hosts n1 n2 n3
+start_slurm "$work/slurm" n1 n2 n3
 cd "$work"
 
 train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 60 --max-steps 3)
@@ -121,3 +122,5 @@ for name in "preempted", "signalled":
     stop = next(event["step"] for event in events(name) if event["event"] == "stop")
     print(f"{name} after step {stop} of {steps}, requeued, resumed and finished with the same bits")
 PYTHON
+
+survives_a_lost_machine lost_of_slurm srun -N3 -n3 --no-kill --kill-on-bad-exit=0

@@ -93,13 +93,7 @@ TEST(BadCases, more_losses_than_restarts_end_the_job_and_the_last_checkpoint_sta
   const auto resumed =
       run(command_of({.options = kMomentum + Words{"--resume"}, .max_restarts = 0}, folder), kPatienceForJob);
   EXPECT_EQ(resumed.exit_code, 0) << resumed.error;
-  const auto outcome = outcome_in(folder);
-  auto expected = undisturbed();
-  // Rank 0, killed in the update of step 9, may not have handed its last lines of metrics to the disk.
-  std::erase_if(expected.losses, [&](const auto& each) {
-    return each.first >= 7 && each.first <= 9 && !outcome.losses.contains(each.first);
-  });
-  EXPECT_EQ(testing::difference(expected, outcome), "");
+  EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
 }
 
 TEST(BadCases, a_replacement_with_another_program_is_refused) {
@@ -157,7 +151,7 @@ TEST(BadCases, a_rank_stopped_for_longer_than_the_timeout_is_replaced) {
   stopped_rank_of(launcher);
   const Stopwatch watch;
   EXPECT_EQ(launcher.wait(kPatienceForJob), 0) << launcher.error();
-  EXPECT_LT(watch.seconds(), 10);
+  EXPECT_LT(watch.seconds(), 30);  // and not the hang watch's four minutes
   EXPECT_EQ(count(launcher.error(), kReplaced), 1) << launcher.error();
   EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
 }

@@ -119,5 +119,24 @@ TEST(Kills, at_random_points_leave_the_bits_of_an_undisturbed_run) {
   }
 }
 
+// Devices that are threads die with their process. Where the state is kept by copy, steps since the copy are repeated.
+class StrategyWithLosses : public ::testing::TestWithParam<Setting> {};
+
+TEST_P(StrategyWithLosses, ends_with_the_bits_of_an_undisturbed_run) {
+  const std::string faults = "step=8,phase=update;step=13,phase=between,generation=1";
+  EXPECT_TRUE(expect_same_outcome(GetParam(), faults, undisturbed(GetParam())));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, StrategyWithLosses,
+    ::testing::Values(Setting{"single", 1, {"--strategy", "single", "--momentum", "0.9"}},
+                      Setting{"towers", 2, {"--strategy", "towers", "--momentum", "0.9"}},
+                      Setting{"data_parallel", 2, {"--strategy", "data_parallel", "--momentum", "0.9"}},
+                      Setting{"averaging", 2, {"--strategy", "averaging", "--average-every", "2"}},
+                      Setting{"kvstore_local", 2, {"--strategy", "kvstore", "--kvstore", "local"}},
+                      Setting{"kvstore_local_allreduce", 2, {"--strategy", "kvstore", "--kvstore", "local_allreduce_cpu"}},
+                      Setting{"kvstore_dist_sync", 2, {"--strategy", "kvstore", "--kvstore", "dist_sync"}}),
+    [](const auto& info) { return info.param.name; });
+
 }  // namespace
 }  // namespace lockstep
