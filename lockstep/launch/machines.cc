@@ -266,6 +266,7 @@ void Machines::follow_epoch() {
 }
 
 void Machines::say_what_is_lost() {
+  if (membership_.all_done()) return;  // they have ended
   for (const auto& [member, why] : membership_.lost()) {
     if (told_lost_.insert(member.id).second)
       words_.push_back(concat("machine ", member.host(), " (", member.address, ") is lost: ", why));

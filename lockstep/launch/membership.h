@@ -94,6 +94,7 @@ class Membership {
   void notice_silence();
   void lose(Peer& peer, const std::string& why);
   void check_votes();
+  bool all_have_finished() const;
   void lead();
   bool has_cause() const;
   bool is_any_in_doubt() const;

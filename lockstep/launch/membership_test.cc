@@ -370,6 +370,19 @@ TEST(Membership, launchers_that_have_finished_are_not_missed) {
   EXPECT_FALSE(job.at(1).end());
 }
 
+// Its last word and its end are heard at once, by one that has not answered the word yet.
+TEST(Membership, the_other_of_two_may_end_as_soon_as_both_have_finished) {
+  Launchers job(2);
+  job.pass(milliseconds(200));
+  job.at(1).finish();
+  job.at(1).pass(milliseconds(10));
+  job.at(1).hear(machine(0).id, "alive 0 1 ");
+  job.at(1).close(machine(0).id, "its connection is closed");
+  job.at(1).pass(milliseconds(10));
+  EXPECT_FALSE(job.at(1).end().has_value()) << *job.at(1).end();
+  EXPECT_TRUE(job.at(1).all_done());
+}
+
 // One that others could not reach when they said that they had finished.
 TEST(Membership, a_launcher_that_connects_late_hears_that_the_others_have_finished) {
   Launchers job(3);

@@ -22,8 +22,6 @@ constexpr const char* kManifest = "manifest";
 constexpr const char* kArena = "arena";
 constexpr const char* kOwnState = "own state";
 
-constexpr const char* kLastStep = "lockstep.last_step";
-
 // The text of which program wrote the memory, in its first line, and the optimizer's manifest.
 std::string manifest_with_program(const std::string& manifest) { return concat(program_identity(), "\n", manifest); }
 

@@ -224,6 +224,7 @@ void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
   Json event = step_event(totals, seconds);
   own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
+  if (kept_) last_event_ = event.dump();
   record_saved();
   event["learning_rate"] = learning_rate();
   curves_.add(event, position_.step);
@@ -298,7 +299,8 @@ void TrainingLoop::keep_state() {
   if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
   const trace::Span span("keep the state", position_.step);
   metrics_.hand_over();
-  const KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
+  KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
+  parts.common.metadata[kLastStep] = last_event_;
   kept_->keep(position_.step, parts.common, parts.own);
 }
 
@@ -380,6 +382,7 @@ bool TrainingLoop::go_on_from_memory() {
   } else {
     if (!kept_ || kept_->found() == nullptr) return false;
     position_ = restore_parts(*kept_->found(), world_, strategy_, options_);
+    last_step = kept_->found()->common.metadata().at(kLastStep);
   }
   metrics_.write({{"event", "resume"}, {"step", position_.step}});
   if (!last_step.empty()) metrics_.write(Json::parse(last_step));

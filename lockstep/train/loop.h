@@ -89,6 +89,7 @@ class TrainingLoop {
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
   std::unique_ptr<InPlaceState> in_place_;       // where a launcher replaces lost ranks, and the state lies in its memory
   std::optional<LoopState> kept_;                // where it does not lie there
+  std::string last_event_;                       // of a step, for those who go on after a loss
   MetricsFile metrics_;
   Curves curves_;
   Progress progress_;

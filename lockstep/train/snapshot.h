@@ -85,6 +85,9 @@ class SharedCheckpoint {
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
+// Metadata of what is kept in memory: the event of the last step, which whoever goes on writes once more; "": none.
+constexpr const char* kLastStep = "lockstep.last_step";
+
 // What this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
 // position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
 // its replicas one model.

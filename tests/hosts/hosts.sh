@@ -74,12 +74,12 @@ survives_a_lost_machine() {
   "$@" "$lockstep" run --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint n1:29400 -- \
     "${train[@]}" --metrics "$work/$name.jsonl" >"$work/$name.log" 2>&1 &
   job=$!
-  until [ "$(grep -cs '"event":"step"' "$work/$name.jsonl")" -ge 20 ]; do
-    [ $SECONDS -lt $give_up ] || fail "$name: no 20 steps within 60 s: $(tail -n 30 "$work/$name.log")"
+  until grep -qs '"event":"step".*"step":20,' "$work/$name.jsonl"; do
+    [ $SECONDS -lt $give_up ] || fail "$name: no step 20 within 60 s: $(tail -n 30 "$work/$name.log")"
     sleep 0.02
   done
   for pid in $(pgrep -f "^$lockstep run "); do
-    [ "$(nsenter --target "$pid" --uts hostname)" != n2 ] || kill -KILL "$pid"
+    [ "$(nsenter --target "$pid" --uts hostname 2>/dev/null)" != n2 ] || kill -KILL "$pid"
   done
   wait $job || true  # the launcher says that a process of its was killed
   python3 - "$work" "$name" "$steps" <<'PYTHON' || { tail -n 40 "$work/$name.log"; exit 1; }
