@@ -17,6 +17,8 @@
 namespace lockstep {
 namespace {
 
+constexpr int kUsageError = 2;  // the exit code of one; a new process would make the same one
+
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
     if (!holds) throw UsageError({.what = what, .next = next});
@@ -126,8 +128,12 @@ class Job {
       has_stopped_ = true;
     else if (can_do_without(rank))
       log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; the job goes on without it"));
-    else if (!may_go_on_ || stopping_.was_signalled() || !generations_.go_on_after(rank))
+    else if (!may_go_on_after(*rank.end) || !generations_.go_on_after(rank))
       on_failed(rank);
+  }
+
+  bool may_go_on_after(const ExitStatus& end) const {
+    return may_go_on_ && !stopping_.was_signalled() && end.exit_code != kUsageError;
   }
 
   // The job continues without `rank`: other workers are running, or have succeeded.
