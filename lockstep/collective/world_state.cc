@@ -7,7 +7,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/base/fault.h"
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -21,6 +20,7 @@
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_memory.h"
+#include "lockstep/launch/fault.h"
 #include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
@@ -49,7 +49,6 @@ void require_trust_for_nccl(const WorldState& state) {
 }
 
 void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
-  own_progress::enter(Phase::kMeeting);
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
@@ -60,7 +59,6 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
   }
   let_nobody_else_in(*store);
-  own_progress::enter(Phase::kOwnCode);
 }
 
 }  // namespace
@@ -142,9 +140,10 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   auto state = make_world_state(job, {.timeout = timeout});
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
-  const fault::During meeting(fault::Phase::kMeeting);
+  own_progress::enter(Phase::kMeeting);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   if (JobMemory* const memory = JobMemory::get()) memory->met();
+  own_progress::enter(Phase::kOwnCode);
   return world_of(std::move(state));
 }
 
@@ -155,7 +154,9 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   job.world_size = size;
   auto state = make_world_state(job, options);
   if (size > 1) {
+    own_progress::enter(Phase::kMeeting);
     connect(*state, store);
+    own_progress::enter(Phase::kOwnCode);
     state->job = job_of_rank(state->job, rank, state->nodes);
     state->caller.device = device_of_rank(options.device, state->job.local_rank);
     state->cores = cores_of(state->job, usable_cores());

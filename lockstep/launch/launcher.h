@@ -87,7 +87,7 @@ struct LaunchResult {
 // With max_restarts each rank also gets LOCKSTEP_KEEPER, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS. A new
 // process takes the place of a rank that fails. The others are not ended: their World throws PeerLost, and they come back
 // through JobMemory::next_generation(). A rank that does not, and fails too, is replaced as well; one that has not met
-// the others yet is killed and replaced.
+// the others yet is killed and replaced. Exit code 2 says that the program was used in a wrong way: it ends the job.
 //
 // Runs PROGRAM ARGS in every rank. Blocks as long as a rank runs: a job has no time limit, and a rank ends by itself, by
 // its own deadlines in collectives, by a signal, or because it hangs (hang_watch.h). When one fails (with

@@ -122,6 +122,18 @@ TEST(Launch, passes_on_the_exit_code_and_the_last_lines_of_the_failed_rank) {
   expect_no_children();
 }
 
+TEST(Launch, replaces_a_rank_that_fails_unless_it_was_used_in_a_wrong_way) {
+  const Launched failed = launch_probe({.ranks = 2, .max_restarts = 2}, {"fail", "1", "1", "0"});
+  EXPECT_EQ(failed.result.exit_code, 1);
+  EXPECT_EQ(failed.result.restarts, 2);
+  const Launched misused = launch_probe({.ranks = 2, .max_restarts = 2, .min_ranks = 1}, {"fail", "1", "2", "1"});
+  EXPECT_EQ(misused.result.exit_code, 2);
+  EXPECT_EQ(misused.result.restarts, 0);
+  ASSERT_TRUE(misused.result.failure);
+  EXPECT_EQ(misused.result.failure->last_lines, std::vector<std::string>{"line 0"});
+  expect_no_children();
+}
+
 TEST(Launch, turns_a_signal_into_128_and_its_number) {
   for (const int signal : {SIGKILL, SIGSEGV, SIGABRT}) {
     const Launched launched = launch_probe({.ranks = 2}, {"end-by-signal", "1", concat(signal)});

@@ -13,6 +13,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
+#include "lockstep/launch/fault.h"
 
 namespace lockstep::own_progress {
 namespace {
@@ -57,6 +58,22 @@ void look_again_in_children() {
   static_cast<void>(registered);
 }
 
+void publish(Phase phase) {
+  RankRecord& mine = record();
+  const std::int64_t now = trace::now();
+  const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
+  const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
+  mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
+  moved();
+}
+
+void begin_faults(Phase phase) {
+  if (!fault::strikes_in_a_part_of(phase)) fault::begin(phase);
+}
+void end_faults(Phase phase) {
+  if (!fault::strikes_in_a_part_of(phase)) fault::end(phase);
+}
+
 }  // namespace
 
 void look_again() { present.store(nullptr); }
@@ -86,14 +103,22 @@ void finish_step(std::int64_t samples, double loss) {
   record().loss.store(loss, std::memory_order_relaxed);
 }
 
-Phase enter(Phase phase) {
-  RankRecord& mine = record();
-  const std::int64_t now = trace::now();
-  const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
-  const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
-  mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
-  moved();
-  return before;
+void enter(Phase phase) {
+  end_faults(record().phase.load(std::memory_order_relaxed));
+  publish(phase);
+  begin_faults(phase);
+}
+
+During::During(Phase phase) : phase_(phase), before_(record().phase.load(std::memory_order_relaxed)) {
+  if (before_ == phase_) return;
+  publish(phase_);
+  begin_faults(phase_);
+}
+
+During::~During() {
+  if (before_ == phase_) return;
+  end_faults(phase_);
+  publish(before_);
 }
 
 void waits_for(std::int32_t pid) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/own_progress.h: publishes what this rank is doing, in its record of the page that the launcher has made.
 //
-// Flow:    training step, loader, checkpoints, collectives -> here -> job_page.h
+// Flow:    training step, loader, checkpoints, collectives -> here -> job_page.h; fault.h, which may end the rank there
 // Owns:    a mapping of the page, from the first call until the process ends. Without a launcher's page: a record that
 //          nobody reads
 // Threads: any. Where several work at the same time the last phase entered counts
@@ -26,21 +26,18 @@ inline RankRecord& record() {
   return found != nullptr ? *found : find_record();
 }
 
-Phase enter(Phase phase);  // returns the one before
+void enter(Phase phase);  // leaves the one before
 
-// A phase while this lives, then the one before again.
+// A phase while this lives, in the midst of the one before.
 class During {
  public:
-  explicit During(Phase phase)
-      : enters_(record().phase.load(std::memory_order_relaxed) != phase), before_(enters_ ? enter(phase) : phase) {}
-  ~During() {
-    if (enters_) enter(before_);
-  }
+  explicit During(Phase phase);
+  ~During();
   During(const During&) = delete;
   During& operator=(const During&) = delete;
 
  private:
-  bool enters_;
+  Phase phase_;
   Phase before_;
 };
 

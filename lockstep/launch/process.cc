@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <cstring>
 #include <limits>
 
 #include "lockstep/base/guarded.h"
@@ -165,6 +166,11 @@ void detach(int launcher) {
 }  // namespace
 
 // ---- The process
+
+std::string how_it_ended(const ExitStatus& end) {
+  if (end.signal != 0) return concat("was ended by signal ", end.signal, " (", ::strsignal(end.signal), ")");
+  return concat("exited with code ", end.exit_code);
+}
 
 Process::Process(const ProcessOptions& options) {
   std::array<int, 2> ends{};

@@ -40,6 +40,7 @@ struct ExitStatus {
 
   bool failed() const { return exit_code != 0 || signal != 0; }
 };
+std::string how_it_ended(const ExitStatus& end);  // "exited with code 2"
 
 class Process {
  public:

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizer/flat_update.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -11,8 +9,10 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/defects.h"
+#include "lockstep/optimizer/chunks.h"
 #include "lockstep/optimizer/mean.h"
 #include "lockstep/optimizer/rule.h"
+#include "lockstep/optimizer/run_writer.h"
 #include "lockstep/optimizer/update_journal.h"
 
 namespace lockstep {
@@ -20,103 +20,12 @@ namespace {
 
 constexpr std::int64_t kChunksPerTask = 8;  // of a thread
 
-// Elements that a chunk's update writes at a time where others may have to finish it: old and new values fit the first-level
-// cache.
-constexpr std::int64_t kKeptRun = 1024;
-static_assert(kMaxRun < static_cast<std::int64_t>(ChunkMark::kAll));
-
 // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
 struct Norms {
   double gradient;
   double parameter;
   double direction;
 };
-
-// Elements [begin, begin + count) of a parameter.
-struct Chunk {
-  std::size_t parameter;
-  std::int64_t begin;
-  std::int64_t count;
-};
-
-// Every rank cuts the same parameters into the same chunks.
-std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters) {
-  std::vector<Chunk> chunks;
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    for (std::int64_t begin = 0; begin < parameters[i].numel(); begin += kMaxRun)
-      chunks.push_back({i, begin, std::min(kMaxRun, parameters[i].numel() - begin)});
-  return chunks;
-}
-
-// The first chunk that `rank` owns; it owns all from there to first_chunk_of(rank + 1). Every rank has 1/ranks of the
-// elements, up to a chunk.
-std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks) {
-  std::int64_t all = 0, before = 0;
-  for (const Chunk& chunk : chunks) all += chunk.count;
-  std::size_t i = 0;
-  for (; i < chunks.size() && before * ranks < all * rank; ++i) before += chunks[i].count;
-  return i;
-}
-
-// The dtype of a parameter's update and state: float64 for float64, float32 for all others.
-torch::ScalarType computed_in(const torch::Tensor& parameter) {
-  return parameter.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32;
-}
-
-std::size_t gradient_bytes_of_chunk(const std::vector<torch::Tensor>& parameters) {
-  std::size_t most = 0;
-  for (const torch::Tensor& parameter : parameters) most = std::max(most, c10::elementSize(computed_in(parameter)));
-  return kMaxRun * most;
-}
-
-// That is written at a time, at most: of a run all, of a chunk of a layerwise rule the state.
-std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {
-  std::size_t most = 0;
-  for (const torch::Tensor& parameter : state.parameters) {
-    const std::size_t size = c10::elementSize(computed_in(parameter));
-    const std::size_t lists = 1 + state.arrays.size() + (state.ema_decay > 0 ? 1 : 0);
-    most = std::max(most, kKeptRun * (lists * size + (is_16_bit(parameter) ? 2 : 0)));
-    if (layerwise) most = std::max(most, kMaxRun * state.arrays.size() * size);
-  }
-  return most;
-}
-
-StepRecord record_of(const UpdateStep& step, const OptimizerState& state, std::uint64_t number,
-                     const std::vector<char>& is_updated, const SharedMemory& memory) {
-  StepRecord record{.step = number,
-                    .clipping = step.clipping,
-                    .loss_scale = step.loss_scale,
-                    .weights = step.gradients.weights,
-                    .steps = state.steps,
-                    .is_updated = is_updated};
-  for (const auto& group : step.groups) record.options.push_back(own_options(group.options()).value());
-  const std::size_t sources = record.weights.size();
-  for (std::size_t i = 0; i < step.gradients.pointers.size(); ++i) {
-    const void* const gradient = step.gradients.pointers[i];
-    record.gradients.emplace_back();
-    if (gradient != nullptr) record.gradients.back() = memory.locate(gradient, state.parameters[i / sources].nbytes());
-  }
-  return record;
-}
-
-// A zeroed array beside each parameter that is `wanted`. All lie in one allocation, which the ranks share.
-std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
-                                         bool (*wanted)(const torch::Tensor&)) {
-  std::size_t bytes = 0;
-  std::vector<std::size_t> offsets;
-  for (const torch::Tensor& parameter : parameters) {
-    offsets.push_back(bytes);
-    if (wanted(parameter)) bytes += round_up(parameter.numel() * c10::elementSize(computed_in(parameter)), kCacheLine);
-  }
-  const std::shared_ptr<std::byte> data = memory.allocate_common(bytes);
-  std::vector<torch::Tensor> arrays(parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    if (wanted(parameters[i]))
-      arrays[i] = torch::from_blob(
-          data.get() + offsets[i], parameters[i].sizes(), parameters[i].strides(), [data](void*) {},
-          torch::TensorOptions().dtype(computed_in(parameters[i])));
-  return arrays;
-}
 
 template <class T>
 double square_norm(const T* values, std::int64_t count) {
@@ -176,6 +85,8 @@ UpdateRule::Group group_with(const OptimizerOptions& options) {
 // Where other processes may have to finish the step (update_journal.h), they run the same passes, over the same memory, and
 // leave out what is marked as done.
 class FlatUpdate::Impl {
+  using Own = RunWriter::Own;
+
  public:
   Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options)
       : Impl(std::move(memory), state, /*ranks=*/0) {
@@ -192,47 +103,33 @@ class FlatUpdate::Impl {
       : Impl(std::move(memory), kept.state, static_cast<int>(kept.shape.ranks)) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(kept.norms)};
     if (kept.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), kept.directions};
-    journal_.emplace(kept, std::min(memory_->rank(), static_cast<int>(kept.shape.ranks) - 1));
+    writer_.keep(kept, std::min(memory_->rank(), static_cast<int>(kept.shape.ranks) - 1));
   }
 
   bool run(const UpdateStep& step) {
     ++number_;
     find_updated(step.gradients);
-    if (journal_) {
-      journal_->make_room(static_cast<std::size_t>(at::get_num_threads()));
-      journal_->write(record_of(step, state_, number_, is_updated_, *memory_));
-    }
+    writer_.begin_step(number_, step, is_updated_, *memory_);
     const bool updated = complete(step);
-    if (!updated && journal_) journal_->write_skipped(number_);
+    if (!updated) writer_.skip_step();
     return updated;
   }
 
-  void note_state() {
-    if (!journal_) return;
-    const JournalShape& shape = journal_->shape();
-    journal_->write({.step = number_,
-                     .weights = std::vector<double>(shape.sources),
-                     .options = std::vector<OptimizerOptions>(shape.groups),
-                     .steps = state_.steps,
-                     .is_updated = std::vector<char>(shape.parameters),
-                     .gradients = std::vector<std::optional<SharedMemory::Place>>(shape.parameters * shape.sources)});
-  }
+  void note_state() { writer_.note_state(number_); }
 
   std::string manifest() const {
-    if (!journal_) return "";
     const auto chunks = [this](const void* data, std::size_t each) {
-      return std::span(static_cast<const std::byte*>(data), chunks_.size() * each);
+      return std::span(static_cast<const std::byte*>(data), data == nullptr ? 0 : chunks_.size() * each);
     };
-    return manifest_of(state_, journal_->shape(),
-                       {.journal = journal_->memory(),
-                        .norms = chunks(norms_.get(), sizeof(Norms)),
-                        .directions = keeps_directions_ ? chunks(scratch_.get(), chunk_bytes_) : chunks(nullptr, 0)},
-                       *memory_);
+    return writer_.manifest({.norms = chunks(norms_.get(), sizeof(Norms)),
+                             .directions = chunks(keeps_directions_ ? scratch_.get() : nullptr, chunk_bytes_)},
+                            *memory_);
   }
 
   void finish(const StepRecord& record, const UpdateStep& step) {
     number_ = record.step;
-    put_own_runs(step.rule);
+    writer_.resume_step(number_);
+    writer_.put_what_is_ready(step.rule, chunks_, first_, last_);
     memory_->barrier();
     find_updated(step.gradients);
     complete(step);
@@ -248,7 +145,8 @@ class FlatUpdate::Impl {
         state_(state),
         chunks_(cut_into_chunks(state.parameters)),
         chunk_bytes_(gradient_bytes_of_chunk(state.parameters)),
-        is_updated_(state.parameters.size()) {
+        is_updated_(state.parameters.size()),
+        writer_(state) {
     const int sharers = ranks == 0 ? memory_->size() : std::min(ranks, memory_->size());
     first_ = first_chunk_of(memory_->rank(), sharers, chunks_);
     last_ = first_chunk_of(memory_->rank() + 1, sharers, chunks_);
@@ -262,15 +160,7 @@ class FlatUpdate::Impl {
       first_in_scratch_ = 0;
       keeps_directions_ = true;
     }
-    journal_.emplace(memory_, JournalShape{.ranks = static_cast<std::size_t>(memory_->size()),
-                                           .parameters = state_.parameters.size(),
-                                           .groups = options.groups,
-                                           .sources = options.kept_sources,
-                                           .chunks = chunks_.size(),
-                                           .redo_bytes = redo_bytes_of(state_, options.layerwise)});
-    journal_->make_room(static_cast<std::size_t>(at::get_num_threads()));
-    note_state();
-    memory_->barrier();
+    writer_.keep(memory_, options, chunks_.size());
   }
 
   bool complete(const UpdateStep& step) {
@@ -302,19 +192,14 @@ class FlatUpdate::Impl {
 
   // Calls each(own, chunk, T()) for this rank's chunks of parameters that are updated in this step and that have not gone
   // through `phase` in it yet, on several threads. T is the type that the parameter is computed in.
-  struct Own {
-    std::size_t number;  // of the chunk
-    RedoSlot* redo;      // of the thread, where there is a journal
-  };
   template <class Each>
   void for_own_chunks(const UpdateStep& step, ChunkPhase phase, const Each& each) {
-    if (journal_) journal_->begin_pass();
+    writer_.begin_pass();
     const auto part = [&](std::size_t from, std::size_t to) {
-      RedoSlot* const redo = journal_ ? &journal_->take_slot() : nullptr;
+      RedoSlot* const redo = writer_.begin_chunks();
       for (std::size_t i = from; i < to; ++i) {
         const Chunk& chunk = chunks_[i];
-        if (!is_updated_[chunk.parameter]) continue;
-        if (journal_ && journal_->mark(i) >= ChunkMark(number_, phase, ChunkMark::kAll)) continue;
+        if (!is_updated_[chunk.parameter] || writer_.is_done(i, phase)) continue;
         if (computed_in(parameter_of(chunk)) == torch::kFloat64)
           each(Own{i, redo}, chunk, double());
         else
@@ -322,57 +207,6 @@ class FlatUpdate::Impl {
       }
     };
     step.gradients.parallel_for(first_, last_, kChunksPerTask, part);
-  }
-
-  // Calls write(range, parts) for each run of the chunk, of `most` elements, that has not gone through `phase` yet: it writes
-  // new values into `parts`. These are their places; or, where others may have to finish the step, memory beside.
-  void write_runs(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
-                  const auto& write) {
-    if (!journal_) return write(chunk, places_in(rule, phase, chunk));
-    std::int64_t begin = journal_->mark(own.number).elements_in(number_, phase);
-    for (; begin < chunk.count; begin += most) {
-      const Chunk range{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
-      const std::int64_t end = begin + range.count;
-      const ChunkMark mark(number_, phase, end == chunk.count ? ChunkMark::kAll : static_cast<std::uint64_t>(end));
-      const RedoSlot::Elements name{own.number, begin, range.count};
-      const RedoSlot::Parts places = places_in(rule, phase, range);
-      const RedoSlot::Parts beside = own.redo->begin(places);
-      if (defect("the key comes before the redo copy")) own.redo->complete(name, mark);
-      write(range, beside);
-      own.redo->complete(name, mark);
-      own.redo->put(places);
-      journal_->set_mark(own.number, mark);
-    }
-  }
-
-  // What a phase writes: the optimizer's arrays, the average, the values that are updated, the 16-bit ones.
-  RedoSlot::Parts places_in(const UpdateRule& rule, ChunkPhase phase, const Chunk& chunk) const {
-    RedoSlot::Parts parts;
-    const auto add = [&](const std::vector<torch::Tensor>& arrays) {
-      const std::size_t size = arrays[chunk.parameter].element_size();
-      parts.add(part_of<std::byte>(arrays, {chunk.parameter, chunk.begin * static_cast<std::int64_t>(size), 0}),
-                static_cast<std::size_t>(chunk.count) * size);
-    };
-    if (rule.directs_with_state() == (phase == ChunkPhase::kDirected)) std::ranges::for_each(state_.arrays, add);
-    if (phase == ChunkPhase::kDirected) return parts;
-    if (!state_.averages.empty()) add(state_.averages);
-    if (is_16_bit(parameter_of(chunk))) add(state_.masters);
-    add(state_.parameters);
-    return parts;
-  }
-
-  // Puts in its place what a killed thread had ready, in the chunks that this rank is to finish.
-  void put_own_runs(const UpdateRule& rule) {
-    for (RedoSlot* const slot : journal_->all_slots()) {
-      const auto [i, begin, count] = slot->elements();
-      const ChunkMark mark = slot->leads_to();
-      if (mark == ChunkMark(0) || i < first_ || i >= last_) continue;
-      if (journal_->mark(i) < mark) {
-        slot->put(places_in(rule, mark.phase(), {chunks_[i].parameter, chunks_[i].begin + begin, count}));
-        journal_->set_mark(i, mark);
-      }
-      slot->clear();
-    }
   }
 
   void update_in_one_pass(const UpdateStep& step) {
@@ -421,7 +255,7 @@ class FlatUpdate::Impl {
         norms_[own.number].parameter = square_norm(run.parameter, whole.count);
         norms_[own.number].direction = square_norm(gradient, whole.count);
       };
-      write_runs(step.rule, own, chunk, ChunkPhase::kDirected, kMaxRun, direct);
+      writer_.write(step.rule, own, chunk, ChunkPhase::kDirected, kMaxRun, direct);
     });
     memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
     find_trust_ratios(step);
@@ -477,7 +311,7 @@ class FlatUpdate::Impl {
         convert(run.new_parameter, range.count, part<std::remove_pointer_t<decltype(stored)>>(parts, next));
       });
     };
-    write_runs(step.rule, own, chunk, ChunkPhase::kUpdated, kKeptRun, update);
+    writer_.write(step.rule, own, chunk, ChunkPhase::kUpdated, RunWriter::kKeptRun, update);
   }
 
   const UpdateRule::Group& group_of(const UpdateStep& step, const Chunk& chunk) const {
@@ -531,11 +365,6 @@ class FlatUpdate::Impl {
     return reinterpret_cast<T*>(parts.all[which].data());
   }
 
-  template <class T>
-  static T* part_of(const std::vector<torch::Tensor>& arrays, const Chunk& chunk) {
-    return static_cast<T*>(arrays[chunk.parameter].mutable_data_ptr()) + chunk.begin;
-  }
-
   // Where the gradient of an own chunk is kept between two passes.
   template <class T>
   T* scratch(std::size_t chunk) {
@@ -570,7 +399,7 @@ class FlatUpdate::Impl {
   std::vector<double> trust_;      // of each parameter
   double gradient_norm_ = 0;
   std::uint64_t number_ = 0;  // of the step
-  std::optional<JournalWriter> journal_;
+  RunWriter writer_;
 };
 
 FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options)

@@ -7,13 +7,13 @@
 #include <typeinfo>
 #include <unordered_map>
 
-#include "lockstep/base/fault.h"
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/launch/fault.h"
 #include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer/device_update.h"
@@ -238,7 +238,7 @@ void Optimizer::step_in_memory(Layout& all) try {
   if (all.writes_by_hand() != 0 && source_->memory()->size() > 1) throw state_written();
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
   {
-    const fault::During updating(fault::Phase::kUpdate);
+    const fault::During updating(Phase::kUpdate);
     skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
   }
   source_->end_update();

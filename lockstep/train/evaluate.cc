@@ -3,7 +3,6 @@
 
 #include <cmath>
 
-#include "lockstep/base/fault.h"
 #include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
@@ -31,7 +30,6 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
   const own_progress::During validating(Phase::kValidating);
-  const fault::During injected(fault::Phase::kValidation);
   strategy.synchronise();
   strategy.model().eval();
   const World sharing = strategy.validation_world(world);

@@ -6,7 +6,6 @@
 #include <limits>
 #include <utility>
 
-#include "lockstep/base/fault.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -14,6 +13,7 @@
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/fault.h"
 #include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/schedule.h"
@@ -140,31 +140,33 @@ void TrainingLoop::train_epoch() {
   Stopwatch since_last_step;
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
+  own_progress::begin_step(position_.step);
   for (auto next = batches.begin(); next != batches.end();) {
-    fault::set_step(position_.step);
-    Batch batch = [&] {
-      const fault::During loading(fault::Phase::kLoading);
-      return std::move(*next);
-    }();
+    Batch batch = std::move(*next);
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
     train_step(batch, since_last_step);
-    const fault::During between(fault::Phase::kBetween);
-    if (position_.step >= last_step()) break;
-    stopped_ = stop_requested();
-    if (stopped_) break;
+    if (ends_here()) break;
     since_last_step = Stopwatch();
     batch = {};  // its memory serves a later one
+    if (position_.step_in_epoch < loader_.steps_per_epoch()) own_progress::begin_step(position_.step);
     if (!ahead) ++next;
   }
   hint_at_loading(before, epoch.seconds());
   if (position_.step_in_epoch == loader_.steps_per_epoch() && !stopped_) finish_epoch();
 }
 
+// Between two steps.
+bool TrainingLoop::ends_here() {
+  const fault::During between(Phase::kOwnCode);
+  if (position_.step >= last_step()) return true;
+  stopped_ = stop_requested();
+  return stopped_;
+}
+
 // One step. All ranks of step_world_ take it together: forward_backward() exchanges gradients and returns the same totals
 // on all of them, so all agree whether to go on.
 void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_step) {
   timeline_.begin_step(position_.step);
-  own_progress::begin_step(position_.step);
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
@@ -313,9 +315,8 @@ void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
   const trace::Span span("checkpoint", position_.step);
-  const fault::During injected(fault::Phase::kSaving);
-  require_finite_everywhere(step_world_, strategy_, position_);
   const own_progress::During saving(Phase::kSaving);
+  require_finite_everywhere(step_world_, strategy_, position_);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }

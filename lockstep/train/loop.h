@@ -48,6 +48,7 @@ class TrainingLoop {
  private:
   bool has_more() const;
   void train_epoch();
+  bool ends_here();
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
   double learning_rate() const;

@@ -98,6 +98,10 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices);
 // Ranges, and options that exclude each other. Throws UsageError naming the option.
 void check_options(const TrainOptions& options);
 
+// Once the number of ranks is known: whether any number that --min-ranks allows can share out the virtual shards. Throws
+// UsageError.
+void check_fewest_ranks(const TrainOptions& options, int ranks);
+
 // Values of all options, by name.
 Json all_settings(const TrainOptions& options);
 

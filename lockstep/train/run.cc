@@ -176,6 +176,7 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
 void check_before_start(const TrainOptions& options, const Program& program, int ranks) {
   static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
+  check_fewest_ranks(options, ranks);
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 

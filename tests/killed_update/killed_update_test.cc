@@ -12,6 +12,7 @@
 #include <functional>
 #include <optional>
 #include <random>
+#include <set>
 #include <span>
 
 #include "lockstep/base/defects.h"
@@ -73,6 +74,7 @@ void be_rank(std::shared_ptr<SharedMemory> memory, const UpdateCase& given, cons
       put(board->manifest, board->manifest_bytes, work.manifest());
       put(board->before, board->before_bytes, image_of(work.state()));
     }
+    if (last && given.threads_at_last > 0) at::set_num_threads(given.threads_at_last);
     work.memory().barrier();
     if (last) board->updates = true;
     const bool steps = last && work.memory().rank() == plan.stepped_rank;
@@ -194,6 +196,28 @@ Found kill_everywhere(const UpdateCase& given, const Expected& expected) {
                       [&](auto copy) { return difference(rank.board, in_arena(copy), expected); });
 }
 
+// Steps the child through its first chunk, and looks at what a kill leaves behind whenever a run inside of it is in place, and
+// the next is not.
+struct FoundInside {
+  std::vector<std::int64_t> elements;  // in place, each time
+  std::string difference;              // the first
+};
+FoundInside kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expected) {
+  Alone rank(given);
+  const std::span<std::byte> arena = rank.arenas->of(0);
+  const KeptUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
+  const UpdateJournal journal(kept.journal, kept.shape);
+  FoundInside found{.elements = {0}};
+  for (std::int64_t done = 0; done < given.sizes.front() && found.difference.empty() && rank.child.step();) {
+    done = journal.mark(0).elements_in(kSteps, ChunkPhase::kUpdated);
+    if (done == found.elements.back() || done >= given.sizes.front()) continue;
+    found.elements.push_back(done);
+    std::vector<std::byte> copy(arena.begin(), arena.end());
+    found.difference = difference(rank.board, in_arena(copy), expected);
+  }
+  return found;
+}
+
 const SGDOptions kSgd{.lr = 0.1, .momentum = 0.9, .nesterov = true, .weight_decay = 1e-3};
 const AdamWOptions kAdamW{.lr = 0.01};
 const LAMBOptions kLamb{.lr = 0.01};
@@ -204,6 +228,8 @@ std::vector<UpdateCase> kinds() {
           {.name = "plain_sgd_in_float64", .options = SGDOptions{.lr = 0.1}, .dtype = torch::kFloat64},
           {.name = "adam_clipped_by_value", .options = AdamOptions{.lr = 0.01}, .clipping = {.max_value = 0.05}},
           {.name = "adamw_with_average", .options = kAdamW, .ema_decay = 0.9},
+          {.name = "sgd_whose_second_group_has_no_momentum", .options = kSgd, .group_without = 1},
+          {.name = "sgd_whose_first_group_has_no_momentum", .options = kSgd, .group_without = 0},
           {.name = "sgd_clipped", .options = kSgd, .clipping = {.max_norm = 0.5}},
           {.name = "adamw_in_bfloat16", .options = kAdamW, .dtype = torch::kBFloat16, .ema_decay = 0.9},
           {.name = "sgd_in_float16_with_loss_scale",
@@ -220,6 +246,15 @@ std::vector<UpdateCase> kinds() {
            .clipping = {.max_norm = 0.5},
            .loss_scale = 64,
            .ema_decay = 0.9}};
+}
+
+// Of one pass and of several, with little and much state.
+std::vector<UpdateCase> few_kinds() {
+  const std::set<std::string> names = {"adamw_with_average", "sgd_clipped", "sgd_whose_second_group_has_no_momentum",
+                                       "lamb_with_all"};
+  auto few = kinds();
+  std::erase_if(few, [&](const UpdateCase& each) { return !names.contains(each.name); });
+  return few;
 }
 
 // Small enough to look at every instruction.
@@ -242,6 +277,16 @@ TEST(KilledUpdate, finds_a_key_that_comes_before_the_redo_copy) {
   present_defect() = "";
 }
 
+TEST(KilledUpdate, finds_a_chunk_that_is_begun_again) {
+  for (UpdateCase given : few_kinds()) {
+    given.sizes = {4096, 5};
+    const Expected expected = undisturbed(given);
+    present_defect() = "a chunk is begun again";
+    EXPECT_NE(kill_inside_of_a_chunk(given, expected).difference, "") << given.name;
+    present_defect() = "";
+  }
+}
+
 #else
 
 // Kills the rank at an instruction, and whoever finishes its update at every one.
@@ -261,10 +306,40 @@ Found kill_who_finishes(const UpdateCase& given, std::size_t instruction, const 
   return step_through(second, arena, [&](auto copy) { return difference(rank.board, in_arena(copy), expected); });
 }
 
+// As difference(), with so many ranks that finish together. They are threads of a child: this process forks.
+std::string difference_of_several(int finishers, const SharedBoard& board, const KeptUpdate::Find& find,
+                                  const Expected& expected) {
+  SharedBoard result;
+  const pid_t child = ::fork();
+  if (child == 0)
+    be_child([&] {
+      at::set_num_threads(1);  // see run_case()
+      auto groups =
+          shm::make_thread_group(finishers, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
+      run_threads(
+          std::vector<int>(groups.size()),
+          [&](int rank) {
+            return std::make_unique<SharedMemoryTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
+          },
+          [&](World& world) {
+            KeptUpdate kept({board->manifest, board->manifest_bytes}, find);
+            FlatUpdate::finish(SharedMemory::of(world), kept);
+            if (world.rank() == 0) put(result->after, result->after_bytes, image_of(kept.state));
+          },
+          {});
+    });
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  if (status != 0) return "those who finish it failed";
+  const std::string image(result->after, result->after_bytes);
+  if (image != expected.before && image != expected.after) return "the bits are those of no step";
+  return difference(board, find, expected);  // all is done
+}
+
 // Kills the process with all ranks after `instructions` of rank `victim`, or, without a victim, after that many nanoseconds.
 // Returns the instructions that there were.
 std::size_t kill_once(const UpdateCase& given, int victim, std::size_t when, const Expected& expected,
-                      std::string& difference_found) {
+                      std::string& difference_found, int finishers = 1) {
   SharedBoard board;
   std::vector<UniqueFd> files;
   if (given.ranks == 1) files.push_back(shm::make_segment("the memory of rank 0", 0));
@@ -283,8 +358,9 @@ std::size_t kill_once(const UpdateCase& given, int victim, std::size_t when, con
     }
   child.kill();
   const Arenas arenas(files);
-  difference_found = difference(
-      board, [&](const auto& place, std::size_t bytes) { return arenas.find(place, bytes); }, expected);
+  const auto find = [&](const auto& place, std::size_t bytes) { return arenas.find(place, bytes); };
+  difference_found =
+      finishers == 1 ? difference(board, find, expected) : difference_of_several(finishers, board, find, expected);
   return steps;
 }
 
@@ -327,6 +403,15 @@ TEST_P(KilledUpdateOf, is_finished_even_if_those_who_finish_it_are_killed) {
   }
 }
 
+TEST(KilledUpdate, is_finished_inside_of_a_chunk) {
+  for (UpdateCase given : few_kinds()) {
+    given.sizes = {4096, 5};
+    const FoundInside found = kill_inside_of_a_chunk(given, undisturbed(given));
+    EXPECT_EQ(found.difference, "") << given.name << ", after " << found.elements.back() << " elements";
+    EXPECT_EQ(found.elements, (std::vector<std::int64_t>{0, 1024, 2048, 3072})) << given.name;
+  }
+}
+
 class KilledRanks : public ::testing::TestWithParam<UpdateCase> {};
 INSTANTIATE_TEST_SUITE_P(Kinds, KilledRanks, ::testing::ValuesIn(large_cases()),
                          [](const auto& info) { return name_of_case(info); });
@@ -345,6 +430,36 @@ TEST_P(KilledRanks, are_replaced_wherever_they_were) {
     if (victim >= 0 && steps == when) most = std::min<std::size_t>(2 * most, 200000);
     ASSERT_EQ(difference_found, "") << "round " << round << ", rank " << victim << " after " << when;
   }
+}
+
+// Fewer, as many and more than there were.
+TEST(KilledUpdate, is_finished_by_several_together) {
+  std::minstd_rand random(11);
+  for (UpdateCase given : few_kinds())
+    for (const int finishers : {2, 3, 4}) {
+      given.sizes = {9000, 70, 45000, 20};
+      given.ranks = 3;
+      const Expected expected = undisturbed(given);
+      std::string difference_found;
+      const std::size_t when = std::uniform_int_distribution<std::size_t>(0, 30000)(random);
+      kill_once(given, given.ranks - 1, when, expected, difference_found, finishers);
+      ASSERT_EQ(difference_found, "") << given.name << ", " << finishers << " finish, one was killed after " << when;
+    }
+}
+
+TEST(KilledUpdate, is_finished_if_there_are_more_threads_than_before) {
+  for (UpdateCase given : few_kinds())
+    for (const int ranks : {1, 2}) {
+      given.sizes = {9000, 70, 90000, 20};
+      given.ranks = ranks;
+      given.threads_at_last = 2;
+      const Expected expected = undisturbed(given);
+      std::string difference_found;
+      for (const std::size_t when : {1000, 20000}) {
+        kill_once(given, ranks - 1, when, expected, difference_found);
+        ASSERT_EQ(difference_found, "") << given.name << ", " << ranks << " ranks, after " << when;
+      }
+    }
 }
 
 #endif

@@ -24,7 +24,9 @@ struct UpdateCase {
   bool overflows = false;  // in the last step
   double ema_decay = 0;
   int ranks = 1;
-  int threads = 1;  // of each rank
+  int threads = 1;          // of each rank
+  int threads_at_last = 0;  // in the last step; 0: as before
+  int group_without = -1;   // this group has no momentum after the first step (SGD)
   std::vector<std::int64_t> sizes{};
 };
 inline void PrintTo(const UpdateCase& each, std::ostream* out) { *out << each.name; }

@@ -79,6 +79,15 @@ TEST(BadCases, a_rank_without_memory_in_each_generation_ends_the_job) {
   EXPECT_TRUE(contains(ended.error, "RankFailed: rank 1"));
 }
 
+TEST(BadCases, a_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_start) {
+  const TempFolder folder;
+  const Job job{.options = {"--virtual-shards", "8", "--min-ranks", "2"}, .ranks = 4};
+  const auto ended = run(command_of(job, folder), kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be shared out among 3 ranks")) << ended.error;
+  EXPECT_FALSE(contains(ended.error, "RankFailed")) << "no rank was started";
+}
+
 TEST(BadCases, more_losses_than_restarts_end_the_job_and_the_last_checkpoint_stands) {
   const TempFolder folder;
   const Job job{.options = kMomentum,

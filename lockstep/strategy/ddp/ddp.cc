@@ -10,7 +10,6 @@
 #include <unordered_set>
 
 #include "lockstep/base/defects.h"
-#include "lockstep/base/fault.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
@@ -250,7 +249,6 @@ class DistributedDataParallel::Impl {
 
  private:
   void run_begun_backward(const torch::Tensor& loss, double factor) try {
-    const fault::During backward(fault::Phase::kBackward);
     run_backward(loss, factor);
   } catch (const std::exception& error) {
     fail(error);
@@ -261,8 +259,7 @@ class DistributedDataParallel::Impl {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
     const trace::Span span("exchange");
-    const own_progress::During exchange(Phase::kExchange);
-    const fault::During publishing(fault::Phase::kPublish);
+    own_progress::enter(Phase::kExchange);
     const Stopwatch waiting;
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();

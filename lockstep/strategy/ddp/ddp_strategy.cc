@@ -2,7 +2,6 @@
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <optional>
 
-#include "lockstep/base/fault.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
@@ -84,10 +83,7 @@ class DdpStrategy : public ReplicaStrategy {
     if (batch.size() > 0) {
       require_device(batch.data, world_.device(), "the batch");
       require_device(batch.target, world_.device(), "the target");
-      loss = timed(phases_.forward, "forward", [&] {
-        const fault::During forward_pass(fault::Phase::kForward);
-        return task_.loss(forward(batch.data), batch.target);
-      });
+      loss = timed(phases_.forward, "forward", [&] { return task_.loss(forward(batch.data), batch.target); });
     }
     const Stopwatch watch;
     ddp_.backward(loss, batch.size());

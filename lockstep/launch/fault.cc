@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/base/fault.h"
+#include "lockstep/launch/fault.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
@@ -21,17 +21,20 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep::fault {
 namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_FAULT";
-constexpr std::array kPhaseNames = {"meeting", "loading",    "forward", "backward", "publish",
-                                    "update",  "validation", "saving",  "between"};
+constexpr std::array kPhasesOfPlans = {
+    Named{"meeting", Phase::kMeeting},       Named{"loading", Phase::kLoading},  Named{"forward", Phase::kForward},
+    Named{"backward", Phase::kBackward},     Named{"publish", Phase::kExchange}, Named{"update", Phase::kUpdate},
+    Named{"validation", Phase::kValidating}, Named{"saving", Phase::kSaving},    Named{"between", Phase::kOwnCode}};
 constexpr int kAny = -1;
 
 struct Fault {
-  Phase phase = Phase::kBetween;
+  Phase phase = Phase::kOwnCode;
   int rank = kAny;
   int step = kAny;
   int generation = 0;
@@ -42,7 +45,9 @@ struct Fault {
   bool used = false;
 };
 
-const char* name_of(Phase phase) { return kPhaseNames.at(to_size(static_cast<int>(phase))); }
+std::string_view name_in_plan(Phase phase) {
+  return std::ranges::find(kPhasesOfPlans, phase, &Named<Phase>::value)->name;
+}
 
 UsageError unreadable(const std::string& what, const std::string& text) {
   return UsageError({.what = concat(what, " in ", kVariable, "=\"", text, "\""),
@@ -56,11 +61,11 @@ int number_in(const std::string& entry, const std::string& value, const std::str
   return number;
 }
 
-Phase phase_named(const std::string& name, const std::string& text) {
-  const auto found = std::ranges::find(kPhaseNames, name);
-  if (found == kPhaseNames.end())
-    throw unreadable(concat("there is no phase \"", name, "\" (they are ", join(kPhaseNames, ", "), ")"), text);
-  return static_cast<Phase>(found - kPhaseNames.begin());
+Phase phase_in_plan(const std::string& name, const std::string& text) {
+  for (const auto& each : kPhasesOfPlans)
+    if (name == each.name) return each.value;
+  throw unreadable(concat("there is no phase \"", name, "\" (they are ", join(names_in(kPhasesOfPlans), ", "), ")"),
+                   text);
 }
 
 void set_entry(Fault& fault, const std::string& entry, const std::string& text) {
@@ -72,7 +77,7 @@ void set_entry(Fault& fault, const std::string& entry, const std::string& text) 
       {"after", &fault.instructions}, {"delay", &fault.microseconds}, {"signal", &fault.signal}};
   const auto number = std::ranges::find_if(numbers, [&](const auto& each) { return name == each.first; });
   if (name == "phase")
-    fault.phase = phase_named(value, text);
+    fault.phase = phase_in_plan(value, text);
   else if (name == "at" && (value == "start" || value == "end"))
     fault.at_end = value == "end";
   else if (number != std::end(numbers))
@@ -101,9 +106,11 @@ int number_of(const char* variable) {
 
 bool is_at(int wanted, std::int64_t here) { return wanted == kAny || wanted == here; }
 
-void say(const Fault& fault, std::int64_t step) {
-  const std::string line = concat("lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", step, ", ",
-                                  name_of(fault.phase), fault.at_end ? ", at its end" : "",
+std::int64_t present_step() { return own_progress::record().step.load(std::memory_order_relaxed); }
+
+void say(const Fault& fault) {
+  const std::string line = concat("lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", present_step(),
+                                  ", ", name_in_plan(fault.phase), fault.at_end ? ", at its end" : "",
                                   fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
                                   fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "",
                                   ": signal ", fault.signal, "\n");
@@ -172,17 +179,10 @@ class Plan {
  public:
   explicit Plan(const std::string& text) : faults_(faults_in(text)) {}
 
-  void set_step(std::int64_t step) {
-    is_told_ = true;
-    step_ = step;
-  }
-
-  // Where nobody tells which step it is, each one that publishes gradients counts.
   void begin(Phase phase) {
-    if (phase == Phase::kPublish && !is_told_) ++step_;
     Fault* const fault = next(phase, /*at_end=*/false);
     if (fault == nullptr) return;
-    say(*fault, step_);
+    say(*fault);
     if (fault->instructions > 0) {
       pending_.store(fault);
       send_own_after_instructions(fault->signal, fault->instructions);
@@ -202,7 +202,7 @@ class Plan {
       send_own(fault->signal);
     }
     if (Fault* const last = next(phase, /*at_end=*/true)) {
-      say(*last, step_);
+      say(*last);
       send_own(last->signal);
     }
   }
@@ -211,8 +211,8 @@ class Plan {
   Fault* next(Phase phase, bool at_end) {
     const int rank = number_of("RANK"), generation = number_of("TORCHELASTIC_RESTART_COUNT");
     for (Fault& fault : faults_) {
-      if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) || !is_at(fault.step, step_) ||
-          !is_at(fault.generation, generation))
+      if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) ||
+          !is_at(fault.step, present_step()) || !is_at(fault.generation, generation))
         continue;
       if (!std::atomic_ref(fault.used).exchange(true)) return &fault;
     }
@@ -220,8 +220,6 @@ class Plan {
   }
 
   std::vector<Fault> faults_;
-  std::atomic<bool> is_told_{false};
-  std::atomic<std::int64_t> step_{-1};
   std::atomic<const Fault*> pending_{nullptr};
 };
 
@@ -233,7 +231,6 @@ void read_plan() {
   plan.store(read, std::memory_order_release);
 }
 
-void set_step(Plan& faults, std::int64_t step) { faults.set_step(step); }
 void begin(Plan& faults, Phase phase) { faults.begin(phase); }
 void end(Plan& faults, Phase phase) { faults.end(phase); }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/base/fault.h"
+#include "lockstep/launch/fault.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -15,7 +16,7 @@ namespace {
 
 using testing::contains;
 
-// The signal that ends a child which makes steps 0 to 9, each with two phases; 0: it comes to its end. `reached` says how
+// The signal that ends a child which makes steps 0 to 9, each with two phases, of which the second waits at first; 0: it comes to its end. `reached` says how
 // far it has come.
 int signal_of(const char* faults, const char* rank, std::string& reached) {
   int ends[2];
@@ -27,13 +28,15 @@ int signal_of(const char* faults, const char* rank, std::string& reached) {
     ::setenv("RANK", rank, 1);
     fault::read_plan();
     for (int step = 0; step < 10; ++step) {
-      fault::set_step(step);
+      own_progress::begin_step(step);
       {
-        const fault::During forward(fault::Phase::kForward);
+        const own_progress::During forward(Phase::kForward);
         for (int i = 0; i < 3; ++i)
           if (::write(ends[1], "f", 1) != 1) ::_exit(1);
       }
-      const fault::During update(fault::Phase::kUpdate);
+      const own_progress::During update(Phase::kUpdate);
+      if (::write(ends[1], "b", 1) != 1) ::_exit(1);  // waits at a barrier
+      const fault::During writing(Phase::kUpdate);
       if (::write(ends[1], "u", 1) != 1) ::_exit(1);
     }
     ::_exit(0);
@@ -51,7 +54,7 @@ int signal_of(const char* faults, const char* rank, std::string& reached) {
 TEST(Fault, kills_the_rank_in_its_phase_of_its_step) {
   std::string reached;
   EXPECT_EQ(signal_of("rank=1,step=1,phase=update", "1", reached), SIGKILL);
-  EXPECT_EQ(reached, "fffufff");
+  EXPECT_EQ(reached, "fffbufffb");
   EXPECT_EQ(signal_of("rank=1,step=0,phase=forward,at=end,signal=15", "1", reached), SIGTERM);
   EXPECT_EQ(reached, "fff");
 }
@@ -60,21 +63,21 @@ TEST(Fault, leaves_other_ranks_and_generations_alone) {
   std::string reached;
   EXPECT_EQ(signal_of("rank=1,step=1,phase=update", "0", reached), 0);
   EXPECT_EQ(signal_of("rank=1,step=1,phase=update,generation=1", "1", reached), 0);
-  EXPECT_EQ(reached.size(), 40);
+  EXPECT_EQ(reached.size(), 50);
 }
 
 TEST(Fault, comes_after_a_number_of_instructions_and_not_after_its_phase) {
   std::string reached, further;
   EXPECT_EQ(signal_of("step=2,phase=forward,after=1", "0", reached), SIGKILL);
-  EXPECT_EQ(reached, "fffufffu");
+  EXPECT_EQ(reached, "fffbufffbu");
   EXPECT_EQ(signal_of("step=2,phase=forward,after=1000000", "0", further), SIGKILL);
-  EXPECT_EQ(further, "fffufffufff");
+  EXPECT_EQ(further, "fffbufffbufff");
 }
 
 TEST(Fault, comes_after_a_time_and_not_after_its_phase) {
   std::string reached;
   EXPECT_EQ(signal_of("step=2,phase=forward,delay=100000000", "0", reached), SIGKILL);
-  EXPECT_EQ(reached, "fffufffufff");
+  EXPECT_EQ(reached, "fffbufffbufff");
 }
 
 TEST(Fault, that_cannot_be_read_is_an_error_that_says_where) {
