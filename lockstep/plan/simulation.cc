@@ -106,7 +106,8 @@ class Run {
       for (std::size_t i = 0; i < rest.size(); ++i)
         if (users[i] > 0) least = std::min(least, rest[i] / users[i]);
       std::vector<bool> is_scarce(rest.size());
-      for (std::size_t i = 0; i < rest.size(); ++i) is_scarce[i] = users[i] > 0 && rest[i] / users[i] <= least * (1 + 1e-9);
+      for (std::size_t i = 0; i < rest.size(); ++i)
+        is_scarce[i] = users[i] > 0 && rest[i] / users[i] <= least * (1 + 1e-9);
       std::erase_if(open, [&](int activity) {
         const auto& uses = activities_[place(activity)].uses;
         if (std::ranges::none_of(uses, [&](int resource) { return is_scarce[place(resource)]; })) return false;

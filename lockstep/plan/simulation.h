@@ -25,9 +25,9 @@ struct Resource {
 
 struct Activity {
   std::string name;
-  int actor = -1;          // whose it is: a row of the timeline; -1: of none
-  double delay = 0;        // seconds before its work, that need nothing of the resources
-  double work = 0;         // units; each of `uses` does all of them
+  int actor = -1;            // whose it is: a row of the timeline; -1: of none
+  double delay = 0;          // seconds before its work, that need nothing of the resources
+  double work = 0;           // units; each of `uses` does all of them
   std::vector<int> uses{};   // resources; none: its work takes no time
   std::vector<int> after{};  // activities that have to end before it begins
 };

@@ -15,7 +15,8 @@ TEST(Simulation, ChainTakesTheSumOfItsActivities) {
   Simulation simulation;
   const int cores = simulation.add(Resource{"cores", {2.0}});
   const int first = simulation.add(Activity{.name = "first", .work = 4, .uses = {cores}});
-  const int second = simulation.add(Activity{.name = "second", .delay = 0.5, .work = 2, .uses = {cores}, .after = {first}});
+  const int second =
+      simulation.add(Activity{.name = "second", .delay = 0.5, .work = 2, .uses = {cores}, .after = {first}});
   const Outcome outcome = simulation.run();
   EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(first)].end, 2, kNear);
   EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(second)].begin, 2, kNear);

@@ -39,7 +39,10 @@ void require_possible(const Target& target) {
 std::string Choice::name() const {
   switch (method) {
     case Method::kSingle: return "single";
-    case Method::kDdp: return "ddp";
+    case Method::kDdp:
+      return bucket_bytes == kUsualBucket
+                 ? "ddp"
+                 : concat("ddp, buckets of ", human_bytes(static_cast<std::uint64_t>(bucket_bytes)));
     case Method::kTowers: return update_on_cpu ? "towers, one update" : "towers";
     case Method::kDataParallel: return "data_parallel";
     case Method::kStoreLocal: return "kvstore local";
@@ -71,16 +74,14 @@ std::string Choice::arguments(int ranks) const {
   return "";
 }
 
-bool Choice::exact() const {
-  return method != Method::kStoreAsync && method != Method::kAveraging;
-}
+bool Choice::exact() const { return method != Method::kStoreAsync && method != Method::kAveraging; }
 
-std::vector<Choice> choices_for(const Target& target, int pieces) {
+std::vector<Choice> choices_for(const Target& target, int pieces, double parameter_bytes) {
   if (target.all_devices() == 1) return {{.method = Method::kSingle}};
   std::vector<Choice> all{{.method = Method::kDdp}};
   if (target.machines > 1) {
     for (const double mib : {1.0, 5.0})
-      if (target.machines > 1) all.push_back({.method = Method::kDdp, .bucket_bytes = mib * (1 << 20)});
+      if (mib * (1 << 20) < parameter_bytes) all.push_back({.method = Method::kDdp, .bucket_bytes = mib * (1 << 20)});
   } else {
     all.push_back({.method = Method::kTowers});
     all.push_back({.method = Method::kTowers, .update_on_cpu = true});

@@ -40,23 +40,25 @@ enum class Method {
 };
 enum class Order { kNaive, kGPipe, k1F1B };
 
+constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
+
 // A way to train, and its options; the others do not matter.
 struct Choice {
   Method method = Method::kDdp;
-  bool update_on_cpu = false;           // towers
-  int average_every = 1;                // averaging
-  int servers = 1;                      // kStoreSync, kStoreAsync
-  Order order = Order::k1F1B;           // pipeline
-  int stages = 1;                       // pipeline
-  int micro_batches = 4;                // pipeline
-  double bucket_bytes = 25.0 * (1 << 20);  // ddp between machines
+  bool update_on_cpu = false;          // towers
+  int average_every = 1;               // averaging
+  int servers = 1;                     // kStoreSync, kStoreAsync
+  Order order = Order::k1F1B;          // pipeline
+  int stages = 1;                      // pipeline
+  int micro_batches = 4;               // pipeline
+  double bucket_bytes = kUsualBucket;  // ddp between machines
 
-  std::string name() const;                       // "pipeline gpipe x8"
-  std::string arguments(int ranks) const;         // of lockstep train: "--strategy pipeline --ranks 2 ..."
-  bool exact() const;                             // the same result as on one device: neither stale nor averaged later
+  std::string name() const;                // "pipeline gpipe x8"
+  std::string arguments(int ranks) const;  // of lockstep train: "--strategy pipeline --ranks 2 ..."
+  bool exact() const;                      // the same result as on one device: neither stale nor averaged later
 };
 
 // Every choice that the target allows. pieces: into which the model can be cut; 0: it can't be.
-std::vector<Choice> choices_for(const Target& target, int pieces);
+std::vector<Choice> choices_for(const Target& target, int pieces, double parameter_bytes);
 
 }  // namespace lockstep::plan
