@@ -122,5 +122,6 @@ int bench_step(int argc, const char* const* argv);
 int bench_data(int argc, const char* const* argv);
 int bench_hosts(int argc, const char* const* argv);
 int bench_memory(int argc, const char* const* argv);
+int bench_plan(int argc, const char* const* argv);
 
 }  // namespace lockstep::bench

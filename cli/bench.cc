@@ -23,6 +23,7 @@ constexpr std::array kBenchmarks = {
     Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
     Benchmark{"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
     Benchmark{"memory", "the stages of a pipeline beside what they can't do without", bench_memory},
+    Benchmark{"plan", "forecasts of lockstep plan beside measurements", bench_plan},
 };
 
 int print_help() {

@@ -29,6 +29,7 @@ constexpr std::array kSubcommands = {
     Subcommand{.name = "train", .description = "train a model"},
     Subcommand{.name = "run", .description = "start a program once per rank", .function = run_command},
     Subcommand{.name = "verify", .description = "compare training on one rank and on several"},
+    Subcommand{.name = "plan", .description = "forecast a step of every strategy"},
     Subcommand{.name = "compare", .description = "train with several strategies, side by side"},
     Subcommand{.name = "data", .description = "pack datasets and describe them"},
     Subcommand{.name = "bench", .description = "measure against peers"},

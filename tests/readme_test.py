@@ -47,7 +47,7 @@ def typed(words, folder):
         return [["lockstep", "bench", name, "--help"] for name in words[2:] if name != "|"]
     if words[1] == "compare":
         return [words + ["--list"]]
-    if words[1] in ("verify", "data", "report", "env"):
+    if words[1] in ("verify", "plan", "data", "report", "env"):
         return [words]
     raise SystemExit(f"README.md: nobody has told this test how to type {shlex.join(words)}")
 

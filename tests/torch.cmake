@@ -27,6 +27,7 @@ lockstep_room_test(gradient 4)
 lockstep_room_test(optimizer 2)
 lockstep_room_test(strategy 8)
 lockstep_room_test(checkpoint 1)
+lockstep_room_test(plan 1)
 lockstep_room_test(train 2)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json ${XXHASH_LIBRARY})
@@ -76,12 +77,12 @@ endforeach()
 target_link_libraries(lossless_ranks PRIVATE GTest::gtest)
 
 lockstep_test(command_test command SHARDS 8 TIMEOUT 600
-  SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc security/one_machine_test.cc launch/child.cc)
+  SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc train/plan_command_test.cc security/one_machine_test.cc launch/child.cc)
 target_link_libraries(command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>"
   SLOW_LENET="$<TARGET_FILE:slow_lenet>")
-add_dependencies(command_test lockstep_train lockstep_data misbehaving_task slow_lenet)
+add_dependencies(command_test lockstep_train lockstep_data lockstep_plan misbehaving_task slow_lenet)
 
 lockstep_test(compare_test command.compare SHARDS 4 TIMEOUT 600 SOURCES train/compare_command_test.cc launch/child.cc)
 target_link_libraries(compare_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)

@@ -53,9 +53,19 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   };
 }
 
-StrategyKind strategy_named(const std::string& name) {
+constexpr const char* kAuto = "auto";
+
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names = names_in(strategies());
+  names.emplace_back(kAuto);
+  return names;
+}
+
+void set_strategy(TrainOptions& options, const std::string& name) {
+  options.chooses_strategy = name == kAuto;
+  if (options.chooses_strategy) return;
   const auto& all = strategies();
-  return std::ranges::find(all, name, &StrategyInfo::name)->kind;  // the parser has let through those there are
+  options.strategy.kind = std::ranges::find(all, name, &StrategyInfo::name)->kind;  // the parser has let it through
 }
 
 // Which ranks and devices there are, and what they compute in.
@@ -63,9 +73,10 @@ std::vector<Option> device_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;
   return {
       choice(
-          "--strategy", names_in(strategies()), [&s] { return strategy_info(s.kind).name; },
-          [&s](const std::string& name) { s.kind = strategy_named(name); }, kMayChange,
-          "how the replicas stay one model, see below"),
+          "--strategy", strategy_names(),
+          [&o] { return o.chooses_strategy ? std::string(kAuto) : strategy_info(o.strategy.kind).name; },
+          [&o](const std::string& name) { set_strategy(o, name); }, kMayChange,
+          "how the replicas stay one model, see below; auto: what lockstep plan recommends for this machine"),
       option("--ranks", o.ranks, kMayChange,
              "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
              "--devices"),

@@ -56,6 +56,7 @@ struct TrainOptions {
   DataSource source{.data = "auto"};        // auto: what suits the model
   LoaderOptions loader{.batch_size = 256};  // training shuffles with strategy.seed
   StrategyOptions strategy{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1};
+  bool chooses_strategy = false;  // --strategy auto: strategy.kind is not set yet
   LearningRateOptions learning_rate;
   std::int64_t epochs = 5;
 

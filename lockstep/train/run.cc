@@ -31,6 +31,7 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
+#include "lockstep/train/choose_strategy.h"
 #include "lockstep/train/end_as_asked.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
@@ -190,6 +191,10 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
+  if (options.chooses_strategy) {
+    choose_strategy(options, program.make_task(options), job.launcher);
+    options.chooses_strategy = false;
+  }
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
   if (start_here || job.rank == 0)

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/plan/forecast.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/plan/schedules.h"
+
+namespace lockstep::plan {
+namespace {
+
+constexpr int kSteps = 16;
+
+struct Simulated {
+  double step = 0;
+  std::string bound;
+  double link_bytes = 0;
+};
+
+// A whole number of averages.
+int steps_for(const Choice& choice) {
+  if (choice.method != Method::kAveraging) return kSteps;
+  return (kSteps + choice.average_every - 1) / choice.average_every * choice.average_every;
+}
+
+double busiest(const std::vector<int>& resources, const Outcome& outcome) {
+  double most = 0;
+  for (const int resource : resources) most = std::max(most, outcome.busy[static_cast<std::size_t>(resource)]);
+  return most / outcome.end;
+}
+
+std::string bound_of(const Schedule& schedule, const Outcome& outcome) {
+  const double cores = busiest(schedule.cores, outcome), memory = busiest(schedule.memory, outcome),
+               links = busiest(schedule.links, outcome);
+  const double most = std::max({cores, memory, links});
+  const double waits = 1 - most;
+  const char* what = most == cores ? "computing" : most == memory ? "memory" : "link";
+  if (waits > most) return concat("waiting ", fixed(100 * waits, 0), " %");
+  return concat(what, " ", fixed(100 * most, 0), " %");
+}
+
+// The mean over all steps but the first: then one step's end is the next one's beginning also where devices are not in
+// step.
+Simulated simulate(const Profile& profile, const Target& target, const Choice& choice, Luck luck) {
+  const int steps = steps_for(choice);
+  const bool skips_first = choice.method != Method::kAveraging;
+  const Schedule made = schedule(profile, target, choice, steps + (skips_first ? 1 : 0), luck);
+  const Outcome outcome = made.simulation.run();
+  double first = 0, last = 0;
+  for (const int activity : made.ends.front())
+    first = std::max(first, outcome.activities[static_cast<std::size_t>(activity)].end);
+  for (const int activity : made.ends.back())
+    last = std::max(last, outcome.activities[static_cast<std::size_t>(activity)].end);
+  return {.step = (last - (skips_first ? first : 0)) / steps,
+          .bound = bound_of(made, outcome),
+          .link_bytes = made.sent_bytes};
+}
+
+// ---- Memory: docs/planner.md has the table
+
+double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
+  std::vector<SizedTime> turned;  // over samples
+  for (const SizedTime& point : profile.memory_of_rank)
+    turned.push_back({.bytes = point.seconds, .seconds = point.bytes});
+  const Line rank = line_through(turned);  // bytes of a rank by its samples
+  const double parameters = static_cast<double>(profile.parameter_bytes);
+  const double state = static_cast<double>(profile.state_bytes);
+  const double batch = static_cast<double>(target.batch);
+  const double here = batch / target.machines;  // samples of a machine
+  const double d = target.devices, once = parameters + state;
+  const double own = rank.fixed - profile.idle_bytes;  // of a replica: parameters, gradients, state
+  const double replicas = d * own + rank.per_byte * here;
+  switch (choice.method) {
+    case Method::kSingle: return rank.at(batch);
+    case Method::kDdp:
+      return d * profile.idle_bytes + replicas - (d - 1) * once + (target.machines > 1 ? d * parameters : 0);
+    case Method::kTowers: return profile.idle_bytes + replicas - (choice.update_on_cpu ? (d - 1) * once : 0);
+    case Method::kDataParallel:
+    case Method::kStoreLocal: return profile.idle_bytes + replicas - (d - 1) * once;
+    case Method::kAveraging: return profile.idle_bytes + replicas;
+    case Method::kStoreSync:
+    case Method::kStoreAsync: {
+      const double workers = target.all_devices();
+      const double states = choice.method == Method::kStoreAsync ? workers * state : state;
+      const double servers = choice.servers * profile.idle_bytes + (2 + 2 * workers) * parameters + states + parameters;
+      return d * profile.idle_bytes + replicas - d * state + 2 * d * parameters + servers / target.machines;
+    }
+    case Method::kPipeline: {
+      const double micro = choice.order == Order::kNaive ? 1 : choice.micro_batches;
+      double in_flight = micro;
+      if (choice.order == Order::k1F1B) {
+        in_flight = 0;
+        for (int stage = 0; stage < choice.stages; ++stage)
+          in_flight += std::min<double>(choice.stages - stage, micro) / choice.stages;
+      }
+      const double activations = rank.per_byte * batch * in_flight / micro / target.machines;
+      const double processes = target.machines > 1 ? d : 1;
+      return processes * profile.idle_bytes + own / target.machines + activations;
+    }
+  }
+  return 0;
+}
+
+std::string extrapolated(const Profile& profile, const Target& target) {
+  std::vector<std::string> what;
+  const auto& points = profile.curves.front().points;
+  const double samples = static_cast<double>(target.batch) / target.all_devices();
+  if (samples < 0.9 * static_cast<double>(points.front().samples) ||
+      samples > static_cast<double>(points.back().samples))
+    what.push_back(concat(fixed(samples, 0), " samples on a device"));
+  if (target.devices > profile.cores) what.push_back("more devices than cores");
+  if (target.cores > 0 && target.cores != profile.cores) what.push_back("another number of cores");
+  if (target.machines > 1) what.push_back("links");
+  return join(what, ", ");
+}
+
+}  // namespace
+
+Forecast forecast(const Profile& profile, const Target& target, const Choice& choice) {
+  const Simulated middle = simulate(profile, target, choice, Luck::kAny);
+  const double fast = simulate(profile, target, choice, Luck::kGood).step;
+  const double slow = simulate(profile, target, choice, Luck::kBad).step;
+  const double steps_of_epoch = std::ceil(static_cast<double>(profile.dataset) / static_cast<double>(target.batch));
+  return {.choice = choice,
+          .step = middle.step,
+          .uncertain = std::abs(slow - fast) / 2 / middle.step,
+          .extrapolated = extrapolated(profile, target),
+          .bound = middle.bound,
+          .link_bytes = middle.link_bytes,
+          .memory = memory_of(profile, target, choice),
+          .epochs = steps_of_epoch * middle.step * target.epochs};
+}
+
+std::vector<Forecast> forecast_all(const Profile& profile, const Target& target) {
+  require_possible(target);
+  std::vector<Forecast> all;
+  for (const Choice& choice :
+       choices_for(target, static_cast<int>(profile.pieces.size()), static_cast<double>(profile.parameter_bytes)))
+    all.push_back(forecast(profile, target, choice));
+  std::ranges::stable_sort(all, {}, &Forecast::step);
+  return all;
+}
+
+const Forecast& best_of(const std::vector<Forecast>& forecasts) {
+  const auto found = std::ranges::find_if(forecasts, [](const Forecast& each) { return each.choice.exact(); });
+  if (found == forecasts.end()) throw UsageError({.what = "no strategy for this target"});
+  return *found;
+}
+
+std::string reason(const std::vector<Forecast>& forecasts) {
+  const Forecast& best = best_of(forecasts);
+  const auto about = [](const Forecast& each) {
+    return concat(human_seconds(each.step), " (± ", fixed(100 * each.uncertain, 0), " %)");
+  };
+  std::string text = concat(best.choice.name(), ": ", about(best), " a step, ", best.bound);
+  for (const Forecast& other : forecasts)
+    if (&other != &best && other.choice.exact() && other.choice.method != best.choice.method)
+      return concat(text, "; next is ", other.choice.name(), " with ", about(other));
+  return text;
+}
+
+Recordings timeline_of(const Profile& profile, const Target& target, const Choice& choice) {
+  constexpr int kShown = 3;
+  const Schedule made = schedule(profile, target, choice, kShown);
+  const Outcome outcome = made.simulation.run();
+  const auto ns = [](double seconds) { return static_cast<std::int64_t>(std::llround(seconds * 1e9)); };
+  Recordings recordings;
+  for (std::size_t actor = 0; actor < made.actors.size(); ++actor) {
+    trace::Recording recording{.process = {.rank = static_cast<std::int32_t>(actor),
+                                           .ranks = static_cast<std::int64_t>(made.actors.size()),
+                                           .finished = 1}};
+    const std::string name = concat("forecast: ", made.actors[actor]);
+    name.copy(recording.process.host.data(), recording.process.host.size() - 1);
+    for (std::size_t i = 0; i < outcome.activities.size(); ++i) {
+      const Activity& activity = made.simulation.activities()[i];
+      const Times& times = outcome.activities[i];
+      if (activity.actor != static_cast<int>(actor) || times.end <= times.begin) continue;
+      recording.spans.push_back({.name = activity.name, .begin = ns(times.begin), .end = ns(times.end), .thread = 1});
+    }
+    recordings.push_back(std::move(recording));
+  }
+  return recordings;
+}
+
+}  // namespace lockstep::plan

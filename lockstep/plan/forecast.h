@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan/forecast.h: what a step of each strategy will take: time, what bounds it, bytes, memory; and which one to choose.
+//
+// Flow:    Profile, Target -> forecast_all() -> `lockstep plan`, `lockstep train --strategy auto`, `lockstep bench plan`
+// Threads: values
+// Ranks:   no communication; no torch
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/base/timeline_file.h"
+#include "lockstep/plan/profile.h"
+#include "lockstep/plan/target.h"
+
+namespace lockstep::plan {
+
+struct Forecast {
+  Choice choice;
+  double step = 0;           // seconds of a global batch
+  double uncertain = 0;      // by so much more or less, as a share: from the measured spread of single steps
+  std::string extrapolated;  // what nobody has measured for it; empty: nothing
+  std::string bound;         // "computing 93 %"
+  double link_bytes = 0;     // in a step, on the busiest link in one direction
+  double memory = 0;         // bytes of a machine, all processes
+  double epochs = 0;         // seconds of the target's epochs; 0: the dataset's size is not known
+};
+
+// Throws UsageError: a target or choice that can't be.
+Forecast forecast(const Profile& profile, const Target& target, const Choice& choice);
+
+// Of every choice that the target allows, the fastest first.
+std::vector<Forecast> forecast_all(const Profile& profile, const Target& target);
+
+// Of forecasts of one target: the fastest that computes the same as one device.
+const Forecast& best_of(const std::vector<Forecast>& forecasts);
+
+// One line: why it is that one.
+std::string reason(const std::vector<Forecast>& forecasts);
+
+// What devices, networks and servers do in three steps, as a timeline that write_timeline() takes.
+Recordings timeline_of(const Profile& profile, const Target& target, const Choice& choice);
+
+}  // namespace lockstep::plan

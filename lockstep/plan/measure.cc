@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/plan/measure.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <optional>
+
+#include <ATen/Parallel.h>
+#include <nlohmann/json.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "lockstep/base/hash.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/collective/machines/hierarchy.h"
+#include "lockstep/collective/operator_spans.h"
+#include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/world_state.h"
+#include "lockstep/deadline.h"
+#include "lockstep/devices.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/environment.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/memory.h"
+#include "lockstep/model/parameters.h"
+#include "lockstep/model/partial_model.h"
+#include "lockstep/strategy/pipeline/cut.h"
+#include "lockstep/strategy/pipeline/stage.h"
+
+namespace lockstep::plan {
+namespace {
+
+constexpr int kSizes = 6;               // of batches, each twice the one before
+constexpr double kPerCell = 0.5;        // seconds for the steps of one batch size
+constexpr double kPerCurves = 9;        // seconds after which no larger batch is begun
+constexpr int kFewest = 3, kMost = 40;  // steps of one batch size
+constexpr int kRounds = 300;            // of what takes microseconds
+constexpr std::size_t kCopied = std::size_t{32} << 20;
+
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+// ---- What a process has and is
+
+std::string value_in(const char* file, const std::string& key) {
+  std::ifstream lines(file);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with(key)) {
+      const std::size_t begin = line.find_first_not_of(" \t", line.find(':') + 1);
+      return begin == std::string::npos ? "" : line.substr(begin);
+    }
+  return "";
+}
+
+double own_pss() { return 1024 * std::strtod(value_in("/proc/self/smaps_rollup", "Pss:").c_str(), nullptr); }
+
+// A file for what a process has measured, gone with this.
+class ResultFile {
+ public:
+  ResultFile() : path_((std::filesystem::temp_directory_path() / "lockstep-profile-XXXXXX").string()) {
+    const int fd = ::mkstemp(path_.data());
+    if (fd < 0) throw system_error("make", path_);
+    ::close(fd);
+  }
+  ~ResultFile() {
+    std::error_code ignored;
+    std::filesystem::remove(path_, ignored);
+  }
+  ResultFile(const ResultFile&) = delete;
+  ResultFile& operator=(const ResultFile&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// Runs `body` in so many ranks, each with its share of the cores; returns what rank 0 has put into the profile.
+Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(const World&, Profile&)>& body) {
+  const ResultFile file;
+  const auto rank = [&] {
+    keep_freed_memory();
+    at::set_num_threads(1);
+    Profile profile = so_far;
+    const World world = World::from_env();
+    body(world, profile);
+    if (world.rank() == 0) save_profile(file.path(), profile);
+    return 0;
+  };
+  const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
+  if (ended.exit_code != 0)
+    throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
+                       .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
+                       .next = "does `lockstep train` with the same options work?"});
+  return load_profile(file.path());
+}
+
+// ---- Steps
+
+std::vector<std::int64_t> sizes_of(std::int64_t batch) {
+  std::vector<std::int64_t> sizes;
+  for (int i = 0; i < kSizes && (sizes.empty() || sizes.back() > 1); ++i)
+    sizes.push_back(std::max<std::int64_t>(1, batch >> i));
+  std::ranges::reverse(sizes);
+  return sizes;
+}
+
+Batch batch_of(const Datasets& data, std::int64_t samples) {
+  std::vector<std::int64_t> indices(static_cast<std::size_t>(samples));
+  for (std::int64_t i = 0; i < samples; ++i) indices[static_cast<std::size_t>(i)] = i % data.train->size();
+  return data.train->make_batch(indices);
+}
+
+class Training {
+ public:
+  explicit Training(const Subject& subject) {
+    StrategyOptions options = subject.strategy;
+    options.kind = StrategyKind::kSingle;
+    options.devices = 1;
+    options.places = {};
+    options.ddp = {};
+    options.compression = {};
+    strategy_ = make_strategy(World::single(), subject.task, options);
+  }
+
+  Strategy& strategy() { return *strategy_; }
+
+  // What is neither backward nor update counts as forward: making room, setting gradients to none.
+  StepTimes step(const Batch& batch) {
+    const PhaseTimes before = strategy_->phases();
+    const Stopwatch watch;
+    strategy_->forward_backward(batch);
+    strategy_->update();
+    const double all = watch.seconds();
+    const PhaseTimes& after = strategy_->phases();
+    const double backward = after.backward - before.backward + after.exchange - before.exchange;
+    const double update = after.update - before.update;
+    return {.samples = batch.size(), .forward = all - backward - update, .backward = backward, .update = update};
+  }
+
+ private:
+  std::unique_ptr<Strategy> strategy_;
+};
+
+double total(const StepTimes& times) { return times.forward + times.backward; }
+
+StepTimes medians(const std::vector<StepTimes>& steps) {
+  const auto of = [&](double StepTimes::*member) {
+    std::vector<double> values;
+    for (const StepTimes& each : steps) values.push_back(each.*member);
+    return median(values);
+  };
+  return {.samples = steps.front().samples,
+          .forward = of(&StepTimes::forward),
+          .backward = of(&StepTimes::backward),
+          .update = of(&StepTimes::update)};
+}
+
+// Steps over their median, without the tenth that is fastest and the tenth that is slowest.
+void add_spread(std::vector<double>& spread, const std::vector<StepTimes>& steps) {
+  std::vector<double> seconds;
+  for (const StepTimes& each : steps) seconds.push_back(total(each));
+  std::ranges::sort(seconds);
+  const double middle = seconds[seconds.size() / 2];
+  const std::size_t cut = seconds.size() / 10;
+  for (std::size_t i = cut; i < seconds.size() - cut; ++i) spread.push_back(seconds[i] / middle);
+}
+
+int steps_to_make(double seconds) { return std::clamp(static_cast<int>(kPerCell / seconds), kFewest, kMost); }
+
+double of_all(const World& world, double value, ReduceOp op) {
+  const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
+  world.all_reduce(tensor, op);
+  return tensor.item<double>();
+}
+
+// ---- As many ranks as cores: steps alone and at once, memory, collectives
+
+void measure_steps(const World& world, const Subject& subject, Profile& profile) {
+  profile.idle_bytes = of_all(world, own_pss(), ReduceOp::kSum) / world.size();
+  Training training(subject);
+  const Datasets data = subject.data();
+  profile.dataset = data.train->size();
+  Curve alone{.at_once = 1}, at_once{.at_once = world.size()};
+  std::vector<double> spread;
+  const Stopwatch since_start;
+  for (const std::int64_t samples : sizes_of(subject.batch)) {
+    const Batch batch = batch_of(data, samples);
+    training.step(batch);
+    const double first = of_all(world, total(training.step(batch)), ReduceOp::kMax);
+    if (of_all(world, since_start.seconds(), ReduceOp::kMax) > kPerCurves) break;
+    const int count = steps_to_make(first);
+    std::vector<StepTimes> steps;
+    if (world.rank() == 0)
+      for (int i = 0; i < count; ++i) steps.push_back(training.step(batch));
+    world.barrier();
+    if (world.rank() == 0) {
+      alone.points.push_back(medians(steps));
+      add_spread(spread, steps);
+    }
+    steps.clear();
+    for (int i = 0; i < count && world.size() > 1; ++i) {
+      world.barrier();
+      steps.push_back(training.step(batch));
+    }
+    if (world.size() > 1) {
+      StepTimes times = medians(steps);
+      times.forward = of_all(world, times.forward, ReduceOp::kSum) / world.size();
+      times.backward = of_all(world, times.backward, ReduceOp::kSum) / world.size();
+      times.update = of_all(world, times.update, ReduceOp::kSum) / world.size();
+      at_once.points.push_back(times);
+    }
+    profile.memory_of_rank.push_back(
+        {.bytes = of_all(world, own_pss(), ReduceOp::kSum) / world.size(), .seconds = static_cast<double>(samples)});
+  }
+  std::ranges::sort(spread);
+  profile.spread = spread;
+  profile.curves = {alone};
+  if (world.size() > 1) profile.curves.push_back(at_once);
+  for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {
+    profile.tensors.push_back(static_cast<double>(parameter.nbytes()));
+    profile.parameter_bytes += static_cast<std::int64_t>(parameter.nbytes());
+    for (const auto& [key, state] : training.strategy().optimizer().state_of(parameter))
+      if (state.defined()) profile.state_bytes += static_cast<std::int64_t>(state.nbytes());
+  }
+  for (const auto& [name, buffer] : named_buffers(training.strategy().model()))
+    profile.buffer_bytes += static_cast<std::int64_t>(buffer.nbytes());
+}
+
+// Bytes per second that the first n ranks together read and write.
+double copy_speed(const World& world, int ranks) {
+  const torch::Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
+  std::vector<double> seconds;
+  for (int i = 0; i < 5; ++i) {
+    world.barrier();
+    const Stopwatch watch;
+    if (world.rank() < ranks) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    seconds.push_back(of_all(world, world.rank() < ranks ? watch.seconds() : 0, ReduceOp::kMax));
+  }
+  return 2.0 * kCopied * ranks / median(seconds);
+}
+
+double barrier_seconds(const World& world) {
+  for (int i = 0; i < 10; ++i) world.barrier();
+  const Stopwatch watch;
+  for (int i = 0; i < kRounds; ++i) world.barrier();
+  return watch.seconds() / kRounds;
+}
+
+// One byte per 1024 to the next size, up to 16 MiB.
+std::vector<SizedTime> all_reduce_times(const World& world, int most) {
+  std::vector<SizedTime> times;
+  for (const std::int64_t bytes : {1 << 10, 1 << 15, 1 << 20, 1 << 23}) {
+    const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
+    std::vector<double> seconds;
+    for (int i = 0; i < most; ++i) {
+      world.barrier();
+      const Stopwatch watch;
+      world.all_reduce(data);
+      seconds.push_back(of_all(world, watch.seconds(), ReduceOp::kMax));
+    }
+    times.push_back({.bytes = static_cast<double>(bytes), .seconds = median(seconds)});
+  }
+  return times;
+}
+
+void measure_collectives(const World& world, Profile& profile) {
+  double speed = 0;
+  for (int ranks = 1; ranks <= world.size(); ++ranks) {
+    const bool is_measured = ranks == 1 || ranks == world.size() || (ranks & (ranks - 1)) == 0;
+    if (is_measured) speed = copy_speed(world, ranks);
+    profile.copy_speed.push_back(speed);
+  }
+  profile.barrier = barrier_seconds(world);
+  profile.all_reduce = all_reduce_times(world, /*most=*/20);
+}
+
+// ---- One process with all cores: threads, modules, pieces
+
+void measure_threads(const Subject& subject, const Datasets& data, Training& training, Profile& profile) {
+  if (profile.cores == 1) return;
+  at::set_num_threads(profile.cores);
+  Curve curve{.threads = profile.cores};
+  for (const StepTimes& point : profile.curves.front().points) {
+    const Batch batch = batch_of(data, point.samples);
+    training.step(batch);
+    const int count = steps_to_make(total(training.step(batch)));
+    std::vector<StepTimes> steps;
+    for (int i = 0; i < count; ++i) steps.push_back(training.step(batch));
+    curve.points.push_back(medians(steps));
+  }
+  profile.curves.push_back(curve);
+  at::set_num_threads(1);
+  static_cast<void>(subject);
+}
+
+std::string end_of(const std::string& name) {
+  constexpr std::size_t kShown = std::tuple_size_v<trace::Name> - 1;
+  return name.substr(name.size() - std::min(name.size(), kShown));
+}
+
+// Operators by the module whose parameters they take, from a trace of a few steps.
+void measure_modules(const Datasets& data, Training& training, Profile& profile) {
+  constexpr int kTraced = 3;
+  const ResultFile ring;
+  const Batch batch = batch_of(data, profile.curves.front().points.back().samples);
+  const auto parameters = named_parameters(training.strategy().model());
+  name_modules(parameters);
+  trace::open(ring.path(), {});
+  show_operators(true);
+  trace::record(true);
+  for (int i = 0; i < kTraced; ++i) training.step(batch);
+  trace::record(false);
+  show_operators(false);
+  const trace::Recording recording = trace::parse(trace::content(), ring.path());
+  trace::close();
+  const auto module_named = [&](const std::string& name) -> ModuleTimes& {
+    const auto found = std::ranges::find(profile.modules, name, &ModuleTimes::name);
+    return found != profile.modules.end() ? *found : profile.modules.emplace_back(ModuleTimes{.name = name});
+  };
+  for (const trace::RecordedSpan& span : recording.spans) {
+    const double seconds = static_cast<double>(span.end - span.begin) / 1e9 / kTraced;
+    if (span.kind == trace::Kind::kForward) module_named(span.name).forward += seconds;
+    if (span.kind == trace::Kind::kBackward) module_named(span.name).backward += seconds;
+  }
+  for (const auto& [path, parameter] : parameters)
+    module_named(end_of(path.substr(0, std::min(path.size(), path.rfind('.'))))).bytes +=
+        static_cast<std::int64_t>(parameter.nbytes());
+}
+
+double bytes_of(const Tensors& tensors) {
+  double bytes = 0;
+  for (const torch::Tensor& tensor : tensors)
+    if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
+  return bytes;
+}
+
+// A model that can't be cut has no pieces.
+void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& profile) {
+  const std::int64_t samples = std::max<std::int64_t>(1, subject.batch / 4);
+  const ModulePtr model = subject.task.make_model();
+  const Layout layout = subject.strategy.layout.value_or(preferred_layout(*model, torch::kCPU));
+  set_layout(*model, layout);
+  const Batch batch = batch_of(data, samples);
+  const torch::Tensor input = in_layout(batch.data, layout);
+  std::vector<Piece> pieces;
+  try {
+    pieces = pieces_of(subject.task, *model);
+  } catch (const UsageError&) {
+    return;
+  }
+  Tensors tensors = {input};
+  const std::vector<double> seconds = measure_pieces(pieces, *model, tensors);
+  tensors = {input};
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    tensors = as_leaves(pieces[i].forward(tensors));
+    double bytes = 0;
+    for (const torch::Tensor& parameter : parameters_of({pieces[i]})) bytes += static_cast<double>(parameter.nbytes());
+    profile.pieces.push_back({.name = pieces[i].name,
+                              .seconds = seconds[i],
+                              .bytes = static_cast<std::int64_t>(bytes),
+                              .output_bytes = bytes_of(tensors) / static_cast<double>(samples)});
+  }
+}
+
+void measure_loss(const Subject& subject, const Datasets& data, Training& training, Profile& profile) {
+  const Batch batch = batch_of(data, profile.curves.front().points.back().samples);
+  torch::Tensor output;
+  {
+    const torch::NoGradGuard no_grad;
+    output = training.strategy().forward(batch.data);
+  }
+  std::vector<double> seconds;
+  for (int i = 0; i < 5; ++i) {
+    const torch::Tensor leaf = output.detach().requires_grad_();
+    const Stopwatch watch;
+    subject.task.loss(leaf, batch.target).backward();
+    seconds.push_back(watch.seconds());
+  }
+  profile.loss = median(seconds) / static_cast<double>(batch.size());
+  profile.output_bytes = static_cast<double>(output.nbytes()) / static_cast<double>(batch.size());
+}
+
+double handover_seconds(int threads) {
+  Devices devices({.count = threads});
+  const auto nothing = [](Device&) {};
+  for (int i = 0; i < 10; ++i) devices.run(nothing);
+  const Stopwatch watch;
+  for (int i = 0; i < kRounds; ++i) devices.run(nothing);
+  return watch.seconds() / kRounds;
+}
+
+// Two threads of this process that count as two machines: Gloo between them, over loopback.
+std::vector<SizedTime> loopback_times() {
+  std::vector<SizedTime> times;
+  const std::vector<int> machines{0, 1};
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
+    auto inside = shm::make_thread_group(1, {.timeout = std::chrono::seconds(30), .job_ranks = {rank}});
+    return std::make_unique<Hierarchy>(std::move(inside[0]), Topology{{0, 1}}, store,
+                                       TransportOptions{.rank = rank, .size = 2, .describe = concat("rank ", rank)});
+  };
+  run_threads(machines, connect,
+              [&](World& world) {
+                const auto found = all_reduce_times(world, /*most=*/10);
+                if (world.rank() == 0) times = found;
+              },
+              {.timeout = std::chrono::seconds(30)});
+  return times;
+}
+
+void measure_alone(const Subject& subject, Profile& profile) {
+  profile.idle_alone_bytes = own_pss();
+  profile.handover = handover_seconds(profile.cores);
+  profile.crowded_handover = handover_seconds(2 * profile.cores);
+  Training training(subject);
+  const Datasets data = subject.data();
+  measure_threads(subject, data, training, profile);
+  measure_loss(subject, data, training, profile);
+  measure_pieces_of(subject, data, profile);
+  measure_modules(data, training, profile);
+  profile.loopback = loopback_times();
+}
+
+std::string parameters_text(const torch::nn::Module& model) {
+  std::int64_t elements = 0;
+  std::string text;
+  for (const auto& [name, parameter] : named_parameters(model)) {
+    elements += parameter.numel();
+    text += concat(name, ' ', parameter.sizes(), ';');
+  }
+  std::ostringstream hash;
+  hash << std::hex << (hash_of(text) & 0xffffffffU);
+  return concat(with_thousands(elements), " parameters (", hash.str(), ")");
+}
+
+}  // namespace
+
+std::string model_text(const Task& task, const StrategyOptions& strategy) {
+  const PartialModel partial(task.make_model);
+  std::string text = concat(task.name, ": ", parameters_text(partial.skeleton()), ", ", name_of(strategy.optimizer));
+  for (const auto& [key, value] : values_of(strategy.optimizer))
+    if (key == "momentum" && value == 0) text += " without momentum";
+  if (strategy.precision == Precision::kBFloat16) text += ", bfloat16";
+  if (strategy.clipping.max_norm > 0) text += ", clipped";
+  return text;
+}
+
+std::string machine_text() {
+  const std::string model = value_in("/proc/cpuinfo", "model name");
+  return concat(allotted_cores(), " cores, ", model.empty() ? "a processor without a name" : model);
+}
+
+Profile measure(const Subject& subject) {
+  Profile profile{.model = model_text(subject.task, subject.strategy), .machine = machine_text()};
+  profile.cores = std::max(1, allotted_cores());
+  // A file of a profile has measurements: these are none, and are replaced by the first process.
+  profile.curves = {{.points = {{.samples = 1}}}};
+  profile = in_ranks(profile.cores, profile, [&](const World& world, Profile& found) {
+    measure_steps(world, subject, found);
+    measure_collectives(world, found);
+  });
+  profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
+  return in_ranks(2 * profile.cores, profile,
+                  [&](const World& world, Profile& found) { found.crowded_barrier = barrier_seconds(world); });
+}
+
+void require_profile_of(const Profile& profile, const Task& task, const StrategyOptions& strategy, bool any_machine) {
+  const std::string model = model_text(task, strategy);
+  if (profile.model != model)
+    throw UsageError(
+        {.what = "the profile is of another model",
+         .here = concat("profile: ", profile.model, "; asked for: ", model),
+         .next = "name the model and the optimizer that it was made with, or another file: a new one is made"});
+  if (any_machine || profile.machine == machine_text()) return;
+  throw UsageError({.what = "the profile is of another machine",
+                    .here = concat("profile: ", profile.machine, "; here: ", machine_text()),
+                    .next = "make one here, or say with --other-machine that the target's machines are like that one"});
+}
+
+}  // namespace lockstep::plan

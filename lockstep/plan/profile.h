@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan/profile.h: what was measured of one model on one machine: all that a forecast rests on.
+//
+// Flow:    plan/measure.h -> a Profile, as JSON in a file -> plan/schedules.h
+// Threads: a value
+// Ranks:   no communication; no torch
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace lockstep::plan {
+
+constexpr int kProfileFormat = 1;  // raised when a reader of the old one would misunderstand the new one
+
+// Medians of a few steps, for one number of samples per device.
+struct StepTimes {
+  std::int64_t samples = 0;
+  double forward = 0;  // seconds, as the next two
+  double backward = 0;
+  double update = 0;
+};
+
+// Steps with growing numbers of samples, by so many ranks at the same time, of so many threads each.
+struct Curve {
+  int at_once = 1;
+  int threads = 1;
+  std::vector<StepTimes> points;
+};
+
+// A module's part of a step, in the order of forward(). Operators without a parameter stand under their own names.
+struct ModuleTimes {
+  std::string name;
+  double forward = 0;  // seconds
+  double backward = 0;
+  std::int64_t bytes = 0;  // of its parameters
+};
+
+// Of the pieces that a pipeline's stages are made of.
+struct PieceTimes {
+  std::string name;
+  double seconds = 0;       // forward and backward
+  std::int64_t bytes = 0;   // of its parameters
+  double output_bytes = 0;  // for each sample
+};
+
+struct SizedTime {
+  double bytes = 0;
+  double seconds = 0;
+};
+
+struct Profile {
+  // What it is of. Another model, or another machine, has another text.
+  std::string model;    // "lenet: 129,068 parameters (9f3a...), sgd"
+  std::string machine;  // "2 cores, AMD EPYC"
+  int cores = 1;
+
+  std::int64_t parameter_bytes = 0;
+  std::int64_t buffer_bytes = 0;
+  std::int64_t state_bytes = 0;  // of the optimizer
+  std::vector<double> tensors;   // bytes of each parameter, in the model's order
+  double output_bytes = 0;       // for each sample, of the whole model
+  std::int64_t dataset = 0;      // samples of an epoch; 0: not known
+
+  std::vector<Curve> curves;
+  std::vector<double> spread;  // times of single steps over their median
+  std::vector<ModuleTimes> modules;
+  std::vector<PieceTimes> pieces;  // none: the model can't be cut
+  double loss = 0;                 // seconds for each sample: the loss alone, forward and backward
+
+  double idle_bytes = 0;  // of a rank without a model, of as many as cores (its share of what they have in common)
+  double idle_alone_bytes = 0;            // of one rank without others
+  std::vector<SizedTime> memory_of_rank;  // `bytes` of a rank that trains with `seconds` = so many samples
+  std::vector<double> copy_speed;         // [n-1] bytes per second that n ranks together read and write
+  double barrier = 0;                     // seconds, of as many ranks as there are cores
+  double crowded_barrier = 0;             // of twice as many
+  double handover = 0;                // seconds, to give as many device threads as cores work and hear that it is done
+  double crowded_handover = 0;        // twice as many
+  std::vector<SizedTime> all_reduce;  // in shared memory, of as many ranks as there are cores
+  std::vector<SizedTime> loopback;    // all_reduce of two machines over loopback: what messages cost without a link
+};
+
+// Seconds of a forward and backward with that many samples; straight lines between what was measured.
+StepTimes times_for(const Curve& curve, double samples);
+
+// The measured curve of `at_once` ranks of `threads`, or the nearest there is: more ranks at once than were measured are as
+// the most that were.
+const Curve& curve_for(const Profile& profile, int at_once, int threads);
+
+double update_seconds(const Curve& curve);  // the median of its points
+
+// A straight line through the points: fixed cost, and cost per byte.
+struct Line {
+  double fixed = 0;
+  double per_byte = 0;
+  double at(double bytes) const { return fixed + per_byte * bytes; }
+};
+Line line_through(const std::vector<SizedTime>& points);
+
+void save_profile(const std::filesystem::path& file, const Profile& profile);  // throws SystemError
+
+// Throws DataError: no profile, damaged, or of another version. SystemError: it can't be read.
+Profile load_profile(const std::filesystem::path& file);
+
+}  // namespace lockstep::plan

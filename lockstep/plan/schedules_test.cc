@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Schedules of strategies against what a person computes, on a machine whose figures are round.
+#include "lockstep/plan/schedules.h"
+
+#include <gtest/gtest.h>
+
+#include "lockstep/error.h"
+#include "lockstep/plan/forecast.h"
+
+namespace lockstep::plan {
+namespace {
+
+constexpr double kMega = 1e6;
+
+// Forward takes 1 ms a sample and backward 2, on any number of cores; 8 MB of parameters, of which nothing but messages
+// takes time; four equal pieces.
+Profile round_profile() {
+  Profile profile{.model = "round", .machine = "round", .cores = 4};
+  profile.parameter_bytes = 8'000'000;
+  profile.tensors = {8e6};
+  profile.curves = {{.points = {{.samples = 1, .forward = 1e-3, .backward = 2e-3},
+                                {.samples = 64, .forward = 64e-3, .backward = 128e-3}}}};
+  profile.modules = {{.name = "first", .forward = 1, .backward = 1, .bytes = 4'000'000},
+                     {.name = "second", .forward = 1, .backward = 1, .bytes = 4'000'000}};
+  for (const char* name : {"a", "b", "c", "d"})
+    profile.pieces.push_back({.name = name, .seconds = 1, .bytes = 2'000'000, .output_bytes = 0});
+  profile.copy_speed = {1e18};
+  profile.memory_of_rank = {{.bytes = 100e6, .seconds = 1}, {.bytes = 163e6, .seconds = 64}};
+  profile.idle_bytes = 50e6;
+  profile.idle_alone_bytes = 50e6;
+  return profile;
+}
+
+double step_of(const Profile& profile, const Target& target, const Choice& choice) {
+  return forecast(profile, target, choice).step;
+}
+
+TEST(Schedules, OneDeviceTakesForwardAndBackward) {
+  EXPECT_NEAR(step_of(round_profile(), {.batch = 8}, {.method = Method::kSingle}), 24e-3, 1e-9);
+}
+
+TEST(Schedules, RanksOfAMachineShareTheBatchAndTheWaits) {
+  Profile profile = round_profile();
+  profile.barrier = 1e-3;
+  EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 6e-3 + 3e-3, 1e-9);
+}
+
+TEST(Schedules, MoreRanksThanCoresTakeTurns) {
+  Profile profile = round_profile();
+  profile.cores = 2;
+  EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 12e-3, 1e-9);
+}
+
+TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
+  Profile profile = round_profile();
+  profile.cores = 2;
+  profile.curves.push_back(profile.curves.front());
+  profile.curves.back().at_once = 2;
+  for (StepTimes& point : profile.curves.back().points) {
+    point.forward *= 1.5;
+    point.backward *= 1.5;
+  }
+  EXPECT_NEAR(step_of(profile, {.devices = 2, .batch = 8}, {.method = Method::kDdp}), 18e-3, 1e-9);
+}
+
+// (p-1)/(m+p-1) of the time nobody works.
+TEST(Schedules, APipelineHasTheBubbleOfItsFormula) {
+  for (const Order order : {Order::kGPipe, Order::k1F1B})
+    for (const int micro_batches : {1, 4, 8}) {
+      const Choice choice{.method = Method::kPipeline, .order = order, .stages = 4, .micro_batches = micro_batches};
+      const double busy = 64 * 3e-3 / 4;  // of a stage
+      const double bubble = 3.0 / (micro_batches + 3);
+      EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 64}, choice), busy / (1 - bubble), 1e-6)
+          << choice.name();
+    }
+}
+
+TEST(Schedules, WithoutMicroBatchesStagesWorkOneAfterTheOther) {
+  const Choice choice{.method = Method::kPipeline, .order = Order::kNaive, .stages = 4, .micro_batches = 1};
+  EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 64}, choice), 64 * 3e-3, 1e-6);
+}
+
+TEST(Schedules, StagesAreCutWhereTheSlowestIsFastest) {
+  Profile profile = round_profile();
+  profile.pieces[0].seconds = 3;
+  const std::vector<std::vector<int>> expected{{0}, {1, 2, 3}};
+  EXPECT_EQ(stages_of(profile, 2), expected);
+}
+
+// Every machine sends 2(n-1)/n of the gradient and receives as much; what backward hides is not waited for.
+TEST(Schedules, BetweenMachinesEveryLinkCarriesItsShareOfTheGradient) {
+  for (const int machines : {2, 4, 8}) {
+    const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+    const Forecast found = forecast(round_profile(), target, {.method = Method::kDdp});
+    const double share = 2.0 * (machines - 1) / machines * 8 * kMega;
+    EXPECT_NEAR(found.link_bytes, share, 1);
+    const double compute = 3e-3 * 8 / machines;
+    EXPECT_NEAR(found.step, compute + share / (1 * kMega), 0.01 * found.step);  // one bucket: nothing overlaps
+  }
+}
+
+TEST(Schedules, SmallerBucketsHideTheirExchangeBehindBackward) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1000 * kMega, .link_latency = 0, .batch = 16};
+  Choice choice{.method = Method::kDdp};
+  const double one_bucket = step_of(round_profile(), target, choice);
+  choice.bucket_bytes = 4e6;
+  const double two_buckets = step_of(round_profile(), target, choice);
+  EXPECT_NEAR(one_bucket, 24e-3 + 8e-3, 1e-6);
+  EXPECT_NEAR(two_buckets, 24e-3 + 4e-3, 1e-6);  // half of it goes while the other half of backward runs
+}
+
+TEST(Schedules, AServerReceivesTheGradientsOfAllWorkers) {
+  for (const int machines : {2, 4}) {
+    const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+    const Forecast found = forecast(round_profile(), target, {.method = Method::kStoreSync});
+    EXPECT_NEAR(found.link_bytes, (machines - 1) * 8 * kMega, 1);  // the server is on one of the machines
+    EXPECT_GT(found.step, (machines - 1) * 8);
+  }
+}
+
+TEST(Schedules, AveragingEveryFewStepsSendsAsManyTimesLess) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+  const Forecast often = forecast(round_profile(), target, {.method = Method::kAveraging, .average_every = 1});
+  const Forecast seldom = forecast(round_profile(), target, {.method = Method::kAveraging, .average_every = 8});
+  EXPECT_NEAR(often.link_bytes, 8 * seldom.link_bytes, 1);
+}
+
+TEST(Schedules, RefuseTargetsThatCannotBe) {
+  const Profile profile = round_profile();
+  EXPECT_THROW(forecast_all(profile, {.devices = 0, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast_all(profile, {.machines = 0, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = 0, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast_all(profile, {.devices = 16, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast(profile, {.machines = 2, .batch = 8}, {.method = Method::kTowers}), UsageError);
+  const Choice many{.method = Method::kPipeline, .stages = 8};
+  EXPECT_THROW(forecast(profile, {.devices = 8, .batch = 8}, many), UsageError);
+}
+
+TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {
+  const auto all = forecast_all(round_profile(), {.devices = 2, .batch = 8});
+  EXPECT_TRUE(best_of(all).choice.exact());
+  for (std::size_t i = 1; i < all.size(); ++i) EXPECT_LE(all[i - 1].step, all[i].step);
+  EXPECT_NE(reason(all).find(best_of(all).choice.name()), std::string::npos);
+}
+
+TEST(Schedules, ATimelineHasARowForEachDeviceAndNoOverlapInIt) {
+  const auto recordings = timeline_of(round_profile(), {.devices = 2, .batch = 8}, {.method = Method::kDdp});
+  ASSERT_EQ(recordings.size(), 2U);
+  for (const trace::Recording& recording : recordings) {
+    ASSERT_FALSE(recording.spans.empty());
+    for (std::size_t i = 1; i < recording.spans.size(); ++i)
+      EXPECT_GE(recording.spans[i].begin, recording.spans[i - 1].end);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::plan

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan/simulation.h: what happens when, in a step that is described as activities: each waits for others, then works on what
+// all activities share (the cores of a machine, its memory, each direction of a link).
+//
+// Flow:    plan/schedules.h describes a step -> run() -> plan/forecast.h
+// Threads: values
+// Ranks:   no communication; no torch
+//
+// Time goes from event to event (an activity begins or ends). Between two events every activity works at a constant speed:
+// what is scarcest is shared out first, evenly over those that use it, and what they leave over elsewhere goes to the others
+// (max-min fairness, as TCP's flows and a kernel's run queue come near to). So queues, incast and waiting for the slowest
+// come out of it and are nowhere a formula.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::plan {
+
+// While n activities use it, all of them together get speed[n-1] units per second; beyond the last entry, the last one.
+struct Resource {
+  std::string name;
+  std::vector<double> speed;
+};
+
+struct Activity {
+  std::string name;
+  int actor = -1;            // whose it is: a row of the timeline; -1: of none
+  double delay = 0;          // seconds before its work, that need nothing of the resources
+  double work = 0;           // units; each of `uses` does all of them
+  std::vector<int> uses{};   // resources; none: its work takes no time
+  std::vector<int> after{};  // activities that have to end before it begins
+};
+
+struct Times {
+  double begin = 0;
+  double end = 0;
+};
+
+struct Outcome {
+  std::vector<Times> activities;  // seconds from the start, in the order of add()
+  std::vector<double> busy;       // of each resource: seconds in which some activity uses it
+  double end = 0;
+};
+
+class Simulation {
+ public:
+  int add(Resource resource);
+  int add(Activity activity);
+
+  const std::vector<Activity>& activities() const { return activities_; }
+  const std::vector<Resource>& resources() const { return resources_; }
+
+  // Throws UsageError: activities that wait for each other, a resource without speed.
+  Outcome run() const;
+
+ private:
+  std::vector<Resource> resources_;
+  std::vector<Activity> activities_;
+};
+
+}  // namespace lockstep::plan

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan/target.h: what a forecast is for: the machines, the links between them, the batch; and the choices there are.
+//
+// Threads: values
+// Ranks:   no communication; no torch
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep::plan {
+
+struct Target {
+  int machines = 1;
+  int devices = 1;             // of each machine
+  int cores = 0;               // of each machine; 0: as many as the machine of the profile
+  double link_rate = 1e9 / 8;  // bytes per second, in each direction
+  double link_latency = 1e-4;  // seconds, one way
+  std::int64_t batch = 1;      // samples of a step, over all devices
+  int servers = 1;             // of the parameter server: on the machines in turn
+  int epochs = 1;
+
+  int all_devices() const { return machines * devices; }
+};
+
+// Throws UsageError naming what can't be.
+void require_possible(const Target& target);
+
+enum class Method {
+  kSingle,
+  kDdp,
+  kTowers,
+  kDataParallel,
+  kStoreLocal,
+  kStoreSync,
+  kStoreAsync,
+  kAveraging,
+  kPipeline
+};
+enum class Order { kNaive, kGPipe, k1F1B };
+
+constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
+
+// A way to train, and its options; the others do not matter.
+struct Choice {
+  Method method = Method::kDdp;
+  bool update_on_cpu = false;          // towers
+  int average_every = 1;               // averaging
+  int servers = 1;                     // kStoreSync, kStoreAsync
+  Order order = Order::k1F1B;          // pipeline
+  int stages = 1;                      // pipeline
+  int micro_batches = 4;               // pipeline
+  double bucket_bytes = kUsualBucket;  // ddp between machines
+
+  std::string name() const;                // "pipeline gpipe x8"
+  std::string arguments(int ranks) const;  // of lockstep train: "--strategy pipeline --ranks 2 ..."
+  bool exact() const;                      // the same result as on one device: neither stale nor averaged later
+};
+
+// Every choice that the target allows. pieces: into which the model can be cut; 0: it can't be.
+std::vector<Choice> choices_for(const Target& target, int pieces, double parameter_bytes);
+
+}  // namespace lockstep::plan

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Starts `lockstep plan`, and `lockstep train --strategy auto`.
+#include <nlohmann/json.hpp>
+
+#include <set>
+
+#include "lockstep/base/file.h"
+#include "tests/launch/child.h"
+#include "tests/support.h"
+#include "tests/train/command.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::Ended;
+using testing::TempFolder;
+using testing::Words;
+using testing::operator+;
+
+Ended plan_lenet(const Words& words) {
+  return testing::run(Words{LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic", "--batch-size", "8"} +
+                      words);
+}
+
+TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
+  const TempFolder folder;
+  const Words profile{"--profile", folder.file("profile.json")};
+  const Ended first = plan_lenet(profile + Words{"--devices", "2", "--json"});
+  ASSERT_EQ(first.exit_code, 0) << first.error;
+  const auto json = nlohmann::json::parse(first.output);
+  std::set<std::string> names;
+  double before = 0;
+  for (const auto& choice : json.at("choices")) {
+    names.insert(choice.at("name"));
+    EXPECT_GE(choice.at("step_seconds"), before);  // the fastest first
+    before = choice.at("step_seconds");
+    EXPECT_GT(before, 0);
+    EXPECT_GT(choice.at("memory_bytes"), 0);
+  }
+  for (const char* name : {"ddp", "towers", "data_parallel", "kvstore local", "kvstore dist_sync, 1 server",
+                           "kvstore dist_async, 1 server", "averaging, h = 8", "pipeline 1f1b, 2 x 4"})
+    EXPECT_TRUE(names.contains(name)) << name;
+  EXPECT_TRUE(names.contains(json.at("recommended").get<std::string>()));
+
+  const Ended machines =
+      plan_lenet(profile + Words{"--machines", "4", "--link-mbit", "100", "--trace", folder.file("t.json")});
+  ASSERT_EQ(machines.exit_code, 0) << machines.error;
+  EXPECT_FALSE(machines.error.find("measuring") != std::string::npos) << machines.error;
+  EXPECT_TRUE(contains(machines.output, "link MB/step"));
+  EXPECT_TRUE(contains(read_file(folder.file("t.json")), "forecast: network of machine 3"));
+
+  const Ended other = testing::run({LOCKSTEP_COMMAND, "plan", "--model", "mlp", "--data", "synthetic", "--batch-size",
+                                    "8", "--profile", folder.file("profile.json")});
+  EXPECT_EQ(other.exit_code, 2);
+  EXPECT_TRUE(contains(other.error, "the profile is of another model"));
+  const Ended crowd = plan_lenet(profile + Words{"--devices", "9"});
+  EXPECT_EQ(crowd.exit_code, 2);
+  EXPECT_TRUE(contains(crowd.error, "a target that can't be: a batch of 8 for 9 devices"));
+}
+
+TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
+  const TempFolder folder;
+  write_file(folder.file("broken.json"), "{");
+  const Ended broken = plan_lenet({"--profile", folder.file("broken.json")});
+  EXPECT_EQ(broken.exit_code, 1);
+  EXPECT_TRUE(contains(broken.error, "is damaged, or no profile"));
+  EXPECT_EQ(plan_lenet({"--machines", "0"}).exit_code, 2);
+  EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
+  EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);
+  EXPECT_EQ(plan_lenet({"--of", "ddp"}).exit_code, 2);
+}
+
+TEST(PlanCommand, TrainingTakesTheChoiceAndSaysWhy) {
+  const TempFolder folder;
+  const Ended ended =
+      testing::run({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic", "--batch-size", "8",
+                    "--strategy", "auto", "--ranks", "2", "--max-steps", "3", "--metrics", folder.file("metrics")});
+  ASSERT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "--strategy auto is "));
+  EXPECT_TRUE(contains(ended.error, "a step"));
+  EXPECT_EQ(testing::steps_in(folder.file("metrics")), 3U);
+}
+
+TEST(PlanCommand, TrainingOnOneDeviceNeedsNoForecast) {
+  const Ended ended = testing::run({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic",
+                                    "--batch-size", "8", "--strategy", "auto", "--max-steps", "1"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "--strategy auto is single: there is one device"));
+}
+
+}  // namespace
+}  // namespace lockstep
