@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep`: finds the subcommand. `run`, `report`, `trace` and `env` are part of this program; any other is a program of its own,
+// `lockstep`: finds the subcommand. `run`, `top`, `report`, `trace` and `env` are part of this program; any other is a program of its own,
 // lockstep-<subcommand> in ../libexec/lockstep, as git does it.
 #include <signal.h>
 #include <unistd.h>
@@ -28,13 +28,14 @@ struct Subcommand {
 constexpr std::array kSubcommands = {
     Subcommand{.name = "train", .description = "train a model"},
     Subcommand{.name = "run", .description = "start a program once per rank", .function = run_command},
+    Subcommand{.name = "top", .description = "watch the jobs on this machine", .function = top_command},
     Subcommand{.name = "verify", .description = "compare training on one rank and on several"},
     Subcommand{.name = "plan", .description = "forecast a step of every strategy"},
     Subcommand{.name = "compare", .description = "train with several strategies, side by side"},
     Subcommand{.name = "data", .description = "pack datasets and describe them"},
     Subcommand{.name = "bench", .description = "measure against peers"},
     Subcommand{.name = "report", .description = "make a page of curves about runs", .function = report_command},
-    Subcommand{.name = "trace", .description = "make a timeline of what ranks have left", .function = trace_command},
+    Subcommand{.name = "trace", .description = "make a timeline of a running job, or of what ranks have left", .function = trace_command},
     Subcommand{.name = "env", .description = "show every setting and where it came from", .function = env_command},
 };
 

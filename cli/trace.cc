@@ -1,26 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep trace`: makes a timeline of what ranks have left.
+// `lockstep trace`: makes a timeline of a job that runs, or of what ranks have left.
+#include <chrono>
+
 #include <CLI/CLI.hpp>
 
 #include "cli/commands.h"
+#include "cli/top/job_trace.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
+namespace {
+
+struct TraceArguments {
+  std::string job_or_file;
+  std::string output;
+  double seconds = 5;
+  double patience = 30;
+};
+
+std::chrono::milliseconds in_milliseconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+}
+
+int merge_what_ranks_left(const std::string& file) {
+  if (!is_timeline_file(file))
+    throw UsageError({.what = concat("'", file, "' is no trace: its name ends neither in .json nor in .pftrace"),
+                      .next = "to trace a running job, say where to: --output FILE"});
+  if (merge_rings(file)) return 0;
+  throw DataError({.what = concat("there is no ", ring_file(file, 0), " or of another rank"),
+                   .likely = "the run has written the file itself, or left them on another machine",
+                   .next = "copy those of all machines to one folder"});
+}
+
+}  // namespace
 
 int trace_command(int argc, char** argv) {
-  CLI::App app("Makes FILE of FILE.rank0, FILE.rank1, ..., which ranks leave beside it, and removes them.",
-               "lockstep trace");
-  std::string file;
-  app.add_option("FILE", file, "what the ranks were told to write: .json or .pftrace")->required();
+  CLI::App app(
+      "With --output: records what the ranks of a running job do, and writes it to a file for ui.perfetto.dev.\n"
+      "Without: makes FILE of FILE.rank0, FILE.rank1, ..., which ranks leave beside it, and removes them.",
+      "lockstep trace");
+  TraceArguments arguments;
+  app.add_option("JOB|FILE", arguments.job_or_file,
+                 "a job's number or name, as `lockstep top` shows it; or what ranks were told to write")
+      ->required();
+  CLI::Option* const output = app.add_option("--output", arguments.output, "of a job: file (.json or .pftrace)");
+  app.add_option("--seconds", arguments.seconds, "of a job: how long to record")
+      ->check(CLI::Range(0.01, 86400.0))
+      ->needs(output);
+  app.add_option("--patience", arguments.patience, "of a job: seconds for a rank to come to its next step")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->needs(output);
   return parse_and_run(app, argc, argv, [&] {
-    require_timeline_file(file);
-    if (merge_rings(file)) return 0;
-    throw DataError({.what = concat("there is no ", ring_file(file, 0), " or of another rank"),
-                     .likely = "the run has written the file itself, or left them on another machine",
-                     .next = "copy those of all machines to one folder"});
+    if (arguments.output.empty()) return merge_what_ranks_left(arguments.job_or_file);
+    top::trace_job({.job = arguments.job_or_file,
+                    .file = arguments.output,
+                    .length = in_milliseconds(arguments.seconds),
+                    .patience = in_milliseconds(arguments.patience)});
+    return 0;
   });
 }
 

@@ -13,6 +13,21 @@ target_compile_definitions(core_test PRIVATE
 target_link_libraries(core_test PRIVATE lockstep_core)
 add_dependencies(core_test lockstep_command rank_probe)
 
+# What `lockstep top` makes of two looks at a job.
+foreach(source json layout verdict view)
+  list(APPEND top_sources ${PROJECT_SOURCE_DIR}/cli/top/${source}.cc)
+endforeach()
+lockstep_test(top_test top SHARDS 1 TIMEOUT 60 SOURCES ${PROJECT_SOURCE_DIR}/cli/top/jobs.cc ${top_sources}
+  ${PROJECT_SOURCE_DIR}/cli/top/layout_test.cc ${PROJECT_SOURCE_DIR}/cli/top/verdict_test.cc)
+target_link_libraries(top_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+
+# `lockstep top` beside running jobs, also in a terminal.
+find_program(TMUX tmux REQUIRED)
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+add_test(NAME top.beside_jobs COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/top_test.py
+  $<TARGET_FILE:lockstep_command> $<TARGET_FILE:rank_probe>)
+set_tests_properties(top.beside_jobs PROPERTIES TIMEOUT 300)
+
 # The agreement of launchers as a model that Spin checks exhaustively (20 s).
 find_program(SPIN spin REQUIRED)
 add_test(NAME launch.membership_model COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/check_membership.sh

@@ -43,6 +43,8 @@ def typed(words, folder):
         return [words + ["--max-steps", "3"]]
     if words[1] == "run":
         return [words[: words.index("--") + 1] + ["true"]]
+    if words[1] == "top":
+        return [words + ["--once"]]
     if words[1] == "bench":
         return [["lockstep", "bench", name, "--help"] for name in words[2:] if name != "|"]
     if words[1] == "compare":

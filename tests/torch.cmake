@@ -224,6 +224,11 @@ add_test(NAME command.a_trace_shows_what_every_rank_does
     $<TARGET_FILE:misbehaving_task> $<TARGET_FILE:unusual_loop>)
 set_tests_properties(command.a_trace_shows_what_every_rank_does PROPERTIES TIMEOUT 300)
 
+# `lockstep top` and `lockstep trace JOB` beside training.
+add_test(NAME command.top_beside_training
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/top_test.py --train $<TARGET_FILE:lockstep_command> $<TARGET_FILE:slow_lenet>)
+set_tests_properties(command.top_beside_training PROPERTIES TIMEOUT 300)
+
 # Pages of `lockstep report` in headless Chromium, and what it says of files that are damaged.
 add_test(NAME command.a_report_shows_what_runs_did
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/report_test.py $<TARGET_FILE:lockstep_command>)

@@ -44,11 +44,11 @@ readonly tensorboard_wheels=(tensorboard==2.20.0 protobuf==7.36.2 absl-py==2.5.1
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libssl-dev libxxhash-dev libgloo-dev
-  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev libprotozero-dev libjs-chart.js
+  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev libprotozero-dev libjs-chart.js libncurses-dev
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev dpkg-dev)
-test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server)
+test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)

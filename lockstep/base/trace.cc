@@ -52,17 +52,39 @@ std::int32_t this_thread() {
 }
 
 // posix_fallocate: on a full disk, writing to a mapping without it would end the process.
+void* map_ring(const UniqueFd& file, std::size_t bytes, const std::string& name) {
+  if (const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes)); error != 0) {
+    errno = error;
+    throw system_error("write the trace to", name);
+  }
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (memory == MAP_FAILED) throw system_error("map the trace", name);
+  return memory;
+}
+
 void* map_file(const std::filesystem::path& path, std::size_t bytes) {
   const UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
   if (!file) throw system_error("write the trace to", path);
-  if (const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes)); error != 0) {
+  try {
+    return map_ring(file, bytes, path);
+  } catch (const SystemError&) {
     ::unlink(path.c_str());
-    errno = error;
-    throw system_error("write the trace to", path);
+    throw;
   }
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-  if (memory == MAP_FAILED) throw system_error("map the trace", path);
-  return memory;
+}
+
+// The ring of open_memory(): one for all such traces, because a thread may still write to it when one ends.
+struct RingInMemory {
+  UniqueFd fd;
+  Ring* ring = nullptr;
+};
+RingInMemory in_memory;
+
+RingInMemory make_ring_in_memory() {
+  UniqueFd fd(::memfd_create("lockstep-trace", MFD_CLOEXEC));
+  if (!fd) throw system_error("make", "a trace in memory");
+  void* const memory = map_ring(fd, Ring::bytes(kSpans), "memory");
+  return {std::move(fd), new (memory) Ring{.magic = kMagic, .capacity = kSpans}};
 }
 
 // Between the two measurements clocks drift evenly.
@@ -166,6 +188,7 @@ void write_memory() {
 }
 
 void open(const std::filesystem::path& file, const Process& process, std::size_t spans) {
+  leave_memory();
   if (is_open())
     throw UsageError({.what = "a second trace in this process",
                       .likely = "LOCKSTEP_TRACE or `lockstep run --trace`, and a Timeline of the program's own",
@@ -176,6 +199,24 @@ void open(const std::filesystem::path& file, const Process& process, std::size_t
 }
 
 bool is_open() { return ring.load() != nullptr; }
+
+int open_memory(const Process& process) {
+  if (is_open()) throw UsageError({.what = "a trace of this process is under way", .next = "wait until it has ended"});
+  if (in_memory.ring == nullptr) in_memory = make_ring_in_memory();
+  Ring& again = *in_memory.ring;
+  again.process = process;
+  again.count.store(0);
+  std::for_each_n(again.slots(), again.capacity, [](Slot& slot) { slot.count.store(0, std::memory_order_relaxed); });
+  ring.store(&again, std::memory_order_release);
+  record(true);
+  return in_memory.fd.get();
+}
+
+bool leave_memory() {
+  const bool records = in_memory.ring != nullptr && ring.load() == in_memory.ring;
+  if (records) close();
+  return records;
+}
 
 void record(bool on) { recording.store(on && ring.load() != nullptr, std::memory_order_relaxed); }
 

@@ -122,6 +122,11 @@ std::string content();                                        // of the ring: wh
 void close();                                                 // ends recording; the file stays
 bool is_open();
 
+// For a trace that somebody else asks for while the process runs: a ring in an anonymous file, which is made once and used
+// again, and records from now on. Returns the file's descriptor. An open() ends it. Throws as open().
+int open_memory(const Process& process);
+bool leave_memory();  // ends such a recording; what it has recorded stays there. False: there is none
+
 // ---- What a ring holds
 
 struct RecordedSpan {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/connect.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -15,6 +17,7 @@
 #include "lockstep/collective/rendezvous.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -29,10 +32,19 @@ std::vector<int> number_by_first_appearance(const std::vector<std::string>& name
 
 std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
 
+// The machine of each rank; `lockstep top` gets to know that these ranks are one job.
+std::vector<std::string> exchange_machines(ConnectingStore& store, const std::string& machine,
+                                           const TransportOptions& options) {
+  std::vector<std::string> texts = exchange_texts(store, "machine", concat(machine, ' ', ::getpid()), options);
+  own_progress::meets({.rank = options.rank, .world_size = options.size, .job = texts.front()});
+  for (std::string& text : texts) text.resize(text.rfind(' '));
+  return texts;
+}
+
 CpuConnection connect_over(const c10::intrusive_ptr<ConnectingStore>& store, const std::string& machine,
                            TransportOptions options) {
   stop_together();
-  const auto machine_of = number_by_first_appearance(exchange_texts(*store, "machine", machine, options));
+  const auto machine_of = number_by_first_appearance(exchange_machines(*store, machine, options));
   const Topology topology{machine_of};
   const auto here = topology.ranks_on(topology.machine_of[options.rank]);
   shm::Group inside = connect_shared_memory(*store, here, options);

@@ -19,6 +19,7 @@
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -140,6 +141,7 @@ StepRange parse_steps(const std::string& text) {
 
 Timeline::Timeline(const World& world, std::string file, StepRange steps)
     : world_(world), file_(std::move(file)), steps_(steps) {
+  own_progress::record_more = &show_operators;
   if (file_.empty()) return;
   open_ring(peers_in(world), file_);
   record(steps_.first == 0);
@@ -191,10 +193,12 @@ const char* asked_for() {
 }  // namespace
 
 void trace_if_asked(const World& world) {
+  own_progress::record_more = &show_operators;
   if (asked_for() != nullptr) trace_if_asked(peers_in(world));
 }
 
 void trace_if_asked(const ClockPeers& peers) {
+  own_progress::record_more = &show_operators;
   const char* const file = asked_for();
   if (file == nullptr) return;
   open_ring(peers, file);

@@ -76,6 +76,13 @@ void JobPage::begin(int seat, int job_rank, int generation) const {
   record->generation.store(generation, std::memory_order_relaxed);
 }
 
+void JobPage::rename(const std::string& job, int world_size) const {
+  auto& header = *reinterpret_cast<JobPageHeader*>(memory_.data());
+  header.job = {};
+  job.copy(header.job.data(), header.job.size() - 1);
+  header.world_size = world_size;
+}
+
 void JobPage::end(int seat) const { record(seat).phase.store(Phase::kEnded, std::memory_order_relaxed); }
 
 std::string JobPage::address(int seat) const { return concat(path(), ' ', seat); }

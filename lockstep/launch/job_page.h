@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/job_page.h: what each rank of a job is doing on this machine: a record per rank in memory that the launcher makes
-// before it starts them, that the ranks write, and that any process of the same user may read.
+// before it starts them, that the ranks write, and that any process of the same user may read. A rank that another launcher
+// has started, or nobody, makes a page for itself alone.
 //
-// Flow:    own_progress.h in every rank -> here -> HangWatch in the launcher, or whoever looks at a running job
+// Flow:    own_progress.h in every rank -> here -> HangWatch in the launcher, `lockstep top` (cli/top/jobs.h)
 // Owns:    an anonymous file (memfd), which disappears with the last process that maps it
 // Threads: any: what changes is atomic. A reader may see one field older than another
 // Ranks:   they find it through LOCKSTEP_PAGE="/proc/PID/fd/N SEAT". A seat is the number of a rank on its machine; it
@@ -53,6 +54,33 @@ constexpr Phase phase_named(std::string_view name) {  // kOwnCode if there is no
 
 constexpr std::int32_t kAnyPeer = -1;  // of RankRecord::waits_for
 
+// How long a rank has waited for one other.
+struct WaitForPeer {
+  std::atomic<std::int32_t> pid{0};  // 0: nobody yet
+  std::atomic<std::int64_t> ns{0};
+};
+constexpr std::size_t kPeersWaitedFor = 64;
+
+// What a rank does that is a server of a kvstore. Running sums; its threads, one per client, add to them.
+struct ServerRecord {
+  std::atomic<std::int32_t> clients{0};     // 0: the rank is no server
+  std::atomic<std::int32_t> in_hand{0};     // requests that have come and are not answered
+  std::atomic<std::int64_t> requests{0};    // answered
+  std::atomic<std::int64_t> ns_in_hand{0};  // of those: from the request's header to its answer, summed
+  std::atomic<std::int64_t> gradients{0};   // applied
+  std::atomic<std::int64_t> delays{0};      // of those, summed
+  std::atomic<std::int64_t> most_delay{0};
+};
+
+// `lockstep trace JOB` writes `until`; the rank, which looks at it once a step, the rest. Times as below.
+struct TraceRecord {
+  std::atomic<std::int64_t> until{0};    // the rank records while it is not yet so late; 0: nothing is asked
+  std::atomic<std::int64_t> began{0};    // the last trace
+  std::atomic<std::int64_t> ended{0};    // the last trace
+  std::atomic<std::int64_t> refused{0};  // because it records for somebody else, or has no room
+  std::atomic<std::int32_t> fd{-1};      // of the ring, in the rank's process
+};
+
 // Written by one rank. Times are ns of CLOCK_MONOTONIC.
 struct alignas(kCacheLine) RankRecord {
   std::atomic<std::int32_t> pid{0};         // 0: the rank has not used lockstep yet
@@ -70,19 +98,24 @@ struct alignas(kCacheLine) RankRecord {
   // Running sums. Those of the phases have nothing yet of the present one.
   std::atomic<std::int64_t> samples{0};
   std::array<std::atomic<std::int64_t>, kPhases> ns_in_phase{};
-  std::atomic<std::int64_t> ns_waited{0};  // for ranks of this machine, in whatever phase
+  std::array<std::atomic<std::int64_t>, kPhases> ns_waited{};  // of these, for ranks of this machine
+  std::array<WaitForPeer, kPeersWaitedFor> waited_for{};       // the same, by rank; of the first so many
 
-  std::atomic<double> loss{0};  // of the last step
+  std::atomic<double> loss{0};                   // of the last step
+  std::atomic<std::int32_t> loader_workers{-1};  // of its newest loader; -1: none
+
+  ServerRecord server;
+  TraceRecord trace;
 };
 
 struct JobPageHeader {
   static constexpr std::uint64_t kMagic = 0x45474150504b434c;  // "LCKPPAGE"
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
 
   std::uint64_t magic = kMagic;
   std::uint32_t version = kVersion;
   std::uint32_t record_bytes = sizeof(RankRecord);
-  std::int32_t launcher = 0;  // pid
+  std::int32_t launcher = 0;  // pid of whoever has made the page: a launcher, or the only rank on it
   std::int32_t ranks = 0;     // records that follow
   std::int32_t world_size = 0;
   std::int32_t nodes = 1;
@@ -106,6 +139,7 @@ class JobPage {
   RankRecord& record(int seat) const;
   void begin(int seat, int job_rank, int generation) const;  // before a process becomes this rank
   void end(int seat) const;                                  // it has ended
+  void rename(const std::string& job, int world_size) const;
 
   int fd() const { return fd_.get(); }
   std::string path() const;              // where other processes find it while this one lives

@@ -5,10 +5,14 @@
 #include <sys/wait.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
+#include <optional>
 #include <thread>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/own_progress.h"
 #include "tests/support.h"
@@ -78,8 +82,9 @@ TEST(JobPage, sums_up_the_time_in_each_phase) {
   EXPECT_GE(in(Phase::kForward), kNap);
   EXPECT_LT(in(Phase::kForward), std::chrono::seconds(10));
   EXPECT_GE(in(Phase::kValidating), 2 * kNap);
-  EXPECT_GE(std::chrono::nanoseconds(record.ns_waited), 2 * kNap);
-  EXPECT_LE(record.ns_waited, in(Phase::kValidating).count());
+  const std::int64_t waited = record.ns_waited[static_cast<std::size_t>(Phase::kValidating)];
+  EXPECT_GE(std::chrono::nanoseconds(waited), 2 * kNap);
+  EXPECT_LE(waited, in(Phase::kValidating).count());
 }
 
 TEST(JobPage, a_process_that_a_rank_starts_does_not_write_for_it) {
@@ -121,6 +126,133 @@ TEST(JobPage, without_a_launcher_publishing_does_nothing) {
                     }),
             0);
   EXPECT_EQ(page.record(0).pid, 0);
+}
+
+// `what` in a child that no launcher has started.
+int alone(const std::function<int()>& what) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::unsetenv("LOCKSTEP_PAGE");
+    ::_exit(what());
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+std::optional<JobPage> page_among_descriptors() {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    if (std::error_code gone; std::filesystem::read_symlink(entry, gone).string().starts_with("/memfd:lockstep-page"))
+      return JobPage::open(entry.path());
+  return {};
+}
+
+TEST(JobPage, a_rank_that_no_launcher_has_started_makes_a_page_of_its_own) {
+  EXPECT_EQ(alone([] {
+              own_progress::begin_step(7);
+              const std::optional<JobPage> page = page_among_descriptors();
+              return page && page->record(0).step == 7 && page->record(0).pid == ::getpid() ? 0 : 1;
+            }),
+            0);
+}
+
+TEST(JobPage, ranks_that_no_launcher_has_numbered_get_their_number_where_they_meet) {
+  EXPECT_EQ(alone([] {
+              own_progress::meets({.rank = 2, .world_size = 3, .job = "ours"});
+              own_progress::meets({.rank = 0, .world_size = 2, .job = "a part of it"});
+              const std::optional<JobPage> page = page_among_descriptors();
+              return page && page->header().world_size == 3 && page->header().job.data() == std::string("ours") &&
+                             page->record(0).job_rank == 2
+                         ? 0
+                         : 1;
+            }),
+            0);
+}
+
+TEST(JobPage, a_forked_child_of_such_a_rank_is_no_rank) {
+  EXPECT_EQ(alone([] {
+              own_progress::begin_step(1);
+              const std::optional<JobPage> page = page_among_descriptors();
+              const pid_t helper = ::fork();
+              if (helper == 0) {
+                own_progress::begin_step(2);
+                ::_exit(0);
+              }
+              ::waitpid(helper, nullptr, 0);
+              return page && page->record(0).step == 1 ? 0 : 1;
+            }),
+            0);
+}
+
+TEST(JobPage, says_for_whom_a_rank_has_waited) {
+  const JobPage page({.ranks = 1});
+  EXPECT_EQ(in_rank(page, 0,
+                    [] {
+                      for (int wait = 0; wait < 3; ++wait) {
+                        own_progress::waits_for(wait == 1 ? 4712 : 4711);
+                        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                        own_progress::waits_no_more();
+                      }
+                      for (int peer = 1; peer < 200; ++peer) {  // more than there is room for
+                        own_progress::waits_for(peer);
+                        own_progress::waits_no_more();
+                      }
+                      return 0;
+                    }),
+            0);
+  const auto& sums = page.record(0).waited_for;
+  EXPECT_EQ(sums[0].pid, 4711);
+  EXPECT_EQ(sums[1].pid, 4712);
+  EXPECT_GT(sums[0].ns, sums[1].ns);
+  EXPECT_GE(sums[1].ns, 10'000'000);
+}
+
+// A rank of `page` that records as `lockstep trace` asks it to; what it recorded in steps 1 and 2 of 4.
+trace::Recording record_two_steps(const JobPage& page) {
+  TraceRecord& order = page.record(0).trace;
+  for (int step = 0; step < 4; ++step) {
+    if (step == 1) order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+    if (step == 3) order.until = trace::now();
+    own_progress::begin_step(step);
+    const trace::Span span("step", step);
+  }
+  return trace::parse(read_file(concat("/proc/self/fd/", order.fd.load())), "the ring");
+}
+
+TEST(JobPage, a_rank_records_from_step_to_step_while_it_is_asked_to) {
+  const JobPage page({.ranks = 1});
+  EXPECT_EQ(in_rank(page, 0,
+                    [&] {
+                      for (int again = 0; again < 2; ++again) {
+                        const trace::Recording recording = record_two_steps(page);
+                        const bool right = recording.spans.size() == 2 && recording.spans[0].number == 1 &&
+                                           recording.spans[1].number == 2 && !trace::is_open();
+                        if (!right) return 1;
+                      }
+                      return page.record(0).trace.until == 0 && page.record(0).trace.ended > page.record(0).trace.began
+                                 ? 0
+                                 : 2;
+                    }),
+            0);
+}
+
+TEST(JobPage, a_rank_that_is_traced_already_refuses) {
+  const JobPage page({.ranks = 1});
+  const testing::TempFolder folder;
+  EXPECT_EQ(in_rank(page, 0,
+                    [&] {
+                      TraceRecord& order = page.record(0).trace;
+                      trace::open(folder.file("ring"), {}, 10);
+                      order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+                      own_progress::begin_step(1);
+                      if (order.refused == 0 || order.began != 0) return 1;
+                      trace::close();
+                      order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+                      own_progress::begin_step(2);
+                      trace::open(folder.file("ring"), {}, 10);  // its own comes first, and ends the other
+                      return order.began != 0 && !trace::leave_memory() && trace::is_open() ? 0 : 2;
+                    }),
+            0);
 }
 
 TEST(JobPage, refuses_what_is_no_page) {

@@ -5,14 +5,20 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/environment.h"
 #include "lockstep/launch/fault.h"
 
 namespace lockstep::own_progress {
@@ -35,10 +41,9 @@ bool claim(RankRecord& record) {
   return true;
 }
 
-// Null: no launcher of ours, or one that this process can't see (another user, another container).
-RankRecord* record_of_launcher() try {
-  const char* const address = std::getenv("LOCKSTEP_PAGE");  // "/proc/PID/fd/N SEAT"
-  if (address == nullptr) return nullptr;
+// Of the page that LOCKSTEP_PAGE="/proc/PID/fd/N SEAT" names. Null: another process has the record. Throws Error: this process
+// can't see the page (another container).
+RankRecord* record_of_launcher(const char* address) {
   const std::vector<std::string> parts = split(address, ' ');
   int seat = -1;
   if (parts.size() != 2 || !parse_int(parts[1], seat)) return nullptr;
@@ -48,15 +53,113 @@ RankRecord* record_of_launcher() try {
   RankRecord& record = page.record(seat);
   page.leave_mapped();
   return &record;
+}
+
+JobEnvironment environment_or_none() try { return read_job_environment(); } catch (const std::exception&) {
+  return {};
+}
+
+std::unique_ptr<JobPage> make_own_page() {
+  const JobEnvironment job = environment_or_none();
+  JobPageHeader header{.launcher = ::getpid(),
+                       .ranks = 1,
+                       .node_rank = job.node_rank,
+                       .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
+  auto page = std::make_unique<JobPage>(header);
+  page->rename(job.job_id.empty() ? concat(::getpid()) : job.job_id, job.world_size);
+  page->begin(0, job.rank, 0);
+  page->record(0).pid = ::getpid();
+  return page;
+}
+
+std::atomic<const JobPage*> own_page{nullptr};  // stays until the process ends
+
+// Null in a forked child of the process that has made it.
+RankRecord* record_of_own() {
+  const JobPage* page = own_page.load();
+  if (page == nullptr) {
+    std::unique_ptr<JobPage> made = make_own_page();
+    if (own_page.compare_exchange_strong(page, made.get())) page = made.release();
+  }
+  return page->header().launcher == ::getpid() ? &page->record(0) : nullptr;
+}
+
+RankRecord* record_of_rank() try {
+  const char* const address = std::getenv("LOCKSTEP_PAGE");
+  if (address == nullptr || *address == '\0') return record_of_own();
+  try {
+    return record_of_launcher(address);
+  } catch (const Error&) {
+    return record_of_own();
+  }
 } catch (const std::exception&) {
   return nullptr;
 }
 
 // A forked child is not this rank. It looks for a record of its own: a launcher's child has one.
 void look_again_in_children() {
-  static const int registered = ::pthread_atfork(nullptr, nullptr, &look_again);
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
+    look_again();
+    trace::leave_memory();
+  });
   static_cast<void>(registered);
 }
+
+// Null: it has waited for so many others before.
+WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
+  if (pid == kAnyPeer) return nullptr;
+  for (WaitForPeer& each : mine.waited_for) {
+    std::int32_t owner = 0;
+    if (each.pid.load(std::memory_order_relaxed) == pid || each.pid.compare_exchange_strong(owner, pid) || owner == pid)
+      return &each;
+  }
+  return nullptr;
+}
+
+// ---- A trace that begins while the rank runs
+
+void record_more_if_told(bool on) {
+  if (const auto more = record_more.load()) more(on);
+}
+
+void begin_trace(RankRecord& mine) try {
+  trace::Process process{.rank = mine.job_rank, .pid = ::getpid(), .job = mine.trace.until};
+  host_name().copy(process.host.data(), process.host.size() - 1);
+  mine.trace.fd.store(trace::open_memory(process));
+  mine.trace.began.store(trace::now());
+  record_more_if_told(true);
+} catch (const Error&) {
+  mine.trace.refused.store(trace::now());
+}
+
+void end_trace(RankRecord& mine) {
+  if (trace::leave_memory()) record_more_if_told(false);
+  mine.trace.ended.store(trace::now());
+}
+
+// Where somebody asks for a trace. One thread at a time: of ranks that are threads any may come.
+void follow_trace_order(RankRecord& mine) {
+  static std::atomic<bool> busy{false};
+  if (busy.exchange(true, std::memory_order_acquire)) return;
+  std::int64_t until = mine.trace.until;
+  const std::int64_t now = trace::now();
+  const bool began = mine.trace.began > std::max<std::int64_t>(mine.trace.ended, mine.trace.refused);
+  static std::int64_t refused_until = 0;
+  if (began && now >= until)
+    end_trace(mine);
+  else if (!began && now < until && refused_until != until)
+    begin_trace(mine);
+  if (!began && mine.trace.refused > mine.trace.began) refused_until = until;
+  if (now >= until) mine.trace.until.compare_exchange_strong(until, 0);  // unless somebody has asked again
+  busy.store(false, std::memory_order_release);
+}
+
+void look_for_trace_order(RankRecord& mine) {
+  if (mine.trace.until.load(std::memory_order_relaxed) != 0) [[unlikely]]
+    follow_trace_order(mine);
+}
+
+// ---- Phases, in which a fault may strike
 
 void publish(Phase phase) {
   RankRecord& mine = record();
@@ -65,6 +168,7 @@ void publish(Phase phase) {
   const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
   mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
   moved();
+  if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
 }
 
 void begin_faults(Phase phase) {
@@ -80,7 +184,7 @@ void look_again() { present.store(nullptr); }
 
 RankRecord& find_record() {
   look_again_in_children();
-  RankRecord* const found = record_of_launcher();
+  RankRecord* const found = record_of_rank();
   RankRecord& record = found != nullptr ? *found : nowhere();
   std::int64_t not_begun = 0;
   record.phase_since.compare_exchange_strong(not_begun, trace::now());
@@ -89,7 +193,9 @@ RankRecord& find_record() {
 }
 
 void begin_step(std::int64_t step) {
-  record().step.store(step, std::memory_order_relaxed);
+  RankRecord& mine = record();
+  look_for_trace_order(mine);
+  mine.step.store(step, std::memory_order_relaxed);
   in_step.store(true, std::memory_order_relaxed);
 }
 
@@ -132,7 +238,41 @@ void waits_for(std::int32_t pid) {
 void waits_no_more() {
   RankRecord& mine = record();
   const std::int64_t since = mine.wait_since.exchange(0, std::memory_order_relaxed);
-  if (since != 0) mine.ns_waited.fetch_add(trace::now() - since, std::memory_order_relaxed);
+  if (since == 0) return;
+  const std::int64_t waited = trace::now() - since;
+  const Phase phase = mine.phase.load(std::memory_order_relaxed);
+  mine.ns_waited[static_cast<std::size_t>(phase)].fetch_add(waited, std::memory_order_relaxed);
+  if (WaitForPeer* const sum = sum_for(mine, mine.waits_for.load(std::memory_order_relaxed)))
+    sum->ns.fetch_add(waited, std::memory_order_relaxed);
+}
+
+void meets(const Meeting& meeting) {
+  record();
+  const JobPage* const page = own_page.load();
+  if (page == nullptr || page->header().launcher != ::getpid() || page->header().world_size > 1) return;
+  page->rename(meeting.job, meeting.world_size);
+  page->record(0).job_rank.store(meeting.rank, std::memory_order_relaxed);
+}
+
+void has_loader(int workers) { record().loader_workers.store(workers, std::memory_order_relaxed); }
+
+void serves(int clients) { record().server.clients.store(clients, std::memory_order_relaxed); }
+
+void has_applied_gradient(std::int64_t delay) {
+  ServerRecord& server = record().server;
+  server.gradients.fetch_add(1, std::memory_order_relaxed);
+  server.delays.fetch_add(delay, std::memory_order_relaxed);
+  std::int64_t most = server.most_delay.load(std::memory_order_relaxed);
+  while (most < delay && !server.most_delay.compare_exchange_weak(most, delay, std::memory_order_relaxed)) continue;
+}
+
+Serving::Serving() : since_(trace::now()) { record().server.in_hand.fetch_add(1, std::memory_order_relaxed); }
+
+Serving::~Serving() {
+  ServerRecord& server = record().server;
+  server.in_hand.fetch_sub(1, std::memory_order_relaxed);
+  server.requests.fetch_add(1, std::memory_order_relaxed);
+  server.ns_in_hand.fetch_add(trace::now() - since_, std::memory_order_relaxed);
 }
 
 }  // namespace lockstep::own_progress

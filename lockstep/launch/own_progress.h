@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/own_progress.h: publishes what this rank is doing, in its record of the page that the launcher has made.
+// launch/own_progress.h: publishes what this rank is doing, in its record of the page that the launcher has made, or in a page
+// of its own; and records spans while `lockstep trace JOB` asks for it there.
 //
 // Flow:    training step, loader, checkpoints, collectives -> here -> job_page.h; fault.h, which may end the rank there
-// Owns:    a mapping of the page, from the first call until the process ends. Without a launcher's page: a record that
-//          nobody reads
+// Owns:    a mapping of the page, from the first call until the process ends. In a process that a rank has started or
+//          forked, and where no page can be made: a record that nobody reads
 // Threads: any. Where several work at the same time the last phase entered counts
 // Ranks:   one record per process: ranks that are threads share it
 //
@@ -12,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "lockstep/launch/job_page.h"
 
@@ -55,6 +57,38 @@ inline void moved() {
 // This rank waits for the one that is process `pid`, or kAnyPeer. Called again and again while it does.
 void waits_for(std::int32_t pid);
 void waits_no_more();
+
+void has_loader(int workers);
+
+// What these ranks are, where no launcher has said so.
+struct Meeting {
+  int rank = 0;
+  int world_size = 1;
+  std::string job;  // the same on all ranks, unlike that of any other job
+};
+void meets(const Meeting& meeting);
+
+// ---- A server of a kvstore
+
+void serves(int clients);
+void has_applied_gradient(std::int64_t delay);
+
+// A request that has come, until it is answered.
+class Serving {
+ public:
+  Serving();
+  ~Serving();
+  Serving(const Serving&) = delete;
+  Serving& operator=(const Serving&) = delete;
+
+ private:
+  std::int64_t since_;
+};
+
+// ---- A trace that begins while the rank runs
+
+// Called with true where such a trace begins, and with false where it ends: what records more than spans of lockstep.
+inline std::atomic<void (*)(bool)> record_more{nullptr};
 
 // A call of several machines: this rank may wait for one that the launcher here can't see.
 class CallingOthers {

@@ -18,6 +18,7 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/own_progress.h"
@@ -270,6 +271,80 @@ int take_steps(const Arguments& arguments) {
   return 0;
 }
 
+// ---- Ranks for `lockstep top`, until they are ended
+
+using std::chrono::milliseconds;
+
+void compute_for(milliseconds time) {
+  const own_progress::During forward(Phase::kForward);
+  std::this_thread::sleep_for(time);
+}
+
+// Rank 1 computes four times as long as the others, which wait for it.
+int straggle(const Arguments&) {
+  const int slow = pid_of(1);
+  for (int step = 0;; ++step) {
+    own_progress::begin_step(step);
+    const lockstep::trace::Span span("step", step);
+    compute_for(milliseconds(rank() == 1 ? 20 : 5));
+    const own_progress::During exchange(Phase::kExchange);
+    if (rank() != 1) own_progress::waits_for(slow);
+    if (rank() != 1) std::this_thread::sleep_for(milliseconds(15));
+    own_progress::waits_no_more();
+    own_progress::finish_step(32, 0.5);
+  }
+}
+
+// Two thirds of the time go into loading, with one worker.
+int wait_for_data(const Arguments&) {
+  own_progress::has_loader(1);
+  for (int step = 0;; ++step) {
+    own_progress::begin_step(step);
+    compute_for(milliseconds(5));
+    const own_progress::During loading(Phase::kLoading);
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+}
+
+// STEPS: publishes as a rank does in so many steps of `ddp`, and prints what that takes, in ns of a step.
+int publish(const Arguments& steps) {
+  const int all = std::stoi(steps.at(0));
+  const lockstep::Stopwatch watch;
+  for (int step = 0; step < all; ++step) {
+    own_progress::begin_step(step);
+    for (const Phase phase : {Phase::kLoading, Phase::kForward, Phase::kBackward, Phase::kExchange, Phase::kUpdate}) {
+      const own_progress::During during(phase);
+      if (phase < Phase::kBackward) continue;
+      own_progress::moved();
+      own_progress::waits_for(1);
+      own_progress::waits_no_more();
+    }
+    own_progress::finish_step(32, 0.5);
+  }
+  std::cout << watch.seconds() / all * 1e9 << '\n';
+  return 0;
+}
+
+// Rank 0 is a server, which the others ask for something, again and again.
+int serve_for_ever(const Arguments&) {
+  if (rank() == 0) own_progress::serves(std::stoi(variable("WORLD_SIZE")) - 1);
+  const int server = rank() == 0 ? 0 : pid_of(0);
+  for (int step = 0;; ++step) {
+    own_progress::begin_step(step);
+    if (rank() == 0) {
+      const own_progress::Serving serving;
+      own_progress::has_applied_gradient(step % 3);
+      std::this_thread::sleep_for(milliseconds(10));
+      continue;
+    }
+    compute_for(milliseconds(5));
+    const own_progress::During exchange(Phase::kExchange);
+    own_progress::waits_for(server);
+    std::this_thread::sleep_for(milliseconds(10));
+    own_progress::waits_no_more();
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -291,6 +366,10 @@ int main(int argc, char** argv) {
       {"save-slowly", save_slowly},
       {"wait-in-a-circle", wait_in_a_circle},
       {"take-steps", take_steps},
+      {"straggle", straggle},
+      {"wait-for-data", wait_for_data},
+      {"serve", serve_for_ever},
+      {"publish", publish},
   };
   return actions.at(argv[1])(Arguments(argv + 2, argv + argc));
 }

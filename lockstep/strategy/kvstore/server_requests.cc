@@ -8,6 +8,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/two_bit.h"
+#include "lockstep/launch/own_progress.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -33,8 +34,10 @@ void StoreServer::serve(int client) {
   const torch::NoGradGuard no_grad;
   try {
     const Link& link = clients_[client].link;
-    for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;)
+    for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
+      const own_progress::Serving serving;
       handle(client, request);
+    }
     leave(client);
   } catch (const std::exception& error) {
     lose(client, error);

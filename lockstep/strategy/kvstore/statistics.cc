@@ -7,6 +7,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
+#include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
@@ -56,6 +57,7 @@ void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of
   samples_per_device.add(static_cast<double>(samples) / static_cast<double>(devices_of_worker));
   delays.add(delay);
   trace::count("staleness", delay);
+  own_progress::has_applied_gradient(delay);
 }
 
 void StoreStatistics::add_update(std::int64_t samples) {

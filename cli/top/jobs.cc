@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/top/jobs.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <sstream>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/error.h"
+
+namespace lockstep::top {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPageLink = "/memfd:lockstep-page";
+
+std::string content_of(int pid, const char* file) try {
+  return read_file(concat("/proc/", pid, "/", file));
+} catch (const SystemError&) {
+  return "";
+}
+
+std::string readable(std::string text) {
+  for (char& each : text)
+    if (each < ' ' || each > '~') each = each == 0 ? ' ' : '?';
+  return text;
+}
+
+std::vector<std::string> command_of(int pid) {
+  std::vector<std::string> words;
+  for (std::string& word : split(content_of(pid, "cmdline"), '\0')) {
+    while (word.ends_with(' ')) word.pop_back();  // room for a title
+    if (!word.empty()) words.push_back(readable(std::move(word)));
+  }
+  return words;
+}
+
+// "lockstep run -- python -u train.py" -> "train.py"; "lockstep train --ranks 2" -> "lockstep train"
+std::string name_of_program(const std::vector<std::string>& command) {
+  auto word = std::find(command.begin(), command.end(), "--");
+  word = word == command.end() ? command.begin() : word + 1;
+  if (word == command.end()) return "?";
+  const std::string program = fs::path(*word).filename();
+  if (!program.starts_with("python")) return program;
+  const auto script = std::find_if(word + 1, command.end(), [](const auto& each) { return !each.starts_with('-'); });
+  return script == command.end() ? program : fs::path(*script).filename().string();
+}
+
+bool is_ours(const fs::path& process) {
+  struct stat found {};
+  return ::stat(process.c_str(), &found) == 0 && found.st_uid == ::geteuid();
+}
+
+struct Page {
+  int pid;  // of its maker
+  std::shared_ptr<const JobPage> page;
+
+  bool is_of_rank() const { return page->header().ranks == 1 && page->record(0).pid == pid; }
+};
+
+// A forked child has its parent's descriptors: the page is its maker's.
+void add_pages_of(int pid, std::vector<Page>& pages, std::vector<int>& unreadable) {
+  std::vector<Page> found;
+  std::error_code error;
+  for (fs::directory_iterator each(concat("/proc/", pid, "/fd"), error), end; !error && each != end;
+       each.increment(error)) {
+    std::error_code gone;
+    if (!fs::read_symlink(each->path(), gone).string().starts_with(kPageLink)) continue;
+    try {
+      auto page = std::make_shared<const JobPage>(JobPage::open(each->path()));
+      if (page->header().launcher == pid) found.push_back({pid, std::move(page)});
+    } catch (const DataError&) {
+      unreadable.push_back(pid);
+    } catch (const SystemError&) {  // it has ended
+    }
+  }
+  const bool launches = std::ranges::any_of(found, [](const Page& each) { return !each.is_of_rank(); });
+  std::ranges::copy_if(found, std::back_inserter(pages),
+                       [&](const Page& each) { return launches != each.is_of_rank(); });
+}
+
+Job job_of(const Page& page) {
+  const JobPageHeader& header = page.page->header();
+  const std::vector<std::string> command = command_of(page.pid);
+  Job job{.number = page.pid,
+          .name = name_of_program(command),
+          .command = join(command, " "),
+          .started_at = header.started_at,
+          .world_size = header.world_size,
+          .nodes = header.nodes,
+          .node_rank = header.node_rank};
+  for (int seat = 0; seat < header.ranks; ++seat) job.seats.push_back({page.page, seat});
+  return job;
+}
+
+void merge(Job& into, const Job& other) {
+  if (other.number < into.number) {
+    into.number = other.number;
+    into.command = other.command;
+    into.name = other.name;
+  }
+  into.started_at = std::min(into.started_at, other.started_at);
+  into.seats.insert(into.seats.end(), other.seats.begin(), other.seats.end());
+}
+
+std::vector<Job> jobs_of(const std::vector<Page>& pages) {
+  std::map<std::string, Job> jobs;
+  for (const Page& page : pages) {
+    const std::string meeting =
+        page.is_of_rank() ? concat("rank of ", page.page->header().job.data()) : concat(page.pid);
+    const auto [at, is_new] = jobs.try_emplace(meeting, job_of(page));
+    if (!is_new) merge(at->second, job_of(page));
+  }
+  std::vector<Job> sorted;
+  for (auto& [meeting, job] : jobs) sorted.push_back(std::move(job));
+  const auto rank_of = [](const Seat& seat) { return seat.record().job_rank.load(); };
+  for (Job& job : sorted) std::ranges::sort(job.seats, {}, rank_of);
+  std::ranges::sort(sorted, {}, &Job::number);
+  return sorted;
+}
+
+// ---- Looks
+
+template <class Number>
+Number value_of(const std::atomic<Number>& published) {
+  return published.load(std::memory_order_relaxed);
+}
+
+ServerLook look_at(const ServerRecord& server) {
+  return {.clients = value_of(server.clients),
+          .in_hand = value_of(server.in_hand),
+          .requests = value_of(server.requests),
+          .ns_in_hand = value_of(server.ns_in_hand),
+          .gradients = value_of(server.gradients),
+          .delays = value_of(server.delays),
+          .most_delay = value_of(server.most_delay)};
+}
+
+// The rank may go on between two fields: a time that has not begun yet counts as none.
+void add_what_goes_on(RankLook& look) {
+  const auto phase = static_cast<std::size_t>(look.phase);
+  if (look.phase_since != 0) look.in_phase[phase] += std::max<std::int64_t>(0, look.at - look.phase_since);
+  if (look.wait_since == 0) return;
+  const std::int64_t waits = std::max<std::int64_t>(0, look.at - look.wait_since);
+  look.waited[phase] += waits;
+  look.waited_for[look.waits_for] += waits;
+}
+
+// Of /proc/PID/stat the letter after the name, which may itself have blanks and brackets.
+char state_of(int pid) {
+  const std::string stat = content_of(pid, "stat");
+  const std::size_t name_ends = stat.rfind(')');
+  if (name_ends == std::string::npos || name_ends + 2 >= stat.size()) return 0;
+  const char state = stat[name_ends + 2];
+  return state == 'Z' || state == 'X' ? '\0' : state;
+}
+
+void look_at_process(RankLook& look) {
+  look.state = state_of(look.pid);
+  std::int64_t size = 0, resident = 0, shared = 0, on_core = 0;
+  std::istringstream(content_of(look.pid, "statm")) >> size >> resident >> shared;
+  look.resident_bytes = resident * ::sysconf(_SC_PAGESIZE);
+  look.shared_bytes = shared * ::sysconf(_SC_PAGESIZE);
+  std::istringstream(content_of(look.pid, "schedstat")) >> on_core >> look.ns_without_core;
+}
+
+UsageError no_such_job(const std::string& name, const std::vector<Job>& jobs) {
+  std::vector<std::string> running;
+  for (const Job& job : jobs) running.push_back(concat(job.number, " (", job.name, ")"));
+  return UsageError({.what = concat("there is no job ", name, " of this user on this machine"),
+                     .here = running.empty() ? "no job is running" : concat("running: ", join(running, ", ")),
+                     .likely = "it has ended, or is another user's, whose jobs can't be seen",
+                     .next = "`lockstep top` shows the jobs"});
+}
+
+}  // namespace
+
+Found find_jobs() {
+  std::vector<Page> pages;
+  Found found;
+  std::error_code error;
+  for (fs::directory_iterator each("/proc", error), end; !error && each != end; each.increment(error)) {
+    int pid = 0;
+    if (parse_int(each->path().filename().string(), pid) && is_ours(each->path()))
+      add_pages_of(pid, pages, found.unreadable);
+  }
+  found.jobs = jobs_of(pages);
+  return found;
+}
+
+Job find_job(const std::string& number_or_name) {
+  const std::vector<Job> all = find_jobs().jobs;
+  std::vector<Job> named;
+  for (const Job& job : all)
+    if (concat(job.number) == number_or_name || job.name == number_or_name) named.push_back(job);
+  if (named.empty()) throw no_such_job(number_or_name, all);
+  if (named.size() == 1) return named.front();
+  std::vector<std::string> numbers;
+  for (const Job& job : named) numbers.push_back(concat(job.number));
+  throw UsageError({.what = concat(named.size(), " jobs have the name ", number_or_name),
+                    .next = concat("give a number: ", join(numbers, ", "))});
+}
+
+RankLook look_at(const Seat& seat) {
+  const RankRecord& record = seat.record();
+  RankLook look{.pid = value_of(record.pid),
+                .rank = value_of(record.job_rank),
+                .phase = value_of(record.phase),
+                .phase_since = value_of(record.phase_since),
+                .step = value_of(record.step),
+                .moves = value_of(record.moves),
+                .samples = value_of(record.samples),
+                .loss = value_of(record.loss),
+                .loader_workers = value_of(record.loader_workers),
+                .wait_since = value_of(record.wait_since),
+                .waits_for = value_of(record.waits_for),
+                .calls_others = value_of(record.calls_others) > 0,
+                .server = look_at(record.server)};
+  std::ranges::transform(record.ns_in_phase, look.in_phase.begin(), value_of<std::int64_t>);
+  std::ranges::transform(record.ns_waited, look.waited.begin(), value_of<std::int64_t>);
+  for (const WaitForPeer& peer : record.waited_for)
+    if (const int pid = value_of(peer.pid); pid != 0) look.waited_for[pid] = value_of(peer.ns);
+  look.at = trace::now();
+  add_what_goes_on(look);
+  if (look.pid != 0) look_at_process(look);
+  return look;
+}
+
+JobLook look_at(const Job& job) {
+  JobLook look{.job = job};
+  for (const Seat& seat : job.seats) look.ranks.push_back(look_at(seat));
+  return look;
+}
+
+bool has_ended(const Job& job) {
+  return state_of(job.number) == 0 && std::ranges::none_of(job.seats, [](const Seat& seat) {
+           const int pid = value_of(seat.record().pid);
+           return pid != 0 && state_of(pid) != 0;
+         });
+}
+
+}  // namespace lockstep::top
