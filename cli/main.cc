@@ -35,7 +35,9 @@ constexpr std::array kSubcommands = {
     Subcommand{.name = "data", .description = "pack datasets and describe them"},
     Subcommand{.name = "bench", .description = "measure against peers"},
     Subcommand{.name = "report", .description = "make a page of curves about runs", .function = report_command},
-    Subcommand{.name = "trace", .description = "make a timeline of a running job, or of what ranks have left", .function = trace_command},
+    Subcommand{.name = "trace",
+               .description = "make a timeline of a running job, or of what ranks have left",
+               .function = trace_command},
     Subcommand{.name = "env", .description = "show every setting and where it came from", .function = env_command},
 };
 

@@ -18,15 +18,23 @@ Waiter::Waiter(const Machine& machine, int rank, const Narrator& narrator, std::
       spins_(machine.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
       yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
+// Where others run on this core, yields may take most of the time that this rank waits.
 void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
-  for (int i = 0; i < yields_; ++i) {
-    if (done()) return;
-    ::sched_yield();
+  note_wait(peer);
+  if (!yield_until(done)) {
+    if (!deadline_) deadline_ = Deadline::after(call_timeout_);
+    sleep_and_look(flag, peer, done);
   }
-  if (!deadline_) deadline_ = Deadline::after(call_timeout_);
-  sleep_and_look(flag, peer, done);
   machine_.note_wait(rank_, kNobody);
   own_progress::waits_no_more();
+}
+
+bool Waiter::yield_until(const Done& done) const {
+  for (int i = 0; i < yields_; ++i) {
+    if (done()) return true;
+    ::sched_yield();
+  }
+  return false;
 }
 
 // For the other ranks and for the launcher. Ranks that are threads are one process to the launcher.

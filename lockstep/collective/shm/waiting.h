@@ -40,8 +40,8 @@ class Waiter {
   std::chrono::milliseconds timeout() const { return timeout_; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
-  // The deadline starts anew with the first wait of this call that has to sleep: a call that never sleeps does not read
-  // the clock. `timeout`: of this call only; 0: the one set for all.
+  // The deadline starts anew with the first wait of this call that has to sleep: a call that finds all it
+  // waits for while it spins does not read the clock. `timeout`: of this call only; 0: the one set for all.
   void begin_call(std::chrono::milliseconds timeout = {}) {
     own_progress::moved();
     call_timeout_ = timeout.count() > 0 ? timeout : timeout_;
@@ -71,6 +71,7 @@ class Waiter {
   using Done = std::function<bool()>;  // made only once spinning was in vain
 
   void sleep_until(Flag& flag, int peer, const Done& done);
+  bool yield_until(const Done& done) const;
   void sleep_and_look(Flag& flag, int peer, const Done& done);
   void note_wait(int peer);
   bool look_around(int peer, const Done& done);
