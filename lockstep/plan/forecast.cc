@@ -12,6 +12,7 @@ namespace lockstep::plan {
 namespace {
 
 constexpr int kSteps = 16;
+constexpr int kManyDevices = 64, kStepsOfMany = 3;
 
 struct Simulated {
   double step = 0;
@@ -19,9 +20,9 @@ struct Simulated {
   double link_bytes = 0;
 };
 
-// A whole number of averages.
-int steps_for(const Choice& choice) {
-  if (choice.method != Method::kAveraging) return kSteps;
+// Of many devices fewer: they have as many chances to be slow. A whole number of averages.
+int steps_for(const Target& target, const Choice& choice) {
+  if (choice.method != Method::kAveraging) return target.all_devices() > kManyDevices ? kStepsOfMany : kSteps;
   return (kSteps + choice.average_every - 1) / choice.average_every * choice.average_every;
 }
 
@@ -44,7 +45,7 @@ std::string bound_of(const Schedule& schedule, const Outcome& outcome) {
 // The mean over all steps but the first: then one step's end is the next one's beginning also where devices are not in
 // step.
 Simulated simulate(const Profile& profile, const Target& target, const Choice& choice, Luck luck) {
-  const int steps = steps_for(choice);
+  const int steps = steps_for(target, choice);
   const bool skips_first = choice.method != Method::kAveraging;
   const Schedule made = schedule(profile, target, choice, steps + (skips_first ? 1 : 0), luck);
   const Outcome outcome = made.simulation.run();

@@ -37,7 +37,7 @@ namespace {
 
 constexpr int kSizes = 6;               // of batches, each twice the one before
 constexpr double kPerCell = 0.5;        // seconds for the steps of one batch size
-constexpr double kPerCurves = 9;        // seconds after which no larger batch is begun
+constexpr double kPerCurves = 12;       // seconds: a larger batch that would take longer is left out
 constexpr int kFewest = 3, kMost = 40;  // steps of one batch size
 constexpr int kRounds = 300;            // of what takes microseconds
 constexpr std::size_t kCopied = std::size_t{32} << 20;
@@ -190,11 +190,14 @@ void measure_steps(const World& world, const Subject& subject, Profile& profile)
   Curve alone{.at_once = 1}, at_once{.at_once = world.size()};
   std::vector<double> spread;
   const Stopwatch since_start;
+  double last = 0;  // seconds of a step with half as many samples
   for (const std::int64_t samples : sizes_of(subject.batch)) {
+    const double needed = 2 * last * (2 + 2 * kFewest);
+    if (last > 0 && of_all(world, since_start.seconds(), ReduceOp::kMax) + needed > kPerCurves) break;
     const Batch batch = batch_of(data, samples);
     training.step(batch);
     const double first = of_all(world, total(training.step(batch)), ReduceOp::kMax);
-    if (of_all(world, since_start.seconds(), ReduceOp::kMax) > kPerCurves) break;
+    last = first;
     const int count = steps_to_make(first);
     std::vector<StepTimes> steps;
     if (world.rank() == 0)
@@ -343,7 +346,8 @@ double bytes_of(const Tensors& tensors) {
 
 // A model that can't be cut has no pieces.
 void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& profile) {
-  const std::int64_t samples = std::max<std::int64_t>(1, subject.batch / 4);
+  const std::int64_t measured = profile.curves.front().points.back().samples;
+  const std::int64_t samples = std::clamp<std::int64_t>(subject.batch / 4, 1, measured);
   const ModulePtr model = subject.task.make_model();
   const Layout layout = subject.strategy.layout.value_or(preferred_layout(*model, torch::kCPU));
   set_layout(*model, layout);
