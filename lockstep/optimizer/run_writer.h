@@ -60,7 +60,7 @@ class RunWriter {
   void write(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
              const auto& write_new) {
     if (!journal_) return write_new(chunk, places_in(rule, phase, chunk));
-    std::int64_t begin = journal_->mark(own.number).elements_in(number_, phase);
+    std::int64_t begin = defect("a chunk is begun again") ? 0 : journal_->mark(own.number).elements_in(number_, phase);
     for (; begin < chunk.count; begin += most) {
       const Chunk range{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
       const std::int64_t end = begin + range.count;

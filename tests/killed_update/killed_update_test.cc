@@ -196,6 +196,28 @@ Found kill_everywhere(const UpdateCase& given, const Expected& expected) {
                       [&](auto copy) { return difference(rank.board, in_arena(copy), expected); });
 }
 
+// Steps the child through its first chunk, and looks at what a kill leaves behind whenever a run inside of it is in place, and
+// the next is not.
+struct FoundInside {
+  std::vector<std::int64_t> elements;  // in place, each time
+  std::string difference;              // the first
+};
+FoundInside kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expected) {
+  Alone rank(given);
+  const std::span<std::byte> arena = rank.arenas->of(0);
+  const KeptUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
+  const UpdateJournal journal(kept.journal, kept.shape);
+  FoundInside found{.elements = {0}};
+  for (std::int64_t done = 0; done < given.sizes.front() && found.difference.empty() && rank.child.step();) {
+    done = journal.mark(0).elements_in(kSteps, ChunkPhase::kUpdated);
+    if (done == found.elements.back() || done >= given.sizes.front()) continue;
+    found.elements.push_back(done);
+    std::vector<std::byte> copy(arena.begin(), arena.end());
+    found.difference = difference(rank.board, in_arena(copy), expected);
+  }
+  return found;
+}
+
 const SGDOptions kSgd{.lr = 0.1, .momentum = 0.9, .nesterov = true, .weight_decay = 1e-3};
 const AdamWOptions kAdamW{.lr = 0.01};
 const LAMBOptions kLamb{.lr = 0.01};
@@ -246,6 +268,15 @@ TEST(KilledUpdate, finds_a_key_that_comes_before_the_redo_copy) {
   present_defect() = "";
 }
 
+TEST(KilledUpdate, finds_a_chunk_that_is_begun_again) {
+  UpdateCase given = small_cases().front();
+  given.sizes = {4096, 5};
+  const Expected expected = undisturbed(given);
+  present_defect() = "a chunk is begun again";
+  EXPECT_NE(kill_inside_of_a_chunk(given, expected).difference, "");
+  present_defect() = "";
+}
+
 #else
 
 // Kills the rank at an instruction, and whoever finishes its update at every one.
@@ -263,24 +294,6 @@ Found kill_who_finishes(const UpdateCase& given, std::size_t instruction, const 
   });
   second.wait_for_begin();
   return step_through(second, arena, [&](auto copy) { return difference(rank.board, in_arena(copy), expected); });
-}
-
-// Steps the child through its first chunk, and looks at what a kill leaves behind whenever a run inside of it is
-// in place, and the next is not. Returns after how many elements that was.
-std::vector<std::int64_t> kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expected) {
-  Alone rank(given);
-  const std::span<std::byte> arena = rank.arenas->of(0);
-  const KeptUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
-  const UpdateJournal journal(kept.journal, kept.shape);
-  std::vector<std::int64_t> inside = {0};
-  for (std::int64_t done = 0; done < given.sizes.front() && rank.child.step();) {
-    done = journal.mark(0).elements_in(kSteps, ChunkPhase::kUpdated);
-    if (done == inside.back() || done >= given.sizes.front()) continue;
-    inside.push_back(done);
-    std::vector<std::byte> copy(arena.begin(), arena.end());
-    EXPECT_EQ(difference(rank.board, in_arena(copy), expected), "") << given.name << ", after " << done << " elements";
-  }
-  return inside;
 }
 
 // As difference(), with so many ranks that finish together. They are threads of a child: this process forks.
@@ -392,8 +405,9 @@ std::vector<UpdateCase> few_kinds() {
 TEST(KilledUpdate, is_finished_inside_of_a_chunk) {
   for (UpdateCase given : few_kinds()) {
     given.sizes = {4096, 5};
-    EXPECT_EQ(kill_inside_of_a_chunk(given, undisturbed(given)), (std::vector<std::int64_t>{0, 1024, 2048, 3072}))
-        << given.name;
+    const FoundInside found = kill_inside_of_a_chunk(given, undisturbed(given));
+    EXPECT_EQ(found.difference, "") << given.name << ", after " << found.elements.back() << " elements";
+    EXPECT_EQ(found.elements, (std::vector<std::int64_t>{0, 1024, 2048, 3072})) << given.name;
   }
 }
 
