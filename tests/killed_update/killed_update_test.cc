@@ -248,15 +248,6 @@ std::vector<UpdateCase> kinds() {
            .ema_decay = 0.9}};
 }
 
-// Of one pass and of several, with little and much state.
-std::vector<UpdateCase> few_kinds() {
-  const std::set<std::string> names = {"adamw_with_average", "sgd_clipped", "sgd_whose_second_group_has_no_momentum",
-                                       "lamb_with_all"};
-  auto few = kinds();
-  std::erase_if(few, [&](const UpdateCase& each) { return !names.contains(each.name); });
-  return few;
-}
-
 // Small enough to look at every instruction.
 std::vector<UpdateCase> small_cases() {
   auto cases = kinds();
@@ -278,13 +269,12 @@ TEST(KilledUpdate, finds_a_key_that_comes_before_the_redo_copy) {
 }
 
 TEST(KilledUpdate, finds_a_chunk_that_is_begun_again) {
-  for (UpdateCase given : few_kinds()) {
-    given.sizes = {4096, 5};
-    const Expected expected = undisturbed(given);
-    present_defect() = "a chunk is begun again";
-    EXPECT_NE(kill_inside_of_a_chunk(given, expected).difference, "") << given.name;
-    present_defect() = "";
-  }
+  UpdateCase given = small_cases().front();
+  given.sizes = {4096, 5};
+  const Expected expected = undisturbed(given);
+  present_defect() = "a chunk is begun again";
+  EXPECT_NE(kill_inside_of_a_chunk(given, expected).difference, "");
+  present_defect() = "";
 }
 
 #else
@@ -401,6 +391,15 @@ TEST_P(KilledUpdateOf, is_finished_even_if_those_who_finish_it_are_killed) {
     const std::size_t at = std::uniform_int_distribution<std::size_t>(0, most)(random);
     EXPECT_EQ(kill_who_finishes(GetParam(), at, expected).difference, "") << "first killed at instruction " << at;
   }
+}
+
+// Of one pass and of several, with little and much state.
+std::vector<UpdateCase> few_kinds() {
+  const std::set<std::string> names = {"adamw_with_average", "sgd_clipped", "sgd_whose_second_group_has_no_momentum",
+                                       "lamb_with_all"};
+  auto few = kinds();
+  std::erase_if(few, [&](const UpdateCase& each) { return !names.contains(each.name); });
+  return few;
 }
 
 TEST(KilledUpdate, is_finished_inside_of_a_chunk) {
