@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "lockstep/collective/shm/connect/local_socket.h"
+#include "lockstep/launch/own_progress.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 
@@ -57,6 +58,8 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
     for (std::string line; std::getline(maps, line);) found += line.find("memfd:lockstep") != std::string::npos ? 1 : 0;
     return found;
   };
+  own_progress::record();  // its page stays until the process ends
+  const int mappings_before = mappings();
   const auto before = open_descriptors();
   {
     RendezvousServer server(2);
@@ -70,15 +73,15 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
     EXPECT_FALSE(fs::exists(server.address()));
     EXPECT_TRUE(fs::is_empty(folder_.path()));
     EXPECT_EQ(sum_is_right(group), 0);
-    EXPECT_GT(mappings(), 0);
+    EXPECT_GT(mappings(), mappings_before);
     group.leave();
     EXPECT_EQ(exit_code_of(peer), 0);
   }
   EXPECT_EQ(open_descriptors(), before);
-  EXPECT_EQ(mappings(), 0);
+  EXPECT_EQ(mappings(), mappings_before);
   { const auto groups = make_thread_group(3); }
   EXPECT_EQ(open_descriptors(), before);
-  EXPECT_EQ(mappings(), 0);
+  EXPECT_EQ(mappings(), mappings_before);
 }
 
 TEST_F(Rendezvous, names_the_ranks_that_did_not_come) {
