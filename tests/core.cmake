@@ -14,6 +14,7 @@ target_link_libraries(core_test PRIVATE lockstep_core)
 add_dependencies(core_test lockstep_command rank_probe)
 
 # What `lockstep top` makes of two looks at a job.
+find_package(nlohmann_json REQUIRED)
 foreach(source json layout verdict view)
   list(APPEND top_sources ${PROJECT_SOURCE_DIR}/cli/top/${source}.cc)
 endforeach()

@@ -8,7 +8,7 @@ namespace lockstep::top {
 namespace {
 
 // A search takes some milliseconds of a core that ranks may need.
-constexpr std::chrono::milliseconds kBetweenSearches = std::chrono::seconds(20);
+constexpr std::chrono::milliseconds kBetweenSearches = std::chrono::seconds(5);
 constexpr std::chrono::milliseconds kBetweenSearchesInVain = std::chrono::seconds(2);
 
 }  // namespace
