@@ -59,34 +59,34 @@ Simulated simulate(const Profile& profile, const Target& target, const Choice& c
           .link_bytes = made.sent_bytes};
 }
 
-// ---- Memory: docs/planner.md has the table
+// ---- Memory
 
+// A process has what one has that trains with no samples, without its replica: libraries, and data. A replica has parameters,
+// gradients and state; where the replicas share a copy, all but the gradients exist once.
 double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<SizedTime> turned;  // over samples
   for (const SizedTime& point : profile.memory_of_rank)
     turned.push_back({.bytes = point.seconds, .seconds = point.bytes});
   const Line rank = line_through(turned);  // bytes of a rank by its samples
-  const double parameters = static_cast<double>(profile.parameter_bytes);
-  const double state = static_cast<double>(profile.state_bytes);
-  const double batch = static_cast<double>(target.batch);
-  const double here = batch / target.machines;  // samples of a machine
-  const double d = target.devices, once = parameters + state;
-  const double own = rank.fixed - profile.idle_bytes;  // of a replica: parameters, gradients, state
-  const double replicas = d * own + rank.per_byte * here;
+  const double gradients = static_cast<double>(profile.parameter_bytes), parameters = gradients;
+  const double state = static_cast<double>(profile.state_bytes), once = parameters + state;
+  const double process = std::max(profile.idle_bytes, rank.fixed - gradients - once);
+  const double batch = static_cast<double>(target.batch), d = target.devices;
+  const double activations = rank.per_byte * batch / target.machines;
   switch (choice.method) {
-    case Method::kSingle: return rank.at(batch);
+    case Method::kSingle: return process + once + gradients + activations;
     case Method::kDdp:
-      return d * profile.idle_bytes + replicas - (d - 1) * once + (target.machines > 1 ? d * parameters : 0);
-    case Method::kTowers: return profile.idle_bytes + replicas - (choice.update_on_cpu ? (d - 1) * once : 0);
+      return d * process + once + d * gradients + activations + (target.machines > 1 ? d * gradients : 0);
+    case Method::kTowers: return process + (choice.update_on_cpu ? once : d * once) + d * gradients + activations;
     case Method::kDataParallel:
-    case Method::kStoreLocal: return profile.idle_bytes + replicas - (d - 1) * once;
-    case Method::kAveraging: return profile.idle_bytes + replicas;
+    case Method::kStoreLocal: return process + once + d * gradients + activations;
+    case Method::kAveraging: return process + d * (once + gradients) + activations;
     case Method::kStoreSync:
     case Method::kStoreAsync: {
       const double workers = target.all_devices();
       const double states = choice.method == Method::kStoreAsync ? workers * state : state;
-      const double servers = choice.servers * profile.idle_bytes + (2 + 2 * workers) * parameters + states + parameters;
-      return d * profile.idle_bytes + replicas - d * state + 2 * d * parameters + servers / target.machines;
+      const double servers = choice.servers * process + (3 + 2 * workers) * parameters + states;
+      return d * (process + 3 * parameters + gradients) + activations + servers / target.machines;
     }
     case Method::kPipeline: {
       const double micro = choice.order == Order::kNaive ? 1 : choice.micro_batches;
@@ -96,9 +96,8 @@ double memory_of(const Profile& profile, const Target& target, const Choice& cho
         for (int stage = 0; stage < choice.stages; ++stage)
           in_flight += std::min<double>(choice.stages - stage, micro) / choice.stages;
       }
-      const double activations = rank.per_byte * batch * in_flight / micro / target.machines;
       const double processes = target.machines > 1 ? d : 1;
-      return processes * profile.idle_bytes + own / target.machines + activations;
+      return processes * process + (once + gradients) / target.machines + activations * in_flight / micro;
     }
   }
   return 0;
