@@ -61,9 +61,9 @@ Simulated simulate(const Profile& profile, const Target& target, const Choice& c
 
 // ---- Memory
 
-// A process has what one has that trains with no samples, without its replica: libraries, and data. A replica has parameters,
-// gradients and state; where the replicas share a copy, all but the gradients exist once.
-double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
+// A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
+// and state; where the replicas share a copy, all but the gradients exist once.
+double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<SizedTime> turned;  // over samples
   for (const SizedTime& point : profile.memory_of_rank)
     turned.push_back({.bytes = point.seconds, .seconds = point.bytes});
@@ -101,6 +101,11 @@ double memory_of(const Profile& profile, const Target& target, const Choice& cho
     }
   }
   return 0;
+}
+
+// With what they share, libraries above all.
+double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
+  return profile.common_bytes + memory_of_processes(profile, target, choice);
 }
 
 std::string extrapolated(const Profile& profile, const Target& target) {

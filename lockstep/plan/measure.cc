@@ -59,7 +59,11 @@ std::string value_in(const char* file, const std::string& key) {
   return "";
 }
 
-double own_pss() { return 1024 * std::strtod(value_in("/proc/self/smaps_rollup", "Pss:").c_str(), nullptr); }
+double bytes_in_rollup(const std::string& key) {
+  return 1024 * std::strtod(value_in("/proc/self/smaps_rollup", key).c_str(), nullptr);
+}
+double own_bytes() { return bytes_in_rollup("Private_Clean:") + bytes_in_rollup("Private_Dirty:"); }
+double share_of_common() { return bytes_in_rollup("Pss:") - own_bytes(); }
 
 // A file for what a process has measured, gone with this.
 class ResultFile {
@@ -183,7 +187,8 @@ double of_all(const World& world, double value, ReduceOp op) {
 // ---- As many ranks as cores: steps alone and at once, memory, collectives
 
 void measure_steps(const World& world, const Subject& subject, Profile& profile) {
-  profile.idle_bytes = of_all(world, own_pss(), ReduceOp::kSum) / world.size();
+  profile.common_bytes = of_all(world, share_of_common(), ReduceOp::kSum);
+  profile.idle_bytes = of_all(world, own_bytes(), ReduceOp::kSum) / world.size();
   Training training(subject);
   const Datasets data = subject.data();
   profile.dataset = data.train->size();
@@ -220,7 +225,7 @@ void measure_steps(const World& world, const Subject& subject, Profile& profile)
       at_once.points.push_back(times);
     }
     profile.memory_of_rank.push_back(
-        {.bytes = of_all(world, own_pss(), ReduceOp::kSum) / world.size(), .seconds = static_cast<double>(samples)});
+        {.bytes = of_all(world, own_bytes(), ReduceOp::kSum) / world.size(), .seconds = static_cast<double>(samples)});
   }
   std::ranges::sort(spread);
   profile.spread = spread;
@@ -420,7 +425,6 @@ std::vector<SizedTime> loopback_times() {
 }
 
 void measure_alone(const Subject& subject, Profile& profile) {
-  profile.idle_alone_bytes = own_pss();
   profile.handover = handover_seconds(profile.cores);
   profile.crowded_handover = handover_seconds(2 * profile.cores);
   Training training(subject);

@@ -20,8 +20,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModuleTimes, name, forward, backward, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PieceTimes, name, seconds, bytes, output_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
-                                   output_bytes, dataset, curves, spread, modules, pieces, loss, idle_bytes,
-                                   idle_alone_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier, handover,
+                                   output_bytes, dataset, curves, spread, modules, pieces, loss, common_bytes,
+                                   idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier, handover,
                                    crowded_handover, all_reduce, loopback)
 
 namespace {

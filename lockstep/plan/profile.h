@@ -70,9 +70,9 @@ struct Profile {
   std::vector<PieceTimes> pieces;  // none: the model can't be cut
   double loss = 0;                 // seconds for each sample: the loss alone, forward and backward
 
-  double idle_bytes = 0;  // of a rank without a model, of as many as cores (its share of what they have in common)
-  double idle_alone_bytes = 0;            // of one rank without others
-  std::vector<SizedTime> memory_of_rank;  // `bytes` of a rank that trains with `seconds` = so many samples
+  double common_bytes = 0;                // that all ranks of a machine share: libraries above all
+  double idle_bytes = 0;                  // a rank's own, without a model
+  std::vector<SizedTime> memory_of_rank;  // `bytes` of its own of a rank that trains with `seconds` = so many samples
   std::vector<double> copy_speed;         // [n-1] bytes per second that n ranks together read and write
   double barrier = 0;                     // seconds, of as many ranks as there are cores
   double crowded_barrier = 0;             // of twice as many

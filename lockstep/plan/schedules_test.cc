@@ -26,8 +26,8 @@ Profile round_profile() {
     profile.pieces.push_back({.name = name, .seconds = 1, .bytes = 2'000'000, .output_bytes = 0});
   profile.copy_speed = {1e18};
   profile.memory_of_rank = {{.bytes = 100e6, .seconds = 1}, {.bytes = 163e6, .seconds = 64}};
+  profile.common_bytes = 150e6;
   profile.idle_bytes = 50e6;
-  profile.idle_alone_bytes = 50e6;
   return profile;
 }
 
@@ -49,6 +49,15 @@ TEST(Schedules, MoreRanksThanCoresTakeTurns) {
   Profile profile = round_profile();
   profile.cores = 2;
   EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 12e-3, 1e-9);
+}
+
+// Libraries, parameters and the optimizer's state exist once; a rank's own memory and gradients for each; a batch is divided.
+TEST(Schedules, WhatRanksOfAMachineShareIsCountedOnce) {
+  const auto memory_of = [](int devices) {
+    return forecast(round_profile(), {.devices = devices, .batch = 8}, {.method = Method::kDdp}).memory;
+  };
+  EXPECT_NEAR(memory_of(1), 150e6 + 83e6 + 8e6 + 8e6 + 8e6, 1);
+  EXPECT_NEAR(memory_of(4), 150e6 + 4 * 83e6 + 8e6 + 4 * 8e6 + 8e6, 1);
 }
 
 TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
