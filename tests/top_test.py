@@ -44,13 +44,16 @@ def look_at(command, number):
     return next((job for job in looks(command) if job["job"] == number), None)
 
 
-def wait_for_verdict(command, number, kind):
-    """The job once something of this kind is said about it."""
+def wait_for_verdict(command, number, kind, ranks=None, also=lambda job: True):
+    """The job once something of this kind is said about it, and about these ranks. Between two looks a rank may have started,
+    or other tests may have had its core: figures that follow from what the ranks do are a part of the condition (`also`)."""
     last = {}
 
     def said():
         last["job"] = job = look_at(command, number)
-        return job and job["verdicts"][0]["kind"] == kind and job
+        if not job or job["verdicts"][0]["kind"] != kind or ranks not in (None, job["verdicts"][0]["ranks"]):
+            return None
+        return also(job) and job
     try:
         return wait_until(kind, said)
     except AssertionError as error:
@@ -76,25 +79,28 @@ def launched(command, ranks, *program):
 
 # ---- What is said about jobs
 
+def shows_who_waits(job):
+    waiting, slow = job["ranks"][0], job["ranks"][1]
+    return (waiting["shares"]["wait"] > 0.4 > 0.1 > slow["shares"]["wait"] and slow["shares"]["compute"] > 0.8 and
+            slow["awaited"] > 0.4 and waiting["steps_per_second"] > 5 and waiting["samples_per_second"] > 5 * 32)
+
+
 def expect_straggler(command, probe):
     with launched(command, 3, probe, "straggle") as job:
-        found = wait_for_verdict(command, job.pid, "straggler")
-        assert found["verdicts"][0]["ranks"] == [1], found
+        found = wait_for_verdict(command, job.pid, "straggler", [1], shows_who_waits)
         assert found["name"] == Path(probe).name and "straggle" in found["command"], found
         assert found["world_size"] == 3 and [rank["rank"] for rank in found["ranks"]] == [0, 1, 2], found
-        waiting, slow = found["ranks"][0], found["ranks"][1]
-        assert waiting["shares"]["wait"] > 0.4 > 0.1 > slow["shares"]["wait"] and slow["shares"]["compute"] > 0.8, found
-        assert slow["awaited"] > 0.4 and waiting["steps_per_second"] > 5 and waiting["samples_per_second"] > 5 * 32, found
+        slow = found["ranks"][1]
         assert slow["step"] > 0 and slow["loss"] == 0.5 and slow["memory_bytes"] > slow["private_bytes"] > 0, found
         assert slow["seconds_since_progress"] < 5 and slow["state"] == "running", found
 
 
 def expect_stopped_rank(command, probe):
     with launched(command, 2, probe, "straggle") as job:
-        pid = wait_for_verdict(command, job.pid, "straggler")["ranks"][1]["pid"]
+        pid = wait_for_verdict(command, job.pid, "straggler", [1])["ranks"][1]["pid"]
         os.kill(pid, signal.SIGSTOP)
-        found = wait_for_verdict(command, job.pid, "stopped")
-        assert found["verdicts"][0]["ranks"] == [1] and f"kill -CONT {pid}" in found["verdicts"][0]["text"], found
+        found = wait_for_verdict(command, job.pid, "stopped", [1])
+        assert f"kill -CONT {pid}" in found["verdicts"][0]["text"], found
         assert found["ranks"][1]["state"] == "stopped", found
         os.kill(pid, signal.SIGCONT)
         wait_for_verdict(command, job.pid, "straggler")
@@ -108,16 +114,21 @@ def expect_circle(command, probe):
 
 def expect_waits_for_data(command, probe):
     with launched(command, 2, probe, "wait-for-data") as job:
-        verdict = wait_for_verdict(command, job.pid, "data")["verdicts"][0]
-        assert verdict["ranks"] == [0, 1] and "--workers " in verdict["text"], verdict
+        verdict = wait_for_verdict(command, job.pid, "data", [0, 1])["verdicts"][0]
+        assert "--workers " in verdict["text"], verdict
+
+
+def shows_a_busy_server(job):
+    server = job["ranks"][0]["server"]
+    return (0.5 < server["requests_in_hand"] < 1.1 and server["requests_per_second"] > 10 and
+            0.5 < server["mean_delay"] < 1.5)
 
 
 def expect_server(command, probe):
     with launched(command, 3, probe, "serve") as job:
-        found = wait_for_verdict(command, job.pid, "server")
+        found = wait_for_verdict(command, job.pid, "server", [0], shows_a_busy_server)
         server = found["ranks"][0]["server"]
-        assert server["clients"] == 2 and 0.5 < server["requests_in_hand"] < 1.1 and server["requests_per_second"] > 10, found
-        assert 0.5 < server["mean_delay"] < 1.5 and server["most_delay"] == 2 and server["seconds_per_request"] > 0.009, found
+        assert server["clients"] == 2 and server["most_delay"] == 2 and server["seconds_per_request"] > 0.009, found
         assert "server" not in found["ranks"][1], found
 
 
@@ -351,8 +362,7 @@ def expect_training(command, folder):
 def expect_a_slow_rank(command, program):
     """It sleeps in its forward: the others wait for it."""
     with running(command, "run", "--nproc-per-node", 3, "--", program, *TRAINING, SLOW_RANK="2") as job:
-        verdict = wait_for_verdict(command, job.pid, "straggler")["verdicts"][0]
-        assert verdict["ranks"] == [2], verdict
+        wait_for_verdict(command, job.pid, "straggler", [2])
 
 
 def expect_one_process(command):

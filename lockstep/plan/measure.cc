@@ -291,7 +291,7 @@ void measure_collectives(const World& world, Profile& profile) {
 
 // ---- One process with all cores: threads, modules, pieces
 
-void measure_threads(const Subject& subject, const Datasets& data, Training& training, Profile& profile) {
+void measure_threads(const Datasets& data, Training& training, Profile& profile) {
   if (profile.cores == 1) return;
   at::set_num_threads(profile.cores);
   Curve curve{.threads = profile.cores};
@@ -305,7 +305,6 @@ void measure_threads(const Subject& subject, const Datasets& data, Training& tra
   }
   profile.curves.push_back(curve);
   at::set_num_threads(1);
-  static_cast<void>(subject);
 }
 
 std::string end_of(const std::string& name) {
@@ -429,7 +428,7 @@ void measure_alone(const Subject& subject, Profile& profile) {
   profile.crowded_handover = handover_seconds(2 * profile.cores);
   Training training(subject);
   const Datasets data = subject.data();
-  measure_threads(subject, data, training, profile);
+  measure_threads(data, training, profile);
   measure_loss(subject, data, training, profile);
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
