@@ -78,7 +78,7 @@ int top_command(int argc, char** argv) {
                "lockstep top");
   app.add_flag("--once", arguments.once, "print one look as text, and end");
   app.add_flag("--json", arguments.json, "print an object for each look, one a line; with --once a single one");
-  app.add_option("--interval", arguments.interval, "seconds between looks")->check(CLI::Range(0.1, 3600.0));
+  app.add_option("--interval", arguments.interval, "seconds between looks")->capture_default_str()->check(CLI::Range(0.1, 3600.0));
   app.add_option("--width", arguments.width, "columns of --once; 0: those of the terminal, or all")
       ->check(CLI::Range(0, 1000));
   return parse_and_run(app, argc, argv, [&] {

@@ -47,10 +47,12 @@ int trace_command(int argc, char** argv) {
                  "a job's number or name, as `lockstep top` shows it; or what ranks were told to write")
       ->required();
   CLI::Option* const output = app.add_option("--output", arguments.output, "of a job: file (.json or .pftrace)");
-  app.add_option("--seconds", arguments.seconds, "of a job: how long to record")
+  app.add_option("--seconds", arguments.seconds, "of a job: seconds to record")
+      ->capture_default_str()
       ->check(CLI::Range(0.01, 86400.0))
       ->needs(output);
   app.add_option("--patience", arguments.patience, "of a job: seconds for a rank to come to its next step")
+      ->capture_default_str()
       ->check(CLI::Range(0.1, 86400.0))
       ->needs(output);
   return parse_and_run(app, argc, argv, [&] {
