@@ -198,10 +198,14 @@ void open(const std::filesystem::path& file, const Process& process, std::size_t
   ring.store(made, std::memory_order_release);
 }
 
-bool is_open() { return ring.load() != nullptr; }
+bool is_open() {  // by open(): that of open_memory() comes and goes
+  const Ring* const now = ring.load();
+  return now != nullptr && now != in_memory.ring;
+}
 
 int open_memory(const Process& process) {
-  if (is_open()) throw UsageError({.what = "a trace of this process is under way", .next = "wait until it has ended"});
+  if (ring.load() != nullptr)
+    throw UsageError({.what = "a trace of this process is under way", .next = "wait until it has ended"});
   if (in_memory.ring == nullptr) in_memory = make_ring_in_memory();
   Ring& again = *in_memory.ring;
   again.process = process;
@@ -216,6 +220,11 @@ bool leave_memory() {
   const bool records = in_memory.ring != nullptr && ring.load() == in_memory.ring;
   if (records) close();
   return records;
+}
+
+void forget_memory() {
+  leave_memory();
+  in_memory = {};  // its mapping stays: the parent's ring is not this process's
 }
 
 void record(bool on) { recording.store(on && ring.load() != nullptr, std::memory_order_relaxed); }

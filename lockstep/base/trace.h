@@ -120,12 +120,13 @@ void record(bool on);                                         // from now on; no
 void finish(const std::optional<ClockOffset>& clock_at_end);  // ends recording
 std::string content();                                        // of the ring: what is in its file
 void close();                                                 // ends recording; the file stays
-bool is_open();
+bool is_open();                                               // by open()
 
 // For a trace that somebody else asks for while the process runs: a ring in an anonymous file, which is made once and used
 // again, and records from now on. Returns the file's descriptor. An open() ends it. Throws as open().
 int open_memory(const Process& process);
-bool leave_memory();  // ends such a recording; what it has recorded stays there. False: there is none
+void forget_memory();  // in a forked child, which makes a ring of its own
+bool leave_memory();   // ends such a recording; what it has recorded stays there. False: there is none
 
 // ---- What a ring holds
 

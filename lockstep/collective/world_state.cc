@@ -140,6 +140,7 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   auto state = make_world_state(job, {.timeout = timeout});
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
+  own_progress::forget_wait();
   own_progress::enter(Phase::kMeeting);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   if (JobMemory* const memory = JobMemory::get()) memory->met();
@@ -154,6 +155,7 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   job.world_size = size;
   auto state = make_world_state(job, options);
   if (size > 1) {
+    own_progress::forget_wait();
     own_progress::enter(Phase::kMeeting);
     connect(*state, store);
     own_progress::enter(Phase::kOwnCode);

@@ -184,18 +184,19 @@ bool Membership::needs_arbiter() const { return options_.has_arbiter && 2 * pres
 void Membership::check_votes() {
   const int here = static_cast<int>(present().size());
   const int all = static_cast<int>(epoch_.members.size());
-  if (all_have_finished() || here + (needs_arbiter() ? 1 : 0) >= votes_needed()) return;
+  if (here + (needs_arbiter() ? 1 : 0) >= votes_needed()) return;
+  if (done_) {  // the others' last words may be lost with their connections
+    is_over_ = true;
+    return;
+  }
   end_ =
       concat("only ", here, " of ", all, " machines are left on this side, and ",
              2 * here == all ? "of exactly half an arbiter has to say which goes on" : "more than half have to go on");
 }
 
-// Those that know it may close their connections, although this member has not said so since the last of them finished.
-bool Membership::all_have_finished() const {
-  return done_ && std::ranges::all_of(peers_, [](const auto& peer) { return peer.second.done; });
+bool Membership::all_done() const {
+  return is_over_ || (told_done_ && std::ranges::all_of(peers_, [](const auto& peer) { return peer.second.done; }));
 }
-
-bool Membership::all_done() const { return told_done_ && all_have_finished(); }
 
 // Pairs that can't hear each other can't be in one epoch. Of those that this member hears, the fewest that have to go,
 // and of two the later one.
@@ -325,7 +326,7 @@ void Membership::adopt(const Epoch& epoch) {
   for (const Member& member : epoch.members) my_guests_.erase(member.id);
   epoch_ = epoch;
   next_beat_ = now_;
-  done_ = told_done_ = my_restart_ = false;
+  done_ = told_done_ = is_over_ = my_restart_ = false;
   acceptor_ = {};
   proposal_.reset();
   newest_ballot_ = 0;

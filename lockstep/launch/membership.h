@@ -70,7 +70,9 @@ class Membership {
   bool is_member() const { return epoch_.has(me_); }
   // Why this machine can't go on. Nothing: it can, as far as is known.
   const std::optional<std::string>& end() const { return end_; }
-  bool all_done() const;  // every member has finished, and has been told so by this one
+  // Every member has finished, and has been told so by this one; or this one has, and those that are left are too few to
+  // go on: it needs nobody.
+  bool all_done() const;
 
   // Members that are lost to this one, with the reason, and members that are not, without this one.
   std::vector<std::pair<Member, std::string>> lost() const;
@@ -94,7 +96,6 @@ class Membership {
   void notice_silence();
   void lose(Peer& peer, const std::string& why);
   void check_votes();
-  bool all_have_finished() const;
   void lead();
   bool has_cause() const;
   bool is_any_in_doubt() const;
@@ -118,6 +119,7 @@ class Membership {
   milliseconds next_beat_{};
   bool done_ = false;
   bool told_done_ = false;  // since the last of the others has finished
+  bool is_over_ = false;    // for this one, whatever became of the others
   std::optional<std::string> end_{};
   std::vector<Message> messages_{};
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -97,10 +98,15 @@ RankRecord* record_of_rank() try {
 }
 
 // A forked child is not this rank. It looks for a record of its own: a launcher's child has one.
+std::atomic<bool> follows_order{false};  // a thread does, so that it alone uses what is next
+std::int64_t refused_until = 0;
+
 void look_again_in_children() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
     look_again();
-    trace::leave_memory();
+    trace::forget_memory();
+    follows_order.store(false);
+    refused_until = 0;
   });
   static_cast<void>(registered);
 }
@@ -109,9 +115,9 @@ void look_again_in_children() {
 WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
   if (pid == kAnyPeer) return nullptr;
   for (WaitForPeer& each : mine.waited_for) {
-    std::int32_t owner = 0;
-    if (each.pid.load(std::memory_order_relaxed) == pid || each.pid.compare_exchange_strong(owner, pid) || owner == pid)
-      return &each;
+    std::int32_t owner = each.pid.load(std::memory_order_relaxed);
+    if (owner == pid) return &each;
+    if (owner == 0 && (each.pid.compare_exchange_strong(owner, pid) || owner == pid)) return &each;
   }
   return nullptr;
 }
@@ -139,19 +145,17 @@ void end_trace(RankRecord& mine) {
 
 // Where somebody asks for a trace. One thread at a time: of ranks that are threads any may come.
 void follow_trace_order(RankRecord& mine) {
-  static std::atomic<bool> busy{false};
-  if (busy.exchange(true, std::memory_order_acquire)) return;
+  if (follows_order.exchange(true, std::memory_order_acquire)) return;
   std::int64_t until = mine.trace.until;
   const std::int64_t now = trace::now();
   const bool began = mine.trace.began > std::max<std::int64_t>(mine.trace.ended, mine.trace.refused);
-  static std::int64_t refused_until = 0;
   if (began && now >= until)
     end_trace(mine);
   else if (!began && now < until && refused_until != until)
     begin_trace(mine);
   if (!began && mine.trace.refused > mine.trace.began) refused_until = until;
   if (now >= until) mine.trace.until.compare_exchange_strong(until, 0);  // unless somebody has asked again
-  busy.store(false, std::memory_order_release);
+  follows_order.store(false, std::memory_order_release);
 }
 
 void look_for_trace_order(RankRecord& mine) {
@@ -168,7 +172,9 @@ void publish(Phase phase) {
   const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
   mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
   moved();
-  if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
+  // It may never take a step, or no further one.
+  if (mine.step.load(std::memory_order_relaxed) < 0 || trace::recording.load(std::memory_order_relaxed))
+    look_for_trace_order(mine);
 }
 
 void begin_faults(Phase phase) {
@@ -235,6 +241,8 @@ void waits_for(std::int32_t pid) {
   if (mine.wait_since.load(std::memory_order_relaxed) == 0) mine.wait_since.store(now, std::memory_order_release);
 }
 
+void forget_wait() { record().wait_since.store(0, std::memory_order_relaxed); }
+
 void waits_no_more() {
   RankRecord& mine = record();
   const std::int64_t since = mine.wait_since.exchange(0, std::memory_order_relaxed);
@@ -249,6 +257,8 @@ void waits_no_more() {
 void meets(const Meeting& meeting) {
   record();
   const JobPage* const page = own_page.load();
+  static std::mutex mutex;  // of ranks that are threads
+  const std::lock_guard lock(mutex);
   if (page == nullptr || page->header().launcher != ::getpid() || page->header().world_size > 1) return;
   page->rename(meeting.job, meeting.world_size);
   page->record(0).job_rank.store(meeting.rank, std::memory_order_relaxed);

@@ -57,6 +57,7 @@ inline void moved() {
 // This rank waits for the one that is process `pid`, or kAnyPeer. Called again and again while it does.
 void waits_for(std::int32_t pid);
 void waits_no_more();
+void forget_wait();  // one that an error has ended: what came afterwards was no waiting
 
 void has_loader(int workers);
 

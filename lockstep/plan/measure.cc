@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/plan/measure.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -98,6 +99,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     return 0;
   };
   const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
+  if (!ended.failure && ended.exit_code > 128) ::raise(ended.exit_code - 128);  // the signal that launch() has taken
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
                        .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",

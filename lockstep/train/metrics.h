@@ -26,8 +26,8 @@ class MetricsFile {
 
   void write(const Json& event);  // the first that is lost is a warning in the log
 
-  // Before the state of a run is kept for others that go on with it: they find all events before it in the file. Waits at
-  // most 0.1 s, and never again after a disk that takes longer.
+  // Before the state of a run is kept for others that go on with it: they find all events before it in the file. Waits for a
+  // slow disk 0.1 s in the whole run, and then no more.
   void hand_over();
 
   // Waits until everything is written, at most 5 s. False: events were lost, and a warning in the log says how many.
@@ -37,7 +37,7 @@ class MetricsFile {
  private:
   std::string path_;
   std::unique_ptr<BackgroundWriter> writer_;
-  bool is_slow_ = false;
+  std::chrono::nanoseconds waited_{0};  // for a slow disk
 };
 
 }  // namespace lockstep

@@ -181,6 +181,16 @@ void check_before_start(const TrainOptions& options, const Program& program, int
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
+// False: it was asked to stop meanwhile.
+bool choose(TrainOptions& options, const Program& program) try {
+  choose_strategy(options, program.make_task(options), options.launcher);
+  options.chooses_strategy = false;
+  return true;
+} catch (const SystemError&) {
+  if (stop_signal() == 0) throw;
+  return false;
+}
+
 int run_parsed(TrainOptions options, const Program& program) {
   const JobEnvironment job = read_job_environment();
   const char* const trace = std::getenv("LOCKSTEP_TRACE");
@@ -191,10 +201,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
-  if (options.chooses_strategy) {
-    choose_strategy(options, program.make_task(options), job.launcher);
-    options.chooses_strategy = false;
-  }
+  if (options.chooses_strategy && !choose(options, program)) return stop_code(options.preemption);
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
   if (start_here || job.rank == 0)

@@ -2,6 +2,8 @@
 // Starts `lockstep plan`, and `lockstep train --strategy auto`.
 #include <nlohmann/json.hpp>
 
+#include <signal.h>
+
 #include <set>
 
 #include "lockstep/base/file.h"
@@ -18,9 +20,11 @@ using testing::TempFolder;
 using testing::Words;
 using testing::operator+;
 
+constexpr std::chrono::seconds kMeasures{120};
+
 Ended plan_lenet(const Words& words) {
-  return testing::run(Words{LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic", "--batch-size", "8"} +
-                      words);
+  return testing::run(
+      Words{LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic", "--batch-size", "8"} + words, kMeasures);
 }
 
 TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
@@ -75,11 +79,20 @@ TEST(PlanCommand, TrainingTakesTheChoiceAndSaysWhy) {
   const TempFolder folder;
   const Ended ended =
       testing::run({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic", "--batch-size", "8",
-                    "--strategy", "auto", "--ranks", "2", "--max-steps", "3", "--metrics", folder.file("metrics")});
+                    "--strategy", "auto", "--ranks", "2", "--max-steps", "3", "--metrics", folder.file("metrics")},
+                   kMeasures);
   ASSERT_EQ(ended.exit_code, 0) << ended.error;
   EXPECT_TRUE(contains(ended.error, "--strategy auto is "));
   EXPECT_TRUE(contains(ended.error, "a step"));
   EXPECT_EQ(testing::steps_in(folder.file("metrics")), 3U);
+}
+
+TEST(PlanCommand, TrainingThatIsAskedToStopWhileItMeasuresEndsAsItWasTold) {
+  testing::Child job({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic", "--batch-size", "8",
+                      "--strategy", "auto", "--ranks", "2", "--on-stop", "99"});
+  ASSERT_TRUE(testing::wait_until([&] { return contains(job.error(), "measures"); }));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.wait(kMeasures), 99) << job.error();
 }
 
 TEST(PlanCommand, TrainingOnOneDeviceNeedsNoForecast) {
