@@ -57,8 +57,8 @@ target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
 # Processes that are killed inside an update, and finished by others; once more beside a deliberate defect.
 set(killed_update_sources killed_update/workload.cc killed_update/killed_update_test.cc)
-lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 600 SOURCES ${killed_update_sources})
-lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 300
+lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
+lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600
   SOURCES ${killed_update_sources} ${PROJECT_SOURCE_DIR}/lockstep/optimizer/flat_update.cc
     ${PROJECT_SOURCE_DIR}/lockstep/optimizer/run_writer.cc
     ${PROJECT_SOURCE_DIR}/lockstep/optimizer/update_journal.cc)
