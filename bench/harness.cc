@@ -3,29 +3,21 @@
 
 #include <sys/utsname.h>
 
-#include <fstream>
 #include <iomanip>
 #include <iostream>
 #include <string_view>
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 
 namespace lockstep::bench {
 namespace {
 
-// The first line of /proc/cpuinfo that begins with `key`, after the colon.
-std::string cpu_info(const std::string& key) {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);)
-    if (line.starts_with(key) && line.find(": ") != std::string::npos) return line.substr(line.find(": ") + 2);
-  return "";
-}
-
 std::string vectors() {
-  const std::string flags = cpu_info("flags") + " ";
+  const std::string flags = proc_value("/proc/cpuinfo", "flags") + " ";
   if (flags.find(" avx512f ") != std::string::npos) return "AVX-512";
   return flags.find(" avx2 ") != std::string::npos ? "AVX2" : "no AVX2";
 }
@@ -65,7 +57,7 @@ std::string machine() {
   utsname system{};
   ::uname(&system);
   const std::string_view kernel = system.release;
-  const std::string model = cpu_info("model name");
+  const std::string model = proc_value("/proc/cpuinfo", "model name");
   return concat(usable_cores().size(), " cores, ", model.empty() ? system.machine : model, ", ", vectors(), ", Linux ",
                 kernel.substr(0, kernel.find('-')));
 }

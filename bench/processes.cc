@@ -4,10 +4,10 @@
 #include <poll.h>
 
 #include <cstdlib>
-#include <fstream>
 #include <system_error>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -52,12 +52,7 @@ void wait_for_success(std::list<Process>& processes, const std::string& name, st
   }
 }
 
-double pss_bytes(int pid) {
-  std::ifstream file(concat("/proc/", pid, "/smaps_rollup"));
-  for (std::string line; std::getline(file, line);)
-    if (line.starts_with("Pss:")) return std::stod(line.substr(4)) * 1024;
-  return 0;
-}
+double pss_bytes(int pid) { return proc_bytes(concat("/proc/", pid, "/smaps_rollup"), "Pss:"); }
 
 std::string run_python(const std::string& script, const std::vector<std::string>& arguments) {
   const TemporaryFolder folder;

@@ -61,7 +61,10 @@ class TracedRank {
   TracedRank(const Seat& seat, std::int64_t ordered) : seat_(seat), ordered_(ordered), pid_(seat.record().pid) {}
 
   int rank() const { return seat_.record().job_rank; }
-  bool lives() const { return look_at(seat_).state != 0 && look_at(seat_).pid == pid_; }
+  bool lives() const {
+    const RankLook look = look_at(seat_);
+    return look.state != 0 && look.pid == pid_;
+  }
   bool began() const { return trace().began > ordered_; }
   bool refused() const { return trace().refused > ordered_; }
   bool ended() const { return trace().ended > ordered_; }

@@ -8,7 +8,7 @@
 // A trace that nobody fetches, because this process was killed, ends by itself, too.
 //
 // Flow:    cli/top/jobs.h -> here -> lockstep/launch/own_progress.cc in the ranks -> lockstep/base/timeline_file.h
-// Owns:    descriptors of the ranks' rings: what they have recorded is there even if they die
+// Owns:    a descriptor of each rank's ring, so that what a rank has recorded can be read after it has died
 // Threads: one
 #pragma once
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iostream>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
@@ -27,20 +27,12 @@ Milliseconds between_looks(Milliseconds timeout) {
 
 std::string human(std::chrono::nanoseconds time) { return human_seconds(std::chrono::duration<double>(time).count()); }
 
-std::string status_field(pid_t pid, std::string_view field) try {
-  const std::string status = read_file(concat("/proc/", pid, "/status"));
-  const std::size_t at = status.find(concat('\n', field, ":\t"));
-  if (at == std::string::npos) return "";
-  const std::size_t value = at + field.size() + 3;
-  return status.substr(value, status.find('\n', value) - value);
-} catch (const SystemError&) {
-  return "";
-}
+std::string status_of(pid_t pid, std::string_view field) { return proc_value(concat("/proc/", pid, "/status"), field); }
 
-bool is_stopped(pid_t pid) { return status_field(pid, "State").starts_with('T'); }
+bool is_stopped(pid_t pid) { return status_of(pid, "State:").starts_with('T'); }
 
 bool is_debugged(pid_t pid) {
-  const std::string tracer = status_field(pid, "TracerPid");
+  const std::string tracer = status_of(pid, "TracerPid:");
   return !tracer.empty() && tracer != "0";
 }
 

@@ -16,6 +16,7 @@
 
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/machines/hierarchy.h"
@@ -50,21 +51,10 @@ double median(std::vector<double> values) {
 
 // ---- What a process has and is
 
-std::string value_in(const char* file, const std::string& key) {
-  std::ifstream lines(file);
-  for (std::string line; std::getline(lines, line);)
-    if (line.starts_with(key)) {
-      const std::size_t begin = line.find_first_not_of(" \t", line.find(':') + 1);
-      return begin == std::string::npos ? "" : line.substr(begin);
-    }
-  return "";
-}
+constexpr const char* kOwnMemory = "/proc/self/smaps_rollup";
 
-double bytes_in_rollup(const std::string& key) {
-  return 1024 * std::strtod(value_in("/proc/self/smaps_rollup", key).c_str(), nullptr);
-}
-double own_bytes() { return bytes_in_rollup("Private_Clean:") + bytes_in_rollup("Private_Dirty:"); }
-double share_of_common() { return bytes_in_rollup("Pss:") - own_bytes(); }
+double own_bytes() { return proc_bytes(kOwnMemory, "Private_Clean:") + proc_bytes(kOwnMemory, "Private_Dirty:"); }
+double share_of_common() { return proc_bytes(kOwnMemory, "Pss:") - own_bytes(); }
 
 // A file for what a process has measured, gone with this.
 class ResultFile {
@@ -462,7 +452,7 @@ std::string model_text(const Task& task, const StrategyOptions& strategy) {
 }
 
 std::string machine_text() {
-  const std::string model = value_in("/proc/cpuinfo", "model name");
+  const std::string model = proc_value("/proc/cpuinfo", "model name");
   return concat(allotted_cores(), " cores, ", model.empty() ? "a processor without a name" : model);
 }
 

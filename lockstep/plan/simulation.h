@@ -6,10 +6,10 @@
 // Threads: values
 // Ranks:   no communication; no torch
 //
-// Time goes from event to event (an activity begins or ends). Between two events every activity works at a constant speed:
-// what is scarcest is shared out first, evenly over those that use it, and what they leave over elsewhere goes to the others
-// (max-min fairness, as TCP's flows and a kernel's run queue come near to). So queues, incast and waiting for the slowest
-// come out of it and are nowhere a formula.
+// Time goes from event to event (an activity begins or ends). Between two events every activity works at a constant speed.
+// The resource with the least for each of its users is divided first, evenly; what those users leave of other resources goes
+// to the others there (max-min fairness, which TCP's flows and a kernel's run queue come near to). No formula speaks of
+// queues, incast or waiting for the slowest: they follow.
 #pragma once
 
 #include <string>

@@ -4,29 +4,15 @@
 #include <unistd.h>
 
 #include <array>
-#include <fstream>
 #include <thread>
 #include <vector>
 
 #include "lockstep/base/host_name.h"
+#include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
-
-// The first word after `name` and its colon in a file of /proc: "VmHWM:   1234 kB". Empty if there is none.
-std::string line_of(const char* file, const std::string& name) {
-  std::ifstream lines(file);
-  for (std::string line; std::getline(lines, line);)
-    if (line.starts_with(name))
-      if (const auto at = line.find_first_not_of(" \t", line.find(':') + 1); at != std::string::npos)
-        return line.substr(at);
-  return "";
-}
-
-double kib_of(const char* file, const std::string& name) {
-  return 1024 * std::strtod(line_of(file, name).c_str(), nullptr);
-}
 
 std::string for_shell(const std::string& word) {
   constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
@@ -38,7 +24,7 @@ std::string for_shell(const std::string& word) {
 
 Json machine() {
   return {{"host", host_name()},
-          {"cpu", line_of("/proc/cpuinfo", "model name")},
+          {"cpu", proc_value("/proc/cpuinfo", "model name")},
           {"cores", std::thread::hardware_concurrency()},
           {"memory_bytes", static_cast<std::int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE)}};
 }
@@ -71,7 +57,7 @@ Json start_event(const TrainOptions& options, std::int64_t step) {
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
   const auto mine = torch::tensor({static_cast<double>(world.rank()), static_cast<double>(world.node_rank()),
                                    phases.forward, phases.backward, phases.exchange, phases.update, data_seconds,
-                                   kib_of("/proc/self/smaps_rollup", "Pss:"), kib_of("/proc/self/status", "VmHWM:")},
+                                   proc_bytes("/proc/self/smaps_rollup", "Pss:"), proc_bytes("/proc/self/status", "VmHWM:")},
                                   torch::kFloat64);
   const torch::Tensor all = together.all_gather(mine);
   Json ranks = Json::array();
