@@ -33,7 +33,6 @@ namespace {
 using plan::Choice;
 using plan::Forecast;
 using plan::Method;
-using plan::Order;
 
 constexpr int kStepsPerFigure = 8;  // steps whose mean is one figure: averaging does one average in so many at most
 constexpr double kWindowsFor = 2;   // seconds
@@ -77,11 +76,8 @@ StrategyOptions strategy_of(const PlanCase& one) {
       break;
     case Method::kPipeline:
       options.kind = StrategyKind::kPipeline;
-      options.pipeline = {.stages = concat(choice.stages),
-                          .micro_batches = choice.micro_batches,
-                          .schedule = choice.order == Order::kNaive   ? PipelineSchedule::kNaive
-                                      : choice.order == Order::kGPipe ? PipelineSchedule::kGPipe
-                                                                      : PipelineSchedule::k1F1B};
+      options.pipeline = {
+          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
       break;
   }
   return options;

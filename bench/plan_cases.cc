@@ -9,7 +9,6 @@ namespace {
 
 using plan::Choice;
 using plan::Method;
-using plan::Order;
 
 struct Model {
   const char* name;
@@ -29,11 +28,11 @@ std::vector<Choice> choices_on(int devices, bool can_be_cut) {
                           {.method = Method::kAveraging, .average_every = 1},
                           {.method = Method::kAveraging, .average_every = 8}};
   if (!can_be_cut) return all;
-  for (const Order order : {Order::kNaive, Order::kGPipe, Order::k1F1B})
+  for (const PipelineSchedule order : {PipelineSchedule::kNaive, PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     all.push_back({.method = Method::kPipeline,
                    .order = order,
                    .stages = devices,
-                   .micro_batches = order == Order::kNaive ? 1 : 4});
+                   .micro_batches = order == PipelineSchedule::kNaive ? 1 : 4});
   return all;
 }
 
