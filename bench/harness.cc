@@ -24,12 +24,6 @@ std::string vectors() {
 
 }  // namespace
 
-double median(Turns values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
 double median_ratio(const Turns& above, const Turns& below) {
   Turns ratios;
   for (std::size_t turn = 0; turn < above.size(); ++turn) ratios.push_back(above[turn] / below[turn]);

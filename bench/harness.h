@@ -18,12 +18,14 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/median.h"
+
 namespace lockstep::bench {
 
 using Json = nlohmann::ordered_json;
 using Turns = std::vector<double>;  // one figure per turn
 
-double median(Turns values);  // of an even number, the mean of the middle two; requires at least one
+using lockstep::median;
 
 // The median over the turns of how many times as large `above` is. Both have the same number of turns, at least one.
 double median_ratio(const Turns& above, const Turns& below);

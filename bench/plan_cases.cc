@@ -9,7 +9,6 @@ namespace {
 
 using plan::Choice;
 using plan::Method;
-using plan::Order;
 
 struct Model {
   const char* name;
@@ -21,11 +20,11 @@ constexpr int kHosts[] = {2, 4, 8};
 constexpr int kLinks[] = {100, 1000};  // Mb/s
 
 void add_pipelines(std::vector<Choice>& all, int stages) {
-  for (const Order order : {Order::kNaive, Order::kGPipe, Order::k1F1B})
+  for (const PipelineSchedule order : {PipelineSchedule::kNaive, PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     all.push_back({.method = Method::kPipeline,
                    .order = order,
                    .stages = stages,
-                   .micro_batches = order == Order::kNaive ? 1 : 4});
+                   .micro_batches = order == PipelineSchedule::kNaive ? 1 : 4});
 }
 
 std::vector<Choice> choices_on(const Model& model, int devices) {

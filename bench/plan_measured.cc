@@ -33,7 +33,6 @@ namespace {
 
 using plan::Choice;
 using plan::Method;
-using plan::Order;
 
 constexpr std::chrono::minutes kLongestCase{10};
 
@@ -47,15 +46,6 @@ int servers_of(const PlanCase& one) { return has_servers(one.choice) ? one.choic
 bool has_threads(const PlanCase& one) {
   return one.hosts == 1 && one.choice.method != Method::kSingle && one.choice.method != Method::kDdp &&
          !has_servers(one.choice);
-}
-
-PipelineSchedule schedule_of(Order order) {
-  switch (order) {
-    case Order::kNaive: return PipelineSchedule::kNaive;
-    case Order::kGPipe: return PipelineSchedule::kGPipe;
-    case Order::k1F1B: return PipelineSchedule::k1F1B;
-  }
-  return PipelineSchedule::kNaive;
 }
 
 StrategyOptions strategy_of(const PlanCase& one) {
@@ -83,9 +73,8 @@ StrategyOptions strategy_of(const PlanCase& one) {
       break;
     case Method::kPipeline:
       options.kind = StrategyKind::kPipeline;
-      options.pipeline = {.stages = concat(choice.stages),
-                          .micro_batches = choice.micro_batches,
-                          .schedule = schedule_of(choice.order)};
+      options.pipeline = {
+          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
       break;
   }
   return options;

@@ -89,9 +89,9 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
       return d * (process + 3 * parameters + gradients) + activations + servers / target.machines;
     }
     case Method::kPipeline: {
-      const double micro = choice.order == Order::kNaive ? 1 : choice.micro_batches;
+      const double micro = choice.order == PipelineSchedule::kNaive ? 1 : choice.micro_batches;
       double in_flight = micro;
-      if (choice.order == Order::k1F1B) {
+      if (choice.order == PipelineSchedule::k1F1B) {
         in_flight = 0;
         for (int stage = 0; stage < choice.stages; ++stage)
           in_flight += std::min<double>(choice.stages - stage, micro) / choice.stages;

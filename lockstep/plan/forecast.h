@@ -3,7 +3,7 @@
 //
 // Flow:    Profile, Target -> forecast_all() -> `lockstep plan`, `lockstep train --strategy auto`, `lockstep bench plan`
 // Threads: values
-// Ranks:   no communication; no torch
+// Ranks:   no communication
 #pragma once
 
 #include <string>

@@ -16,6 +16,7 @@
 
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/median.h"
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
@@ -43,11 +44,6 @@ constexpr double kPerCurves = 12;       // seconds: a larger batch that would ta
 constexpr int kFewest = 3, kMost = 40;  // steps of one batch size
 constexpr int kRounds = 300;            // of what takes microseconds
 constexpr std::size_t kCopied = std::size_t{32} << 20;
-
-double median(std::vector<double> values) {
-  std::ranges::sort(values);
-  return values[values.size() / 2];
-}
 
 // ---- What a process has and is
 

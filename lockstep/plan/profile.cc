@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -74,8 +75,7 @@ const Curve& curve_for(const Profile& profile, int at_once, int threads) {
 double update_seconds(const Curve& curve) {
   std::vector<double> seconds;
   for (const StepTimes& point : curve.points) seconds.push_back(point.update);
-  std::ranges::sort(seconds);
-  return seconds[seconds.size() / 2];
+  return median(seconds);
 }
 
 // Least squares of what is measured, each point with the weight 1/seconds^2, so that small messages count as much as large.

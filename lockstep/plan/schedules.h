@@ -3,7 +3,7 @@
 //
 // Flow:    Profile, Target, Choice -> schedule() -> Simulation::run() -> plan/forecast.h
 // Threads: values
-// Ranks:   no communication; no torch
+// Ranks:   no communication
 #pragma once
 
 #include <vector>

@@ -74,7 +74,7 @@ TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
 
 // (p-1)/(m+p-1) of the time nobody works.
 TEST(Schedules, APipelineHasTheBubbleOfItsFormula) {
-  for (const Order order : {Order::kGPipe, Order::k1F1B})
+  for (const PipelineSchedule order : {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     for (const int micro_batches : {1, 4, 8}) {
       const Choice choice{.method = Method::kPipeline, .order = order, .stages = 4, .micro_batches = micro_batches};
       const double busy = 64 * 3e-3 / 4;  // of a stage
@@ -85,7 +85,7 @@ TEST(Schedules, APipelineHasTheBubbleOfItsFormula) {
 }
 
 TEST(Schedules, WithoutMicroBatchesStagesWorkOneAfterTheOther) {
-  const Choice choice{.method = Method::kPipeline, .order = Order::kNaive, .stages = 4, .micro_batches = 1};
+  const Choice choice{.method = Method::kPipeline, .order = PipelineSchedule::kNaive, .stages = 4, .micro_batches = 1};
   EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 64}, choice), 64 * 3e-3, 1e-6);
 }
 

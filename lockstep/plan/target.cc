@@ -1,25 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/plan/target.h"
 
-#include <array>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
 namespace {
 
 void require(bool possible, const std::string& what, const std::string& next) {
   if (!possible) throw UsageError({.what = concat("a target that can't be: ", what), .next = next});
-}
-
-const char* name_of(Order order) {
-  switch (order) {
-    case Order::kNaive: return "naive";
-    case Order::kGPipe: return "gpipe";
-    case Order::k1F1B: return "1f1b";
-  }
-  return "";
 }
 
 }  // namespace
@@ -50,8 +40,9 @@ std::string Choice::name() const {
     case Method::kStoreAsync: return concat("kvstore dist_async, ", servers, servers == 1 ? " server" : " servers");
     case Method::kAveraging: return concat("averaging, h = ", average_every);
     case Method::kPipeline:
-      return order == Order::kNaive ? concat("pipeline naive, ", stages, " stages")
-                                    : concat("pipeline ", name_of(order), ", ", stages, " x ", micro_batches);
+      return order == PipelineSchedule::kNaive
+                 ? concat("pipeline naive, ", stages, " stages")
+                 : concat("pipeline ", name_of(order), ", ", stages, " x ", micro_batches);
   }
   return "";
 }
@@ -93,8 +84,8 @@ std::vector<Choice> choices_for(const Target& target, int pieces, double paramet
   for (const int every : {1, 8}) all.push_back({.method = Method::kAveraging, .average_every = every});
   const int stages = target.all_devices();
   if (stages > pieces) return all;
-  all.push_back({.method = Method::kPipeline, .order = Order::kNaive, .stages = stages, .micro_batches = 1});
-  for (const Order order : {Order::kGPipe, Order::k1F1B})
+  all.push_back({.method = Method::kPipeline, .order = PipelineSchedule::kNaive, .stages = stages, .micro_batches = 1});
+  for (const PipelineSchedule order : {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     for (const int micro_batches : {4, 8})
       if (micro_batches <= target.batch)
         all.push_back({.method = Method::kPipeline, .order = order, .stages = stages, .micro_batches = micro_batches});

@@ -2,12 +2,14 @@
 // plan/target.h: what a forecast is for: the machines, the links between them, the batch; and the choices there are.
 //
 // Threads: values
-// Ranks:   no communication; no torch
+// Ranks:   no communication
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "lockstep/strategy.h"
 
 namespace lockstep::plan {
 
@@ -38,20 +40,19 @@ enum class Method {
   kAveraging,
   kPipeline
 };
-enum class Order { kNaive, kGPipe, k1F1B };
 
 constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
 
 // A way to train, and its options; the others do not matter.
 struct Choice {
   Method method = Method::kDdp;
-  bool update_on_cpu = false;          // towers
-  int average_every = 1;               // averaging
-  int servers = 1;                     // kStoreSync, kStoreAsync
-  Order order = Order::k1F1B;          // pipeline
-  int stages = 1;                      // pipeline
-  int micro_batches = 4;               // pipeline
-  double bucket_bytes = kUsualBucket;  // ddp between machines
+  bool update_on_cpu = false;                        // towers
+  int average_every = 1;                             // averaging
+  int servers = 1;                                   // kStoreSync, kStoreAsync
+  PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
+  int stages = 1;                                    // pipeline
+  int micro_batches = 4;                             // pipeline
+  double bucket_bytes = kUsualBucket;                // ddp between machines
 
   std::string name() const;                // "pipeline gpipe x8"
   std::string arguments(int ranks) const;  // of lockstep train: "--strategy pipeline --ranks 2 ..."

@@ -40,11 +40,8 @@ void take(StrategyOptions& strategy, const plan::Choice& choice) {
       return;
     case Method::kPipeline:
       strategy.kind = StrategyKind::kPipeline;
-      strategy.pipeline = {.stages = concat(choice.stages),
-                           .micro_batches = choice.micro_batches,
-                           .schedule = choice.order == plan::Order::kNaive   ? PipelineSchedule::kNaive
-                                       : choice.order == plan::Order::kGPipe ? PipelineSchedule::kGPipe
-                                                                             : PipelineSchedule::k1F1B};
+      strategy.pipeline = {
+          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
       return;
     default: strategy.kind = StrategyKind::kDdp;
   }
