@@ -130,8 +130,8 @@ Json to_json(const PlanResult& each) {
 }
 
 void print_cases(const PlanResults& results, Json& json) {
-  std::vector<std::string> heads{"case",  "",            "forecast ms", "+-",   "measured ms",
-                                 "error", "forecast MB", "measured MB", "error"};
+  std::vector<std::string> heads{"case",        "",     "forecast ms", "+-", "measured ms", "error", "forecast MB",
+                                 "measured MB", "error"};
   const bool links = std::ranges::any_of(results, &PlanResult::between_hosts);
   if (links) heads.insert(heads.end(), {"forecast link kB", "measured link kB", "error"});
   Table table(heads);
@@ -159,10 +159,9 @@ void print_cases(const PlanResults& results, Json& json) {
 std::vector<PlanCase> cases_for(const PlanOptions& options) {
   std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts();
   std::erase_if(cases, [&](const PlanCase& one) {
-    const bool is_wanted =
-        (options.models.empty() || std::ranges::count(options.models, one.model) > 0) &&
-        (one.hosts == 1 ||
-         (std::ranges::count(options.hosts, one.hosts) > 0 && std::ranges::count(options.link_mbit, one.link_mbit) > 0));
+    const bool is_wanted = (options.models.empty() || std::ranges::count(options.models, one.model) > 0) &&
+                           (one.hosts == 1 || (std::ranges::count(options.hosts, one.hosts) > 0 &&
+                                               std::ranges::count(options.link_mbit, one.link_mbit) > 0));
     return !is_wanted || (one.held_out() && !options.held_out);
   });
   return cases;
@@ -226,7 +225,9 @@ int bench_plan(int argc, const char* const* argv) {
   Program program("plan", "Forecasts of lockstep plan beside measurements of the same run, on this machine.", 1);
   program.list("--models", options.models, "only these; all by default")
       ->check(CLI::IsMember({"lenet", "mlp", "gpt-mini"}));
-  program.list("--hosts", options.hosts, "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
+  program
+      .list("--hosts", options.hosts,
+            "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
       ->check(CLI::IsMember({2, 4, 8}));
   program.list("--link-mbit", options.link_mbit, "with --hosts: links of so many Mb/s in each direction (100, 1000)")
       ->check(CLI::IsMember({100, 1000}));

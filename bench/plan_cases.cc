@@ -91,7 +91,8 @@ std::vector<std::string> left_out_of_hosts() {
   for (const Model& model : kModels)
     for (const int hosts : kHosts)
       if (hosts > model.pieces)
-        lines.push_back(concat(model.name, ", ", hosts, " hosts: no pipeline, as the model has ", model.pieces, " pieces"));
+        lines.push_back(
+            concat(model.name, ", ", hosts, " hosts: no pipeline, as the model has ", model.pieces, " pieces"));
   return lines;
 }
 

@@ -224,7 +224,8 @@ void measure_on_one_machine(const PlanCase& one, const std::string& results) {
     return train_rank(one, worker < 0 ? Worker() : worker, results, {});
   };
   const LaunchResult ended = launch(
-      {.ranks = servers + (has_threads(one) ? 1 : one.devices), .servers = servers, .output = RankOutput::kFirst}, rank);
+      {.ranks = servers + (has_threads(one) ? 1 : one.devices), .servers = servers, .output = RankOutput::kFirst},
+      rank);
   if (ended.exit_code != 0)
     throw SystemError({.what = concat(one.name(), ": a rank ended with code ", ended.exit_code)});
 }

@@ -2,6 +2,7 @@
 #include "lockstep/plan/measure.h"
 
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -242,6 +243,12 @@ double copy_speed(const World& world, int ranks) {
   return 2.0 * kCopied * ranks / median(seconds);
 }
 
+double cpu_seconds() {  // of this process
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
+}
+
 double barrier_seconds(const World& world) {
   for (int i = 0; i < 10; ++i) world.barrier();
   const Stopwatch watch;
@@ -392,9 +399,24 @@ double handover_seconds(int threads) {
   return watch.seconds() / kRounds;
 }
 
+// What cores do for an all_reduce of so many bytes, in all threads of this process.
+std::vector<SizedTime> all_reduce_work(const World& world, const std::vector<SizedTime>& sizes) {
+  constexpr double kFor = 0.1;  // seconds
+  std::vector<SizedTime> work;
+  for (const SizedTime& size : sizes) {
+    const torch::Tensor data = world.allocate({static_cast<std::int64_t>(size.bytes) / 4}, torch::kFloat32).zero_();
+    const int rounds = std::clamp(static_cast<int>(kFor / size.seconds), 5, kRounds);
+    world.barrier();
+    const double before = cpu_seconds();
+    for (int i = 0; i < rounds; ++i) world.all_reduce(data);
+    world.barrier();
+    work.push_back({.bytes = size.bytes, .seconds = (cpu_seconds() - before) / rounds});
+  }
+  return work;
+}
+
 // Two threads of this process that count as two machines: Gloo between them, over loopback.
-std::vector<SizedTime> loopback_times() {
-  std::vector<SizedTime> times;
+void measure_loopback(Profile& profile) {
   const std::vector<int> machines{0, 1};
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
@@ -404,11 +426,13 @@ std::vector<SizedTime> loopback_times() {
   };
   run_threads(machines, connect,
               [&](World& world) {
-                const auto found = all_reduce_times(world, /*most=*/10);
-                if (world.rank() == 0) times = found;
+                const auto times = all_reduce_times(world, /*most=*/10);
+                const auto work = all_reduce_work(world, times);
+                if (world.rank() > 0) return;
+                profile.loopback = times;
+                profile.loopback_work = work;
               },
               {.timeout = std::chrono::seconds(30)});
-  return times;
 }
 
 void measure_alone(const Subject& subject, Profile& profile) {
@@ -420,7 +444,7 @@ void measure_alone(const Subject& subject, Profile& profile) {
   measure_loss(subject, data, training, profile);
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
-  profile.loopback = loopback_times();
+  measure_loopback(profile);
 }
 
 std::string parameters_text(const torch::nn::Module& model) {

@@ -23,7 +23,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, loss, common_bytes,
                                    idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier, handover,
-                                   crowded_handover, all_reduce, loopback)
+                                   crowded_handover, all_reduce, loopback, loopback_work)
 
 namespace {
 

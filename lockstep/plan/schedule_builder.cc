@@ -7,14 +7,19 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/plan/wire.h"
 
 namespace lockstep::plan {
 
 Builder::Builder(const Profile& profile, const Target& target, const Choice& choice, Luck luck)
     : profile_(profile), target_(target), choice_(choice), luck_(luck) {
   const int own_cores = target.cores > 0 ? target.cores : profile.cores;
-  threads_ = std::max(1, own_cores / target.devices);
+  threads_ = std::max(1, own_cores / (target.on_one_machine ? target.all_devices() : target.devices));
   seats_ = std::max(1, own_cores / threads_);
+  message_ = line_through(profile.loopback).fixed;
+  // Each of the two machines sends its signature and the array.
+  const Line both = line_through(profile.loopback_work);
+  work_ = {.fixed = both.fixed / 4, .per_byte = both.per_byte / 2};
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
   for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
   made_.devices = devices();
@@ -45,6 +50,9 @@ int Builder::add_actor(const std::string& name) {
   return static_cast<int>(last_.size()) - 1;
 }
 
+// As much as one core passes over.
+int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {profile_.copy_speed.front()}}); }
+
 int Builder::compute(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
   return add(actor, {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[at(machine)]}, .after = after});
 }
@@ -53,25 +61,52 @@ int Builder::touch(int actor, int machine, const std::string& name, double bytes
   return add(actor, {.name = name, .work = bytes, .uses = {made_.memory[at(machine)]}, .after = after});
 }
 
-int Builder::send(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
-  if (from == to) return touch(actor, from, name, 4 * bytes, after);
-  sent_[at(from)] += bytes;
-  received_[at(to)] += bytes;
-  return add(actor, {.name = name,
-                     .delay = target_.link_latency + message_,
-                     .work = bytes,
-                     .uses = {out_[at(from)], in_[at(to)], wire_[at(from)], wire_[at(to)]},
-                     .after = after});
+// Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
+Builder::Message Builder::post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
+  if (from == to) {
+    const int copied =
+        beside(actor, {.name = name, .work = 4 * bytes, .uses = {made_.memory[at(from)]}, .after = after});
+    return {copied, copied};
+  }
+  const MessageBytes wire = bytes_on_wire(bytes);
+  sent_[at(from)] += wire.there;
+  received_[at(to)] += wire.there;
+  sent_[at(to)] += wire.back;
+  received_[at(from)] += wire.back;
+  const int left =
+      beside(actor, {.name = name, .work = wire.there, .uses = {out_[at(from)], in_[at(to)]}, .after = after});
+  const int under_way = join({left}, target_.link_latency + message_);
+  return {left, join({under_way, handle(from, 0.5, bytes / 2, after), handle(to, 0.5, bytes / 2, after)})};
 }
 
 int Builder::exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  sent_[at(machine)] += bytes;
-  received_[at(machine)] += bytes;
-  return add(actor, {.name = name,
-                     .delay = target_.link_latency + message_,
-                     .work = bytes,
-                     .uses = {out_[at(machine)], in_[at(machine)], wire_[at(machine)]},
-                     .after = after});
+  const double others = machines() - 1;
+  const MessageBytes wire = bytes_on_wire(bytes);
+  const double all = others * (wire.there + wire.back);
+  sent_[at(machine)] += all;
+  received_[at(machine)] += all;
+  const int carried = beside(actor, {.name = name,
+                                     .delay = target_.link_latency + message_,
+                                     .work = all,
+                                     .uses = {out_[at(machine)], in_[at(machine)]},
+                                     .after = after});
+  return join({carried, handle(machine, others, others * bytes, after)});
+}
+
+int Builder::pass(int machine, double bytes, const Ids& after) {
+  return beside(-1, {.name = "pass", .work = bytes, .uses = {made_.memory[at(machine)]}, .after = after});
+}
+
+int Builder::serve(int lock, int machine, double bytes, const Ids& after) {
+  return beside(-1, {.name = "serve", .work = bytes, .uses = {made_.memory[at(machine)], lock}, .after = after});
+}
+
+int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
+
+// What cores do for messages of so many bytes together: the system's calls, encryption, waking threads.
+int Builder::handle(int machine, double messages, double bytes, const Ids& after) {
+  const double seconds = messages * work_.fixed + bytes * work_.per_byte;
+  return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[at(machine)]}, .after = after});
 }
 
 int Builder::meet(const Ids& actors, double seconds, const Ids& after) {
@@ -128,18 +163,22 @@ int Builder::add(int actor, Activity activity) {
   return id;
 }
 
+int Builder::beside(int actor, Activity activity) {
+  activity.actor = actor;
+  return made_.simulation.add(std::move(activity));
+}
+
 void Builder::add_machine(int machine) {
   Simulation& simulation = made_.simulation;
-  made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), core_speeds()}));
-  made_.memory.push_back(simulation.add(Resource{concat("memory of machine ", machine), profile_.copy_speed}));
+  const bool has_own = machine == 0 || !target_.on_one_machine;
+  made_.cores.push_back(has_own ? simulation.add(Resource{concat("cores of machine ", machine), core_speeds()})
+                                : made_.cores.front());
+  made_.memory.push_back(has_own ? simulation.add(Resource{concat("memory of machine ", machine), profile_.copy_speed})
+                                 : made_.memory.front());
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
   made_.links.push_back(out_.back());
   made_.links.push_back(in_.back());
-  const Line line = line_through(profile_.loopback);
-  message_ = line.fixed;
-  const double fastest = line.per_byte > 0 ? 1 / line.per_byte : 1e12;
-  wire_.push_back(simulation.add(Resource{concat("sockets of machine ", machine), {fastest}}));
   sent_.push_back(0);
   received_.push_back(0);
 }

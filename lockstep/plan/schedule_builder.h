@@ -34,17 +34,29 @@ class Builder {
   double samples_of(int device) const;     // as lockstep's sampler cuts a batch: the first parts are larger by one
   StepTimes alone(double samples) const;   // of a device alone on its machine
   int add_actor(const std::string& name);  // returns its number; the first ones are the devices
+  int add_lock();                          // for serve()
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id
 
   int compute(int actor, int machine, const std::string& name, double seconds, const Ids& after = {});
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
-  // A message. Inside a machine it is copied into shared memory and out of it.
-  int send(int actor, int from, int to, const std::string& name, double bytes, const Ids& after = {});
-  // As much from this machine to all others as from them to it.
-  int exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});
   // All of them go on when the last one is there.
   int meet(const Ids& actors, double seconds, const Ids& after = {});
+
+  // ---- What goes on beside its actor, which does not wait for it: after `after` only
+
+  // A message that was posted. After `left` its connection carries the next one. Inside a machine it is copied into shared
+  // memory and out of it.
+  struct Message {
+    int left;
+    int arrived;
+  };
+  Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
+  // A message of `bytes` from this machine to each other one, and from each of them to it. Returns the last one's arrival.
+  int exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after);
+  int pass(int machine, double bytes, const Ids& after);             // over memory
+  int serve(int lock, int machine, double bytes, const Ids& after);  // the same, by one holder of the lock at a time
+  int join(const Ids& after, double seconds = 0);                    // once all of them have ended
 
   Ids last(int actor) const { return last_[at(actor)]; }
   void follow(int actor, const Ids& activities) { last_[at(actor)] = activities; }
@@ -55,7 +67,10 @@ class Builder {
   // ---- What several strategies do
 
   // A barrier of the devices of a machine; ranks without a core of their own wait for the kernel to switch to them.
-  double barrier() const { return target_.devices > seats_ ? profile_.crowded_barrier : profile_.barrier; }
+  double barrier() const {
+    if (target_.devices == 1) return 0;
+    return target_.devices > seats_ ? profile_.crowded_barrier : profile_.barrier;
+  }
   double handover() const { return target_.devices > seats_ ? profile_.crowded_handover : profile_.handover; }
 
   // Bytes that reducing `sources` gradients and updating touch: all gradients once, parameters and state in and out. In the
@@ -68,6 +83,8 @@ class Builder {
 
  private:
   int add(int actor, Activity activity);
+  int beside(int actor, Activity activity);
+  int handle(int machine, double messages, double bytes, const Ids& after);
   void add_machine(int machine);
   std::vector<double> core_speeds() const;
   double luck(int device) const;
@@ -78,9 +95,10 @@ class Builder {
   Luck luck_;
   Schedule made_;
   std::vector<Ids> last_;  // of each actor: what its next activity waits for
-  Ids out_, in_, wire_;    // of each machine
+  Ids out_, in_;           // of each machine
   std::vector<double> sent_, received_;
   double message_ = 0;  // seconds of a message, beside the link's
+  Line work_;           // of cores for a message, at both ends together
   int threads_ = 1;     // of a device
   int seats_ = 1;       // devices of a machine that can compute at the same time
 };

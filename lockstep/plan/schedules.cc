@@ -30,11 +30,13 @@ Schedule schedule(const Profile& profile, const Target& target, const Choice& ch
   require_possible(target);
   require_fitting(profile, target, choice);
   Builder b(profile, target, choice, luck);
-  Ids networks, servers;
+  Ids networks, servers, locks;
   if (target.machines > 1)
     for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m)));
   if (choice.method == Method::kStoreSync)
     for (int s = 0; s < choice.servers; ++s) servers.push_back(b.add_actor(concat("server ", s)));
+  if (choice.method == Method::kStoreAsync)
+    for (int s = 0; s < choice.servers; ++s) locks.push_back(b.add_lock());
   for (int step = 0; step < steps; ++step) {
     switch (choice.method) {
       case Method::kSingle: single(b); break;
@@ -43,7 +45,7 @@ Schedule schedule(const Profile& profile, const Target& target, const Choice& ch
       case Method::kDataParallel: data_parallel(b); break;
       case Method::kStoreLocal: store_local(b); break;
       case Method::kStoreSync: store_sync(b, servers); break;
-      case Method::kStoreAsync: store_async(b, choice.servers); break;
+      case Method::kStoreAsync: store_async(b, locks); break;
       case Method::kAveraging: averaging(b, networks, step); break;
       case Method::kPipeline: pipeline(b); break;
     }

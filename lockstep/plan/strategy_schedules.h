@@ -24,7 +24,9 @@ void update_together(Builder& b, int sources);  // one pass over memory on the c
 void ddp_between_machines(Builder& b, const Ids& networks);
 void averaging(Builder& b, const Ids& networks, int step);
 void store_sync(Builder& b, const Ids& servers);  // an actor for each server
-void store_async(Builder& b, int servers);
+void store_async(Builder& b, const Ids& locks);   // of each server
+
+void sum_up(Builder& b, double bytes);  // a few numbers of all devices, such as samples and loss
 
 // ---- plan/pipeline.cc
 
