@@ -49,8 +49,6 @@ std::string signed_percent(double share, int digits = 0) {
   return concat(share > 0 ? "+" : "", fixed(100 * share, digits), " %");
 }
 
-std::string megabytes(double bytes, int digits) { return fixed(bytes / 1e6, digits); }
-
 double mean_error(const PlanResults& results, double (PlanResult::*error)() const) {
   double sum = 0;
   for (const PlanResult& each : results) sum += std::abs((each.*error)());
