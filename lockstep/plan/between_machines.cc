@@ -77,7 +77,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
   for (std::size_t i = 0; i < buckets.size(); ++i) all_reduce(b, networks, buckets[i], full[i]);
   for (int m = 0; m < b.machines(); ++m) {
     b.meet(b.devices_on(m), b.barrier(), b.last(networks[at(m)]));
-    for (const int device : b.devices_on(m)) b.touch(device, m, "update", b.update_bytes(1) / b.target().devices);
+    for (const int device : b.devices_on(m)) b.update(device, m, 1.0 / b.target().devices);
     b.meet(b.devices_on(m), b.barrier());
   }
 }
@@ -86,7 +86,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
 void averaging(Builder& b, const Ids& networks, int step) {
   for (const int device : b.all_devices()) b.forward_and_backward(device);
   if (b.machines() > 1) b.meet(b.all_devices(), 2 * (b.target().link_latency) + b.handover());  // the loss of the batch
-  for (const int device : b.all_devices()) b.touch(device, b.machine_of(device), "update", b.update_bytes(1));
+  for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 2 * b.handover());
   if ((step + 1) % b.choice().average_every != 0) return;
   const double bytes = b.parameter_bytes();
@@ -127,7 +127,7 @@ void store_sync(Builder& b, const Ids& servers) {
         sent[at(device)] = {machine == home ? pushed.back()
                                             : packed};  // a message goes on while the next part is packed
       }
-      const int merged = b.touch(servers[at(s)], home, "update", b.update_bytes(b.devices()) / (count * parts), pushed);
+      const int merged = b.update(servers[at(s)], home, 1.0 / (count * parts), b.devices(), pushed);
       for (const int device : b.all_devices()) {
         b.follow(device, {merged});
         answers[at(device)].push_back(b.send(device, home, b.machine_of(device), "pull", size));
@@ -152,7 +152,7 @@ void store_async(Builder& b, int servers) {
       b.follow(device, start);
       b.touch(device, machine, "pack", 2 * size);
       b.send(device, machine, home, "push", size);
-      b.touch(device, home, "server updates", b.update_bytes(1) / servers);
+      b.update(device, home, 1.0 / servers);
       answers.push_back(b.send(device, home, machine, "pull", size));
     }
     b.follow(device, answers);

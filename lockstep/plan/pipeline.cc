@@ -114,8 +114,7 @@ void pipeline(Builder& b) {
     return update_together(b, 1);
   }
   const double whole = std::accumulate(bytes.begin(), bytes.end(), 0.0);
-  for (int stage = 0; stage < stages; ++stage)
-    b.touch(stage, b.machine_of(stage), "update", b.update_bytes(1) * bytes[at(stage)] / whole);
+  for (int stage = 0; stage < stages; ++stage) b.update(stage, b.machine_of(stage), bytes[at(stage)] / whole);
   b.meet(b.all_devices(), 2 * b.target().link_latency);
 }
 

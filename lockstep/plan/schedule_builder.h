@@ -39,6 +39,8 @@ class Builder {
 
   int compute(int actor, int machine, const std::string& name, double seconds, const Ids& after = {});
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
+  // That share of an update of all parameters, which adds up the gradients of so many sources in the same pass.
+  int update(int actor, int machine, double share, int sources = 1, const Ids& after = {});
   // A message. Inside a machine it is copied into shared memory and out of it.
   int send(int actor, int from, int to, const std::string& name, double bytes, const Ids& after = {});
   // As much from this machine to all others as from them to it.
@@ -58,10 +60,6 @@ class Builder {
   double barrier() const { return target_.devices > seats_ ? profile_.crowded_barrier : profile_.barrier; }
   double handover() const { return target_.devices > seats_ ? profile_.crowded_handover : profile_.handover; }
 
-  // Bytes that reducing `sources` gradients and updating touch: all gradients once, parameters and state in and out. In the
-  // unit that makes the measured update of one source take as long as it did.
-  double update_bytes(int sources) const;
-
   void forward_and_backward(int device);
   void end_step();
   Schedule take();
@@ -69,7 +67,10 @@ class Builder {
  private:
   int add(int actor, Activity activity);
   void add_machine(int machine);
-  std::vector<double> core_speeds() const;
+  double slowdown(int at_once, double StepTimes::*part) const;
+  std::vector<double> speeds_of_cores() const;
+  std::vector<double> speeds_of_updates() const;
+  std::vector<double> speeds_of_copies() const;
   double luck(int device) const;
 
   const Profile& profile_;
@@ -77,8 +78,8 @@ class Builder {
   const Choice& choice_;
   Luck luck_;
   Schedule made_;
-  std::vector<Ids> last_;  // of each actor: what its next activity waits for
-  Ids out_, in_, wire_;    // of each machine
+  std::vector<Ids> last_;          // of each actor: what its next activity waits for
+  Ids updates_, out_, in_, wire_;  // of each machine
   std::vector<double> sent_, received_;
   double message_ = 0;  // seconds of a message, beside the link's
   int threads_ = 1;     // of a device
