@@ -136,7 +136,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
     b.meet(b.devices_on(m), b.barrier(), b.last(networks[at(m)]));
     for (const int device : b.devices_on(m)) {
       b.touch(device, m, "unpack", 2 * b.parameter_bytes());
-      b.touch(device, m, "update", b.update_bytes(1) / b.target().devices);
+      b.update(device, m, 1.0 / b.target().devices);
     }
     b.meet(b.devices_on(m), b.barrier());
   }
@@ -148,7 +148,7 @@ void averaging(Builder& b, const Ids& networks, int step) {
   for (const int device : b.all_devices()) b.forward_and_backward(device);
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
   if (b.machines() > 1) sum_up(b, kLoss);
-  for (const int device : b.all_devices()) b.touch(device, b.machine_of(device), "update", b.update_bytes(1));
+  for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 2 * b.handover());
   if ((step + 1) % b.choice().average_every != 0) return;
   if (b.machines() > 1) sum_up(b, kSamples);
@@ -188,8 +188,7 @@ void store_sync(Builder& b, const Ids& servers) {
         pushes[at(device)] = {push.left};
         pushed.push_back(push.arrived);
       }
-      const double share = size / b.parameter_bytes();
-      b.touch(servers[s], home, "update", b.update_bytes(b.devices()) * share, pushed);
+      b.update(servers[s], home, size / b.parameter_bytes(), b.devices(), pushed);
       for (const int device : b.all_devices()) {
         Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
         append(ready, pulls[at(device)]);
@@ -219,7 +218,7 @@ void store_async(Builder& b, const Ids& locks) {
       for (const double part : parts[at(s)]) size += part;
       const int packed = b.touch(device, machine, "pack", 2 * size);
       const int pushed = b.post(device, machine, home, "push", size, {packed}).arrived;
-      const int done = b.serve(locks[at(s)], home, b.update_bytes(1) * size / b.parameter_bytes(), {pushed});
+      const int done = b.update_locked(locks[at(s)], home, size / b.parameter_bytes(), {pushed});
       updated.push_back(b.post(device, home, machine, "updated", kReply, {done}).arrived);
     }
     for (int s = 0; s < servers; ++s) {
@@ -227,7 +226,7 @@ void store_async(Builder& b, const Ids& locks) {
       double size = 0;
       for (const double part : parts[at(s)]) size += part;
       const int asked = b.post(device, machine, home, "ask", kRequest, updated).arrived;
-      const int copied = b.serve(locks[at(s)], home, 2 * size, {asked});
+      const int copied = b.pass_locked(locks[at(s)], home, 2 * size, {asked});
       pulled.push_back(b.post(device, home, machine, "pull", size, {copied}).arrived);
     }
     b.touch(device, machine, "unpack", 2 * b.parameter_bytes(), pulled);

@@ -133,8 +133,7 @@ void pipeline(Builder& b) {
   const double whole = std::accumulate(bytes.begin(), bytes.end(), 0.0);
   share_gradients(b, whole - b.parameter_bytes());
   sum_up(b, kLoss);
-  for (int stage = 0; stage < stages; ++stage)
-    b.touch(stage, b.machine_of(stage), "update", b.update_bytes(1) * bytes[at(stage)] / whole);
+  for (int stage = 0; stage < stages; ++stage) b.update(stage, b.machine_of(stage), bytes[at(stage)] / whole);
 }
 
 }  // namespace lockstep::plan

@@ -65,7 +65,7 @@ StepTimes times_for(const Curve& curve, double samples) {
 const Curve& curve_for(const Profile& profile, int at_once, int threads) {
   const Curve* best = &profile.curves.front();
   const auto distance = [&](const Curve& curve) {
-    return std::abs(std::min(at_once, profile.cores) - curve.at_once) + 100 * std::abs(threads - curve.threads);
+    return std::abs(at_once - curve.at_once) + 100 * std::abs(threads - curve.threads);
   };
   for (const Curve& curve : profile.curves)
     if (distance(curve) < distance(*best)) best = &curve;

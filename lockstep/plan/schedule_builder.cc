@@ -50,22 +50,42 @@ int Builder::add_actor(const std::string& name) {
   return static_cast<int>(last_.size()) - 1;
 }
 
-// As much as one core passes over.
-int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {profile_.copy_speed.front()}}); }
+int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {1}}); }
 
 int Builder::compute(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
   return add(actor, {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[at(machine)]}, .after = after});
 }
 
+// In seconds of one core that nobody hinders, as all work inside a machine: what needs memory needs a core, too.
+Activity Builder::passing(int machine, const std::string& name, double bytes, const Ids& after) const {
+  return {.name = name,
+          .work = bytes / profile_.copy_speed.front(),
+          .uses = {made_.cores[at(machine)], made_.memory[at(machine)]},
+          .after = after};
+}
+
+// Each further source is one more gradient to read, beside what one has: gradient, parameters and state in and out.
+Activity Builder::updating(int machine, double share, int sources, const Ids& after) const {
+  const double gradient = parameter_bytes(), one = 3 * gradient + 2 * static_cast<double>(profile_.state_bytes);
+  const double more = one > 0 ? (sources - 1) * gradient / one : 0;
+  return {.name = "update",
+          .work = share * update_seconds(curve_for(profile_, 1, 1)) * (1 + more),
+          .uses = {made_.cores[at(machine)], updates_[at(machine)]},
+          .after = after};
+}
+
 int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return add(actor, {.name = name, .work = bytes, .uses = {made_.memory[at(machine)]}, .after = after});
+  return add(actor, passing(machine, name, bytes, after));
+}
+
+int Builder::update(int actor, int machine, double share, int sources, const Ids& after) {
+  return add(actor, updating(machine, share, sources, after));
 }
 
 // Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
 Builder::Message Builder::post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
   if (from == to) {
-    const int copied =
-        beside(actor, {.name = name, .work = 4 * bytes, .uses = {made_.memory[at(from)]}, .after = after});
+    const int copied = beside(actor, passing(from, name, 4 * bytes, after));
     return {copied, copied};
   }
   const MessageBytes wire = bytes_on_wire(bytes);
@@ -94,11 +114,19 @@ int Builder::exchange(int actor, int machine, const std::string& name, double by
 }
 
 int Builder::pass(int machine, double bytes, const Ids& after) {
-  return beside(-1, {.name = "pass", .work = bytes, .uses = {made_.memory[at(machine)]}, .after = after});
+  return beside(-1, passing(machine, "pass", bytes, after));
 }
 
-int Builder::serve(int lock, int machine, double bytes, const Ids& after) {
-  return beside(-1, {.name = "serve", .work = bytes, .uses = {made_.memory[at(machine)], lock}, .after = after});
+int Builder::pass_locked(int lock, int machine, double bytes, const Ids& after) {
+  Activity activity = passing(machine, "copy", bytes, after);
+  activity.uses.push_back(lock);
+  return beside(-1, std::move(activity));
+}
+
+int Builder::update_locked(int lock, int machine, double share, const Ids& after) {
+  Activity activity = updating(machine, share, 1, after);
+  activity.uses.push_back(lock);
+  return beside(-1, std::move(activity));
 }
 
 int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
@@ -127,13 +155,6 @@ Ids Builder::devices_on(int machine) const {
   Ids ids(at(target_.devices));
   std::iota(ids.begin(), ids.end(), machine * target_.devices);
   return ids;
-}
-
-double Builder::update_bytes(int sources) const {
-  const double state = static_cast<double>(profile_.state_bytes);
-  const double one = 3 * parameter_bytes() + 2 * state;
-  const double measured = update_seconds(curve_for(profile_, 1, 1)) * profile_.copy_speed.front();
-  return measured * (one + (sources - 1) * parameter_bytes()) / one;
 }
 
 void Builder::forward_and_backward(int device) {
@@ -170,11 +191,13 @@ int Builder::beside(int actor, Activity activity) {
 
 void Builder::add_machine(int machine) {
   Simulation& simulation = made_.simulation;
-  const bool has_own = machine == 0 || !target_.on_one_machine;
-  made_.cores.push_back(has_own ? simulation.add(Resource{concat("cores of machine ", machine), core_speeds()})
-                                : made_.cores.front());
-  made_.memory.push_back(has_own ? simulation.add(Resource{concat("memory of machine ", machine), profile_.copy_speed})
-                                 : made_.memory.front());
+  if (machine == 0 || !target_.on_one_machine) {
+    made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
+    made_.memory.push_back(simulation.add(Resource{concat("memory of machine ", machine), speeds_of_copies()}));
+    updates_.push_back(simulation.add(Resource{concat("updates on machine ", machine), speeds_of_updates()}));
+  } else {
+    for (Ids* const all : {&made_.cores, &made_.memory, &updates_}) all->push_back(all->front());
+  }
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
   made_.links.push_back(out_.back());
@@ -183,22 +206,47 @@ void Builder::add_machine(int machine) {
   received_.push_back(0);
 }
 
-// Work of one device a second while n compute: those that were measured at the same time hinder each other, and those
-// that have no core take turns.
-std::vector<double> Builder::core_speeds() const {
+// How much longer it takes while that many work than alone; between what was measured, in a straight line.
+double Builder::slowdown(int at_once, double StepTimes::*part) const {
   const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
-  const auto seconds = [&](int at_once) {
-    const StepTimes times = times_for(curve_for(profile_, at_once, 1), samples);
-    return times.forward + times.backward;
+  double before = 1, slower = 1;
+  for (const Curve& curve : profile_.curves) {
+    if (curve.threads != 1 || curve.at_once == 1) continue;
+    const double alone = times_for(profile_.curves.front(), samples).*part;
+    const double found = alone > 0 ? std::max(slower, times_for(curve, samples).*part / alone) : 1;
+    if (at_once <= curve.at_once) return slower + (found - slower) * (at_once - before) / (curve.at_once - before);
+    before = curve.at_once;
+    slower = found;
+  }
+  return slower;
+}
+
+// Seconds of work of one device alone, done in a second while n compute: those at the same time hinder each other, and those
+// that have no core take turns.
+std::vector<double> Builder::speeds_of_cores() const {
+  const auto slower = [this](int at_once) {
+    return (slowdown(at_once, &StepTimes::forward) + 2 * slowdown(at_once, &StepTimes::backward)) / 3;
   };
-  const double most = std::max(1.0, seconds(profile_.cores) / seconds(1));  // of all cores at once
   std::vector<double> speeds;
   for (int n = 1; n <= seats_; ++n) {
-    const double crowd =
-        profile_.cores > 1 ? std::min(1.0, static_cast<double>(n * threads_ - 1) / (profile_.cores - 1)) : 0;
-    const double slowdown = threads_ > 1 && seats_ == 1 ? 1 : 1 + (most - 1) * crowd;
-    speeds.push_back(n / slowdown);
+    const bool has_all_cores = threads_ > 1 && seats_ == 1;
+    speeds.push_back(has_all_cores ? 1 : n / slower(std::min(n * threads_, profile_.cores)));
   }
+  // Twice as many as cores were measured, too.
+  for (int n = seats_ + 1; threads_ == 1 && seats_ == profile_.cores && n <= 2 * profile_.cores; ++n)
+    speeds.push_back(std::min(n / slower(n), speeds[at(seats_ - 1)]));
+  return speeds;
+}
+
+std::vector<double> Builder::speeds_of_updates() const {
+  std::vector<double> speeds;
+  for (int n = 1; n <= profile_.cores; ++n) speeds.push_back(n / slowdown(n, &StepTimes::update));
+  return speeds;
+}
+
+std::vector<double> Builder::speeds_of_copies() const {
+  std::vector<double> speeds;
+  for (const double speed : profile_.copy_speed) speeds.push_back(speed / profile_.copy_speed.front());
   return speeds;
 }
 

@@ -6,7 +6,8 @@
 //   TCP, IP    segments of up to 1448 bytes: Ethernet's 1500 less IPv4's header (20), TCP's (20) and its timestamps (12)
 //   Ethernet   14 bytes before each
 //
-// Acknowledgements by themselves are left out: between machines that send to each other they travel with the data.
+// Every second segment of the data is acknowledged by one without data, as RFC 5681 asks for. A receiver that puts segments
+// together before it looks at them sends fewer: up to 2.2 % less goes back than this says.
 //
 // Threads: pure functions
 // Ranks:   no communication; no torch
