@@ -60,7 +60,8 @@ class Run {
   // To the next end of a delay or of some work.
   void next_event() {
     double next = delayed_.empty() ? kNever : delayed_.top().first;
-    share_out();
+    if (has_changed_) share_out();
+    has_changed_ = false;
     for (const int activity : working_) next = std::min(next, now_ + left_[place(activity)] / speed_[place(activity)]);
     work_until(next);
     std::vector<int> ended;
@@ -69,20 +70,24 @@ class Run {
       if (over) ended.push_back(activity);
       return over;
     });
+    if (!ended.empty()) has_changed_ = true;
     for (const int activity : ended) end(activity);
     while (!delayed_.empty() && delayed_.top().first <= now_ + kSameTime) {
       const int activity = delayed_.top().second;
       delayed_.pop();
       const Activity& what = activities_[place(activity)];
       left_[place(activity)] = what.work;
-      if (what.uses.empty() || what.work <= 0)
+      if (what.uses.empty() || what.work <= 0) {
         end(activity);
-      else
+      } else {
         working_.push_back(activity);
+        has_changed_ = true;
+      }
     }
   }
 
   void work_until(double time) {
+    if (time <= now_) return;
     std::vector<bool> used(resources_.size());
     for (const int activity : working_) {
       left_[place(activity)] -= speed_[place(activity)] * (time - now_);
@@ -134,6 +139,7 @@ class Run {
   std::vector<double> left_;   // of the work
   std::vector<double> speed_;  // units per second
   std::vector<int> working_;
+  bool has_changed_ = false;  // working_, since its activities got their speeds
   std::priority_queue<Delayed, std::vector<Delayed>, std::greater<>> delayed_;
   double now_ = 0;
   std::size_t ended_ = 0;
