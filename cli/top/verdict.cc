@@ -17,6 +17,8 @@ constexpr double kStandsStill = 5;     // seconds without progress, and
 constexpr double kSlowPhase = 60;      // in phases that may take long
 constexpr double kSamePace = 0.8;      // of the fastest worker's steps a second
 constexpr double kWaitsInCircle = 1;   // seconds
+constexpr double kLacksCores = 0.3;    // of the time
+constexpr double kMuchMore = 0.25;     // of the time, that others wait for a rank more than it waits itself
 
 std::string percent(double share) { return concat(std::lround(100 * share), " %"); }
 
@@ -60,6 +62,7 @@ class Judge {
       find_waits_for_data();
       find_busy_server();
       find_straggler();
+      find_lack_of_cores();
       find_slow_exchange();
     }
     if (verdicts_.empty()) say_that_all_is_well();
@@ -165,7 +168,7 @@ class Judge {
     if (ranks.empty()) return;
     late_.insert(ranks.begin(), ranks.end());
     const bool one = ranks.size() == 1;
-    const double awaited = one ? awaited_of(ranks.front()) : 0;
+    const double awaited = one ? awaited_beyond_waiting(ranks.front()) : 0;
     say("data", ranks,
         concat(names_of(ranks), one ? " waits" : " wait", " for data: ", one ? "" : "up to ", percent(most),
                one ? " of its time" : " of their time",
@@ -173,9 +176,10 @@ class Judge {
                "; --workers ", workers));
   }
 
-  double awaited_of(int number) const {
+  // 0: it waits for the others as they do for it.
+  double awaited_beyond_waiting(int number) const {
     const auto found = std::ranges::find_if(job_.ranks, [&](const RankView& each) { return each.now.rank == number; });
-    return found->awaited;
+    return found->awaited - found->shares.wait >= kWorthSaying ? found->awaited : 0;
   }
 
   // Workers that wait for servers alike: it is the servers. One that waits much less than the others holds them up, if all
@@ -189,8 +193,10 @@ class Judge {
     const auto pace_of = [](const RankView* worker) { return worker->steps_per_second; };
     const auto [least, most] = std::ranges::minmax_element(workers, {}, wait_of);
     const auto [slowest, fastest] = std::ranges::minmax_element(workers, {}, pace_of);
-    const bool uneven = wait_of(*most) - wait_of(*least) > kServerIsBusy;
-    return uneven && pace_of(*slowest) >= kSamePace * pace_of(*fastest) ? *least : nullptr;
+    if (wait_of(*most) - wait_of(*least) <= kServerIsBusy) return nullptr;
+    const bool asynchronous =
+        std::ranges::any_of(job_.ranks, [](const auto& each) { return each.server && each.server->most_delay > 0; });
+    return asynchronous && pace_of(*slowest) < kSamePace * pace_of(*fastest) ? nullptr : *least;
   }
 
   double most_wait() const {
@@ -216,7 +222,24 @@ class Judge {
     const auto rank = std::ranges::max_element(
         job_.ranks, {}, [](const RankView& each) { return each.is_worker() ? each.awaited : -1; });
     if (rank == job_.ranks.end() || !rank->is_worker() || late_.contains(rank->now.rank)) return;
-    if (rank->awaited >= kWorthSaying && rank->shares.wait < rank->awaited / 2) say_straggler(*rank, rank->awaited);
+    const double waits = rank->shares.wait, awaited = rank->awaited;
+    if (awaited >= kWorthSaying && (waits < awaited / 2 || waits < awaited - kMuchMore)) say_straggler(*rank, awaited);
+  }
+
+  void find_lack_of_cores() {
+    double most = 0;
+    std::vector<int> ranks;
+    for (const RankView& rank : job_.ranks) {
+      if (!rank.is_worker() || rank.without_core < kLacksCores) continue;
+      most = std::max(most, rank.without_core);
+      ranks.push_back(rank.now.rank);
+    }
+    if (ranks.empty() || !verdicts_.empty()) return;
+    const bool one = ranks.size() == 1;
+    say("cores", ranks,
+        concat(names_of(ranks), one ? " gets" : " get", " no core ", one ? "" : "up to ", percent(most),
+               one ? " of its time" : " of their time",
+               ": fewer ranks or --threads, or see what else runs on these cores"));
   }
 
   void say_straggler(const RankView& rank, double awaited) {
@@ -273,21 +296,23 @@ class Judge {
   }
 
   void say_that_all_is_well() {
-    double compute = 0, own_code = 0;
+    double compute = 0, wait = 0, own_code = 0;
     int workers = 0;
     for (const RankView& rank : job_.ranks) {
       if (!rank.is_worker()) continue;
       compute += rank.shares.compute;
+      wait += rank.shares.wait;
       own_code += rank.shares.own_code;
       ++workers;
     }
     if (workers == 0) return say("ended", {}, "all ranks have ended");
-    say("fine", {},
-        concat("no rank holds up the others; ", percent(compute / workers), " of the time is computing",
-               own_code / workers < kWorthSaying
-                   ? ""
-                   : concat(", ", percent(own_code / workers),
-                            " in the program's own code (loading, too, unless lockstep's Loader does it)")));
+    std::string text = concat("no rank holds up the others; ", percent(compute / workers), " of the time is computing");
+    if (own_code / workers >= kWorthSaying)
+      text += concat(", ", percent(own_code / workers),
+                     " in the program's own code (loading, too, unless lockstep's Loader does it)");
+    if (wait / workers >= kWorthSaying)
+      text += concat(", ", percent(wait / workers), " waiting for one another in turn");
+    say("fine", {}, std::move(text));
   }
 
   const JobView& job_;

@@ -51,7 +51,8 @@ struct RankView {
 };
 
 struct Verdict {
-  std::string kind;  // stopped, died, circle, stuck, meeting, data, straggler, server, exchange, fine, starting, ended
+  std::string
+      kind;  // stopped, died, circle, stuck, meeting, data, straggler, server, cores, exchange, fine, starting, ended
   std::vector<int> ranks;
   std::string text;
 };
