@@ -42,11 +42,7 @@ bool has_servers(const Choice& choice) {
 
 int servers_of(const PlanCase& one) { return has_servers(one.choice) ? one.choice.servers : 0; }
 
-// On one machine the devices of these are threads of one process.
-bool has_threads(const PlanCase& one) {
-  return one.hosts == 1 && one.choice.method != Method::kSingle && one.choice.method != Method::kDdp &&
-         !has_servers(one.choice);
-}
+bool has_threads(const PlanCase& one) { return one.hosts == 1 && plan::has_device_threads(one.choice.method); }
 
 StrategyOptions strategy_of(const PlanCase& one) {
   const Choice& choice = one.choice;

@@ -26,6 +26,11 @@ void require_possible(const Target& target) {
           "give a larger --batch-size, or fewer machines or devices");
 }
 
+bool has_device_threads(Method method) {
+  return method == Method::kTowers || method == Method::kDataParallel || method == Method::kStoreLocal ||
+         method == Method::kAveraging || method == Method::kPipeline;
+}
+
 std::string Choice::name() const {
   switch (method) {
     case Method::kSingle: return "single";

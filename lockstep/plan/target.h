@@ -43,6 +43,8 @@ enum class Method {
   kPipeline
 };
 
+bool has_device_threads(Method method);  // the devices of a machine are threads of one process
+
 constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
 
 // A way to train, and its options; the others do not matter.
