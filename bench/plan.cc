@@ -12,6 +12,7 @@
 
 #include "bench/harness.h"
 #include "bench/plan_cases.h"
+#include "bench/plan_curves.h"
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -43,21 +44,21 @@ const OptimizerOptions& plan_optimizer() {
   return options;
 }
 
-bool has_servers(const Choice& choice) {
-  return choice.method == Method::kStoreSync || choice.method == Method::kStoreAsync;
-}
-
 bool has_threads(const Choice& choice) {
-  return choice.method != Method::kSingle && choice.method != Method::kDdp && !has_servers(choice);
+  return choice.method != Method::kSingle && choice.method != Method::kDdp && !choice.has_servers();
 }
 
 StrategyOptions strategy_of(const PlanCase& one) {
   const Choice& choice = one.choice;
   StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
+  options.compression.kind = choice.compression;
   options.devices = has_threads(choice) ? one.devices : 1;
   switch (choice.method) {
     case Method::kSingle: options.kind = StrategyKind::kSingle; break;
-    case Method::kDdp: options.kind = StrategyKind::kDdp; break;
+    case Method::kDdp:
+      options.kind = StrategyKind::kDdp;
+      options.ddp.bucket_mib = std::max(1, static_cast<int>(choice.bucket_bytes) >> 20);
+      break;
     case Method::kTowers:
       options.kind = StrategyKind::kTowers;
       options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
@@ -66,8 +67,12 @@ StrategyOptions strategy_of(const PlanCase& one) {
     case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;
     case Method::kStoreSync:
     case Method::kStoreAsync:
+    case Method::kStoreBounded:
       options.kind = StrategyKind::kKVStore;
-      options.kvstore.kind = choice.method == Method::kStoreSync ? KVStoreKind::kDistSync : KVStoreKind::kDistAsync;
+      options.kvstore.kind = choice.method == Method::kStoreSync    ? KVStoreKind::kDistSync
+                             : choice.method == Method::kStoreAsync ? KVStoreKind::kDistAsync
+                                                                    : KVStoreKind::kDistBounded;
+      options.kvstore.staleness = choice.staleness;
       options.kvstore.servers = choice.servers;
       break;
     case Method::kAveraging:
@@ -85,7 +90,7 @@ StrategyOptions strategy_of(const PlanCase& one) {
 
 // The samples of a worker, or of all devices of the only process; a server has none.
 Batch part_of_rank(const Datasets& data, const PlanCase& one, const World& world) {
-  const int servers = has_servers(one.choice) ? one.choice.servers : 0;
+  const int servers = one.choice.has_servers() ? one.choice.servers : 0;
   if (world.rank() < servers) return {};
   const Range mine = even_part(one.batch, world.rank() - servers, world.size() - servers);
   std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
@@ -143,7 +148,7 @@ MeasuredCase measure_case(const PlanCase& one) {
       write_file(results, Json{{"step", measured.step}, {"memory", measured.memory}}.dump());
     return 0;
   };
-  const int servers = has_servers(one.choice) ? one.choice.servers : 0;
+  const int servers = one.choice.has_servers() ? one.choice.servers : 0;
   const LaunchResult ended = launch({.ranks = servers + (has_threads(one.choice) ? 1 : one.devices),
                                      .servers = servers,
                                      .output = RankOutput::kFirst},
@@ -249,11 +254,17 @@ void print_cases(const std::vector<PlanResult>& results, Json& json) {
 
 int bench_plan(int argc, const char* const* argv) {
   std::vector<std::string> models;
-  bool held_out = false;
+  bool held_out = false, curves = false;
   Program program("plan", "Forecasts of lockstep plan beside measurements of the same run, on this machine.", 1);
   program.list("--models", models, "lenet, mlp, gpt-mini; all by default");
   program.flag("--held-out", held_out, "also the half of the cases that is held out");
+  program.flag("--curves", curves, "forecasts beside scaling curves that others have published; measures nothing");
   return program.run(argc, argv, [&] {
+    if (curves) {
+      Json json;
+      print_curves(std::cout, json);
+      return program.save(json);
+    }
     const int cores = static_cast<int>(usable_cores().size());
     std::vector<PlanResult> results;
     Json profiles;

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "lockstep/plan/strategy_schedules.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
 namespace {
@@ -12,7 +13,27 @@ constexpr double kLeastChunk = 512.0 * 1024;    // an all_reduce between machine
 constexpr double kMostChunk = 4.0 * (1 << 20);  // nor above this
 constexpr int kParts = 16;                      // in which a gradient goes to a server in step
 
-// docs/design/hierarchy.md: chunk by chunk, reduced inside each machine, exchanged, shared. `actors`: one per machine.
+bool is_compressed(const Builder& b) { return b.choice().compression != Compression::kNone; }
+
+const CompressionTimes& two_bits(const Builder& b) {
+  return compression_for(b.profile(), name_of(b.choice().compression));
+}
+
+double sent_share(const Builder& b) { return is_compressed(b) ? two_bits(b).sent : 1; }
+
+int pack(Builder& b, int device, double bytes) {
+  const int machine = b.machine_of(device);
+  return is_compressed(b) ? b.compute(device, machine, "encode", bytes * two_bits(b).encode)
+                          : b.touch(device, machine, "pack", 2 * bytes);
+}
+
+// The parts of all workers.
+void decode_all(Builder& b, int server, int home, double bytes, const Ids& pushed) {
+  b.compute(server, home, "decode", bytes * b.devices() * two_bits(b).decode, pushed);
+}
+
+}  // namespace
+
 void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after) {
   const int n = b.machines(), inside = b.target().devices;
   const double chunk = std::clamp(bytes / 8, kLeastChunk, kMostChunk);
@@ -46,40 +67,58 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
   for (int m = 0; m < n; ++m) b.follow(actors[at(m)], shared[at(m)]);
 }
 
-}  // namespace
-
-// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order.
-void ddp_between_machines(Builder& b, const Ids& networks) {
-  const Profile& profile = b.profile();
-  for (const int device : b.all_devices())
-    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
-  double all = 0, bucket = 0;
-  for (const ModuleTimes& module : profile.modules) all += module.backward;
-  std::vector<double> buckets;
-  std::vector<std::vector<Ids>> full;  // [bucket][machine] after what
-  for (std::size_t i = profile.modules.size(); i-- > 0;) {
-    const ModuleTimes& module = profile.modules[i];
-    for (const int device : b.all_devices())
-      b.compute(device, b.machine_of(device), "backward " + module.name,
-                b.alone(b.samples_of(device)).backward * module.backward / all);
-    bucket += static_cast<double>(module.bytes);
-    if (bucket < b.choice().bucket_bytes && i > 0) continue;
-    for (; bucket > 0; bucket -= buckets.back()) {
-      buckets.push_back(std::min(bucket, std::max(b.choice().bucket_bytes, 1.0)));
-      full.emplace_back();
-      for (int m = 0; m < b.machines(); ++m) {
-        full.back().emplace_back();
-        for (const int device : b.devices_on(m))
-          for (const int activity : b.last(device)) full.back().back().push_back(activity);
-      }
-    }
+std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
+  std::vector<FullBucket> full;
+  double bytes = 0;
+  for (std::size_t module = profile.modules.size(); module-- > 0;) {
+    bytes += static_cast<double>(profile.modules[module].bytes);
+    if (bytes < limit && module > 0) continue;
+    for (; bytes > 0; bytes -= full.back().bytes)
+      full.push_back({.bytes = std::min(bytes, std::max(limit, 1.0)), .module = module});
   }
-  for (std::size_t i = 0; i < buckets.size(); ++i) all_reduce(b, networks, buckets[i], full[i]);
+  return full;
+}
+
+void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
+                           const std::function<void(const FullBucket&)>& when_full) {
+  const std::vector<ModuleTimes>& modules = b.profile().modules;
+  double all = 0;
+  for (const ModuleTimes& module : modules) all += module.backward;
+  auto next = buckets.begin();
+  for (std::size_t i = modules.size(); i-- > 0;) {
+    for (const int device : b.all_devices())
+      b.compute(device, b.machine_of(device), "backward " + modules[i].name,
+                b.alone(b.samples_of(device)).backward * modules[i].backward / all);
+    for (; next != buckets.end() && next->module == i; ++next) when_full(*next);
+  }
+}
+
+std::vector<Ids> last_of_machines(const Builder& b) {
+  std::vector<Ids> last(at(b.machines()));
+  for (const int device : b.all_devices())
+    for (const int activity : b.last(device)) last[at(b.machine_of(device))].push_back(activity);
+  return last;
+}
+
+void update_on_machines(Builder& b, const std::vector<Ids>& after) {
   for (int m = 0; m < b.machines(); ++m) {
-    b.meet(b.devices_on(m), b.barrier(), b.last(networks[at(m)]));
+    b.meet(b.devices_on(m), b.barrier(), after[at(m)]);
     for (const int device : b.devices_on(m)) b.touch(device, m, "update", b.update_bytes(1) / b.target().devices);
     b.meet(b.devices_on(m), b.barrier());
   }
+}
+
+// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order.
+void ddp_between_machines(Builder& b, const Ids& networks) {
+  for (const int device : b.all_devices())
+    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
+  const auto buckets = buckets_of(b.profile(), b.choice().bucket_bytes);
+  std::vector<std::vector<Ids>> full;  // [bucket][machine] after what
+  backward_into_buckets(b, buckets, [&](const FullBucket&) { full.push_back(last_of_machines(b)); });
+  for (std::size_t i = 0; i < buckets.size(); ++i) all_reduce(b, networks, buckets[i].bytes, full[i]);
+  std::vector<Ids> exchanged;
+  for (const int network : networks) exchanged.push_back(b.last(network));
+  update_on_machines(b, exchanged);
 }
 
 // Every device trains a replica; every h steps the replicas become one.
@@ -122,11 +161,12 @@ void store_sync(Builder& b, const Ids& servers) {
       for (const int device : b.all_devices()) {
         const int machine = b.machine_of(device);
         b.follow(device, sent[at(device)]);
-        const int packed = b.touch(device, machine, "pack", 2 * size);
-        pushed.push_back(b.send(device, machine, home, "push", size));
+        const int packed = pack(b, device, size);
+        pushed.push_back(b.send(device, machine, home, "push", size * sent_share(b)));
         sent[at(device)] = {machine == home ? pushed.back()
                                             : packed};  // a message goes on while the next part is packed
       }
+      if (is_compressed(b)) decode_all(b, servers[at(s)], home, size, pushed);
       const int merged = b.touch(servers[at(s)], home, "update", b.update_bytes(b.devices()) / (count * parts), pushed);
       for (const int device : b.all_devices()) {
         b.follow(device, {merged});

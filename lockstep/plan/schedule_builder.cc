@@ -74,6 +74,10 @@ int Builder::exchange(int actor, int machine, const std::string& name, double by
                      .after = after});
 }
 
+int Builder::pass(int actor, int gate, int ticket, const Ids& after) {
+  return add(actor, {.name = "wait", .after = after, .gate = gate, .ticket = ticket});
+}
+
 int Builder::meet(const Ids& actors, double seconds, const Ids& after) {
   Ids all = after;
   for (const int actor : actors) all.insert(all.end(), last_[at(actor)].begin(), last_[at(actor)].end());

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/plan/schedules.h"
@@ -61,6 +62,10 @@ class Builder {
   // Bytes that reducing `sources` gradients and updating touch: all gradients once, parameters and state in and out. In the
   // unit that makes the measured update of one source take as long as it did.
   double update_bytes(int sources) const;
+
+  // What comes to the gate waits there; an activity that takes no time.
+  int add_gate(MakeGate make) { return made_.simulation.add(std::move(make)); }
+  int pass(int actor, int gate, int ticket, const Ids& after = {});
 
   void forward_and_backward(int device);
   void end_step();
