@@ -7,9 +7,10 @@
 
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <future>
+#include <memory>
 
 #include "bench/tcp.h"
 #include "lockstep/base/file.h"
@@ -30,15 +31,16 @@ std::string shape(const std::string& device, double megabits) {
                 burst, " limit 2000000\n");
 }
 
-LinkBytes read_bytes(const std::string& device) {
-  std::ifstream table("/proc/thread-self/net/dev");
-  std::string word;
-  while (table >> word && word != device + ":") continue;
-  LinkBytes bytes;
-  table >> bytes.received;
-  for (int skipped = 0; skipped < 7; ++skipped) table >> word;
-  if (table >> bytes.sent) return bytes;
-  throw SystemError({.what = concat("no ", device, " in a host's network")});
+// What has left `device` of the calling thread's network.
+double bytes_sent(const std::string& device) {
+  const std::string command = concat("tc -s -j qdisc show dev ", device);
+  const std::unique_ptr<FILE, int (*)(FILE*)> output(::popen(command.c_str(), "r"), ::pclose);
+  std::string text;
+  std::array<char, 4096> buffer{};
+  while (output && std::fgets(buffer.data(), buffer.size(), output.get()) != nullptr) text += buffer.data();
+  const Json found = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (found.is_array() && !found.empty() && found[0].contains("bytes")) return found[0]["bytes"].get<double>();
+  throw SystemError({.what = concat("`", command, "` (of Debian's iproute2) tells no bytes: ", text)});
 }
 
 void on_a_thread(const std::function<void()>& body) { std::async(std::launch::async, body).get(); }
@@ -150,7 +152,8 @@ Variables Network::variables(int host, int local_rank, int ranks_per_host) const
 
 LinkBytes Network::bytes(int host) const {
   LinkBytes bytes;
-  this->host(host).run([&] { bytes = read_bytes("eth0"); });
+  this->host(host).run([&] { bytes.sent = bytes_sent("eth0"); });
+  switch_.run([&] { bytes.received = bytes_sent(concat("port", host)); });
   return bytes;
 }
 
@@ -178,6 +181,10 @@ double measured_bytes_per_second(const Network& network) {
   for (auto& sender : senders) sender.get();
   const double there = receivers[0].get();
   return std::min(there, receivers[1].get());
+}
+
+double measured_latency(const Network& network) {
+  return std::max(0.0, (round_trip(connect(network, 0, 1)) - loopback_round_trip()) / 2);
 }
 
 }  // namespace lockstep::bench

@@ -44,7 +44,8 @@ class NetworkNamespace {
   UniqueFd fd_;
 };
 
-// What a host's link has carried since it was made, frames with their headers.
+// What a host's link has carried since it was made: frames with their headers, as the shaping counts them. An interface's own
+// counters leave out headers: what the kernel cuts into frames later is one there.
 struct LinkBytes {
   double sent = 0;
   double received = 0;
@@ -92,6 +93,9 @@ class Network {
 
 // What TCP gets through the links between hosts 0 and 1, in bytes of data per second and direction, while both send.
 double measured_bytes_per_second(const Network& network);
+
+// Seconds that a byte takes from host 0 to host 1 more than over loopback: half the difference of the round trips.
+double measured_latency(const Network& network);
 
 std::string congestion_control(const LinkOptions& options);  // the one in use
 

@@ -1,197 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench plan`: what `lockstep plan` forecasts beside what is measured: a profile of each model, then every case
-// (bench/plan_cases.h) trained for some steps, all in one run.
-#include <unistd.h>
-
+// (bench/plan_cases.h) trained for some steps, all in one run; on this machine, or between hosts that are network namespaces on it.
 #include <cmath>
-#include <fstream>
+#include <filesystem>
 #include <iostream>
-#include <numeric>
-
-#include <ATen/Parallel.h>
+#include <map>
 
 #include "bench/harness.h"
 #include "bench/plan_cases.h"
 #include "bench/plan_curves.h"
-#include "bench/processes.h"
-#include "lockstep/base/file.h"
+#include "bench/plan_measured.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/launcher.h"
-#include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/plan/forecast.h"
 #include "lockstep/plan/measure.h"
-#include "lockstep/sampler.h"
-#include "lockstep/strategy.h"
 #include "lockstep/train/builtin.h"
 
 namespace lockstep::bench {
 namespace {
 
-using plan::Choice;
 using plan::Forecast;
-using plan::Method;
 
-constexpr int kStepsPerFigure = 8;  // steps whose mean is one figure: averaging does one average in so many at most
-constexpr double kWindowsFor = 2;   // seconds
-constexpr int kFewestWindows = 3, kMostWindows = 20;
-
-const OptimizerOptions& plan_optimizer() {
-  static const OptimizerOptions options = SGDOptions{.lr = 0.001, .momentum = 0.9};
-  return options;
-}
-
-bool has_threads(const Choice& choice) {
-  return choice.method != Method::kSingle && choice.method != Method::kDdp && !choice.has_servers();
-}
-
-StrategyOptions strategy_of(const PlanCase& one) {
-  const Choice& choice = one.choice;
-  StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
-  options.compression.kind = choice.compression;
-  options.devices = has_threads(choice) ? one.devices : 1;
-  switch (choice.method) {
-    case Method::kSingle: options.kind = StrategyKind::kSingle; break;
-    case Method::kDdp:
-      options.kind = StrategyKind::kDdp;
-      options.ddp.bucket_mib = std::max(1, static_cast<int>(choice.bucket_bytes) >> 20);
-      break;
-    case Method::kTowers:
-      options.kind = StrategyKind::kTowers;
-      options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
-      break;
-    case Method::kDataParallel: options.kind = StrategyKind::kDataParallel; break;
-    case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;
-    case Method::kStoreSync:
-    case Method::kStoreAsync:
-    case Method::kStoreBounded:
-      options.kind = StrategyKind::kKVStore;
-      options.kvstore.kind = choice.method == Method::kStoreSync    ? KVStoreKind::kDistSync
-                             : choice.method == Method::kStoreAsync ? KVStoreKind::kDistAsync
-                                                                    : KVStoreKind::kDistBounded;
-      options.kvstore.staleness = choice.staleness;
-      options.kvstore.servers = choice.servers;
-      break;
-    case Method::kAveraging:
-      options.kind = StrategyKind::kAveraging;
-      options.averaging.every = choice.average_every;
-      break;
-    case Method::kPipeline:
-      options.kind = StrategyKind::kPipeline;
-      options.pipeline = {
-          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
-      break;
-  }
-  return options;
-}
-
-// The samples of a worker, or of all devices of the only process; a server has none.
-Batch part_of_rank(const Datasets& data, const PlanCase& one, const World& world) {
-  const int servers = one.choice.has_servers() ? one.choice.servers : 0;
-  if (world.rank() < servers) return {};
-  const Range mine = even_part(one.batch, world.rank() - servers, world.size() - servers);
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
-  std::iota(indices.begin(), indices.end(), mine.begin);
-  return data.train->make_batch(indices);
-}
-
-struct MeasuredCase {
-  double step = 0;    // seconds: the median over windows of steps
-  double memory = 0;  // bytes, all processes together
+struct PlanOptions {
+  std::vector<std::string> models;
+  std::vector<int> hosts;
+  std::vector<int> link_mbit{100, 1000};
+  bool held_out = false;
+  bool curves = false;
+  std::string profiles;  // folder
 };
 
-// Every rank makes the same number of steps, which rank 0's first ones decide. Ranks of a store that are not in step go at
-// their own pace: then the slowest worker's windows count.
-MeasuredCase train_case(const PlanCase& one) {
-  keep_freed_memory();
-  const World world = World::from_env();
-  at::set_num_threads(
-      std::max(1, static_cast<int>(usable_cores().size()) / std::max(1, has_threads(one.choice) ? one.devices : 1)));
-  const Task task = model_task(one.model);
-  const Datasets data = load_datasets({.data = "auto"}, task);
-  const auto strategy = make_strategy(world, task, strategy_of(one));
-  const Batch batch = part_of_rank(data, one, world);
-  const auto steps = [&](int count) {
-    const Stopwatch watch;
-    for (int i = 0; i < count; ++i) {
-      strategy->forward_backward(batch);
-      strategy->update();
-    }
-    return watch.seconds() / count;
-  };
-  const auto most = [&](double value) {
-    const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
-    world.all_reduce(tensor, ReduceOp::kMax);
-    return tensor.item<double>();
-  };
-  steps(kStepsPerFigure / 2);
-  const double first = most(steps(kStepsPerFigure / 2));
-  const int windows =
-      std::clamp(static_cast<int>(kWindowsFor / (first * kStepsPerFigure)), kFewestWindows, kMostWindows);
-  Turns seconds;
-  for (int i = 0; i < windows; ++i) seconds.push_back(most(steps(kStepsPerFigure)));
-  const torch::Tensor memory = torch::full({1}, pss_bytes(::getpid()), torch::kFloat64);
-  world.all_reduce(memory);
-  return {.step = median(seconds), .memory = memory.item<double>()};
-}
-
-MeasuredCase measure_case(const PlanCase& one) {
-  const TemporaryFolder folder;
-  const std::string results = folder.file("results");
-  const auto rank = [&] {
-    const MeasuredCase measured = train_case(one);
-    const char* const number = std::getenv("RANK");
-    if (number == nullptr || std::string(number) == "0")
-      write_file(results, Json{{"step", measured.step}, {"memory", measured.memory}}.dump());
-    return 0;
-  };
-  const int servers = one.choice.has_servers() ? one.choice.servers : 0;
-  const LaunchResult ended = launch({.ranks = servers + (has_threads(one.choice) ? 1 : one.devices),
-                                     .servers = servers,
-                                     .output = RankOutput::kFirst},
-                                    rank);
-  if (ended.exit_code != 0)
-    throw SystemError({.what = concat(one.name(), ": a rank ended with code ", ended.exit_code)});
-  const Json found = Json::parse(read_file(results));
-  return {.step = found.at("step"), .memory = found.at("memory")};
-}
-
-// ---- forecasts beside measurements
+// ---- Forecasts beside measurements
 
 struct PlanResult {
   PlanCase one;
   Forecast forecast;
   MeasuredCase measured;
+  double latency = 0;  // of the links: seconds, one way, more than over loopback
   double step_error() const { return forecast.step / measured.step - 1; }
   double memory_error() const { return forecast.memory / measured.memory - 1; }
+  double link_error() const { return forecast.link_bytes / measured.link_bytes - 1; }
+  bool between_hosts() const { return one.hosts > 1; }
+  int all_devices() const { return one.hosts * one.devices; }
 };
+using PlanResults = std::vector<PlanResult>;
 
-std::string signed_percent(double share) { return concat(share > 0 ? "+" : "", fixed(100 * share, 0), " %"); }
+std::string signed_percent(double share, int digits = 0) {
+  return concat(share > 0 ? "+" : "", fixed(100 * share, digits), " %");
+}
 
-double mean_error(const std::vector<PlanResult>& results, double (PlanResult::*error)() const) {
+double mean_error(const PlanResults& results, double (PlanResult::*error)() const) {
   double sum = 0;
   for (const PlanResult& each : results) sum += std::abs((each.*error)());
   return results.empty() ? 0 : sum / static_cast<double>(results.size());
 }
 
-std::vector<PlanResult> those_of(const std::vector<PlanResult>& results,
-                                 const std::function<bool(const PlanResult&)>& good) {
-  std::vector<PlanResult> found;
+// Of every model and target: how much slower the recommended choice is than the fastest, both as measured.
+void print_choices(const PlanResults& results, Json& json) {
+  Table table({"model, target", "recommended", "fastest", "slower by"});
+  std::map<std::string, PlanResults> targets;
   for (const PlanResult& each : results)
-    if (good(each)) found.push_back(each);
-  return found;
-}
-
-// Of every model and number of devices: how much slower the recommended choice is than the fastest, both as measured.
-void print_choices(const std::vector<PlanResult>& results, Json& json) {
-  Table table({"model, devices", "recommended", "fastest", "slower by"});
-  std::map<std::string, std::vector<PlanResult>> targets;
-  for (const PlanResult& each : results)
-    if (each.one.devices > 1 && each.one.choice.exact())
-      targets[concat(each.one.model, ", ", each.one.devices)].push_back(each);
+    if (each.all_devices() > 1 && each.one.choice.exact()) targets[each.one.target()].push_back(each);
   int good = 0;
   for (const auto& [name, all] : targets) {
     const PlanResult& chosen =
@@ -211,90 +82,167 @@ void print_choices(const std::vector<PlanResult>& results, Json& json) {
   std::cout << "within 5 %: " << good << " of " << targets.size() << "\n";
 }
 
-void print_means(const std::vector<PlanResult>& results, int cores, Json& json) {
-  Table table({"mean error", "cases", "step", "memory"});
-  const auto add = [&](const std::string& name, const std::vector<PlanResult>& some) {
-    if (some.empty()) return;
+std::string group_of(const PlanResult& result, int cores) {
+  const bool crowded = result.all_devices() > cores;
+  const std::string held_out = result.one.held_out() ? ", held out" : "";
+  if (result.between_hosts()) return (crowded ? "hosts, more than cores" : "hosts, a core for each") + held_out;
+  return (crowded ? "more devices than cores" : "a core for each device") + held_out;
+}
+
+// Groups in the order of their first cases.
+void print_means(const PlanResults& results, int cores, Json& json) {
+  std::vector<std::pair<std::string, PlanResults>> groups;
+  for (const PlanResult& each : results) {
+    const std::string name = group_of(each, cores);
+    auto found = std::ranges::find(groups, name, &std::pair<std::string, PlanResults>::first);
+    if (found == groups.end()) found = groups.insert(groups.end(), {name, {}});
+    found->second.push_back(each);
+  }
+  Table table({"mean error", "cases", "step", "memory", "link bytes"});
+  for (const auto& [name, some] : groups) {
     const double step = mean_error(some, &PlanResult::step_error), memory = mean_error(some, &PlanResult::memory_error);
-    table.add({name, concat(some.size()), percent(step, 1), percent(memory, 1)});
+    const bool links = some.front().between_hosts();
+    const double link = links ? mean_error(some, &PlanResult::link_error) : 0;
+    table.add({name, concat(some.size()), percent(step, 1), percent(memory, 1), links ? percent(link, 1) : ""});
     json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}, {"memory", memory}};
-  };
-  const auto crowded = [cores](const PlanResult& each) { return each.one.devices > cores; };
-  for (const bool held_out : {false, true}) {
-    const std::string which = held_out ? ", held out" : "";
-    add("a core for each device" + which,
-        those_of(results, [&](const PlanResult& each) { return each.one.held_out() == held_out && !crowded(each); }));
-    add("more devices than cores" + which,
-        those_of(results, [&](const PlanResult& each) { return each.one.held_out() == held_out && crowded(each); }));
+    if (links) json["mean_errors"][name]["link_bytes"] = link;
   }
   std::cout << '\n';
   table.print(std::cout);
 }
 
-void print_cases(const std::vector<PlanResult>& results, Json& json) {
-  Table table({"case", "", "forecast ms", "+-", "measured ms", "error", "forecast MB", "measured MB", "error"});
+Json to_json(const PlanResult& each) {
+  Json json{{"name", each.one.name()},
+            {"held_out", each.one.held_out()},
+            {"forecast_seconds", each.forecast.step},
+            {"uncertain", each.forecast.uncertain},
+            {"bound", each.forecast.bound},
+            {"measured_seconds", each.measured.step},
+            {"measured_steps", each.measured.steps},
+            {"forecast_memory", each.forecast.memory},
+            {"measured_memory", each.measured.memory}};
+  if (each.between_hosts()) {
+    json["forecast_link_bytes"] = each.forecast.link_bytes;
+    json["measured_link_bytes"] = each.measured.link_bytes;
+    json["link_latency"] = each.latency;
+  }
+  return json;
+}
+
+void print_cases(const PlanResults& results, Json& json) {
+  std::vector<std::string> heads{"case",        "",     "forecast ms", "+-", "measured ms", "error", "forecast MB",
+                                 "measured MB", "error"};
+  const bool links = std::ranges::any_of(results, &PlanResult::between_hosts);
+  if (links) heads.insert(heads.end(), {"forecast link kB", "measured link kB", "error"});
+  Table table(heads);
   for (const PlanResult& each : results) {
-    table.add({each.one.name(), each.one.held_out() ? "held out" : "", milliseconds(each.forecast.step),
-               percent(each.forecast.uncertain), milliseconds(each.measured.step), signed_percent(each.step_error()),
-               fixed(each.forecast.memory / 1e6, 0), fixed(each.measured.memory / 1e6, 0),
-               signed_percent(each.memory_error())});
-    json["cases"].push_back({{"name", each.one.name()},
-                             {"held_out", each.one.held_out()},
-                             {"forecast_seconds", each.forecast.step},
-                             {"uncertain", each.forecast.uncertain},
-                             {"bound", each.forecast.bound},
-                             {"measured_seconds", each.measured.step},
-                             {"forecast_memory", each.forecast.memory},
-                             {"measured_memory", each.measured.memory}});
+    std::vector<std::string> cells{each.one.name(),
+                                   each.one.held_out() ? "held out" : "",
+                                   milliseconds(each.forecast.step),
+                                   percent(each.forecast.uncertain),
+                                   milliseconds(each.measured.step),
+                                   signed_percent(each.step_error()),
+                                   fixed(each.forecast.memory / 1e6, 0),
+                                   fixed(each.measured.memory / 1e6, 0),
+                                   signed_percent(each.memory_error())};
+    if (links)
+      cells.insert(cells.end(), {fixed(each.forecast.link_bytes / 1e3, 1), fixed(each.measured.link_bytes / 1e3, 1),
+                                 signed_percent(each.link_error(), 1)});
+    table.add(cells);
+    json["cases"].push_back(to_json(each));
   }
   table.print(std::cout);
+}
+
+// ---- The cases
+
+std::vector<PlanCase> cases_for(const PlanOptions& options) {
+  std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts();
+  std::erase_if(cases, [&](const PlanCase& one) {
+    const bool is_wanted = (options.models.empty() || std::ranges::count(options.models, one.model) > 0) &&
+                           (one.hosts == 1 || (std::ranges::count(options.hosts, one.hosts) > 0 &&
+                                               std::ranges::count(options.link_mbit, one.link_mbit) > 0));
+    return !is_wanted || (one.held_out() && !options.held_out);
+  });
+  return cases;
+}
+
+plan::Profile profile_of(const PlanCase& one, const PlanOptions& options) {
+  show_progress(concat(one.model, ": profile"));
+  const Task task = model_task(one.model);
+  const plan::Profile profile = plan::measure(
+      {.task = task, .strategy = {.optimizer = plan_optimizer(), .seed = 1}, .batch = one.batch, .data = [task] {
+         return load_datasets({.data = "auto"}, task);
+       }});
+  if (!options.profiles.empty())
+    plan::save_profile(std::filesystem::path(options.profiles) / (one.model + ".json"), profile);
+  return profile;
+}
+
+// The hosts share this machine's cores and memory.
+plan::Target target_of(const PlanCase& one, double latency) {
+  plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
+  if (one.hosts == 1) return target;
+  target.machines = one.hosts;
+  target.on_one_machine = true;
+  target.link_rate = one.link_mbit * 1e6 / 8;
+  target.link_latency = latency;
+  return target;
+}
+
+PlanResult result_of(const PlanCase& one, const plan::Profile& profile) {
+  show_progress(one.name());
+  const double latency = one.hosts == 1 ? 0 : latency_of_links(one);
+  return {.one = one,
+          .forecast = plan::forecast(profile, target_of(one, latency), one.choice),
+          .measured = measure_case(one),
+          .latency = latency};
+}
+
+void run(const Program& program, const PlanOptions& options) {
+  PlanResults results;
+  std::string model;
+  plan::Profile profile;
+  for (const PlanCase& one : cases_for(options)) {
+    if (one.model != model) profile = profile_of(one, options);
+    model = one.model;
+    results.push_back(result_of(one, profile));
+  }
+  show_progress("");
+  Json json;
+  print_cases(results, json);
+  print_means(results, static_cast<int>(usable_cores().size()), json);
+  print_choices(results, json);
+  if (!options.hosts.empty())
+    for (const std::string& line : left_out_of_hosts()) std::cout << line << '\n';
+  program.save(json);
+}
+
+void run_curves(const Program& program) {
+  Json json;
+  print_curves(std::cout, json);
+  program.save(json);
 }
 
 }  // namespace
 
 int bench_plan(int argc, const char* const* argv) {
-  std::vector<std::string> models;
-  bool held_out = false, curves = false;
+  PlanOptions options;
   Program program("plan", "Forecasts of lockstep plan beside measurements of the same run, on this machine.", 1);
-  program.list("--models", models, "lenet, mlp, gpt-mini; all by default");
-  program.flag("--held-out", held_out, "also the half of the cases that is held out");
-  program.flag("--curves", curves, "forecasts beside scaling curves that others have published; measures nothing");
-  return program.run(argc, argv, [&] {
-    if (curves) {
-      Json json;
-      print_curves(std::cout, json);
-      return program.save(json);
-    }
-    const int cores = static_cast<int>(usable_cores().size());
-    std::vector<PlanResult> results;
-    Json profiles;
-    std::string model;
-    plan::Profile profile;
-    for (const PlanCase& one : plan_cases()) {
-      if (!models.empty() && std::ranges::count(models, one.model) == 0) continue;
-      if (one.held_out() && !held_out) continue;
-      if (one.model != model) {
-        model = one.model;
-        show_progress(concat(model, ": profile"));
-        const Task task = model_task(model);
-        profile = plan::measure(
-            {.task = task, .strategy = {.optimizer = plan_optimizer(), .seed = 1}, .batch = one.batch, .data = [task] {
-               return load_datasets({.data = "auto"}, task);
-             }});
-      }
-      const plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
-      PlanResult result{.one = one, .forecast = plan::forecast(profile, target, one.choice), .measured = {}};
-      show_progress(one.name());
-      result.measured = measure_case(one);
-      results.push_back(result);
-    }
-    show_progress("");
-    Json json;
-    print_cases(results, json);
-    print_means(results, cores, json);
-    print_choices(results, json);
-    program.save(json);
-  });
+  program.list("--models", options.models, "only these; all by default")
+      ->check(CLI::IsMember({"lenet", "mlp", "gpt-mini"}));
+  program
+      .list("--hosts", options.hosts,
+            "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
+      ->check(CLI::IsMember({2, 4, 8}));
+  program.list("--link-mbit", options.link_mbit, "with --hosts: links of so many Mb/s in each direction (100, 1000)")
+      ->check(CLI::IsMember({100, 1000}));
+  program.option("--profiles", options.profiles, "folder to keep the profiles in, for lockstep plan --profile")
+      ->check(CLI::ExistingDirectory);
+  program.flag("--held-out", options.held_out, "also the half of the cases that is held out");
+  program.flag("--curves", options.curves,
+               "forecasts beside scaling curves that others have published; measures nothing");
+  return program.run(argc, argv, [&] { options.curves ? run_curves(program) : run(program, options); });
 }
 
 }  // namespace lockstep::bench

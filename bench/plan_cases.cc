@@ -13,11 +13,21 @@ using plan::Method;
 struct Model {
   const char* name;
   std::int64_t batch;
+  int pieces;  // into which it can be cut: at most so many stages
 };
-constexpr Model kModels[] = {{"lenet", 256}, {"mlp", 256}, {"gpt-mini", 16}};
+constexpr Model kModels[] = {{"lenet", 256, 4}, {"mlp", 256, 3}, {"gpt-mini", 16, 6}};
+constexpr int kHosts[] = {2, 4, 8};
+constexpr int kLinks[] = {100, 1000};  // Mb/s
 
-// mlp has 3 pieces, so it has no pipeline of 4 stages.
-std::vector<Choice> choices_on(int devices, bool can_be_cut) {
+void add_pipelines(std::vector<Choice>& all, int stages) {
+  for (const PipelineSchedule order : {PipelineSchedule::kNaive, PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
+    all.push_back({.method = Method::kPipeline,
+                   .order = order,
+                   .stages = stages,
+                   .micro_batches = order == PipelineSchedule::kNaive ? 1 : 4});
+}
+
+std::vector<Choice> choices_on(const Model& model, int devices) {
   std::vector<Choice> all{{.method = Method::kDdp},
                           {.method = Method::kTowers},
                           {.method = Method::kTowers, .update_on_cpu = true},
@@ -27,20 +37,30 @@ std::vector<Choice> choices_on(int devices, bool can_be_cut) {
                           {.method = Method::kStoreAsync},
                           {.method = Method::kAveraging, .average_every = 1},
                           {.method = Method::kAveraging, .average_every = 8}};
-  if (!can_be_cut) return all;
-  for (const PipelineSchedule order : {PipelineSchedule::kNaive, PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
-    all.push_back({.method = Method::kPipeline,
-                   .order = order,
-                   .stages = devices,
-                   .micro_batches = order == PipelineSchedule::kNaive ? 1 : 4});
+  if (devices <= model.pieces) add_pipelines(all, devices);
+  return all;
+}
+
+// Towers, data_parallel and the local stores are threads of one process.
+std::vector<Choice> choices_between(const Model& model, int hosts) {
+  std::vector<Choice> all{{.method = Method::kDdp},
+                          {.method = Method::kAveraging, .average_every = 1},
+                          {.method = Method::kAveraging, .average_every = 8},
+                          {.method = Method::kStoreSync, .servers = 1},
+                          {.method = Method::kStoreSync, .servers = hosts},
+                          {.method = Method::kStoreAsync, .servers = 1}};
+  if (hosts <= model.pieces) add_pipelines(all, hosts);
   return all;
 }
 
 }  // namespace
 
-std::string PlanCase::name() const {
-  return concat(model, ", ", devices, devices == 1 ? " device: " : " devices: ", choice.name());
+std::string PlanCase::target() const {
+  if (hosts > 1) return concat(model, ", ", hosts, " hosts, ", link_mbit, " Mb/s");
+  return concat(model, ", ", devices, devices == 1 ? " device" : " devices");
 }
+
+std::string PlanCase::name() const { return concat(target(), ": ", choice.name()); }
 
 bool PlanCase::held_out() const { return (hash_of(name()) >> 7U) % 2 == 1; }
 
@@ -49,10 +69,31 @@ std::vector<PlanCase> plan_cases() {
   for (const Model& model : kModels) {
     cases.push_back({.model = model.name, .batch = model.batch, .choice = {.method = Method::kSingle}});
     for (const int devices : {2, 4})
-      for (const Choice& choice : choices_on(devices, devices == 2 || std::string(model.name) != "mlp"))
+      for (const Choice& choice : choices_on(model, devices))
         cases.push_back({.model = model.name, .batch = model.batch, .devices = devices, .choice = choice});
   }
   return cases;
+}
+
+std::vector<PlanCase> plan_cases_of_hosts() {
+  std::vector<PlanCase> cases;
+  for (const Model& model : kModels)
+    for (const int hosts : kHosts)
+      for (const int link : kLinks)
+        for (const Choice& choice : choices_between(model, hosts))
+          cases.push_back(
+              {.model = model.name, .batch = model.batch, .hosts = hosts, .link_mbit = link, .choice = choice});
+  return cases;
+}
+
+std::vector<std::string> left_out_of_hosts() {
+  std::vector<std::string> lines;
+  for (const Model& model : kModels)
+    for (const int hosts : kHosts)
+      if (hosts > model.pieces)
+        lines.push_back(
+            concat(model.name, ", ", hosts, " hosts: no pipeline, as the model has ", model.pieces, " pieces"));
+  return lines;
 }
 
 }  // namespace lockstep::bench

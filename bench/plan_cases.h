@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/plan_cases.h: the cases of `lockstep bench plan`: what is forecast and then measured. The list was written before the
-// first forecast was made; those held out are looked at once a change of the planner is finished, and nothing is fitted to
-// any of them.
+// bench/plan_cases.h: the cases of `lockstep bench plan`: what is forecast and then measured. The lists were written before the
+// first forecast of any of them was made; those held out are looked at once a change of the planner is finished, and nothing is
+// fitted to any of them.
 //
 // Threads: values
 #pragma once
@@ -16,14 +16,22 @@ namespace lockstep::bench {
 struct PlanCase {
   std::string model;
   std::int64_t batch = 1;  // global
-  int devices = 1;
+  int hosts = 1;
+  int link_mbit = 0;  // of each host, in each direction; of one host 0
+  int devices = 1;    // of each host
   plan::Choice choice;
 
-  std::string name() const;  // "lenet, 2 devices: ddp"
-  bool held_out() const;     // half of them, by a hash of the name
+  std::string target() const;  // "lenet, 2 devices", "lenet, 4 hosts, 100 Mb/s"
+  std::string name() const;    // with the choice: "lenet, 2 devices: ddp"
+  bool held_out() const;       // half of them, by a hash of the name
 };
 
 // On one machine: three models, every strategy, 1, 2 and 4 devices.
 std::vector<PlanCase> plan_cases();
+
+// Between hosts of one device each: three models, every strategy that trains over machines, 2, 4 and 8 hosts, links of 100 Mb/s
+// and 1 Gb/s.
+std::vector<PlanCase> plan_cases_of_hosts();
+std::vector<std::string> left_out_of_hosts();  // what is in no case, and why: a line each
 
 }  // namespace lockstep::bench

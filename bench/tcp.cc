@@ -66,9 +66,7 @@ TcpConnection connect_over_tcp(const std::string& address, const InNetwork& from
   return both;
 }
 
-double loopback_round_trip() {
-  const auto here = [](const std::function<void()>& body) { body(); };
-  const TcpConnection ends = connect_over_tcp("127.0.0.1", here, here);
+double round_trip(const TcpConnection& ends) {
   send_at_once(ends.from);
   send_at_once(ends.to);
   std::thread other([&] { echo(ends.to); });
@@ -84,6 +82,11 @@ double loopback_round_trip() {
   other.join();
   require_measured(seconds.size() == kRoundTrips);
   return median(seconds);
+}
+
+double loopback_round_trip() {
+  const auto here = [](const std::function<void()>& body) { body(); };
+  return round_trip(connect_over_tcp("127.0.0.1", here, here));
 }
 
 }  // namespace lockstep::bench

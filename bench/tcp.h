@@ -23,8 +23,10 @@ using InNetwork = std::function<void(const std::function<void()>&)>;
 // Throws SystemError.
 TcpConnection connect_over_tcp(const std::string& address, const InNetwork& from, const InNetwork& to);
 
-// Median seconds of one byte there and back over TCP on 127.0.0.1: the floor of everything that goes through sockets on
-// this machine. Throws SystemError.
+// Median seconds of one byte there and back; the connection can't be used after that. Throws SystemError.
+double round_trip(const TcpConnection& ends);
+
+// The same on 127.0.0.1: the floor of everything that goes through sockets on this machine.
 double loopback_round_trip();
 
 // Throws SystemError with errno unless `fine`.

@@ -50,7 +50,7 @@ void add_options(CLI::App& app, PlanOptions& options) {
   };
   add_training_options(app, options.train);
   add("--profile", options.profile,
-      "file of the profile: read, or made (10 to 30 s) where there is none; without it one is made");
+      "file of the profile: read, or made (20 to 30 s) where there is none; without it one is made");
   app.add_flag("--other-machine", options.other_machine,
                "the profile is of a machine like the target's, not of this one");
   add("--machines", options.target.machines, "of the target");
@@ -74,7 +74,7 @@ Profile profile_for(const PlanOptions& options, const Task& task) {
     require_profile_of(profile, task, options.train.strategy, options.other_machine);
     return profile;
   }
-  log_info(concat("measuring ", task.name, " on this machine, 10 to 30 s"));
+  log_info(concat("measuring ", task.name, " on this machine, 20 to 30 s"));
   Profile profile = measure({.task = task,
                              .strategy = options.train.strategy,
                              .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "lockstep/plan/strategy_schedules.h"
+#include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
@@ -11,7 +13,37 @@ namespace {
 constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
 constexpr double kLeastChunk = 512.0 * 1024;    // an all_reduce between machines goes in eighths, but not below this,
 constexpr double kMostChunk = 4.0 * (1 << 20);  // nor above this
-constexpr int kParts = 16;                      // in which a gradient goes to a server in step
+constexpr double kSignature = 24;               // bytes: machines compare what they call
+
+void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
+
+Ids first_devices(const Builder& b) {
+  Ids devices;
+  for (int m = 0; m < b.machines(); ++m) devices.push_back(m * b.target().devices);
+  return devices;
+}
+
+// The parts of each server's keys that are pushed one by one.
+std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int servers) {
+  constexpr std::int64_t kSplitAbove = 1'000'000;  // elements: strategy.h
+  std::vector<Key> keys;
+  for (const double bytes : profile.tensors) {
+    const auto elements = static_cast<std::int64_t>(bytes / 4);
+    keys.push_back({.name = "", .elements = elements, .rows = std::max<std::int64_t>(1, elements)});
+  }
+  std::vector<std::vector<double>> parts;
+  for (const BlockLayout& layout : plan_keys(keys, at(servers), kSplitAbove)) {
+    parts.emplace_back();
+    for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
+      double bytes = 0;
+      for (const KeySlice& slice : layout.slices_of(range)) bytes += static_cast<double>(slice.bytes());
+      parts.back().push_back(bytes);
+    }
+  }
+  return parts;
+}
+
+// ---- Two bits, the only compression of gradients to servers
 
 bool is_compressed(const Builder& b) { return b.choice().compression != Compression::kNone; }
 
@@ -34,37 +66,51 @@ void decode_all(Builder& b, int server, int home, double bytes, const Ids& pushe
 
 }  // namespace
 
+// A chunk's parts leave while the two chunks before it are under way.
 void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after) {
   const int n = b.machines(), inside = b.target().devices;
   const double chunk = std::clamp(bytes / 8, kLeastChunk, kMostChunk);
   const int chunks = std::max(1, static_cast<int>(std::ceil(bytes / chunk - 1e-9)));
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
-  const double each_round = one_round ? size * (n == 2 ? 1 : n - 1) : size * (n - 1) / n;
-  std::vector<Ids> shared(at(n));
-  Ids reduced(at(n), -1);
+  const double part = one_round ? size : size / n;  // that goes from one machine to another
+  std::vector<Ids> before = after, shared(at(n));
+  Ids parts, results;  // [chunk] once the parts, and the results, are on all machines
   for (int c = 0; c < chunks; ++c) {
-    Ids ready;
+    Ids arrived;
     for (int m = 0; m < n; ++m) {
-      Ids before = c == 0 ? after[at(m)] : Ids{reduced[at(m)]};
-      const Ids network = b.last(actors[at(m)]);
-      b.follow(actors[at(m)], {});
-      reduced[at(m)] = b.touch(actors[at(m)], m, "reduce", inside > 1 ? (inside + 1) * size : 0, before);
-      b.follow(actors[at(m)], network);
-      ready.push_back(reduced[at(m)]);
+      if (inside > 1) before[at(m)] = {b.pass(m, (inside + 1) * size, before[at(m)])};
+      Ids ready = before[at(m)];
+      if (c == 0) append(ready, b.last(actors[at(m)]));
+      if (c >= 2) ready.push_back(parts[at(c - 2)]);
+      if (c >= 3) ready.push_back(results[at(c - 3)]);
+      arrived.push_back(b.exchange(actors[at(m)], m, "exchange", part, ready));
+      if (c == 0) arrived.push_back(b.exchange(actors[at(m)], m, "compare", kSignature, ready));
     }
-    for (int round = 0; round < (one_round ? 1 : 2); ++round) {
-      b.meet(actors, 0, ready);
-      for (int m = 0; m < n; ++m) b.exchange(actors[at(m)], m, "exchange", each_round);
-    }
-    for (int m = 0; m < n; ++m) {
-      const Ids network = b.last(actors[at(m)]);
-      const int done = b.touch(actors[at(m)], m, "share", inside > 1 ? 2 * size * inside : 0);
-      b.follow(actors[at(m)], network);
-      shared[at(m)].push_back(done);
-    }
+    parts.push_back(b.join(arrived));
+    Ids reduced;
+    for (int m = 0; m < n; ++m) reduced.push_back(b.pass(m, (n + 1) * part, {parts.back()}));
+    if (!one_round)
+      for (int m = 0; m < n; ++m) {
+        Ids ready{reduced[at(m)]};
+        if (c >= 2) ready.push_back(results[at(c - 2)]);
+        reduced[at(m)] = b.exchange(actors[at(m)], m, "exchange", part, ready);
+      }
+    results.push_back(b.join(reduced));
+    for (int m = 0; m < n; ++m)
+      shared[at(m)].push_back(inside > 1 ? b.pass(m, 2 * size * inside, {results.back()}) : results.back());
   }
   for (int m = 0; m < n; ++m) b.follow(actors[at(m)], shared[at(m)]);
+}
+
+void sum_up(Builder& b, double bytes) {
+  if (b.machines() == 1) {
+    b.meet(b.all_devices(), b.barrier());
+    return;
+  }
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
+  all_reduce(b, first_devices(b), bytes, std::vector<Ids>(at(b.machines())));
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
 }
 
 std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
@@ -79,6 +125,19 @@ std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
   return full;
 }
 
+std::vector<Ids> last_of_machines(const Builder& b) {
+  std::vector<Ids> last(at(b.machines()));
+  for (const int device : b.all_devices()) append(last[at(b.machine_of(device))], b.last(device));
+  return last;
+}
+
+void forward_and_totals(Builder& b, const Ids& networks) {
+  constexpr double kTotals = 80;  // gradient/exchange_totals.h
+  for (const int device : b.all_devices())
+    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
+  all_reduce(b, networks, kTotals, last_of_machines(b));
+}
+
 void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
                            const std::function<void(const FullBucket&)>& when_full) {
   const std::vector<ModuleTimes>& modules = b.profile().modules;
@@ -86,32 +145,31 @@ void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
   for (const ModuleTimes& module : modules) all += module.backward;
   auto next = buckets.begin();
   for (std::size_t i = modules.size(); i-- > 0;) {
-    for (const int device : b.all_devices())
+    const auto bytes = static_cast<double>(modules[i].bytes);
+    for (const int device : b.all_devices()) {
       b.compute(device, b.machine_of(device), "backward " + modules[i].name,
                 b.alone(b.samples_of(device)).backward * modules[i].backward / all);
+      if (bytes > 0) b.touch(device, b.machine_of(device), "pack", 2 * bytes);
+    }
     for (; next != buckets.end() && next->module == i; ++next) when_full(*next);
   }
-}
-
-std::vector<Ids> last_of_machines(const Builder& b) {
-  std::vector<Ids> last(at(b.machines()));
-  for (const int device : b.all_devices())
-    for (const int activity : b.last(device)) last[at(b.machine_of(device))].push_back(activity);
-  return last;
 }
 
 void update_on_machines(Builder& b, const std::vector<Ids>& after) {
   for (int m = 0; m < b.machines(); ++m) {
     b.meet(b.devices_on(m), b.barrier(), after[at(m)]);
-    for (const int device : b.devices_on(m)) b.touch(device, m, "update", b.update_bytes(1) / b.target().devices);
+    for (const int device : b.devices_on(m)) {
+      b.touch(device, m, "unpack", 2 * b.parameter_bytes());
+      b.update(device, m, 1.0 / b.target().devices);
+    }
     b.meet(b.devices_on(m), b.barrier());
   }
 }
 
-// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order.
+// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order, after
+// the number of samples. Gradients are copied into the buckets, and their means out of them.
 void ddp_between_machines(Builder& b, const Ids& networks) {
-  for (const int device : b.all_devices())
-    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
+  forward_and_totals(b, networks);
   const auto buckets = buckets_of(b.profile(), b.choice().bucket_bytes);
   std::vector<std::vector<Ids>> full;  // [bucket][machine] after what
   backward_into_buckets(b, buckets, [&](const FullBucket&) { full.push_back(last_of_machines(b)); });
@@ -123,11 +181,14 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
 
 // Every device trains a replica; every h steps the replicas become one.
 void averaging(Builder& b, const Ids& networks, int step) {
+  constexpr double kLoss = 24, kSamples = 8;  // bytes that are summed up
   for (const int device : b.all_devices()) b.forward_and_backward(device);
-  if (b.machines() > 1) b.meet(b.all_devices(), 2 * (b.target().link_latency) + b.handover());  // the loss of the batch
-  for (const int device : b.all_devices()) b.touch(device, b.machine_of(device), "update", b.update_bytes(1));
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
+  if (b.machines() > 1) sum_up(b, kLoss);
+  for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 2 * b.handover());
   if ((step + 1) % b.choice().average_every != 0) return;
+  if (b.machines() > 1) sum_up(b, kSamples);
   const double bytes = b.parameter_bytes();
   for (const int device : b.all_devices())
     b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target().devices);
@@ -143,60 +204,83 @@ void averaging(Builder& b, const Ids& networks, int step) {
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
 }
 
-// docs/strategies/kvstore.md: parts of a gradient go to the servers; a part comes back when all workers have pushed it. The
-// requests of all workers share the server.
+// docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; a part comes
+// back when all workers have pushed it. A server merges, updates and copies under one lock, for all workers.
 void store_sync(Builder& b, const Ids& servers) {
+  constexpr double kLoss = 24;
   for (const int device : b.all_devices()) b.forward_and_backward(device);
-  b.meet(b.all_devices(), b.barrier());  // samples and loss
-  const int count = static_cast<int>(servers.size());
-  const int parts = std::max(1, kParts / count);
-  const double size = b.parameter_bytes() / count / parts;
+  sum_up(b, kLoss);
+  const auto parts = parts_of_servers(b.profile(), static_cast<int>(servers.size()));
   std::vector<Ids> answers(at(b.devices()));
-  std::vector<Ids> sent(at(b.devices()));
-  for (const int device : b.all_devices()) sent[at(device)] = b.last(device);
-  for (int part = 0; part < parts; ++part)
-    for (int s = 0; s < count; ++s) {
-      const int home = s % b.machines();
+  for (std::size_t s = 0; s < servers.size(); ++s) {
+    const int home = static_cast<int>(s) % b.machines();
+    std::vector<Ids> pushes(at(b.devices())), pulls(at(b.devices()));  // what the next one on a connection waits for
+    for (const double size : parts[s]) {
       Ids pushed;
       for (const int device : b.all_devices()) {
         const int machine = b.machine_of(device);
-        b.follow(device, sent[at(device)]);
-        const int packed = pack(b, device, size);
-        pushed.push_back(b.send(device, machine, home, "push", size * sent_share(b)));
-        sent[at(device)] = {machine == home ? pushed.back()
-                                            : packed};  // a message goes on while the next part is packed
+        Ids ready{pack(b, device, size)};
+        append(ready, pushes[at(device)]);
+        const Builder::Message push = b.post(device, machine, home, "push", size * sent_share(b), ready);
+        pushes[at(device)] = {push.left};
+        pushed.push_back(push.arrived);
       }
-      if (is_compressed(b)) decode_all(b, servers[at(s)], home, size, pushed);
-      const int merged = b.touch(servers[at(s)], home, "update", b.update_bytes(b.devices()) / (count * parts), pushed);
+      if (is_compressed(b)) decode_all(b, servers[s], home, size, pushed);
+      b.update(servers[s], home, size / b.parameter_bytes(), b.devices(), pushed);
       for (const int device : b.all_devices()) {
-        b.follow(device, {merged});
-        answers[at(device)].push_back(b.send(device, home, b.machine_of(device), "pull", size));
+        Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
+        append(ready, pulls[at(device)]);
+        const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", size, ready);
+        pulls[at(device)] = {pull.left};
+        answers[at(device)].push_back(pull.arrived);
       }
     }
-  for (const int device : b.all_devices()) {
-    b.follow(device, answers[at(device)]);
-    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes());
   }
+  for (const int device : b.all_devices())
+    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[at(device)]);
 }
 
-// A worker waits for its own push and pull, and for no other worker; the servers' memory is shared by whoever comes.
-void store_async(Builder& b, int servers) {
-  const double size = b.parameter_bytes() / servers;
+AsyncStore::AsyncStore(Builder& builder, const Ids& locks) : b_(builder), locks_(locks) {
+  for (const auto& parts : parts_of_servers(b_.profile(), static_cast<int>(locks.size())))
+    sizes_.push_back(std::accumulate(parts.begin(), parts.end(), 0.0));
+}
+
+int AsyncStore::push(int device, int server, const Ids& after) {
+  const int machine = b_.machine_of(device);
+  const int packed = b_.touch(device, machine, "pack", 2 * size(server), after);
+  return b_.post(device, machine, home(server), "push", size(server), {packed}).arrived;
+}
+
+int AsyncStore::update(int device, int server, const Ids& after) {
+  constexpr double kReply = 8;  // bytes
+  const int done = b_.update_locked(locks_[at(server)], home(server), size(server) / b_.parameter_bytes(), after);
+  return b_.post(device, home(server), b_.machine_of(device), "updated", kReply, {done}).arrived;
+}
+
+int AsyncStore::ask(int device, int server, const Ids& after) {
+  constexpr double kRequest = 100;  // bytes, about
+  return b_.post(device, b_.machine_of(device), home(server), "ask", kRequest, after).arrived;
+}
+
+int AsyncStore::pull(int device, int server, const Ids& after) {
+  const int copied = b_.pass_locked(locks_[at(server)], home(server), 2 * size(server), after);
+  return b_.post(device, home(server), b_.machine_of(device), "pull", size(server), {copied}).arrived;
+}
+
+void AsyncStore::unpack(int device, const Ids& after) {
+  b_.touch(device, b_.machine_of(device), "unpack", 2 * b_.parameter_bytes(), after);
+}
+
+// A worker pushes to all servers, hears of each that it has updated, then pulls from all. It waits for no other worker, but a
+// server works for one at a time.
+void store_async(Builder& b, const Ids& locks) {
+  AsyncStore store(b, locks);
   for (const int device : b.all_devices()) {
-    const int machine = b.machine_of(device);
     b.forward_and_backward(device);
-    Ids answers;
-    const Ids start = b.last(device);
-    for (int s = 0; s < servers; ++s) {
-      const int home = s % b.machines();
-      b.follow(device, start);
-      b.touch(device, machine, "pack", 2 * size);
-      b.send(device, machine, home, "push", size);
-      b.touch(device, home, "server updates", b.update_bytes(1) / servers);
-      answers.push_back(b.send(device, home, machine, "pull", size));
-    }
-    b.follow(device, answers);
-    b.touch(device, machine, "unpack", 2 * b.parameter_bytes());
+    Ids updated, pulled;
+    for (int s = 0; s < store.servers(); ++s) updated.push_back(store.update(device, s, {store.push(device, s)}));
+    for (int s = 0; s < store.servers(); ++s) pulled.push_back(store.pull(device, s, {store.ask(device, s, updated)}));
+    store.unpack(device, pulled);
   }
 }
 

@@ -53,39 +53,28 @@ int add_staleness_gate(Builder& b) {
   });
 }
 
-// A worker pushes to the first server, which decides, then to the others; and it pulls in the same way.
-void store_bounded(Builder& b, int gate, int step) {
-  const int servers = b.choice().servers;
-  const double size = b.parameter_bytes() / servers;
+// A worker pushes to the first server, which decides when it may update, then to the others; and it pulls in the same way.
+void store_bounded(Builder& b, const Ids& locks, int gate, int step) {
+  AsyncStore store(b, locks);
   for (const int device : b.all_devices()) {
-    const int machine = b.machine_of(device);
-    if (step == 0) b.pass(device, gate, ticket(device, Wish::kRead));
+    const auto pass = [&](Wish wish, int arrived) {
+      return b.pass_gate(device, gate, ticket(device, wish), {arrived});
+    };
+    if (step == 0) b.pass_gate(device, gate, ticket(device, Wish::kRead));
     b.forward_and_backward(device);
-    Ids before, done;
-    for (int s = 0; s < servers; ++s) {
-      const int home = s % b.machines();
-      if (s > 0) b.follow(device, before);
-      b.touch(device, machine, "pack", 2 * size);
-      b.send(device, machine, home, "push", size);
-      if (s == 0) b.pass(device, gate, ticket(device, Wish::kUpdate));
-      done.push_back(b.touch(device, home, "server updates", b.update_bytes(1) / servers));
-      if (s == 0) before = b.last(device);
-    }
-    b.follow(device, done);
-    before = {b.pass(device, gate, ticket(device, Wish::kRead))};
-    done.clear();
-    for (int s = 0; s < servers; ++s) {
-      b.follow(device, before);
-      done.push_back(b.send(device, s % b.machines(), machine, "pull", size));
-      if (s == 0) before = b.last(device);
-    }
-    b.follow(device, done);
-    b.touch(device, machine, "unpack", 2 * b.parameter_bytes());
+    const int first = store.update(device, 0, {pass(Wish::kUpdate, store.push(device, 0))});
+    Ids updated{first}, pulled;
+    for (int s = 1; s < store.servers(); ++s)
+      updated.push_back(store.update(device, s, {store.push(device, s, {first})}));
+    pulled.push_back(store.pull(device, 0, {pass(Wish::kRead, store.ask(device, 0, updated))}));
+    for (int s = 1; s < store.servers(); ++s)
+      pulled.push_back(store.pull(device, s, {store.ask(device, s, {pulled.front()})}));
+    store.unpack(device, pulled);
   }
 }
 
 void leave_bounded_store(Builder& b, int gate) {
-  for (const int device : b.all_devices()) b.pass(device, gate, ticket(device, Wish::kLeave));
+  for (const int device : b.all_devices()) b.pass_gate(device, gate, ticket(device, Wish::kLeave));
 }
 
 }  // namespace lockstep::plan

@@ -19,15 +19,15 @@ void decode(Builder& b, double bytes, double seconds_per_byte) {
 // Every rank has `bytes`, and gets those of all ranks. Its devices wait for it.
 void all_gather(Builder& b, const Ids& networks, double bytes) {
   const int inside = b.target().devices;
-  const int met = b.meet(b.all_devices(), 0);
+  const std::vector<Ids> ready = last_of_machines(b);
+  Ids arrived;
   for (int m = 0; m < b.machines(); ++m) {
-    const int network = networks[at(m)];
-    b.follow(network, {met});
-    if (inside > 1) b.touch(network, m, "gather", 2 * bytes * inside);
-    b.exchange(network, m, "exchange", bytes * inside * (b.machines() - 1));
-    if (inside > 1) b.touch(network, m, "share", 2 * bytes * b.devices() * inside);
-    b.meet(b.devices_on(m), inside > 1 ? b.barrier() : 0, b.last(network));
+    const Ids gathered = inside > 1 ? Ids{b.pass(m, 2 * bytes * inside, ready[at(m)])} : ready[at(m)];
+    arrived.push_back(b.exchange(networks[at(m)], m, "exchange", bytes * inside, gathered));
   }
+  const int all = b.join(arrived);
+  for (int m = 0; m < b.machines(); ++m)
+    b.meet(b.devices_on(m), b.barrier(), {inside > 1 ? b.pass(m, 2 * bytes * b.devices() * inside, {all}) : all});
 }
 
 // In step: its devices wait for it.
@@ -52,8 +52,7 @@ void power_sgd(Builder& b, const Ids& networks, const CompressionTimes& times, d
 void ddp_compressed(Builder& b, const Ids& networks) {
   const Compression kind = b.choice().compression;
   const CompressionTimes& times = compression_for(b.profile(), name_of(kind));
-  for (const int device : b.all_devices())
-    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
+  forward_and_totals(b, networks);
   const auto buckets = buckets_of(b.profile(), b.choice().bucket_bytes);
   std::vector<std::vector<Ids>> full;
   backward_into_buckets(b, buckets, [&](const FullBucket& bucket) {

@@ -124,7 +124,8 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
 
 // With what they share, libraries above all.
 double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
-  return profile.common_bytes + memory_of_processes(profile, target, choice);
+  const int machines = target.on_one_machine ? target.machines : 1;
+  return profile.common_bytes + machines * memory_of_processes(profile, target, choice);
 }
 
 std::string extrapolated(const Profile& profile, const Target& target) {

@@ -22,7 +22,7 @@ struct Forecast {
   std::string extrapolated;  // what nobody has measured for it; empty: nothing
   std::string bound;         // "computing 93 %"
   double link_bytes = 0;     // in a step, on the busiest link in one direction
-  double memory = 0;         // bytes of a machine, all processes
+  double memory = 0;         // bytes of a machine, all processes; of all machines if they are on one
   double epochs = 0;         // seconds of the target's epochs; 0: the dataset's size is not known
 };
 

@@ -2,6 +2,7 @@
 #include "lockstep/plan/measure.h"
 
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,25 +34,25 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/plan/measure_compression.h"
+#include "lockstep/plan/measured_steps.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
 
 namespace lockstep::plan {
 namespace {
 
-constexpr int kSizes = 6;               // of batches, each twice the one before
-constexpr double kPerCell = 0.5;        // seconds for the steps of one batch size
-constexpr double kPerCurves = 12;       // seconds: a larger batch that would take longer is left out
-constexpr int kFewest = 3, kMost = 40;  // steps of one batch size
-constexpr int kRounds = 300;            // of what takes microseconds
+// Seconds for steps: of ranks that have a core each; of twice as many; of one process with all cores.
+constexpr double kForSteps = 8, kForCrowdedSteps = 5, kForThreads = 3;
+constexpr int kThreadRounds = 6;
+constexpr int kRounds = 300;  // of what takes microseconds
 constexpr std::size_t kCopied = std::size_t{32} << 20;
+constexpr double kMostMemory = 0.5;  // of what is free: more ranks than that holds are not tried
 
 // ---- What a process has and is
 
-constexpr const char* kOwnMemory = "/proc/self/smaps_rollup";
+double share_of_common() { return proc_bytes("/proc/self/smaps_rollup", "Pss:") - own_bytes(); }
 
-double own_bytes() { return proc_bytes(kOwnMemory, "Private_Clean:") + proc_bytes(kOwnMemory, "Private_Dirty:"); }
-double share_of_common() { return proc_bytes(kOwnMemory, "Pss:") - own_bytes(); }
+double available_bytes() { return proc_bytes("/proc/meminfo", "MemAvailable:"); }
 
 // A file for what a process has measured, gone with this.
 class ResultFile {
@@ -94,132 +95,20 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
   return load_profile(file.path());
 }
 
-// ---- Steps
-
-std::vector<std::int64_t> sizes_of(std::int64_t batch) {
-  std::vector<std::int64_t> sizes;
-  for (int i = 0; i < kSizes && (sizes.empty() || sizes.back() > 1); ++i)
-    sizes.push_back(std::max<std::int64_t>(1, batch >> i));
-  std::ranges::reverse(sizes);
-  return sizes;
-}
-
-Batch batch_of(const Datasets& data, std::int64_t samples) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(samples));
-  for (std::int64_t i = 0; i < samples; ++i) indices[static_cast<std::size_t>(i)] = i % data.train->size();
-  return data.train->make_batch(indices);
-}
-
-class Training {
- public:
-  explicit Training(const Subject& subject) {
-    StrategyOptions options = subject.strategy;
-    options.kind = StrategyKind::kSingle;
-    options.devices = 1;
-    options.places = {};
-    options.ddp = {};
-    options.compression = {};
-    strategy_ = make_strategy(World::single(), subject.task, options);
-  }
-
-  Strategy& strategy() { return *strategy_; }
-
-  // What is neither backward nor update counts as forward: making room, setting gradients to none.
-  StepTimes step(const Batch& batch) {
-    const PhaseTimes before = strategy_->phases();
-    const Stopwatch watch;
-    strategy_->forward_backward(batch);
-    strategy_->update();
-    const double all = watch.seconds();
-    const PhaseTimes& after = strategy_->phases();
-    const double backward = after.backward - before.backward + after.exchange - before.exchange;
-    const double update = after.update - before.update;
-    return {.samples = batch.size(), .forward = all - backward - update, .backward = backward, .update = update};
-  }
-
- private:
-  std::unique_ptr<Strategy> strategy_;
-};
-
-double total(const StepTimes& times) { return times.forward + times.backward; }
-
-StepTimes medians(const std::vector<StepTimes>& steps) {
-  const auto of = [&](double StepTimes::*member) {
-    std::vector<double> values;
-    for (const StepTimes& each : steps) values.push_back(each.*member);
-    return median(values);
-  };
-  return {.samples = steps.front().samples,
-          .forward = of(&StepTimes::forward),
-          .backward = of(&StepTimes::backward),
-          .update = of(&StepTimes::update)};
-}
-
-// Steps over their median, without the tenth that is fastest and the tenth that is slowest.
-void add_spread(std::vector<double>& spread, const std::vector<StepTimes>& steps) {
-  std::vector<double> seconds;
-  for (const StepTimes& each : steps) seconds.push_back(total(each));
-  std::ranges::sort(seconds);
-  const double middle = seconds[seconds.size() / 2];
-  const std::size_t cut = seconds.size() / 10;
-  for (std::size_t i = cut; i < seconds.size() - cut; ++i) spread.push_back(seconds[i] / middle);
-}
-
-int steps_to_make(double seconds) { return std::clamp(static_cast<int>(kPerCell / seconds), kFewest, kMost); }
-
-double of_all(const World& world, double value, ReduceOp op) {
-  const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
-  world.all_reduce(tensor, op);
-  return tensor.item<double>();
-}
-
 // ---- As many ranks as cores: steps alone and at once, memory, collectives
 
-void measure_steps(const World& world, const Subject& subject, Profile& profile) {
-  profile.common_bytes = of_all(world, share_of_common(), ReduceOp::kSum);
-  profile.idle_bytes = of_all(world, own_bytes(), ReduceOp::kSum) / world.size();
+// What a rank has before there is a model, and what its model has.
+void measure_ranks(const World& world, const Subject& subject, Profile& profile) {
+  profile.common_bytes = sum_of(world, share_of_common());
+  profile.idle_bytes = sum_of(world, own_bytes()) / world.size();
   Training training(subject);
   const Datasets data = subject.data();
   profile.dataset = data.train->size();
-  Curve alone{.at_once = 1}, at_once{.at_once = world.size()};
-  std::vector<double> spread;
-  const Stopwatch since_start;
-  double last = 0;  // seconds of a step with half as many samples
-  for (const std::int64_t samples : sizes_of(subject.batch)) {
-    const double needed = 2 * last * (2 + 2 * kFewest);
-    if (last > 0 && of_all(world, since_start.seconds(), ReduceOp::kMax) + needed > kPerCurves) break;
-    const Batch batch = batch_of(data, samples);
-    training.step(batch);
-    const double first = of_all(world, total(training.step(batch)), ReduceOp::kMax);
-    last = first;
-    const int count = steps_to_make(first);
-    std::vector<StepTimes> steps;
-    if (world.rank() == 0)
-      for (int i = 0; i < count; ++i) steps.push_back(training.step(batch));
-    world.barrier();
-    if (world.rank() == 0) {
-      alone.points.push_back(medians(steps));
-      add_spread(spread, steps);
-    }
-    steps.clear();
-    for (int i = 0; i < count && world.size() > 1; ++i) {
-      world.barrier();
-      steps.push_back(training.step(batch));
-    }
-    if (world.size() > 1) {
-      StepTimes times = medians(steps);
-      times.forward = of_all(world, times.forward, ReduceOp::kSum) / world.size();
-      times.backward = of_all(world, times.backward, ReduceOp::kSum) / world.size();
-      times.update = of_all(world, times.update, ReduceOp::kSum) / world.size();
-      at_once.points.push_back(times);
-    }
-    profile.memory_of_rank.push_back(
-        {.bytes = of_all(world, own_bytes(), ReduceOp::kSum) / world.size(), .seconds = static_cast<double>(samples)});
-  }
-  std::ranges::sort(spread);
-  profile.spread = spread;
-  profile.curves = {alone};
-  if (world.size() > 1) profile.curves.push_back(at_once);
+  const MeasuredSteps steps = measure_steps(world, training, data, subject.batch, kForSteps);
+  profile.spread = steps.spread;
+  profile.memory_of_rank = steps.memory;
+  profile.curves = {steps.alone};
+  if (world.size() > 1) profile.curves.push_back(steps.at_once);
   for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {
     profile.tensors.push_back(static_cast<double>(parameter.nbytes()));
     profile.parameter_bytes += static_cast<std::int64_t>(parameter.nbytes());
@@ -238,9 +127,15 @@ double copy_speed(const World& world, int ranks) {
     world.barrier();
     const Stopwatch watch;
     if (world.rank() < ranks) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
-    seconds.push_back(of_all(world, world.rank() < ranks ? watch.seconds() : 0, ReduceOp::kMax));
+    seconds.push_back(largest_of(world, world.rank() < ranks ? watch.seconds() : 0));
   }
   return 2.0 * kCopied * ranks / median(seconds);
+}
+
+double cpu_seconds() {  // of this process
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
 }
 
 double barrier_seconds(const World& world) {
@@ -260,7 +155,7 @@ std::vector<SizedTime> all_reduce_times(const World& world, int most) {
       world.barrier();
       const Stopwatch watch;
       world.all_reduce(data);
-      seconds.push_back(of_all(world, watch.seconds(), ReduceOp::kMax));
+      seconds.push_back(largest_of(world, watch.seconds()));
     }
     times.push_back({.bytes = static_cast<double>(bytes), .seconds = median(seconds)});
   }
@@ -278,20 +173,40 @@ void measure_collectives(const World& world, Profile& profile) {
   profile.all_reduce = all_reduce_times(world, /*most=*/20);
 }
 
+// More ranks than cores. The machine may be slower now than before, so the steps count in proportion to those of a rank that
+// is alone, now and before.
+void measure_crowd(const World& world, const Subject& subject, Profile& profile) {
+  Training training(subject);
+  MeasuredSteps steps = measure_steps(world, training, subject.data(), subject.batch, kForCrowdedSteps);
+  if (world.rank() != 0) return;
+  for (std::size_t i = 0; i < steps.at_once.points.size(); ++i) {
+    StepTimes& crowded = steps.at_once.points[i];
+    const StepTimes now = steps.alone.points[i],
+                    before = times_for(profile.curves.front(), static_cast<double>(crowded.samples));
+    const double drift = (before.forward + before.backward) / (now.forward + now.backward);
+    for (double* const part : {&crowded.forward, &crowded.backward, &crowded.update}) *part *= drift;
+  }
+  profile.curves.push_back(steps.at_once);
+}
+
 // ---- One process with all cores: threads, modules, pieces
 
 void measure_threads(const Datasets& data, Training& training, Profile& profile) {
   if (profile.cores == 1) return;
   at::set_num_threads(profile.cores);
+  const auto& points = profile.curves.front().points;
+  std::vector<Batch> batches;
+  for (const StepTimes& point : points) batches.push_back(batch_of(data, point.samples));
+  for (const Batch& batch : batches) training.step(batch);
+  std::vector<std::vector<StepTimes>> steps(batches.size());
+  for (int round = 0; round < kThreadRounds; ++round)
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      const double step = points[i].forward + points[i].backward;
+      const int count = static_cast<int>(kForThreads / kThreadRounds / static_cast<double>(batches.size()) / step);
+      for (int k = 0; k < std::clamp(count, 1, 20); ++k) steps[i].push_back(training.step(batches[i]));
+    }
   Curve curve{.threads = profile.cores};
-  for (const StepTimes& point : profile.curves.front().points) {
-    const Batch batch = batch_of(data, point.samples);
-    training.step(batch);
-    const int count = steps_to_make(total(training.step(batch)));
-    std::vector<StepTimes> steps;
-    for (int i = 0; i < count; ++i) steps.push_back(training.step(batch));
-    curve.points.push_back(medians(steps));
-  }
+  for (const auto& each : steps) curve.points.push_back(medians(each));
   profile.curves.push_back(curve);
   at::set_num_threads(1);
 }
@@ -393,9 +308,24 @@ double handover_seconds(int threads) {
   return watch.seconds() / kRounds;
 }
 
+// What cores do for an all_reduce of so many bytes, in all threads of this process.
+std::vector<SizedTime> all_reduce_work(const World& world, const std::vector<SizedTime>& sizes) {
+  constexpr double kFor = 0.1;  // seconds
+  std::vector<SizedTime> work;
+  for (const SizedTime& size : sizes) {
+    const torch::Tensor data = world.allocate({static_cast<std::int64_t>(size.bytes) / 4}, torch::kFloat32).zero_();
+    const int rounds = std::clamp(static_cast<int>(kFor / size.seconds), 5, kRounds);
+    world.barrier();
+    const double before = cpu_seconds();
+    for (int i = 0; i < rounds; ++i) world.all_reduce(data);
+    world.barrier();
+    work.push_back({.bytes = size.bytes, .seconds = (cpu_seconds() - before) / rounds});
+  }
+  return work;
+}
+
 // Two threads of this process that count as two machines: Gloo between them, over loopback.
-std::vector<SizedTime> loopback_times() {
-  std::vector<SizedTime> times;
+void measure_loopback(Profile& profile) {
   const std::vector<int> machines{0, 1};
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
@@ -405,11 +335,13 @@ std::vector<SizedTime> loopback_times() {
   };
   run_threads(machines, connect,
               [&](World& world) {
-                const auto found = all_reduce_times(world, /*most=*/10);
-                if (world.rank() == 0) times = found;
+                const auto times = all_reduce_times(world, /*most=*/10);
+                const auto work = all_reduce_work(world, times);
+                if (world.rank() > 0) return;
+                profile.loopback = times;
+                profile.loopback_work = work;
               },
               {.timeout = std::chrono::seconds(30)});
-  return times;
 }
 
 void measure_alone(const Subject& subject, Profile& profile) {
@@ -422,7 +354,7 @@ void measure_alone(const Subject& subject, Profile& profile) {
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
   profile.compression = measure_compression(training.strategy().model());
-  profile.loopback = loopback_times();
+  measure_loopback(profile);
 }
 
 std::string parameters_text(const torch::nn::Module& model) {
@@ -460,12 +392,15 @@ Profile measure(const Subject& subject) {
   // A file of a profile has measurements: these are none, and are replaced by the first process.
   profile.curves = {{.points = {{.samples = 1}}}};
   profile = in_ranks(profile.cores, profile, [&](const World& world, Profile& found) {
-    measure_steps(world, subject, found);
+    measure_ranks(world, subject, found);
     measure_collectives(world, found);
   });
-  profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
-  return in_ranks(2 * profile.cores, profile,
-                  [&](const World& world, Profile& found) { found.crowded_barrier = barrier_seconds(world); });
+  const bool crowd_fits = 2 * profile.cores * profile.memory_of_rank.back().bytes < kMostMemory * available_bytes();
+  profile = in_ranks(2 * profile.cores, profile, [&](const World& world, Profile& found) {
+    found.crowded_barrier = barrier_seconds(world);
+    if (crowd_fits) measure_crowd(world, subject, found);
+  });
+  return in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
 }
 
 void require_profile_of(const Profile& profile, const Task& task, const StrategyOptions& strategy, bool any_machine) {

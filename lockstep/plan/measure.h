@@ -28,7 +28,8 @@ struct Subject {
 std::string model_text(const Task& task, const StrategyOptions& strategy);
 std::string machine_text();
 
-// Blocks for 10 to 30 s, longer where a single step takes seconds. Throws SystemError: a process that measures has ended (its message is on stderr).
+// Blocks for 20 to 30 s, longer where a single step takes seconds. Throws SystemError: a process that measures has ended (its
+// message is on stderr).
 Profile measure(const Subject& subject);
 
 // Throws UsageError: it is of another model, or (unless `any_machine`) of another machine.

@@ -25,13 +25,13 @@ void single(Builder& b) {
 void ddp_in_memory(Builder& b) {
   for (const int device : b.all_devices()) b.forward_and_backward(device);
   b.meet(b.all_devices(), 2 * b.barrier());
-  for (const int device : b.all_devices()) b.touch(device, 0, "update", b.update_bytes(b.devices()) / b.devices());
+  for (const int device : b.all_devices()) b.update(device, 0, 1.0 / b.devices(), b.devices());
   b.meet(b.all_devices(), b.barrier());
 }
 
 // One pass over memory on the cores of all devices.
 void update_together(Builder& b, int sources) {
-  for (const int device : b.all_devices()) b.touch(device, 0, "update", b.update_bytes(sources) / b.devices());
+  for (const int device : b.all_devices()) b.update(device, 0, 1.0 / b.devices(), sources);
   b.meet(b.all_devices(), b.handover());
 }
 
@@ -42,7 +42,7 @@ void towers(Builder& b) {
   const double waits = 2 * b.barrier() * static_cast<double>(b.profile().tensors.size());
   for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());
   b.meet(b.all_devices(), waits + b.handover());
-  for (const int device : b.all_devices()) b.touch(device, 0, "update", b.update_bytes(1));
+  for (const int device : b.all_devices()) b.update(device, 0, 1);
   b.meet(b.all_devices(), b.handover());
 }
 

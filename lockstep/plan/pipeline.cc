@@ -25,6 +25,24 @@ std::vector<Turn> turns_of(PipelineSchedule order, int stage, int stages, int mi
   return turns;
 }
 
+// Bytes of messages beside tensors and gradients.
+constexpr double kDescription = 24 + 96 * 8, kSize = 24, kLoss = 16, kFlags = 8;
+
+// Parameters that two stages use: these are taken to be the first and the last, as with an embedding that is also the head.
+void share_gradients(Builder& b, double shared) {
+  const int first = 0, last = b.devices() - 1;
+  if (shared < 1 || first == last) return;
+  const int there = b.machine_of(last), here = b.machine_of(first);
+  for (const double bytes : {kFlags, shared}) {
+    Ids ready = b.last(first);
+    for (const int activity : b.last(last)) ready.push_back(activity);
+    const Ids arrived{b.post(first, here, there, "shared", bytes, ready).arrived,
+                      b.post(last, there, here, "shared", bytes, ready).arrived};
+    b.follow(first, arrived);
+    b.follow(last, arrived);
+  }
+}
+
 }  // namespace
 
 std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
@@ -77,14 +95,15 @@ void pipeline(Builder& b) {
   for (int stage = 0; stage < stages; ++stage)
     turns.push_back(turns_of(b.choice().order, stage, stages, micro_batches));
   std::vector<std::size_t> next(at(stages));
-  const auto hand_on = [&](int from, int to, const std::string& name, double size, int after) {
-    const int here = b.machine_of(from), there = b.machine_of(to);
-    if (!processes) return after;  // threads pass on what they have
-    const Ids last = b.last(from);
-    b.follow(from, {});
-    const int arrived = b.send(from, here, there, name, size, {after});
-    b.follow(from, last);
-    return arrived;
+  // Gloo sends what the receiver has asked for, and a stage asks when it needs it: first for a description, then for the size of
+  // the data, then for the data (strategy/pipeline/tensor_messages.h). So nothing arrives while it computes.
+  const auto receive = [&](int stage, int from, const std::string& name, double size, int sent) {
+    if (!processes) return;  // threads pass on what they have
+    Ids ready = b.last(stage);
+    ready.push_back(sent);
+    for (const double bytes : {kDescription, kSize, size})
+      ready = {b.post(stage, b.machine_of(from), b.machine_of(stage), name, bytes, ready).arrived};
+    b.follow(stage, ready);
   };
   for (bool moved = true; moved;) {
     moved = false;
@@ -96,14 +115,12 @@ void pipeline(Builder& b) {
         const int waits_for = alone ? -1 : (is_forward ? forward : backward)[at(neighbour)][at(k)];
         if (!alone && waits_for < 0) break;
         const double seconds = share[at(stage)] * (is_forward ? times.forward : times.backward);
-        const int done = b.compute(stage, b.machine_of(stage), concat(is_forward ? "forward " : "backward ", k),
-                                   seconds, alone ? Ids{} : Ids{waits_for});
-        const bool hands_on = is_forward ? stage + 1 < stages : stage > 0;
-        const double size = is_forward ? output[at(stage)] : stage > 0 ? output[at(stage - 1)] : 0;
-        const int arrived = hands_on ? hand_on(stage, is_forward ? stage + 1 : stage - 1,
-                                               is_forward ? "activations" : "gradients", size, done)
-                                     : done;
-        (is_forward ? forward : backward)[at(stage)][at(k)] = arrived;
+        if (!alone)
+          receive(stage, neighbour, is_forward ? "activations" : "gradients",
+                  is_forward ? output[at(neighbour)] : output[at(stage)], waits_for);
+        (is_forward ? forward : backward)[at(stage)][at(k)] =
+            b.compute(stage, b.machine_of(stage), concat(is_forward ? "forward " : "backward ", k), seconds,
+                      alone ? Ids{} : Ids{waits_for});
         ++next[at(stage)];
         moved = true;
       }
@@ -114,9 +131,9 @@ void pipeline(Builder& b) {
     return update_together(b, 1);
   }
   const double whole = std::accumulate(bytes.begin(), bytes.end(), 0.0);
-  for (int stage = 0; stage < stages; ++stage)
-    b.touch(stage, b.machine_of(stage), "update", b.update_bytes(1) * bytes[at(stage)] / whole);
-  b.meet(b.all_devices(), 2 * b.target().link_latency);
+  share_gradients(b, whole - b.parameter_bytes());
+  sum_up(b, kLoss);
+  for (int stage = 0; stage < stages; ++stage) b.update(stage, b.machine_of(stage), bytes[at(stage)] / whole);
 }
 
 }  // namespace lockstep::plan

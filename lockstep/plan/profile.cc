@@ -24,7 +24,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
                                    common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
-                                   handover, crowded_handover, all_reduce, loopback)
+                                   handover, crowded_handover, all_reduce, loopback, loopback_work)
 
 namespace {
 
@@ -66,7 +66,7 @@ StepTimes times_for(const Curve& curve, double samples) {
 const Curve& curve_for(const Profile& profile, int at_once, int threads) {
   const Curve* best = &profile.curves.front();
   const auto distance = [&](const Curve& curve) {
-    return std::abs(std::min(at_once, profile.cores) - curve.at_once) + 100 * std::abs(threads - curve.threads);
+    return std::abs(at_once - curve.at_once) + 100 * std::abs(threads - curve.threads);
   };
   for (const Curve& curve : profile.curves)
     if (distance(curve) < distance(*best)) best = &curve;

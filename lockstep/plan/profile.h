@@ -89,6 +89,7 @@ struct Profile {
   double crowded_handover = 0;        // twice as many
   std::vector<SizedTime> all_reduce;  // in shared memory, of as many ranks as there are cores
   std::vector<SizedTime> loopback;    // all_reduce of two machines over loopback: what messages cost without a link
+  std::vector<SizedTime> loopback_work;  // the same: seconds of cores that it takes on both machines together
 };
 
 // Seconds of a forward and backward with that many samples; straight lines between what was measured.

@@ -7,14 +7,19 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/plan/wire.h"
 
 namespace lockstep::plan {
 
 Builder::Builder(const Profile& profile, const Target& target, const Choice& choice, Luck luck)
     : profile_(profile), target_(target), choice_(choice), luck_(luck) {
   const int own_cores = target.cores > 0 ? target.cores : profile.cores;
-  threads_ = std::max(1, own_cores / target.devices);
+  threads_ = std::max(1, own_cores / (target.on_one_machine ? target.all_devices() : target.devices));
   seats_ = std::max(1, own_cores / threads_);
+  message_ = line_through(profile.loopback).fixed;
+  // Each of the two machines sends its signature and the array.
+  const Line both = line_through(profile.loopback_work);
+  work_ = {.fixed = both.fixed / 4, .per_byte = both.per_byte / 2};
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
   for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
   made_.devices = devices();
@@ -45,36 +50,94 @@ int Builder::add_actor(const std::string& name) {
   return static_cast<int>(last_.size()) - 1;
 }
 
+int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {1}}); }
+
 int Builder::compute(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
   return add(actor, {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[at(machine)]}, .after = after});
 }
 
-int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return add(actor, {.name = name, .work = bytes, .uses = {made_.memory[at(machine)]}, .after = after});
+// In seconds of one core that nobody hinders, as all work inside a machine: what needs memory needs a core, too.
+Activity Builder::passing(int machine, const std::string& name, double bytes, const Ids& after) const {
+  return {.name = name,
+          .work = bytes / profile_.copy_speed.front(),
+          .uses = {made_.cores[at(machine)], made_.memory[at(machine)]},
+          .after = after};
 }
 
-int Builder::send(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
-  if (from == to) return touch(actor, from, name, 4 * bytes, after);
-  sent_[at(from)] += bytes;
-  received_[at(to)] += bytes;
-  return add(actor, {.name = name,
-                     .delay = target_.link_latency + message_,
-                     .work = bytes,
-                     .uses = {out_[at(from)], in_[at(to)], wire_[at(from)], wire_[at(to)]},
-                     .after = after});
+// Each further source is one more gradient to read, beside what one has: gradient, parameters and state in and out.
+Activity Builder::updating(int machine, double share, int sources, const Ids& after) const {
+  const double gradient = parameter_bytes(), one = 3 * gradient + 2 * static_cast<double>(profile_.state_bytes);
+  const double more = one > 0 ? (sources - 1) * gradient / one : 0;
+  return {.name = "update",
+          .work = share * update_seconds(curve_for(profile_, 1, 1)) * (1 + more),
+          .uses = {made_.cores[at(machine)], updates_[at(machine)]},
+          .after = after};
+}
+
+int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
+  return add(actor, passing(machine, name, bytes, after));
+}
+
+int Builder::update(int actor, int machine, double share, int sources, const Ids& after) {
+  return add(actor, updating(machine, share, sources, after));
+}
+
+// Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
+Builder::Message Builder::post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
+  if (from == to) {
+    const int copied = beside(actor, passing(from, name, 4 * bytes, after));
+    return {copied, copied};
+  }
+  const MessageBytes wire = bytes_on_wire(bytes);
+  sent_[at(from)] += wire.there;
+  received_[at(to)] += wire.there;
+  sent_[at(to)] += wire.back;
+  received_[at(from)] += wire.back;
+  const int left =
+      beside(actor, {.name = name, .work = wire.there, .uses = {out_[at(from)], in_[at(to)]}, .after = after});
+  const int under_way = join({left}, target_.link_latency + message_);
+  return {left, join({under_way, handle(from, 0.5, bytes / 2, after), handle(to, 0.5, bytes / 2, after)})};
 }
 
 int Builder::exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  sent_[at(machine)] += bytes;
-  received_[at(machine)] += bytes;
-  return add(actor, {.name = name,
-                     .delay = target_.link_latency + message_,
-                     .work = bytes,
-                     .uses = {out_[at(machine)], in_[at(machine)], wire_[at(machine)]},
-                     .after = after});
+  const double others = machines() - 1;
+  const MessageBytes wire = bytes_on_wire(bytes);
+  const double all = others * (wire.there + wire.back);
+  sent_[at(machine)] += all;
+  received_[at(machine)] += all;
+  const int carried = beside(actor, {.name = name,
+                                     .delay = target_.link_latency + message_,
+                                     .work = all,
+                                     .uses = {out_[at(machine)], in_[at(machine)]},
+                                     .after = after});
+  return join({carried, handle(machine, others, others * bytes, after)});
 }
 
-int Builder::pass(int actor, int gate, int ticket, const Ids& after) {
+int Builder::pass(int machine, double bytes, const Ids& after) {
+  return beside(-1, passing(machine, "pass", bytes, after));
+}
+
+int Builder::pass_locked(int lock, int machine, double bytes, const Ids& after) {
+  Activity activity = passing(machine, "copy", bytes, after);
+  activity.uses.push_back(lock);
+  return beside(-1, std::move(activity));
+}
+
+int Builder::update_locked(int lock, int machine, double share, const Ids& after) {
+  Activity activity = updating(machine, share, 1, after);
+  activity.uses.push_back(lock);
+  return beside(-1, std::move(activity));
+}
+
+int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
+
+// What cores do for messages of so many bytes together: the system's calls, encryption, waking threads.
+int Builder::handle(int machine, double messages, double bytes, const Ids& after) {
+  const double seconds = messages * work_.fixed + bytes * work_.per_byte;
+  return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[at(machine)]}, .after = after});
+}
+
+int Builder::pass_gate(int actor, int gate, int ticket, const Ids& after) {
   return add(actor, {.name = "wait", .after = after, .gate = gate, .ticket = ticket});
 }
 
@@ -96,13 +159,6 @@ Ids Builder::devices_on(int machine) const {
   Ids ids(at(target_.devices));
   std::iota(ids.begin(), ids.end(), machine * target_.devices);
   return ids;
-}
-
-double Builder::update_bytes(int sources) const {
-  const double state = static_cast<double>(profile_.state_bytes);
-  const double one = 3 * parameter_bytes() + 2 * state;
-  const double measured = update_seconds(curve_for(profile_, 1, 1)) * profile_.copy_speed.front();
-  return measured * (one + (sources - 1) * parameter_bytes()) / one;
 }
 
 void Builder::forward_and_backward(int device) {
@@ -132,38 +188,69 @@ int Builder::add(int actor, Activity activity) {
   return id;
 }
 
+int Builder::beside(int actor, Activity activity) {
+  activity.actor = actor;
+  return made_.simulation.add(std::move(activity));
+}
+
 void Builder::add_machine(int machine) {
   Simulation& simulation = made_.simulation;
-  made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), core_speeds()}));
-  made_.memory.push_back(simulation.add(Resource{concat("memory of machine ", machine), profile_.copy_speed}));
+  if (machine == 0 || !target_.on_one_machine) {
+    made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
+    made_.memory.push_back(simulation.add(Resource{concat("memory of machine ", machine), speeds_of_copies()}));
+    updates_.push_back(simulation.add(Resource{concat("updates on machine ", machine), speeds_of_updates()}));
+  } else {
+    for (Ids* const all : {&made_.cores, &made_.memory, &updates_}) all->push_back(all->front());
+  }
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
   made_.links.push_back(out_.back());
   made_.links.push_back(in_.back());
-  const Line line = line_through(profile_.loopback);
-  message_ = line.fixed;
-  const double fastest = line.per_byte > 0 ? 1 / line.per_byte : 1e12;
-  wire_.push_back(simulation.add(Resource{concat("sockets of machine ", machine), {fastest}}));
   sent_.push_back(0);
   received_.push_back(0);
 }
 
-// Work of one device a second while n compute: those that were measured at the same time hinder each other, and those
-// that have no core take turns.
-std::vector<double> Builder::core_speeds() const {
+// How much longer it takes while that many work than alone; between what was measured, in a straight line.
+double Builder::slowdown(int at_once, double StepTimes::*part) const {
   const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
-  const auto seconds = [&](int at_once) {
-    const StepTimes times = times_for(curve_for(profile_, at_once, 1), samples);
-    return times.forward + times.backward;
+  double before = 1, slower = 1;
+  for (const Curve& curve : profile_.curves) {
+    if (curve.threads != 1 || curve.at_once == 1) continue;
+    const double alone = times_for(profile_.curves.front(), samples).*part;
+    const double found = alone > 0 ? std::max(slower, times_for(curve, samples).*part / alone) : 1;
+    if (at_once <= curve.at_once) return slower + (found - slower) * (at_once - before) / (curve.at_once - before);
+    before = curve.at_once;
+    slower = found;
+  }
+  return slower;
+}
+
+// Seconds of work of one device alone, done in a second while n compute: those at the same time hinder each other, and those
+// that have no core take turns.
+std::vector<double> Builder::speeds_of_cores() const {
+  const auto slower = [this](int at_once) {
+    return (slowdown(at_once, &StepTimes::forward) + 2 * slowdown(at_once, &StepTimes::backward)) / 3;
   };
-  const double most = std::max(1.0, seconds(profile_.cores) / seconds(1));  // of all cores at once
   std::vector<double> speeds;
   for (int n = 1; n <= seats_; ++n) {
-    const double crowd =
-        profile_.cores > 1 ? std::min(1.0, static_cast<double>(n * threads_ - 1) / (profile_.cores - 1)) : 0;
-    const double slowdown = threads_ > 1 && seats_ == 1 ? 1 : 1 + (most - 1) * crowd;
-    speeds.push_back(n / slowdown);
+    const bool has_all_cores = threads_ > 1 && seats_ == 1;
+    speeds.push_back(has_all_cores ? 1 : n / slower(std::min(n * threads_, profile_.cores)));
   }
+  // Twice as many as cores were measured, too.
+  for (int n = seats_ + 1; threads_ == 1 && seats_ == profile_.cores && n <= 2 * profile_.cores; ++n)
+    speeds.push_back(std::min(n / slower(n), speeds[at(seats_ - 1)]));
+  return speeds;
+}
+
+std::vector<double> Builder::speeds_of_updates() const {
+  std::vector<double> speeds;
+  for (int n = 1; n <= profile_.cores; ++n) speeds.push_back(n / slowdown(n, &StepTimes::update));
+  return speeds;
+}
+
+std::vector<double> Builder::speeds_of_copies() const {
+  std::vector<double> speeds;
+  for (const double speed : profile_.copy_speed) speeds.push_back(speed / profile_.copy_speed.front());
   return speeds;
 }
 

@@ -35,17 +35,35 @@ class Builder {
   double samples_of(int device) const;     // as lockstep's sampler cuts a batch: the first parts are larger by one
   StepTimes alone(double samples) const;   // of a device alone on its machine
   int add_actor(const std::string& name);  // returns its number; the first ones are the devices
+  int add_lock();                          // of a server
+  int add_gate(MakeGate make) { return made_.simulation.add(std::move(make)); }
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id
 
   int compute(int actor, int machine, const std::string& name, double seconds, const Ids& after = {});
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
-  // A message. Inside a machine it is copied into shared memory and out of it.
-  int send(int actor, int from, int to, const std::string& name, double bytes, const Ids& after = {});
-  // As much from this machine to all others as from them to it.
-  int exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});
+  // That share of an update of all parameters, which adds up the gradients of so many sources in the same pass.
+  int update(int actor, int machine, double share, int sources = 1, const Ids& after = {});
+  int pass_gate(int actor, int gate, int ticket, const Ids& after = {});  // waits there, and takes no time
   // All of them go on when the last one is there.
   int meet(const Ids& actors, double seconds, const Ids& after = {});
+
+  // ---- What goes on beside its actor, which does not wait for it: after `after` only
+
+  // A message that was posted. After `left` its connection carries the next one. Inside a machine it is copied into shared
+  // memory and out of it.
+  struct Message {
+    int left;
+    int arrived;
+  };
+  Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
+  // A message of `bytes` from this machine to each other one, and from each of them to it. Returns the last one's arrival.
+  int exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after);
+  int pass(int machine, double bytes, const Ids& after);  // over memory
+  // By one holder of the lock at a time.
+  int pass_locked(int lock, int machine, double bytes, const Ids& after);
+  int update_locked(int lock, int machine, double share, const Ids& after);
+  int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
   Ids last(int actor) const { return last_[at(actor)]; }
   void follow(int actor, const Ids& activities) { last_[at(actor)] = activities; }
@@ -56,25 +74,27 @@ class Builder {
   // ---- What several strategies do
 
   // A barrier of the devices of a machine; ranks without a core of their own wait for the kernel to switch to them.
-  double barrier() const { return target_.devices > seats_ ? profile_.crowded_barrier : profile_.barrier; }
+  double barrier() const {
+    if (target_.devices == 1) return 0;
+    return target_.devices > seats_ ? profile_.crowded_barrier : profile_.barrier;
+  }
   double handover() const { return target_.devices > seats_ ? profile_.crowded_handover : profile_.handover; }
-
-  // Bytes that reducing `sources` gradients and updating touch: all gradients once, parameters and state in and out. In the
-  // unit that makes the measured update of one source take as long as it did.
-  double update_bytes(int sources) const;
-
-  // What comes to the gate waits there; an activity that takes no time.
-  int add_gate(MakeGate make) { return made_.simulation.add(std::move(make)); }
-  int pass(int actor, int gate, int ticket, const Ids& after = {});
 
   void forward_and_backward(int device);
   void end_step();
   Schedule take();
 
  private:
+  Activity passing(int machine, const std::string& name, double bytes, const Ids& after) const;
+  Activity updating(int machine, double share, int sources, const Ids& after) const;
   int add(int actor, Activity activity);
+  int beside(int actor, Activity activity);
+  int handle(int machine, double messages, double bytes, const Ids& after);
   void add_machine(int machine);
-  std::vector<double> core_speeds() const;
+  double slowdown(int at_once, double StepTimes::*part) const;
+  std::vector<double> speeds_of_cores() const;
+  std::vector<double> speeds_of_updates() const;
+  std::vector<double> speeds_of_copies() const;
   double luck(int device) const;
 
   const Profile& profile_;
@@ -82,10 +102,11 @@ class Builder {
   const Choice& choice_;
   Luck luck_;
   Schedule made_;
-  std::vector<Ids> last_;  // of each actor: what its next activity waits for
-  Ids out_, in_, wire_;    // of each machine
+  std::vector<Ids> last_;   // of each actor: what its next activity waits for
+  Ids updates_, out_, in_;  // of each machine
   std::vector<double> sent_, received_;
   double message_ = 0;  // seconds of a message, beside the link's
+  Line work_;           // of cores for a message, at both ends together
   int threads_ = 1;     // of a device
   int seats_ = 1;       // devices of a machine that can compute at the same time
 };

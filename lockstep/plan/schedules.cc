@@ -40,11 +40,13 @@ Schedule schedule(const Profile& profile, const Target& target, const Choice& ch
   require_possible(target);
   require_fitting(profile, target, choice);
   Builder b(profile, target, choice, luck);
-  Ids networks, servers;
+  Ids networks, servers, locks;
   if (target.machines > 1)
     for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m)));
   if (choice.method == Method::kStoreSync)
     for (int s = 0; s < choice.servers; ++s) servers.push_back(b.add_actor(concat("server ", s)));
+  if (choice.method == Method::kStoreAsync || choice.method == Method::kStoreBounded)
+    for (int s = 0; s < choice.servers; ++s) locks.push_back(b.add_lock());
   const int gate = choice.method == Method::kStoreBounded ? add_staleness_gate(b) : -1;
   for (int step = 0; step < steps; ++step) {
     switch (choice.method) {
@@ -54,8 +56,8 @@ Schedule schedule(const Profile& profile, const Target& target, const Choice& ch
       case Method::kDataParallel: data_parallel(b); break;
       case Method::kStoreLocal: store_local(b); break;
       case Method::kStoreSync: store_sync(b, servers); break;
-      case Method::kStoreAsync: store_async(b, choice.servers); break;
-      case Method::kStoreBounded: store_bounded(b, gate, step); break;
+      case Method::kStoreAsync: store_async(b, locks); break;
+      case Method::kStoreBounded: store_bounded(b, locks, gate, step); break;
       case Method::kAveraging: averaging(b, networks, step); break;
       case Method::kPipeline: pipeline(b); break;
     }

@@ -132,7 +132,9 @@ std::vector<Choice> choices_for(const Target& target, int pieces, double paramet
     all.push_back({.method = Method::kDataParallel});
     all.push_back({.method = Method::kStoreLocal});
   }
-  for (const int servers : numbers_of_servers(target)) add_stores(all, servers, target.machines > 1);
+  constexpr int kMostWorkers = 256;  // more hold each other up at any server
+  if (target.all_devices() <= kMostWorkers || target.servers > 0)
+    for (const int servers : numbers_of_servers(target)) add_stores(all, servers, target.machines > 1);
   for (const int every : {1, 4, 8, 16}) all.push_back({.method = Method::kAveraging, .average_every = every});
   if (target.all_devices() <= pieces) add_pipelines(all, target);
   return all;

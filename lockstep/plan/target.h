@@ -22,6 +22,8 @@ struct Target {
   std::int64_t batch = 1;      // samples of a step, over all devices
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
   int epochs = 1;
+  // The machines are network namespaces on one: all of them together have its cores and memory. Only a benchmark has such.
+  bool on_one_machine = false;
 
   int all_devices() const { return machines * devices; }
 };

@@ -8,6 +8,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
+#include "lockstep/memory.h"
 
 namespace lockstep {
 namespace {
@@ -62,6 +63,7 @@ Datasets load_datasets(DataSource source, const Task& task) {
   if (source.data == "auto") source.data = takes_fashion_mnist(task.sample) ? "fashion-mnist" : "synthetic";
   if (source.data == "synthetic") return synthetic(source, task);
   Datasets datasets = open_dataset(source);
+  give_back_freed_memory();  // compressed files, as they were read
   require_fitting(datasets, task);
   return datasets;
 }

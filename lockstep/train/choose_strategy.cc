@@ -73,7 +73,7 @@ void choose_strategy(TrainOptions& options, const Task& task, const std::string&
     throw UsageError({.what = "--strategy auto with GPUs, of which it has no measurements",
                       .next = "choose a --strategy; ddp suits nearly always"});
   if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
-  log_info(concat("--strategy auto measures ", task.name, " on this machine, 10 to 30 s"));
+  log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
   const plan::Profile profile =
       plan::measure({.task = task, .strategy = options.strategy, .batch = options.loader.batch_size, .data = [&] {
                        return load_datasets(options.source, task);

@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-// Sets the strategy and its options, and logs in one line which and why. Blocks for 10 to 30 s where there is a choice. Throws
+// Sets the strategy and its options, and logs in one line which and why. Blocks for 20 to 30 s where there is a choice. Throws
 // UsageError: ranks that a launcher has started, GPUs; what measuring throws.
 void choose_strategy(TrainOptions& options, const Task& task, const std::string& launcher);
 

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/plan_measured.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iomanip>
+#include <list>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <sstream>
+
+#include <ATen/Parallel.h>
+
+#include "bench/harness.h"
+#include "bench/network.h"
+#include "bench/processes.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/cores.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/memory.h"
+#include "lockstep/models.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
+#include "lockstep/train/builtin.h"
+
+namespace lockstep::bench {
+namespace {
+
+using plan::Choice;
+using plan::Method;
+
+constexpr std::chrono::minutes kLongestCase{10};
+
+int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
+
+// On one machine the devices of these are threads of one process.
+bool has_threads(const PlanCase& one) {
+  return one.hosts == 1 && one.choice.method != Method::kSingle && one.choice.method != Method::kDdp &&
+         !one.choice.has_servers();
+}
+
+StrategyOptions strategy_of(const PlanCase& one) {
+  const Choice& choice = one.choice;
+  StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
+  options.devices = has_threads(one) ? one.devices : 1;
+  options.compression.kind = choice.compression;
+  switch (choice.method) {
+    case Method::kSingle: options.kind = StrategyKind::kSingle; break;
+    case Method::kDdp:
+      options.kind = StrategyKind::kDdp;
+      options.ddp.bucket_mib = std::max(1, static_cast<int>(choice.bucket_bytes) >> 20);
+      break;
+    case Method::kTowers:
+      options.kind = StrategyKind::kTowers;
+      options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
+      break;
+    case Method::kDataParallel: options.kind = StrategyKind::kDataParallel; break;
+    case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;
+    case Method::kStoreSync:
+    case Method::kStoreAsync:
+    case Method::kStoreBounded:
+      options.kind = StrategyKind::kKVStore;
+      options.kvstore.kind = choice.method == Method::kStoreSync    ? KVStoreKind::kDistSync
+                             : choice.method == Method::kStoreAsync ? KVStoreKind::kDistAsync
+                                                                    : KVStoreKind::kDistBounded;
+      options.kvstore.staleness = choice.staleness;
+      options.kvstore.servers = choice.servers;
+      break;
+    case Method::kAveraging:
+      options.kind = StrategyKind::kAveraging;
+      options.averaging.every = choice.average_every;
+      break;
+    case Method::kPipeline:
+      options.kind = StrategyKind::kPipeline;
+      options.pipeline = {
+          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
+      break;
+  }
+  return options;
+}
+
+// ---- A rank
+
+// What each host's link has carried; empty on one machine.
+using Links = std::vector<LinkBytes>;
+using ReadLinks = std::function<Links()>;
+
+// Of all ranks that train; none: it serves.
+using Worker = std::optional<int>;
+
+// The samples of a worker, or of all devices of the only process; a server has none. Stages all have the whole batch.
+Batch part_of(const Datasets& data, const PlanCase& one, Worker worker) {
+  if (!worker) return {};
+  const bool whole = has_threads(one) || one.choice.method == Method::kPipeline;
+  const Range mine = whole ? Range{0, one.batch} : even_part(one.batch, *worker, one.hosts * one.devices);
+  std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
+  std::iota(indices.begin(), indices.end(), mine.begin);
+  return data.train->make_batch(indices);
+}
+
+int threads_of(const PlanCase& one) {
+  const int at_once = has_threads(one) ? one.devices : one.hosts;  // ranks of one machine are bound to cores
+  return std::max(1, static_cast<int>(usable_cores().size()) / at_once);
+}
+
+// How many steps make one figure, and how many figures there are.
+struct Windows {
+  int steps;
+  int count;
+};
+
+constexpr int kSteps = 8;  // of a window on one machine: averaging does one average in so many at most
+
+int steps_between_averages(const PlanCase& one) {
+  return one.choice.method == Method::kAveraging ? one.choice.average_every : 1;
+}
+
+// Between hosts steps may be long: then a window is a step, or the steps from one average to the next.
+Windows windows_for(const PlanCase& one, double step) {
+  constexpr int kFewest = 3, kMost = 20;
+  constexpr double kFor = 2, kForHosts = 3, kLeast = 0.25;  // seconds: of all windows, of one
+  if (one.hosts == 1) return {kSteps, std::clamp(static_cast<int>(kFor / (step * kSteps)), kFewest, kMost)};
+  const int between = steps_between_averages(one);
+  const int times = std::clamp(static_cast<int>(kLeast / (step * between)), 1, kSteps / between);
+  const int steps = between * times;
+  return {steps, std::clamp(static_cast<int>(kForHosts / (step * steps)), kFewest, kMost)};
+}
+
+class MeasuredTraining {
+ public:
+  MeasuredTraining(const PlanCase& one, World world, Worker worker)
+      : one_(one),
+        world_(std::move(world)),
+        task_(model_task(one.model)),
+        data_(load_datasets({.data = "auto"}, task_)),
+        strategy_(make_strategy(world_, task_, options_of(one, /*serves=*/!worker))),
+        batch_(part_of(data_, one, worker)) {}
+
+  // Every rank makes the same number of steps, which the first ones decide. Ranks of a store that are not in step go at their own
+  // pace: then the slowest worker's windows count.
+  MeasuredCase measure(const ReadLinks& read_links) {
+    const int half = one_.hosts == 1 ? kSteps / 2 : std::max(1, steps_between_averages(one_) / 2);
+    steps(half);
+    const double first = most(steps(half));
+    const Windows windows = windows_for(one_, first);
+    Turns seconds;
+    const Links before = read(read_links);
+    for (int i = 0; i < windows.count; ++i) seconds.push_back(most(steps(windows.steps)));
+    const Links after = read(read_links);
+    const int made = windows.count * windows.steps;
+    MeasuredCase found{.step = median(seconds), .memory = memory(), .steps = made};
+    for (std::size_t host = 0; host < after.size(); ++host)
+      found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / made,
+                                   (after[host].received - before[host].received) / made});
+    return found;
+  }
+
+ private:
+  static StrategyOptions options_of(const PlanCase& one, bool serves) {
+    StrategyOptions options = strategy_of(one);
+    options.kvstore.serves = serves;
+    return options;
+  }
+
+  double steps(int count) {
+    const Stopwatch watch;
+    for (int i = 0; i < count; ++i) {
+      strategy_->forward_backward(batch_);
+      strategy_->update();
+    }
+    return watch.seconds() / count;
+  }
+
+  double most(double value) const {
+    const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
+    world_.all_reduce(tensor, ReduceOp::kMax);
+    return tensor.item<double>();
+  }
+
+  // On rank 0, while no rank trains.
+  Links read(const ReadLinks& read_links) const {
+    if (!read_links) return {};
+    world_.barrier();
+    const Links links = world_.rank() == 0 ? read_links() : Links();
+    world_.barrier();
+    return links;
+  }
+
+  double memory() const {
+    const torch::Tensor memory = torch::full({1}, pss_bytes(::getpid()), torch::kFloat64);
+    world_.all_reduce(memory);
+    return memory.item<double>();
+  }
+
+  const PlanCase& one_;
+  World world_;
+  Task task_;
+  Datasets data_;
+  std::unique_ptr<Strategy> strategy_;
+  Batch batch_;
+};
+
+// Rank 0 writes what was measured to `results`.
+int train_rank(const PlanCase& one, Worker worker, const std::string& results, const ReadLinks& read_links) {
+  keep_freed_memory();
+  const World world = World::from_env();
+  at::set_num_threads(threads_of(one));
+  const MeasuredCase found = MeasuredTraining(one, world, worker).measure(read_links);
+  if (world.rank() == 0)
+    write_file(results,
+               Json{{"step", found.step}, {"memory", found.memory}, {"link", found.link_bytes}, {"steps", found.steps}}
+                   .dump());
+  return 0;
+}
+
+// ---- Starting them
+
+void measure_on_one_machine(const PlanCase& one, const std::string& results) {
+  const int servers = servers_of(one);
+  const auto rank = [&] {
+    const char* const number = std::getenv("RANK");
+    const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
+    return train_rank(one, worker < 0 ? Worker() : worker, results, {});
+  };
+  const LaunchResult ended = launch(
+      {.ranks = servers + (has_threads(one) ? 1 : one.devices), .servers = servers, .output = RankOutput::kFirst},
+      rank);
+  if (ended.exit_code != 0)
+    throw SystemError({.what = concat(one.name(), ": a rank ended with code ", ended.exit_code)});
+}
+
+// 64 hexadecimal digits, so that ranks need nothing else in common (docs/security.md).
+std::string new_secret() {
+  std::random_device random;
+  std::ostringstream digits;
+  digits << std::hex << std::setfill('0');
+  for (int i = 0; i < 8; ++i) digits << std::setw(8) << random();
+  return digits.str();
+}
+
+// Server s is on host s % hosts, where it is numbered before the worker, as `lockstep run --servers` does it.
+struct HostRank {
+  int host;
+  bool serves;
+};
+using HostRanks = std::vector<HostRank>;
+
+HostRanks ranks_of(const PlanCase& one) {
+  HostRanks ranks;
+  for (int host = 0; host < one.hosts; ++host) {
+    for (int server = host; server < servers_of(one); server += one.hosts) ranks.push_back({host, true});
+    ranks.push_back({host, false});
+  }
+  return ranks;
+}
+
+LinkOptions link_of(const PlanCase& one) { return {.megabits_per_second = static_cast<double>(one.link_mbit)}; }
+
+Variables variables_of(const HostRanks& ranks, int rank, const Network& network, const std::string& secret) {
+  const int host = ranks[static_cast<std::size_t>(rank)].host;
+  const auto is_here = [host](const HostRank& each) { return each.host == host; };
+  const auto first = static_cast<int>(std::ranges::find_if(ranks, is_here) - ranks.begin());
+  const auto here = std::ranges::count_if(ranks, is_here);
+  Variables variables = network.variables(host, rank - first, static_cast<int>(here));
+  for (const auto& [name, value] : Variables{{"RANK", concat(rank)},
+                                             {"WORLD_SIZE", concat(ranks.size())},
+                                             {"LOCKSTEP_LOCAL_SERVERS", concat(here - 1)},
+                                             {"LOCKSTEP_SECRET", secret}}) {
+    std::erase_if(variables, [&name = name](const auto& each) { return each.first == name; });
+    variables.emplace_back(name, value);
+  }
+  return variables;
+}
+
+void measure_on_hosts(const PlanCase& one, const std::string& results) {
+  const Network network(one.hosts, link_of(one));
+  const std::string secret = new_secret();
+  const auto read_links = [&] {
+    Links links;
+    for (int host = 0; host < one.hosts; ++host) links.push_back(network.bytes(host));
+    return links;
+  };
+  std::list<Process> processes;
+  const HostRanks ranks = ranks_of(one);
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
+    const auto body = [&, place = ranks[static_cast<std::size_t>(rank)]] {
+      network.host(place.host).enter();
+      return train_rank(one, place.serves ? Worker() : place.host, results, read_links);
+    };
+    processes.emplace_back(ProcessOptions{.body = body, .variables = variables_of(ranks, rank, network, secret)});
+  }
+  wait_for_success(processes, one.name(), kLongestCase);
+}
+
+}  // namespace
+
+const OptimizerOptions& plan_optimizer() {
+  static const OptimizerOptions options = SGDOptions{.lr = 0.001, .momentum = 0.9};
+  return options;
+}
+
+double latency_of_links(const PlanCase& one) { return measured_latency(Network(2, link_of(one))); }
+
+MeasuredCase measure_case(const PlanCase& one) {
+  const TemporaryFolder folder;
+  const std::string results = folder.file("results");
+  one.hosts == 1 ? measure_on_one_machine(one, results) : measure_on_hosts(one, results);
+  const Json found = Json::parse(read_file(results));
+  return {.step = found.at("step"),
+          .memory = found.at("memory"),
+          .link_bytes = found.at("link"),
+          .steps = found.at("steps")};
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// bench/plan_measured.h: trains a case of bench/plan_cases.h for some steps and measures it.
+//
+// Flow:    PlanCase -> processes that train -> MeasuredCase
+// Threads: call from the main thread while it is the only one (it forks)
+// Ranks:   starts them: of one machine with the launcher, of hosts in network namespaces with shaped links (root only)
+#pragma once
+
+#include "bench/plan_cases.h"
+#include "lockstep/optimizers.h"
+
+namespace lockstep::bench {
+
+struct MeasuredCase {
+  double step = 0;        // seconds: the median over windows of steps, of the slowest rank
+  double memory = 0;      // bytes, all processes together
+  double link_bytes = 0;  // of a step, on the busiest link in one direction: frames with all headers; one machine: 0
+  int steps = 0;          // that were timed
+};
+
+const OptimizerOptions& plan_optimizer();
+
+// Seconds, one way, that its hosts' links add to what loopback takes.
+double latency_of_links(const PlanCase& one);
+
+// Blocks until all processes have ended. Throws SystemError: one of them failed, or, between hosts, they took too long.
+MeasuredCase measure_case(const PlanCase& one);
+
+}  // namespace lockstep::bench

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan/measured_steps.h: how long training steps take: of one rank while the others wait, and of all at the same time.
+//
+// Flow:    plan/measure.h -> here -> plan/profile.h
+// Threads: the caller's
+// Ranks:   all ranks of a world call measure_steps() together
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/dataset.h"
+#include "lockstep/plan/measure.h"
+#include "lockstep/strategy.h"
+#include "lockstep/world.h"
+
+namespace lockstep::plan {
+
+// One replica that is trained on one device.
+class Training {
+ public:
+  explicit Training(const Subject& subject);
+
+  Strategy& strategy() { return *strategy_; }
+  StepTimes step(const Batch& batch);  // what is neither backward nor update counts as forward
+
+ private:
+  std::unique_ptr<Strategy> strategy_;
+};
+
+// The first samples of the dataset, again and again if there are too few.
+Batch batch_of(const Datasets& data, std::int64_t samples);
+
+StepTimes medians(const std::vector<StepTimes>& steps);
+
+struct MeasuredSteps {
+  Curve alone, at_once;           // at_once: the mean over all ranks
+  std::vector<double> spread;     // single steps of the curve `alone` over their median, sorted
+  std::vector<SizedTime> memory;  // as Profile::memory_of_rank
+};
+
+// For `batch` samples, half as many, and so on. Takes about `seconds`, in rounds over all sizes, so that a machine that is
+// slower for a while is so for all of them; longer where three steps take longer.
+MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
+                            double seconds);
+
+double own_bytes();  // of this process: memory that it shares with no other
+double sum_of(const World& world, double value);
+double largest_of(const World& world, double value);
+
+}  // namespace lockstep::plan
