@@ -36,21 +36,21 @@ using plan::Method;
 
 constexpr std::chrono::minutes kLongestCase{10};
 
-bool has_servers(const Choice& choice) {
-  return choice.method == Method::kStoreSync || choice.method == Method::kStoreAsync;
-}
+int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
 
-int servers_of(const PlanCase& one) { return has_servers(one.choice) ? one.choice.servers : 0; }
-
-bool has_threads(const PlanCase& one) { return one.hosts == 1 && plan::has_device_threads(one.choice.method); }
+bool has_threads(const PlanCase& one) { return one.hosts == 1 && one.choice.has_device_threads(); }
 
 StrategyOptions strategy_of(const PlanCase& one) {
   const Choice& choice = one.choice;
   StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
   options.devices = has_threads(one) ? one.devices : 1;
+  options.compression.kind = choice.compression;
   switch (choice.method) {
     case Method::kSingle: options.kind = StrategyKind::kSingle; break;
-    case Method::kDdp: options.kind = StrategyKind::kDdp; break;
+    case Method::kDdp:
+      options.kind = StrategyKind::kDdp;
+      options.ddp.bucket_mib = std::max(1, static_cast<int>(choice.bucket_bytes) >> 20);
+      break;
     case Method::kTowers:
       options.kind = StrategyKind::kTowers;
       options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
@@ -59,8 +59,12 @@ StrategyOptions strategy_of(const PlanCase& one) {
     case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;
     case Method::kStoreSync:
     case Method::kStoreAsync:
+    case Method::kStoreBounded:
       options.kind = StrategyKind::kKVStore;
-      options.kvstore.kind = choice.method == Method::kStoreSync ? KVStoreKind::kDistSync : KVStoreKind::kDistAsync;
+      options.kvstore.kind = choice.method == Method::kStoreSync    ? KVStoreKind::kDistSync
+                             : choice.method == Method::kStoreAsync ? KVStoreKind::kDistAsync
+                                                                    : KVStoreKind::kDistBounded;
+      options.kvstore.staleness = choice.staleness;
       options.kvstore.servers = choice.servers;
       break;
     case Method::kAveraging:

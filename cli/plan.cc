@@ -32,6 +32,7 @@ struct PlanOptions {
   bool json = false;
   std::string trace;
   std::string of;
+  bool inexact = false;
 };
 
 // Those of `lockstep train` that change what a step takes.
@@ -57,7 +58,9 @@ void add_options(CLI::App& app, PlanOptions& options) {
   add("--cores", options.target.cores, "of each machine; 0: as many as the profile's");
   add("--link-mbit", options.link_megabits, "megabits per second of a machine's link, in each direction");
   add("--link-latency-us", options.link_microseconds, "microseconds from machine to machine, one way");
-  add("--servers", options.target.servers, "of kvstore dist_sync and dist_async, on the machines in turn");
+  add("--servers", options.target.servers, "of kvstore dist_*, on the machines in turn; 0: compares several numbers");
+  app.add_flag("--inexact", options.inexact,
+               "also recommend what learns differently from one device: compressed, stale or averaged now and then");
   app.add_flag("--json", options.json, "print JSON");
   add("--trace", options.trace, "file (.json or .pftrace) for the timeline of three steps, for ui.perfetto.dev");
   add("--of", options.of, "with --trace: the choice, by its name in the table; without it the one that is recommended");
@@ -105,8 +108,8 @@ void print_table(const PlanOptions& options, const Profile& profile, const std::
     table.add(cells);
   }
   table.print(std::cout);
-  const Forecast& best = best_of(all);
-  std::cout << "\n" << reason(all) << "\n";
+  const Forecast& best = best_of(all, options.inexact);
+  std::cout << "\n" << reason(all, options.inexact) << "\n";
   if (target.machines == 1)
     std::cout << "lockstep train --model " << options.train.model << " --batch-size " << target.batch << ' '
               << best.choice.arguments(target.all_devices()) << "\n";
@@ -115,7 +118,8 @@ void print_table(const PlanOptions& options, const Profile& profile, const std::
   std::cout << "\n";
 }
 
-bench::Json json_of(const Profile& profile, const Target& target, const std::vector<Forecast>& all) {
+bench::Json json_of(const Profile& profile, const PlanOptions& options, const std::vector<Forecast>& all) {
+  const Target& target = options.target;
   bench::Json json = {{"model", profile.model},
                       {"machine", profile.machine},
                       {"target",
@@ -124,8 +128,8 @@ bench::Json json_of(const Profile& profile, const Target& target, const std::vec
                         {"batch", target.batch},
                         {"link_bytes_per_second", target.link_rate},
                         {"link_latency_seconds", target.link_latency}}},
-                      {"recommended", best_of(all).choice.name()},
-                      {"why", reason(all)}};
+                      {"recommended", best_of(all, options.inexact).choice.name()},
+                      {"why", reason(all, options.inexact)}};
   for (const Forecast& each : all)
     json["choices"].push_back({{"name", each.choice.name()},
                                {"arguments", each.choice.arguments(target.all_devices())},
@@ -140,8 +144,8 @@ bench::Json json_of(const Profile& profile, const Target& target, const std::vec
   return json;
 }
 
-const Choice& choice_to_trace(const std::vector<Forecast>& all, const std::string& name) {
-  if (name.empty()) return best_of(all).choice;
+const Choice& choice_to_trace(const std::vector<Forecast>& all, const std::string& name, bool inexact) {
+  if (name.empty()) return best_of(all, inexact).choice;
   std::vector<std::string> names;
   for (const Forecast& each : all) {
     if (each.choice.name() == name) return each.choice;
@@ -165,9 +169,10 @@ int run_plan(PlanOptions options) {
   const Profile profile = profile_for(options, model_task(options.train.model));
   const std::vector<Forecast> all = forecast_all(profile, target);
   if (!options.trace.empty())
-    write_timeline(options.trace, timeline_of(profile, target, choice_to_trace(all, options.of)), /*complete=*/true);
+    write_timeline(options.trace, timeline_of(profile, target, choice_to_trace(all, options.of, options.inexact)),
+                   /*complete=*/true);
   if (options.json)
-    std::cout << json_of(profile, target, all).dump(1) << "\n";
+    std::cout << json_of(profile, options, all).dump(1) << "\n";
   else
     print_table(options, profile, all);
   return 0;

@@ -244,6 +244,9 @@ if(LOCKSTEP_BENCH AND NOT LOCKSTEP_SANITIZE)
   add_test(NAME command.a_stage_takes_little_more_memory_than_it_needs
     COMMAND $<TARGET_FILE:lockstep_command> bench memory --models gpt-mini,resnet18-32 --stages 2 --at-most 1.15)
   set_tests_properties(command.a_stage_takes_little_more_memory_than_it_needs PROPERTIES TIMEOUT 300)
+  # Forecasts for up to 1,024 machines, which take seconds.
+  add_test(NAME command.published_scaling_is_forecast_in_seconds COMMAND $<TARGET_FILE:lockstep_command> bench plan --curves)
+  set_tests_properties(command.published_scaling_is_forecast_in_seconds PROPERTIES TIMEOUT 180)
 endif()
 
 # The barriers of a step as a model that Spin checks exhaustively, with two and three ranks (10 s).

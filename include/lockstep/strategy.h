@@ -44,6 +44,7 @@ enum class Precision { kFloat32, kBFloat16 };
 
 struct DdpOptions {
   bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)
+  int bucket_mib = 25;           // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
   int virtual_shards = 0;        // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
 

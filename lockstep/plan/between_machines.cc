@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "lockstep/plan/strategy_schedules.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
 namespace {
@@ -15,8 +17,56 @@ constexpr double kSignature = 24;               // bytes: machines compare what 
 
 void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
 
-// docs/design/hierarchy.md: chunk by chunk, reduced inside each machine, exchanged in two rounds, shared. A chunk's parts leave
-// while the two chunks before it are under way. `actors`: one per machine.
+Ids first_devices(const Builder& b) {
+  Ids devices;
+  for (int m = 0; m < b.machines(); ++m) devices.push_back(m * b.target().devices);
+  return devices;
+}
+
+// The parts of each server's keys that are pushed one by one.
+std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int servers) {
+  constexpr std::int64_t kSplitAbove = 1'000'000;  // elements: strategy.h
+  std::vector<Key> keys;
+  for (const double bytes : profile.tensors) {
+    const auto elements = static_cast<std::int64_t>(bytes / 4);
+    keys.push_back({.name = "", .elements = elements, .rows = std::max<std::int64_t>(1, elements)});
+  }
+  std::vector<std::vector<double>> parts;
+  for (const BlockLayout& layout : plan_keys(keys, at(servers), kSplitAbove)) {
+    parts.emplace_back();
+    for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
+      double bytes = 0;
+      for (const KeySlice& slice : layout.slices_of(range)) bytes += static_cast<double>(slice.bytes());
+      parts.back().push_back(bytes);
+    }
+  }
+  return parts;
+}
+
+// ---- Two bits, the only compression of gradients to servers
+
+bool is_compressed(const Builder& b) { return b.choice().compression != Compression::kNone; }
+
+const CompressionTimes& two_bits(const Builder& b) {
+  return compression_for(b.profile(), name_of(b.choice().compression));
+}
+
+double sent_share(const Builder& b) { return is_compressed(b) ? two_bits(b).sent : 1; }
+
+int pack(Builder& b, int device, double bytes) {
+  const int machine = b.machine_of(device);
+  return is_compressed(b) ? b.compute(device, machine, "encode", bytes * two_bits(b).encode)
+                          : b.touch(device, machine, "pack", 2 * bytes);
+}
+
+// The parts of all workers.
+void decode_all(Builder& b, int server, int home, double bytes, const Ids& pushed) {
+  b.compute(server, home, "decode", bytes * b.devices() * two_bits(b).decode, pushed);
+}
+
+}  // namespace
+
+// A chunk's parts leave while the two chunks before it are under way.
 void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after) {
   const int n = b.machines(), inside = b.target().devices;
   const double chunk = std::clamp(bytes / 8, kLeastChunk, kMostChunk);
@@ -53,93 +103,80 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
   for (int m = 0; m < n; ++m) b.follow(actors[at(m)], shared[at(m)]);
 }
 
-// Of a few numbers.
-void all_reduce(Builder& b, const Ids& actors, double bytes) {
-  all_reduce(b, actors, bytes, std::vector<Ids>(at(b.machines())));
-}
-
-Ids first_devices(const Builder& b) {
-  Ids devices;
-  for (int m = 0; m < b.machines(); ++m) devices.push_back(m * b.target().devices);
-  return devices;
-}
-
-// The parts of each server's keys that are pushed one by one.
-std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int servers) {
-  constexpr std::int64_t kSplitAbove = 1'000'000;  // elements: strategy.h
-  std::vector<Key> keys;
-  for (const double bytes : profile.tensors) {
-    const auto elements = static_cast<std::int64_t>(bytes / 4);
-    keys.push_back({.name = "", .elements = elements, .rows = std::max<std::int64_t>(1, elements)});
-  }
-  std::vector<std::vector<double>> parts;
-  for (const BlockLayout& layout : plan_keys(keys, at(servers), kSplitAbove)) {
-    parts.emplace_back();
-    for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
-      double bytes = 0;
-      for (const KeySlice& slice : layout.slices_of(range)) bytes += static_cast<double>(slice.bytes());
-      parts.back().push_back(bytes);
-    }
-  }
-  return parts;
-}
-
-}  // namespace
-
 void sum_up(Builder& b, double bytes) {
   if (b.machines() == 1) {
     b.meet(b.all_devices(), b.barrier());
     return;
   }
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
-  all_reduce(b, first_devices(b), bytes);
+  all_reduce(b, first_devices(b), bytes, std::vector<Ids>(at(b.machines())));
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
 }
 
-// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order, after
-// the number of samples. Gradients are copied into the buckets, and their means out of them.
-void ddp_between_machines(Builder& b, const Ids& networks) {
+std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
+  std::vector<FullBucket> full;
+  double bytes = 0;
+  for (std::size_t module = profile.modules.size(); module-- > 0;) {
+    bytes += static_cast<double>(profile.modules[module].bytes);
+    if (bytes < limit && module > 0) continue;
+    for (; bytes > 0; bytes -= full.back().bytes)
+      full.push_back({.bytes = std::min(bytes, std::max(limit, 1.0)), .module = module});
+  }
+  return full;
+}
+
+std::vector<Ids> last_of_machines(const Builder& b) {
+  std::vector<Ids> last(at(b.machines()));
+  for (const int device : b.all_devices()) append(last[at(b.machine_of(device))], b.last(device));
+  return last;
+}
+
+void forward_and_totals(Builder& b, const Ids& networks) {
   constexpr double kTotals = 80;  // gradient/exchange_totals.h
-  const Profile& profile = b.profile();
-  const auto ready_on = [&b](int machine) {
-    Ids ready;
-    for (const int device : b.devices_on(machine)) append(ready, b.last(device));
-    return ready;
-  };
-  std::vector<Ids> ready;
   for (const int device : b.all_devices())
     b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
-  for (int m = 0; m < b.machines(); ++m) ready.push_back(ready_on(m));
-  all_reduce(b, networks, kTotals, ready);
-  double all = 0, bucket = 0;
-  for (const ModuleTimes& module : profile.modules) all += module.backward;
-  std::vector<double> buckets;
-  std::vector<std::vector<Ids>> full;  // [bucket][machine] after what
-  for (std::size_t i = profile.modules.size(); i-- > 0;) {
-    const ModuleTimes& module = profile.modules[i];
-    const auto bytes = static_cast<double>(module.bytes);
+  all_reduce(b, networks, kTotals, last_of_machines(b));
+}
+
+void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
+                           const std::function<void(const FullBucket&)>& when_full) {
+  const std::vector<ModuleTimes>& modules = b.profile().modules;
+  double all = 0;
+  for (const ModuleTimes& module : modules) all += module.backward;
+  auto next = buckets.begin();
+  for (std::size_t i = modules.size(); i-- > 0;) {
+    const auto bytes = static_cast<double>(modules[i].bytes);
     for (const int device : b.all_devices()) {
-      b.compute(device, b.machine_of(device), "backward " + module.name,
-                b.alone(b.samples_of(device)).backward * module.backward / all);
+      b.compute(device, b.machine_of(device), "backward " + modules[i].name,
+                b.alone(b.samples_of(device)).backward * modules[i].backward / all);
       if (bytes > 0) b.touch(device, b.machine_of(device), "pack", 2 * bytes);
     }
-    bucket += bytes;
-    if (bucket < b.choice().bucket_bytes && i > 0) continue;
-    for (; bucket > 0; bucket -= buckets.back()) {
-      buckets.push_back(std::min(bucket, std::max(b.choice().bucket_bytes, 1.0)));
-      full.emplace_back();
-      for (int m = 0; m < b.machines(); ++m) full.back().push_back(ready_on(m));
-    }
+    for (; next != buckets.end() && next->module == i; ++next) when_full(*next);
   }
-  for (std::size_t i = 0; i < buckets.size(); ++i) all_reduce(b, networks, buckets[i], full[i]);
+}
+
+void update_on_machines(Builder& b, const std::vector<Ids>& after) {
   for (int m = 0; m < b.machines(); ++m) {
-    b.meet(b.devices_on(m), b.barrier(), b.last(networks[at(m)]));
+    b.meet(b.devices_on(m), b.barrier(), after[at(m)]);
     for (const int device : b.devices_on(m)) {
       b.touch(device, m, "unpack", 2 * b.parameter_bytes());
       b.update(device, m, 1.0 / b.target().devices);
     }
     b.meet(b.devices_on(m), b.barrier());
   }
+}
+
+// Buckets fill while backward goes on, the last parameters first; a thread of each machine exchanges them in that order, after
+// the number of samples. Gradients are copied into the buckets, and their means out of them.
+void ddp_between_machines(Builder& b, const Ids& networks) {
+  forward_and_totals(b, networks);
+  const auto buckets = buckets_of(b.profile(), b.choice().bucket_bytes);
+  std::vector<std::vector<Ids>> full;  // [bucket][machine] after what
+  backward_into_buckets(b, buckets, [&](const FullBucket&) { full.push_back(last_of_machines(b)); });
+  for (std::size_t i = 0; i < buckets.size(); ++i) all_reduce(b, networks, buckets[i].bytes, full[i]);
+  std::vector<Ids> exchanged;
+  for (const int network : networks) exchanged.push_back(b.last(network));
+  update_on_machines(b, exchanged);
 }
 
 // Every device trains a replica; every h steps the replicas become one.
@@ -182,12 +219,13 @@ void store_sync(Builder& b, const Ids& servers) {
       Ids pushed;
       for (const int device : b.all_devices()) {
         const int machine = b.machine_of(device);
-        Ids ready{b.touch(device, machine, "pack", 2 * size)};
+        Ids ready{pack(b, device, size)};
         append(ready, pushes[at(device)]);
-        const Builder::Message push = b.post(device, machine, home, "push", size, ready);
+        const Builder::Message push = b.post(device, machine, home, "push", size * sent_share(b), ready);
         pushes[at(device)] = {push.left};
         pushed.push_back(push.arrived);
       }
+      if (is_compressed(b)) decode_all(b, servers[s], home, size, pushed);
       b.update(servers[s], home, size / b.parameter_bytes(), b.devices(), pushed);
       for (const int device : b.all_devices()) {
         Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
@@ -202,34 +240,47 @@ void store_sync(Builder& b, const Ids& servers) {
     b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[at(device)]);
 }
 
+AsyncStore::AsyncStore(Builder& builder, const Ids& locks) : b_(builder), locks_(locks) {
+  for (const auto& parts : parts_of_servers(b_.profile(), static_cast<int>(locks.size())))
+    sizes_.push_back(std::accumulate(parts.begin(), parts.end(), 0.0));
+}
+
+int AsyncStore::push(int device, int server, const Ids& after) {
+  const int machine = b_.machine_of(device);
+  const int packed = b_.touch(device, machine, "pack", 2 * size(server), after);
+  return b_.post(device, machine, home(server), "push", size(server), {packed}).arrived;
+}
+
+int AsyncStore::update(int device, int server, const Ids& after) {
+  constexpr double kReply = 8;  // bytes
+  const int done = b_.update_locked(locks_[at(server)], home(server), size(server) / b_.parameter_bytes(), after);
+  return b_.post(device, home(server), b_.machine_of(device), "updated", kReply, {done}).arrived;
+}
+
+int AsyncStore::ask(int device, int server, const Ids& after) {
+  constexpr double kRequest = 100;  // bytes, about
+  return b_.post(device, b_.machine_of(device), home(server), "ask", kRequest, after).arrived;
+}
+
+int AsyncStore::pull(int device, int server, const Ids& after) {
+  const int copied = b_.pass_locked(locks_[at(server)], home(server), 2 * size(server), after);
+  return b_.post(device, home(server), b_.machine_of(device), "pull", size(server), {copied}).arrived;
+}
+
+void AsyncStore::unpack(int device, const Ids& after) {
+  b_.touch(device, b_.machine_of(device), "unpack", 2 * b_.parameter_bytes(), after);
+}
+
 // A worker pushes to all servers, hears of each that it has updated, then pulls from all. It waits for no other worker, but a
 // server works for one at a time.
 void store_async(Builder& b, const Ids& locks) {
-  constexpr double kRequest = 100, kReply = 8;  // bytes, about
-  const int servers = static_cast<int>(locks.size());
-  const auto parts = parts_of_servers(b.profile(), servers);
+  AsyncStore store(b, locks);
   for (const int device : b.all_devices()) {
-    const int machine = b.machine_of(device);
     b.forward_and_backward(device);
     Ids updated, pulled;
-    for (int s = 0; s < servers; ++s) {
-      const int home = s % b.machines();
-      double size = 0;
-      for (const double part : parts[at(s)]) size += part;
-      const int packed = b.touch(device, machine, "pack", 2 * size);
-      const int pushed = b.post(device, machine, home, "push", size, {packed}).arrived;
-      const int done = b.update_locked(locks[at(s)], home, size / b.parameter_bytes(), {pushed});
-      updated.push_back(b.post(device, home, machine, "updated", kReply, {done}).arrived);
-    }
-    for (int s = 0; s < servers; ++s) {
-      const int home = s % b.machines();
-      double size = 0;
-      for (const double part : parts[at(s)]) size += part;
-      const int asked = b.post(device, machine, home, "ask", kRequest, updated).arrived;
-      const int copied = b.pass_locked(locks[at(s)], home, 2 * size, {asked});
-      pulled.push_back(b.post(device, home, machine, "pull", size, {copied}).arrived);
-    }
-    b.touch(device, machine, "unpack", 2 * b.parameter_bytes(), pulled);
+    for (int s = 0; s < store.servers(); ++s) updated.push_back(store.update(device, s, {store.push(device, s)}));
+    for (int s = 0; s < store.servers(); ++s) pulled.push_back(store.pull(device, s, {store.ask(device, s, updated)}));
+    store.unpack(device, pulled);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/plan/schedules.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
 namespace {
@@ -61,6 +62,21 @@ Simulated simulate(const Profile& profile, const Target& target, const Choice& c
 
 // ---- Memory
 
+// Of a rank: sixteen bits are a second bucket; the others keep a residual, and two bits and top-k what all ranks have sent.
+double bytes_of_hook(const Profile& profile, const Target& target, const Choice& choice) {
+  const double gradients = static_cast<double>(profile.parameter_bytes);
+  switch (choice.compression) {
+    case Compression::kNone: return 0;
+    case Compression::kFloat16:
+    case Compression::kBFloat16: return gradients / 2;
+    case Compression::kPowerSGD: return gradients;
+    case Compression::kTwoBit:
+    case Compression::kTopK:
+      return gradients * (1 + target.all_devices() * compression_for(profile, name_of(choice.compression)).sent);
+  }
+  return 0;
+}
+
 // A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
 // and state; where the replicas share a copy, all but the gradients exist once.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
@@ -76,17 +92,20 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
   switch (choice.method) {
     case Method::kSingle: return process + once + gradients + activations;
     case Method::kDdp:
-      return d * process + once + d * gradients + activations + (target.machines > 1 ? d * gradients : 0);
+      return d * process + once + d * gradients + activations + (target.machines > 1 ? d * gradients : 0) +
+             d * bytes_of_hook(profile, target, choice);
     case Method::kTowers: return process + (choice.update_on_cpu ? once : d * once) + d * gradients + activations;
     case Method::kDataParallel:
     case Method::kStoreLocal: return process + once + d * gradients + activations;
     case Method::kAveraging: return process + d * (once + gradients) + activations;
     case Method::kStoreSync:
-    case Method::kStoreAsync: {
+    case Method::kStoreAsync:
+    case Method::kStoreBounded: {
       const double workers = target.all_devices();
-      const double states = choice.method == Method::kStoreAsync ? workers * state : state;
+      const double states = choice.method == Method::kStoreSync ? state : workers * state;
+      const double residuals = choice.compression == Compression::kNone ? 0 : d * gradients;
       const double servers = choice.servers * process + (3 + 2 * workers) * parameters + states;
-      return d * (process + 3 * parameters + gradients) + activations + servers / target.machines;
+      return d * (process + 3 * parameters + gradients) + residuals + activations + servers / target.machines;
     }
     case Method::kPipeline: {
       const double micro = choice.order == PipelineSchedule::kNaive ? 1 : choice.micro_batches;
@@ -126,8 +145,9 @@ std::string extrapolated(const Profile& profile, const Target& target) {
 
 Forecast forecast(const Profile& profile, const Target& target, const Choice& choice) {
   const Simulated middle = simulate(profile, target, choice, Luck::kAny);
-  const double fast = simulate(profile, target, choice, Luck::kGood).step;
-  const double slow = simulate(profile, target, choice, Luck::kBad).step;
+  const bool varies = !profile.spread.empty();
+  const double fast = varies ? simulate(profile, target, choice, Luck::kGood).step : middle.step;
+  const double slow = varies ? simulate(profile, target, choice, Luck::kBad).step : middle.step;
   const double steps_of_epoch = std::ceil(static_cast<double>(profile.dataset) / static_cast<double>(target.batch));
   return {.choice = choice,
           .step = middle.step,
@@ -149,20 +169,21 @@ std::vector<Forecast> forecast_all(const Profile& profile, const Target& target)
   return all;
 }
 
-const Forecast& best_of(const std::vector<Forecast>& forecasts) {
-  const auto found = std::ranges::find_if(forecasts, [](const Forecast& each) { return each.choice.exact(); });
+const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact) {
+  const auto found =
+      std::ranges::find_if(forecasts, [&](const Forecast& each) { return inexact || each.choice.exact(); });
   if (found == forecasts.end()) throw UsageError({.what = "no strategy for this target"});
   return *found;
 }
 
-std::string reason(const std::vector<Forecast>& forecasts) {
-  const Forecast& best = best_of(forecasts);
+std::string reason(const std::vector<Forecast>& forecasts, bool inexact) {
+  const Forecast& best = best_of(forecasts, inexact);
   const auto about = [](const Forecast& each) {
     return concat(human_seconds(each.step), " (± ", fixed(100 * each.uncertain, 0), " %)");
   };
   std::string text = concat(best.choice.name(), ": ", about(best), " a step, ", best.bound);
   for (const Forecast& other : forecasts)
-    if (&other != &best && other.choice.exact() && other.choice.method != best.choice.method)
+    if (&other != &best && (inexact || other.choice.exact()) && other.choice.method != best.choice.method)
       return concat(text, "; next is ", other.choice.name(), " with ", about(other));
   return text;
 }

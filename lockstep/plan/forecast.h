@@ -32,11 +32,11 @@ Forecast forecast(const Profile& profile, const Target& target, const Choice& ch
 // Of every choice that the target allows, the fastest first.
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target);
 
-// Of forecasts of one target: the fastest that computes the same as one device.
-const Forecast& best_of(const std::vector<Forecast>& forecasts);
+// Of forecasts of one target: the fastest that computes the same as one device; inexact: the fastest of all.
+const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact = false);
 
 // One line: why it is that one.
-std::string reason(const std::vector<Forecast>& forecasts);
+std::string reason(const std::vector<Forecast>& forecasts, bool inexact = false);
 
 // What devices, networks and servers do in three steps, as a timeline that write_timeline() takes.
 Recordings timeline_of(const Profile& profile, const Target& target, const Choice& choice);

@@ -33,6 +33,7 @@
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
+#include "lockstep/plan/measure_compression.h"
 #include "lockstep/plan/measured_steps.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
@@ -346,6 +347,7 @@ void measure_alone(const Subject& subject, Profile& profile) {
   measure_loss(subject, data, training, profile);
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
+  profile.compression = measure_compression(training.strategy().model());
   measure_loopback(profile);
 }
 

@@ -19,11 +19,12 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepTimes, samples, forward, backward, update
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Curve, at_once, threads, in_one_process, points)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModuleTimes, name, forward, backward, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PieceTimes, name, seconds, bytes, output_bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompressionTimes, kind, sent, encode, decode)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
-                                   output_bytes, dataset, curves, spread, modules, pieces, loss, common_bytes,
-                                   idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier, handover,
-                                   crowded_handover, all_reduce, loopback, loopback_work)
+                                   output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
+                                   common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
+                                   handover, crowded_handover, all_reduce, loopback, loopback_work)
 
 namespace {
 
@@ -70,6 +71,13 @@ const Curve& curve_for(const Profile& profile, int at_once, int threads) {
   for (const Curve& curve : profile.curves)
     if (!curve.in_one_process && distance(curve) < distance(*best)) best = &curve;
   return *best;
+}
+
+const CompressionTimes& compression_for(const Profile& profile, const std::string& kind) {
+  const auto found = std::ranges::find(profile.compression, kind, &CompressionTimes::kind);
+  if (found != profile.compression.end()) return *found;
+  throw UsageError({.what = concat("the profile does not say what --compression ", kind, " takes"),
+                    .next = "make a new one: lockstep plan --profile with another file"});
 }
 
 double update_seconds(const Curve& curve) {

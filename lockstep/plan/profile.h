@@ -13,7 +13,7 @@
 
 namespace lockstep::plan {
 
-constexpr int kProfileFormat = 1;  // raised when a reader of the old one would misunderstand the new one
+constexpr int kProfileFormat = 2;  // raised when a reader of the old one would misunderstand the new one
 
 // Medians of a few steps, for one number of samples per device.
 struct StepTimes {
@@ -48,6 +48,14 @@ struct PieceTimes {
   double output_bytes = 0;  // for each sample
 };
 
+// One way to compress gradients (lockstep/communication_hook.h), for each byte of a gradient in float32.
+struct CompressionTimes {
+  std::string kind;   // of --compression
+  double sent = 1;    // bytes that a rank sends
+  double encode = 0;  // seconds of one thread, while backward runs
+  double decode = 0;  // seconds of one thread, afterwards; with two bits and top-k for each rank's part
+};
+
 struct SizedTime {
   double bytes = 0;
   double seconds = 0;
@@ -70,7 +78,8 @@ struct Profile {
   std::vector<double> spread;  // times of single steps over their median
   std::vector<ModuleTimes> modules;
   std::vector<PieceTimes> pieces;  // none: the model can't be cut
-  double loss = 0;                 // seconds for each sample: the loss alone, forward and backward
+  std::vector<CompressionTimes> compression;
+  double loss = 0;  // seconds for each sample: the loss alone, forward and backward
 
   double common_bytes = 0;                // that all ranks of a machine share: libraries above all
   double idle_bytes = 0;                  // a rank's own, without a model
@@ -91,6 +100,9 @@ StepTimes times_for(const Curve& curve, double samples);
 // The measured curve of `at_once` ranks of `threads`, or the nearest there is: more ranks at once than were measured are as
 // the most that were.
 const Curve& curve_for(const Profile& profile, int at_once, int threads);
+
+// Throws UsageError: it was not measured.
+const CompressionTimes& compression_for(const Profile& profile, const std::string& kind);
 
 double update_seconds(const Curve& curve);  // the median of its points
 

@@ -21,6 +21,7 @@ Profile some_profile() {
                                 {.samples = 8, .forward = 5, .backward = 10, .update = 2}}}};
   profile.copy_speed = {1e9, 1.5e9};
   profile.pieces = {{.name = "piece", .seconds = 1, .bytes = 2, .output_bytes = 3}};
+  profile.compression = {{.kind = "2bit", .sent = 0.0625, .encode = 1e-9, .decode = 2e-9}};
   return profile;
 }
 
@@ -38,6 +39,8 @@ TEST_F(ProfileFile, IsReadAsItWasWritten) {
   ASSERT_EQ(read.curves.size(), 1U);
   EXPECT_EQ(read.curves[0].points[2].backward, 10);
   EXPECT_EQ(read.pieces[0].output_bytes, 3);
+  EXPECT_EQ(compression_for(read, "2bit").decode, 2e-9);
+  EXPECT_THROW(compression_for(read, "topk"), UsageError);
 }
 
 TEST_F(ProfileFile, ThatIsDamagedIsAnError) {

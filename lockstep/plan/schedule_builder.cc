@@ -137,6 +137,10 @@ int Builder::handle(int machine, double messages, double bytes, const Ids& after
   return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[at(machine)]}, .after = after});
 }
 
+int Builder::pass_gate(int actor, int gate, int ticket, const Ids& after) {
+  return add(actor, {.name = "wait", .after = after, .gate = gate, .ticket = ticket});
+}
+
 int Builder::meet(const Ids& actors, double seconds, const Ids& after) {
   Ids all = after;
   for (const int actor : actors) all.insert(all.end(), last_[at(actor)].begin(), last_[at(actor)].end());
@@ -210,8 +214,8 @@ void Builder::add_machine(int machine) {
 double Builder::slowdown(int at_once, double (*part)(const StepTimes&)) const {
   const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
   const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
-  const bool are_threads = has_device_threads(choice_.method) && !target_.on_one_machine &&
-                           std::ranges::any_of(profile_.curves, in_one_process);
+  const bool are_threads =
+      choice_.has_device_threads() && !target_.on_one_machine && std::ranges::any_of(profile_.curves, in_one_process);
   double before = 1, slower = 1;
   for (const Curve& curve : profile_.curves) {
     if (curve.threads != 1 || curve.at_once == 1 || curve.in_one_process != are_threads) continue;

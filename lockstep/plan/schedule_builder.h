@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/plan/schedules.h"
@@ -35,6 +36,7 @@ class Builder {
   StepTimes alone(double samples) const;   // of a device alone on its machine
   int add_actor(const std::string& name);  // returns its number; the first ones are the devices
   int add_lock();                          // of a server
+  int add_gate(MakeGate make) { return made_.simulation.add(std::move(make)); }
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id
 
@@ -42,6 +44,7 @@ class Builder {
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
   // That share of an update of all parameters, which adds up the gradients of so many sources in the same pass.
   int update(int actor, int machine, double share, int sources = 1, const Ids& after = {});
+  int pass_gate(int actor, int gate, int ticket, const Ids& after = {});  // waits there, and takes no time
   // All of them go on when the last one is there.
   int meet(const Ids& actors, double seconds, const Ids& after = {});
 

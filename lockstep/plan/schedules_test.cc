@@ -140,6 +140,99 @@ TEST(Schedules, AServerReceivesTheGradientsOfAllWorkers) {
   }
 }
 
+// Two machines and one bucket: the whole of it goes out and comes in once.
+Profile compressing_profile() {
+  Profile profile = round_profile();
+  profile.compression = {{.kind = "fp16", .sent = 0.5, .encode = 1e-9, .decode = 2e-9},
+                         {.kind = "bf16", .sent = 0.5, .encode = 1e-9, .decode = 2e-9},
+                         {.kind = "2bit", .sent = 1.0 / 16, .encode = 1e-9, .decode = 2e-9},
+                         {.kind = "topk", .sent = 0.02, .encode = 1e-9, .decode = 2e-9},
+                         {.kind = "powersgd", .sent = 0.03, .encode = 1e-9, .decode = 3e-9}};
+  return profile;
+}
+
+// With what carries it: headers of segments, and acknowledgements that come back.
+double on_wire(double bytes) { return bytes_on_wire(bytes).there + bytes_on_wire(bytes).back; }
+
+TEST(Schedules, CompressionSendsLessAndComputesMore) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 16};
+  const auto expect = [&](Compression kind, double sent, double decode) {
+    const Forecast found = forecast(compressing_profile(), target, {.method = Method::kDdp, .compression = kind});
+    const double compute = 24e-3, encode = 8e-3;  // of 8 MB
+    EXPECT_NEAR(found.link_bytes, on_wire(sent), 0.02 * sent) << static_cast<int>(kind);
+    EXPECT_NEAR(found.step, compute + encode + on_wire(sent) / kMega + decode, 0.02 * found.step) << static_cast<int>(kind);
+  };
+  expect(Compression::kNone, 8e6, 0);
+  expect(Compression::kBFloat16, 4e6, 16e-3);
+  expect(Compression::kTwoBit, 0.5e6, 2 * 16e-3);  // a rank decodes what both have sent
+  expect(Compression::kTopK, 0.16e6, 2 * 16e-3);
+  expect(Compression::kPowerSGD, 0.24e6, 24e-3);
+}
+
+// Of four machines' ranks each sends its part to three others, whatever the number of ranks on a machine.
+TEST(Schedules, GatheredGradientsGrowWithTheNumberOfRanks) {
+  const Target target{.machines = 4, .devices = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+  const Choice choice{.method = Method::kDdp, .compression = Compression::kTwoBit};
+  EXPECT_NEAR(forecast(compressing_profile(), target, choice).link_bytes, on_wire(3 * 2 * 0.5e6), 0.02 * 3e6);
+}
+
+TEST(Schedules, TwoBitsMakePushesSmallAndLeavePullsAsTheyAre) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+  Choice choice{.method = Method::kStoreSync};
+  const auto sent = [&](const Choice& of) { return schedule(compressing_profile(), target, of, 1).sent_bytes; };
+  EXPECT_NEAR(sent(choice), on_wire(8e6), 0.05 * 8e6);
+  choice.compression = Compression::kTwoBit;
+  EXPECT_NEAR(sent(choice), on_wire(8e6), 0.05 * 8e6);  // from the server, as before; to it only half a megabyte
+  EXPECT_LT(step_of(compressing_profile(), target, choice),
+            step_of(compressing_profile(), target, {.method = Method::kStoreSync}) - 0.3);
+}
+
+TEST(Schedules, WhatIsCompressedIsRankedButNotRecommendedUnlessAskedFor) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 16};
+  Profile profile = compressing_profile();
+  profile.pieces.clear();  // a pipeline would send nothing here
+  const auto all = forecast_all(profile, target);
+  EXPECT_TRUE(best_of(all).choice.exact());
+  const Choice best = best_of(all, /*inexact=*/true).choice;
+  EXPECT_FALSE(best.exact());
+  EXPECT_LT(best_of(all, true).step, best_of(all).step);
+  EXPECT_THROW(forecast(compressing_profile(), {.devices = 2, .batch = 16},
+                        {.method = Method::kDdp, .compression = Compression::kBFloat16}),
+               UsageError);
+  EXPECT_THROW(forecast(round_profile(), target, {.method = Method::kDdp, .compression = Compression::kBFloat16}),
+               UsageError);
+}
+
+// With s = 0 a worker reads, computes and updates before the next one may read; with s = 1 two do so at the same time.
+TEST(Schedules, WorkersOfABoundedStoreTakeTurnsWithoutStaleness) {
+  const Target target{.devices = 2, .batch = 2};
+  const auto bounded = [&](int staleness) {
+    return step_of(round_profile(), target, {.method = Method::kStoreBounded, .staleness = staleness});
+  };
+  EXPECT_NEAR(bounded(0), 2 * 3e-3, 0.3e-3);  // nobody waits for the last read of all
+  EXPECT_NEAR(bounded(1), 3e-3, 1e-9);
+  EXPECT_NEAR(bounded(8), step_of(round_profile(), target, {.method = Method::kStoreAsync}), 1e-9);
+}
+
+// Four workers, of which at most two may hold a gradient.
+TEST(Schedules, ABoundBelowTheNumberOfWorkersKeepsSomeWaiting) {
+  const Choice choice{.method = Method::kStoreBounded, .staleness = 1};
+  EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 4}, choice), 2 * 3e-3, 0.3e-3);
+}
+
+TEST(Schedules, SeveralServersAreComparedUnlessTheirNumberIsGiven) {
+  const auto servers_of = [](const Target& target) {
+    std::vector<int> servers;
+    for (const Choice& choice : choices_for(target, 0, 8e6))
+      if (choice.method == Method::kStoreSync && choice.exact()) servers.push_back(choice.servers);
+    return servers;
+  };
+  EXPECT_EQ(servers_of({.devices = 2, .batch = 8}), (std::vector{1}));
+  EXPECT_EQ(servers_of({.machines = 4, .batch = 8}), (std::vector{1, 2, 4}));
+  EXPECT_EQ(servers_of({.machines = 12, .batch = 12}), (std::vector{1, 2, 4, 8, 12}));
+  EXPECT_EQ(servers_of({.machines = 4, .batch = 8, .servers = 3}), (std::vector{3}));
+}
+
 // The second server has only the small key.
 TEST(Schedules, AKeyThatIsNotSplitBelongsToOneServer) {
   Profile profile = round_profile();

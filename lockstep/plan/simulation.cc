@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <queue>
+#include <set>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -17,18 +19,21 @@ constexpr double kSameTime = 1e-12;  // seconds: events that are nearer are one
 
 std::size_t place(int index) { return static_cast<std::size_t>(index); }
 
-// A run from its first event to its last.
+// A run from its first event to its last. Where something begins or ends, only what shares resources with it, directly or by way of
+// others, gets another speed: machines that have nothing to do with each other at that moment cost nothing.
 class Run {
  public:
-  Run(const std::vector<Resource>& resources, const std::vector<Activity>& activities)
+  Run(const std::vector<Resource>& resources, const std::vector<Activity>& activities,
+      const std::vector<MakeGate>& gates)
       : resources_(resources),
         activities_(activities),
         waits_for_(activities.size()),
         waited_for_by_(activities.size()),
-        left_(activities.size()),
-        speed_(activities.size()) {
+        work_(activities.size()),
+        shares_(resources.size()) {
     outcome_.activities.resize(activities.size());
     outcome_.busy.resize(resources.size());
+    for (const MakeGate& make : gates) gates_.push_back(make());
     for (std::size_t i = 0; i < activities.size(); ++i) {
       waits_for_[i] = static_cast<int>(activities[i].after.size());
       for (const int before : activities[i].after) waited_for_by_[place(before)].push_back(static_cast<int>(i));
@@ -37,13 +42,37 @@ class Run {
 
   Outcome finish() {
     for (std::size_t i = 0; i < activities_.size(); ++i)
-      if (waits_for_[i] == 0) begin(static_cast<int>(i));
-    while (!working_.empty() || !delayed_.empty()) next_event();
+      if (waits_for_[i] == 0) arrive(static_cast<int>(i));
+    open_gates();
+    while (!delayed_.empty() || !ends_.empty()) next_event();
     if (ended_ < activities_.size()) throw UsageError({.what = "activities of a schedule wait for each other"});
     return std::move(outcome_);
   }
 
  private:
+  // What it waits for has ended.
+  void arrive(int activity) {
+    const Activity& what = activities_[place(activity)];
+    if (what.gate < 0) return begin(activity);
+    gates_[place(what.gate)]->come(what.ticket);
+    at_gates_.push_back(activity);
+  }
+
+  // One that passes may open the gate for others, or close it.
+  void open_gates() {
+    const auto may_pass = [this](int activity) {
+      const Activity& what = activities_[place(activity)];
+      return gates_[place(what.gate)]->may_pass(what.ticket);
+    };
+    for (auto next = std::ranges::find_if(at_gates_, may_pass); next != at_gates_.end();
+         next = std::ranges::find_if(at_gates_, may_pass)) {
+      const int activity = *next;
+      at_gates_.erase(next);
+      gates_[place(activities_[place(activity)].gate)]->pass(activities_[place(activity)].ticket);
+      begin(activity);
+    }
+  }
+
   void begin(int activity) {
     outcome_.activities[place(activity)].begin = now_;
     delayed_.emplace(now_ + activities_[place(activity)].delay, activity);
@@ -54,76 +83,108 @@ class Run {
     outcome_.end = std::max(outcome_.end, now_);
     ++ended_;
     for (const int next : waited_for_by_[place(activity)])
-      if (--waits_for_[place(next)] == 0) begin(next);
+      if (--waits_for_[place(next)] == 0) arrive(next);
   }
 
   // To the next end of a delay or of some work.
   void next_event() {
-    double next = delayed_.empty() ? kNever : delayed_.top().first;
-    if (has_changed_) share_out();
-    has_changed_ = false;
-    for (const int activity : working_) next = std::min(next, now_ + left_[place(activity)] / speed_[place(activity)]);
-    work_until(next);
+    now_ = std::min(delayed_.empty() ? kNever : delayed_.top().first, ends_.empty() ? kNever : ends_.begin()->first);
     std::vector<int> ended;
-    std::erase_if(working_, [&](int activity) {
-      const bool over = left_[place(activity)] <= kSameTime * speed_[place(activity)];
-      if (over) ended.push_back(activity);
-      return over;
-    });
-    if (!ended.empty()) has_changed_ = true;
+    while (!ends_.empty() && ends_.begin()->first <= now_ + kSameTime) {
+      ended.push_back(ends_.begin()->second);
+      stop_work(ended.back());
+    }
     for (const int activity : ended) end(activity);
     while (!delayed_.empty() && delayed_.top().first <= now_ + kSameTime) {
       const int activity = delayed_.top().second;
       delayed_.pop();
-      const Activity& what = activities_[place(activity)];
-      left_[place(activity)] = what.work;
-      if (what.uses.empty() || what.work <= 0) {
-        end(activity);
-      } else {
-        working_.push_back(activity);
-        has_changed_ = true;
-      }
+      start_work(activity);
+    }
+    open_gates();
+    share_out();
+  }
+
+  void start_work(int activity) {
+    const Activity& what = activities_[place(activity)];
+    if (what.uses.empty() || what.work <= 0) return end(activity);
+    work_[place(activity)] = {.left = what.work, .since = now_};
+    for (const int resource : what.uses) {
+      Share& share = shares_[place(resource)];
+      if (share.users.empty()) share.busy_since = now_;
+      share.users.push_back(activity);
+      changed_.push_back(resource);
     }
   }
 
-  void work_until(double time) {
-    if (time <= now_) return;
-    std::vector<bool> used(resources_.size());
-    for (const int activity : working_) {
-      left_[place(activity)] -= speed_[place(activity)] * (time - now_);
-      for (const int resource : activities_[place(activity)].uses) used[place(resource)] = true;
+  void stop_work(int activity) {
+    ends_.erase({work_[place(activity)].end, activity});
+    for (const int resource : activities_[place(activity)].uses) {
+      Share& share = shares_[place(resource)];
+      std::erase(share.users, activity);
+      if (share.users.empty()) outcome_.busy[place(resource)] += now_ - share.busy_since;
+      changed_.push_back(resource);
     }
-    for (std::size_t i = 0; i < used.size(); ++i)
-      if (used[i]) outcome_.busy[i] += time - now_;
-    now_ = time;
   }
 
   // Again and again: the resource that has the least for each of its users gives each of them that.
   void share_out() {
-    std::vector<int> users(resources_.size());
-    for (const int activity : working_)
-      for (const int resource : activities_[place(activity)].uses) ++users[place(resource)];
-    std::vector<double> rest(resources_.size());
-    for (std::size_t i = 0; i < rest.size(); ++i) rest[i] = users[i] == 0 ? 0 : speed_of(resources_[i], users[i]);
-    std::vector<int> open = working_;
-    while (!open.empty()) {
-      double least = kNever;
-      for (std::size_t i = 0; i < rest.size(); ++i)
-        if (users[i] > 0) least = std::min(least, rest[i] / users[i]);
-      std::vector<bool> is_scarce(rest.size());
-      for (std::size_t i = 0; i < rest.size(); ++i)
-        is_scarce[i] = users[i] > 0 && rest[i] / users[i] <= least * (1 + 1e-9);
-      std::erase_if(open, [&](int activity) {
-        const auto& uses = activities_[place(activity)].uses;
-        if (std::ranges::none_of(uses, [&](int resource) { return is_scarce[place(resource)]; })) return false;
-        speed_[place(activity)] = least;
-        for (const int resource : uses) {
-          rest[place(resource)] -= least;
-          --users[place(resource)];
-        }
-        return true;
-      });
+    std::vector<int> open;
+    const std::vector<int> resources = reached_from_changed(open);
+    std::ranges::sort(open);
+    for (const int resource : resources) {
+      Share& share = shares_[place(resource)];
+      share.open = static_cast<int>(share.users.size());
+      share.rest = share.open > 0 ? speed_of(resources_[place(resource)], share.open) : 0;
     }
+    while (!open.empty()) give_to_users_of_the_scarcest(resources, open);
+  }
+
+  // All resources that users of the changed ones use, and users of those, and so on; their users go to `activities`.
+  std::vector<int> reached_from_changed(std::vector<int>& activities) {
+    ++round_;
+    std::vector<int> resources;
+    const auto reach = [&](int resource) {
+      if (std::exchange(shares_[place(resource)].round, round_) != round_) resources.push_back(resource);
+    };
+    for (const int resource : changed_) reach(resource);
+    changed_.clear();
+    for (std::size_t i = 0; i < resources.size(); ++i)
+      for (const int activity : shares_[place(resources[i])].users) {
+        if (std::exchange(work_[place(activity)].round, round_) == round_) continue;
+        activities.push_back(activity);
+        for (const int resource : activities_[place(activity)].uses) reach(resource);
+      }
+    return resources;
+  }
+
+  void give_to_users_of_the_scarcest(const std::vector<int>& resources, std::vector<int>& open) {
+    double least = kNever;
+    for (const int resource : resources) least = std::min(least, shares_[place(resource)].for_each());
+    for (const int resource : resources) {
+      Share& share = shares_[place(resource)];
+      share.is_scarce = share.for_each() <= least * (1 + 1e-9);
+    }
+    std::erase_if(open, [&](int activity) {
+      const auto& uses = activities_[place(activity)].uses;
+      if (std::ranges::none_of(uses, [&](int resource) { return shares_[place(resource)].is_scarce; })) return false;
+      give(activity, least);
+      for (const int resource : uses) {
+        shares_[place(resource)].rest -= least;
+        --shares_[place(resource)].open;
+      }
+      return true;
+    });
+  }
+
+  void give(int activity, double speed) {
+    Work& work = work_[place(activity)];
+    if (work.speed == speed) return;
+    if (work.speed > 0) ends_.erase({work.end, activity});
+    work.left -= work.speed * (now_ - work.since);
+    work.since = now_;
+    work.speed = speed;
+    work.end = now_ + std::max(0.0, work.left) / speed;
+    ends_.emplace(work.end, activity);
   }
 
   static double speed_of(const Resource& resource, int users) {
@@ -131,16 +192,36 @@ class Run {
     return resource.speed[std::min(place(users - 1), last)];
   }
 
-  using Delayed = std::pair<double, int>;
+  struct Work {
+    double left = 0;  // units, at `since`
+    double since = 0;
+    double speed = 0;  // units per second; 0: it has no share yet
+    double end = 0;    // at this speed
+    int round = 0;
+  };
+  struct Share {
+    std::vector<int> users{};  // activities that work
+    double busy_since = 0;
+    int open = 0;     // users that have no share yet
+    double rest = 0;  // what they share
+    bool is_scarce = false;
+    int round = 0;
+    double for_each() const { return open > 0 ? rest / open : kNever; }
+  };
+  using Event = std::pair<double, int>;
+
   const std::vector<Resource>& resources_;
   const std::vector<Activity>& activities_;
+  std::vector<std::unique_ptr<Gate>> gates_;
   std::vector<int> waits_for_;
   std::vector<std::vector<int>> waited_for_by_;
-  std::vector<double> left_;   // of the work
-  std::vector<double> speed_;  // units per second
-  std::vector<int> working_;
-  bool has_changed_ = false;  // working_, since its activities got their speeds
-  std::priority_queue<Delayed, std::vector<Delayed>, std::greater<>> delayed_;
+  std::vector<Work> work_;
+  std::vector<Share> shares_;
+  std::vector<int> at_gates_;  // in the order in which they came
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> delayed_;
+  std::set<Event> ends_;      // of what works
+  std::vector<int> changed_;  // resources whose users are others than when shares were given
+  int round_ = 0;             // of share_out()
   double now_ = 0;
   std::size_t ended_ = 0;
   Outcome outcome_;
@@ -153,6 +234,11 @@ int Simulation::add(Resource resource) {
   return static_cast<int>(resources_.size()) - 1;
 }
 
+int Simulation::add(MakeGate gate) {
+  gates_.push_back(std::move(gate));
+  return static_cast<int>(gates_.size()) - 1;
+}
+
 int Simulation::add(Activity activity) {
   activities_.push_back(std::move(activity));
   return static_cast<int>(activities_.size()) - 1;
@@ -162,7 +248,7 @@ Outcome Simulation::run() const {
   for (const Resource& resource : resources_)
     if (resource.speed.empty() || std::ranges::any_of(resource.speed, [](double speed) { return !(speed > 0); }))
       throw UsageError({.what = concat(resource.name, " has no speed")});
-  return Run(resources_, activities_).finish();
+  return Run(resources_, activities_, gates_).finish();
 }
 
 }  // namespace lockstep::plan

@@ -12,6 +12,8 @@
 // queues, incast or waiting for the slowest: they follow.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,16 @@ struct Resource {
   std::vector<double> speed;
 };
 
+// Lets activities begin where more is needed than that others have ended. What comes to it waits until it may pass.
+class Gate {
+ public:
+  virtual ~Gate() = default;
+  virtual void come(int ticket) = 0;  // the ticket says who wants what
+  virtual bool may_pass(int ticket) const = 0;
+  virtual void pass(int ticket) = 0;
+};
+using MakeGate = std::function<std::unique_ptr<Gate>()>;
+
 struct Activity {
   std::string name;
   int actor = -1;            // whose it is: a row of the timeline; -1: of none
@@ -30,6 +42,8 @@ struct Activity {
   double work = 0;           // units; each of `uses` does all of them
   std::vector<int> uses{};   // resources; none: its work takes no time
   std::vector<int> after{};  // activities that have to end before it begins
+  int gate = -1;             // that it passes before it begins; -1: none
+  int ticket = 0;            // for the gate
 };
 
 struct Times {
@@ -47,6 +61,7 @@ class Simulation {
  public:
   int add(Resource resource);
   int add(Activity activity);
+  int add(MakeGate gate);  // one for each run()
 
   const std::vector<Activity>& activities() const { return activities_; }
   const std::vector<Resource>& resources() const { return resources_; }
@@ -57,6 +72,7 @@ class Simulation {
  private:
   std::vector<Resource> resources_;
   std::vector<Activity> activities_;
+  std::vector<MakeGate> gates_;
 };
 
 }  // namespace lockstep::plan

@@ -71,7 +71,38 @@ TEST(Simulation, WhatOneLinkLeavesOverGoesToTheOthers) {
   EXPECT_NEAR(simulation.run().activities[static_cast<std::size_t>(to_fast)].end, 1, kNear);
 }
 
+// Lets one through at a time: ticket 1 comes in, ticket 0 goes out.
+class Door : public Gate {
+ public:
+  void come(int) override {}
+  bool may_pass(int ticket) const override { return ticket == 0 || !taken_; }
+  void pass(int ticket) override { taken_ = ticket == 1; }
+
+ private:
+  bool taken_ = false;
+};
+
+TEST(Simulation, AGateLetsInWhoComesFirst) {
+  Simulation simulation;
+  const int gate = simulation.add([] { return std::make_unique<Door>(); });
+  std::vector<int> outs;
+  for (int i = 0; i < 3; ++i) {
+    const int in = simulation.add(Activity{.name = "in", .delay = 2, .gate = gate, .ticket = 1});
+    outs.push_back(simulation.add(Activity{.name = "out", .after = {in}, .gate = gate, .ticket = 0}));
+  }
+  for (int run = 0; run < 2; ++run) {  // every run has a door of its own
+    const Outcome outcome = simulation.run();
+    for (int i = 0; i < 3; ++i)
+      EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(outs[static_cast<std::size_t>(i)])].end, 2 * (i + 1),
+                  kNear);
+  }
+}
+
 TEST(Simulation, RefusesWhatCannotBe) {
+  Simulation shut;
+  const int gate = shut.add([] { return std::make_unique<Door>(); });
+  for (int i = 0; i < 2; ++i) shut.add(Activity{.name = "in", .gate = gate, .ticket = 1});
+  EXPECT_THROW(shut.run(), UsageError);
   Simulation waits;
   waits.add(Activity{.name = "a", .after = {1}});
   waits.add(Activity{.name = "b", .after = {0}});

@@ -20,7 +20,7 @@ struct Target {
   double link_rate = 1e9 / 8;  // bytes per second, in each direction
   double link_latency = 1e-4;  // seconds, one way
   std::int64_t batch = 1;      // samples of a step, over all devices
-  int servers = 1;             // of the parameter server: on the machines in turn
+  int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
   int epochs = 1;
   // The machines are network namespaces on one: all of them together have its cores and memory. Only a benchmark has such.
   bool on_one_machine = false;
@@ -39,11 +39,10 @@ enum class Method {
   kStoreLocal,
   kStoreSync,
   kStoreAsync,
+  kStoreBounded,
   kAveraging,
   kPipeline
 };
-
-bool has_device_threads(Method method);  // the devices of a machine are threads of one process
 
 constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
 
@@ -52,15 +51,19 @@ struct Choice {
   Method method = Method::kDdp;
   bool update_on_cpu = false;                        // towers
   int average_every = 1;                             // averaging
-  int servers = 1;                                   // kStoreSync, kStoreAsync
+  int servers = 1;                                   // kStoreSync, kStoreAsync, kStoreBounded
+  int staleness = 4;                                 // kStoreBounded
   PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
   int stages = 1;                                    // pipeline
   int micro_batches = 4;                             // pipeline
   double bucket_bytes = kUsualBucket;                // ddp between machines
+  Compression compression = Compression::kNone;      // ddp between machines; of stores with servers only two bits
 
   std::string name() const;                // "pipeline gpipe x8"
   std::string arguments(int ranks) const;  // of lockstep train: "--strategy pipeline --ranks 2 ..."
-  bool exact() const;                      // the same result as on one device: neither stale nor averaged later
+  bool exact() const;               // the same result as on one device: neither stale nor averaged later nor compressed
+  bool has_device_threads() const;  // the devices of a machine are threads of one process
+  bool has_servers() const;
 };
 
 // Every choice that the target allows. pieces: into which the model can be cut; 0: it can't be.

@@ -124,6 +124,8 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--pipeline-schedule", s.pipeline.schedule, kMayChange, "pipeline: order of the micro-batches"),
       flag("--separate-parameters", s.ddp.share_parameters, kMayChange,
            "a copy in every rank instead of one per machine", /*on=*/false),
+      option("--bucket-mib", s.ddp.bucket_mib, kMayChange,
+             "ddp between machines and GPUs: MiB of gradients that are exchanged at once", {.at_least = 1}),
       option("--compression", s.compression.kind, kMustBeSame, "of gradients between ranks"),
       option("--compression-amount", s.compression.amount, kMustBeSame,
              "powersgd: rank, 2bit: threshold, topk: share; 0: its default"),
