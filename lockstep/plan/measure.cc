@@ -99,7 +99,6 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
 
 // What a rank has before there is a model, and what its model has.
 void measure_ranks(const World& world, const Subject& subject, Profile& profile) {
-  profile.common_bytes = sum_of(world, share_of_common());
   profile.idle_bytes = sum_of(world, own_bytes()) / world.size();
   Training training(subject);
   const Datasets data = subject.data();
@@ -107,6 +106,7 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
   const MeasuredSteps steps = measure_steps(world, training, data, subject.batch, kForSteps);
   profile.spread = steps.spread;
   profile.memory_of_rank = steps.memory;
+  profile.common_bytes = sum_of(world, share_of_common());  // once training has touched what it needs of the libraries
   profile.curves = {steps.alone};
   if (world.size() > 1) profile.curves.push_back(steps.at_once);
   for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {

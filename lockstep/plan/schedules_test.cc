@@ -245,6 +245,16 @@ TEST(Schedules, AKeyThatIsNotSplitBelongsToOneServer) {
   EXPECT_NEAR(found.step, 12e-3 + 3 * 1.05 * 2, 1.1);  // pushed, then pulled, with some overlap
 }
 
+// A stage asks for the next activations behind the gradients that it sends, on one connection: so the two directions take turns.
+TEST(Schedules, WhatAStageAsksForGoesBehindWhatItSends) {
+  Profile profile = round_profile();
+  for (PieceTimes& piece : profile.pieces) piece.output_bytes = 1e6;
+  const Target target{.machines = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 4};
+  const Choice choice{.method = Method::kPipeline, .stages = 2, .micro_batches = 4};
+  const double message = bytes_on_wire(1e6).there / kMega;
+  EXPECT_NEAR(step_of(profile, target, choice), 8 * message, 0.05);
+}
+
 TEST(Schedules, AveragingEveryFewStepsSendsAsManyTimesLess) {
   const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
   const Forecast often = forecast(round_profile(), target, {.method = Method::kAveraging, .average_every = 1});
