@@ -11,8 +11,8 @@ in_own_namespaces "$0" "$@"
 lockstep=$1 program=$2
 make_hosts n1 n2 n3
 export LOCKSTEP_SECRET=$(printf 'ab%.0s' {1..32})
-steps=400
-one=("$program" --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --lr 0.05)
+steps=250
+one=("$program" --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --lr 0.002)
 train=("${one[@]}" --strategy pipeline --devices-per-worker 1 --metrics "$work/many.jsonl")
 
 declare -A pid
