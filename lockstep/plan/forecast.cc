@@ -13,7 +13,7 @@ namespace lockstep::plan {
 namespace {
 
 constexpr int kSteps = 16;
-constexpr int kManyDevices = 64, kStepsOfMany = 3;
+constexpr int kManyDevices = 16, kStepsOfMany = 3;
 
 struct Simulated {
   double step = 0;
