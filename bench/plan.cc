@@ -3,6 +3,7 @@
 // (bench/plan_cases.h) trained for some steps, all in one run; on this machine, or between hosts that are network namespaces on it.
 #include <cmath>
 #include <filesystem>
+#include <functional>
 #include <iostream>
 #include <map>
 
@@ -10,6 +11,7 @@
 #include "bench/plan_cases.h"
 #include "bench/plan_curves.h"
 #include "bench/plan_measured.h"
+#include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
@@ -28,6 +30,7 @@ struct PlanOptions {
   std::vector<int> hosts;
   std::vector<int> link_mbit{100, 1000};
   bool held_out = false;
+  int rounds = 3;
   bool curves = false;
   std::string profiles;  // folder
 };
@@ -199,15 +202,36 @@ PlanResult result_of(const PlanCase& one, const plan::Profile& profile) {
           .latency = latency};
 }
 
+// The medians of several rounds.
+PlanResult middle_of(const PlanResults& rounds) {
+  PlanResult middle = rounds.front();
+  const auto take = [&](double& figure, const std::function<double(const PlanResult&)>& of) {
+    std::vector<double> all;
+    for (const PlanResult& each : rounds) all.push_back(of(each));
+    figure = median(all);
+  };
+  take(middle.forecast.step, [](const PlanResult& each) { return each.forecast.step; });
+  take(middle.forecast.memory, [](const PlanResult& each) { return each.forecast.memory; });
+  take(middle.forecast.uncertain, [](const PlanResult& each) { return each.forecast.uncertain; });
+  take(middle.measured.step, [](const PlanResult& each) { return each.measured.step; });
+  take(middle.measured.memory, [](const PlanResult& each) { return each.measured.memory; });
+  take(middle.measured.link_bytes, [](const PlanResult& each) { return each.measured.link_bytes; });
+  return middle;
+}
+
+// Every round makes its own profiles and measures every case once: a machine is not equally fast for minutes.
 void run(const Program& program, const PlanOptions& options) {
-  PlanResults results;
-  std::string model;
-  plan::Profile profile;
-  for (const PlanCase& one : cases_for(options)) {
-    if (one.model != model) profile = profile_of(one, options);
-    model = one.model;
-    results.push_back(result_of(one, profile));
+  const std::vector<PlanCase> cases = cases_for(options);
+  std::vector<PlanResults> rounds(cases.size());
+  for (int round = 0; round < options.rounds; ++round) {
+    plan::Profile profile;
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      if (i == 0 || cases[i].model != cases[i - 1].model) profile = profile_of(cases[i], options);
+      rounds[i].push_back(result_of(cases[i], profile));
+    }
   }
+  PlanResults results;
+  for (const PlanResults& each : rounds) results.push_back(middle_of(each));
   show_progress("");
   Json json;
   print_cases(results, json);
@@ -239,6 +263,7 @@ int bench_plan(int argc, const char* const* argv) {
       ->check(CLI::IsMember({100, 1000}));
   program.option("--profiles", options.profiles, "folder to keep the profiles in, for lockstep plan --profile")
       ->check(CLI::ExistingDirectory);
+  program.option("--rounds", options.rounds, "medians of so many")->check(CLI::Range(1, 100));
   program.flag("--held-out", options.held_out, "also the half of the cases that is held out");
   program.flag("--curves", options.curves,
                "forecasts beside scaling curves that others have published; measures nothing");

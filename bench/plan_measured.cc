@@ -38,11 +38,7 @@ constexpr std::chrono::minutes kLongestCase{10};
 
 int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
 
-// On one machine the devices of these are threads of one process.
-bool has_threads(const PlanCase& one) {
-  return one.hosts == 1 && one.choice.method != Method::kSingle && one.choice.method != Method::kDdp &&
-         !one.choice.has_servers();
-}
+bool has_threads(const PlanCase& one) { return one.hosts == 1 && one.choice.has_device_threads(); }
 
 StrategyOptions strategy_of(const PlanCase& one) {
   const Choice& choice = one.choice;

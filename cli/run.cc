@@ -263,6 +263,12 @@ LaunchOptions launch_options(const RunArguments& arguments) {
     return options;
   }
   const Nodes nodes = nodes_of(arguments.meeting.nodes);
+  if (nodes.most > 1 && options.min_ranks > 0)
+    throw UsageError(
+        {.what = concat("--min-ranks ", options.min_ranks, " on several machines"),
+         .here = concat("--nnodes ", arguments.meeting.nodes),
+         .likely = "ranks are counted on each machine, and the others would not know that one is gone",
+         .next = "leave it out; --nnodes MIN:MAX with --max-restarts says with how few machines to go on"});
   if (arguments.meeting.backend == "c10d" && nodes.most > 1)
     meet(arguments.meeting, nodes, options);
   else

@@ -132,9 +132,10 @@ def expect_server(command, probe):
         assert "server" not in found["ranks"][1], found
 
 
-def expect_ranks_without_our_launcher(command, probe):
-    """Two ranks of torchrun's variables are one job; a program alone is another. Neither has been told of lockstep."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def expect_ranks_without_our_launcher(command, probe, folder):
+    """Two ranks of torchrun's variables are one job; a program alone is another. Neither has been told of lockstep. Two more
+    ranks of that job are elsewhere."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     steps = [probe, "take-steps", 1000 * PATIENCE]
     with running(*steps, RANK="0", LOCAL_RANK="0", **meeting) as first, running(*steps, RANK="1", LOCAL_RANK="1", **meeting) as second, \
             running(*steps, RANK="") as alone:
@@ -144,9 +145,13 @@ def expect_ranks_without_our_launcher(command, probe):
             both = look_at(command, number)
             return both and len(both["ranks"]) == 2 and look_at(command, alone.pid) and both
         found = wait_until("two ranks in a job", all_of_them)
-        assert [rank["pid"] for rank in found["ranks"]] == [first.pid, second.pid] and found["world_size"] == 2, found
+        assert [rank["pid"] for rank in found["ranks"]] == [first.pid, second.pid] and found["world_size"] == 4, found
         assert found["ranks"][1]["step"] >= 0 and found["ranks"][1]["shares"]["compute"] > 0.9, found
         assert look_at(command, alone.pid)["world_size"] == 1
+        file = Path(folder, "a-part.json")
+        said = trace(command, number, "--output", file, "--seconds", "0.1")
+        assert "2 of 4 ranks" in said and "the 2 of 4 ranks that are not on this machine" in said, said
+        assert not spans(file)[1]["complete"], said
 
 
 def expect_programs_without_lockstep(command):
@@ -398,7 +403,7 @@ def test_view(folder, command, probe):
     expect_circle(command, probe)
     expect_waits_for_data(command, probe)
     expect_server(command, probe)
-    expect_ranks_without_our_launcher(command, probe)
+    expect_ranks_without_our_launcher(command, probe, folder)
     expect_programs_without_lockstep(command)
     expect_nothing_of_another_user(command, probe)
     expect_text(command, probe)

@@ -135,7 +135,7 @@ target_link_libraries(recovery_test PRIVATE lockstep_core nlohmann_json::nlohman
 target_compile_definitions(recovery_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" FRAGILE_TASK="$<TARGET_FILE:fragile_task>"
   OTHER_PROGRAM="$<TARGET_FILE:misbehaving_task>")
-add_dependencies(recovery_test fragile_task misbehaving_task lockstep_command)
+add_dependencies(recovery_test fragile_task misbehaving_task lockstep_command lockstep_train)
 
 lockstep_torch_test(reference_test reference SHARDS 2 TIMEOUT 300
   SOURCES reference/ddp_reference_test.cc reference/optimizer_reference_test.cc)
@@ -166,6 +166,11 @@ set_tests_properties(hosts.membership PROPERTIES TIMEOUT 300)
 add_test(NAME hosts.lost_machine
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/lost_machine_test.sh $<TARGET_FILE:lockstep_command>)
 set_tests_properties(hosts.lost_machine PROPERTIES TIMEOUT 300)
+add_test(NAME hosts.bad_links
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/bad_links_test.sh $<TARGET_FILE:lockstep_command> $<TARGET_FILE:misbehaving_task>)
+add_test(NAME hosts.lost_stage
+  COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/hosts/lost_stage_test.sh $<TARGET_FILE:lockstep_command> $<TARGET_FILE:misbehaving_task>)
+set_tests_properties(hosts.bad_links hosts.lost_stage PROPERTIES TIMEOUT 300)
 add_test(NAME hosts.security
   COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/security/network_test.sh $<TARGET_FILE:lockstep_command>)
 add_test(NAME hosts.munge

@@ -157,22 +157,36 @@ class TraceOfJob {
     while (!std::ranges::all_of(ranks_, is_over) && !deadline.passed() && !interrupt_.happened_within(kBetweenLooks))
       continue;
     Recordings recordings;
-    bool complete = std::ssize(ranks_) == std::ssize(job_.seats);
+    bool complete = has_all_ranks();
     for (const TracedRank& rank : ranks_) {
       complete = complete && rank.ended();
       if (!rank.ended()) log_warning(concat("the trace has what was recorded of ", rank.describe(), ", so far"));
-      if (rank.has_ring()) recordings.push_back(rank.recording(static_cast<int>(ranks_.size())));
+      if (rank.has_ring()) recordings.push_back(rank.recording(ranks_of_job()));
     }
     if (recordings.empty()) throw has_ended();
+    warn_of_missing();
     write_timeline(order_.file, recordings, complete);
   }
 
   std::string summary() const {
-    return concat("job ", job_.number, " (", job_.name, "), ", ranks_.size(),
-                  ranks_.size() == 1 ? " rank: " : " ranks: ", order_.file, "\n");
+    const std::string of = has_all_ranks() ? "" : concat(" of ", ranks_of_job());
+    return concat("job ", job_.number, " (", job_.name, "), ", ranks_.size(), of,
+                  ranks_of_job() == 1 ? " rank: " : " ranks: ", order_.file, "\n");
   }
 
  private:
+  int ranks_of_job() const { return std::max(job_.world_size, static_cast<int>(job_.seats.size())); }
+  bool has_all_ranks() const { return std::ssize(ranks_) == ranks_of_job(); }
+
+  void warn_of_missing() const {
+    const auto idle = job_.seats.size() - ranks_.size();
+    const auto elsewhere = to_size(ranks_of_job()) - job_.seats.size();
+    if (idle > 0) log_warning(concat("the trace lacks ", idle, " ranks that have ended or have not used lockstep yet"));
+    if (elsewhere > 0)
+      log_warning(concat("the trace lacks the ", elsewhere, " of ", ranks_of_job(),
+                         " ranks that are not on this machine; run `lockstep trace` on theirs for a trace of its own"));
+  }
+
   UsageError is_traced(const TracedRank& rank, const std::string& likely) const {
     return UsageError({.what = concat("rank ", rank.rank(), " of job ", job_.number, " is being traced already"),
                        .likely = likely,

@@ -24,7 +24,8 @@ struct JobTrace {
   std::chrono::milliseconds patience = std::chrono::seconds(30);  // for a rank's next step, at the begin and at the end
 };
 
-// Blocks for `length` and two steps. SIGINT ends the trace early. Ranks of other machines are left out. Throws UsageError
+// Blocks for `length` and two steps. SIGINT ends the trace early. Ranks of other machines are left out, with a warning; the
+// file says that it is not complete then. Throws UsageError
 // (no such job, a rank is traced already), SystemError (the file can't be written; the job has ended; a rank does not come to
 // its next step in time).
 void trace_job(const JobTrace& order);

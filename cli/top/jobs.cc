@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/top/jobs.h"
 
+#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <sstream>
 
@@ -20,7 +22,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kPageLink = "/memfd:lockstep-page";
 
-std::string content_of(int pid, const char* file) try {
+std::string content_of(int pid, const std::string& file) try {
   return read_file(concat("/proc/", pid, "/", file));
 } catch (const SystemError&) {
   return "";
@@ -52,10 +54,33 @@ std::string name_of_program(const std::vector<std::string>& command) {
   return script == command.end() ? program : fs::path(*script).filename().string();
 }
 
-bool is_ours(const fs::path& process) {
-  struct stat found {};
-  return ::stat(process.c_str(), &found) == 0 && found.st_uid == ::geteuid();
-}
+// What /proc has by number. Names are looked up within the folder: from the root it takes several times as long.
+class NumberedFolder {
+ public:
+  explicit NumberedFolder(const std::string& path) : folder_(::opendir(path.c_str()), &::closedir) {}
+
+  // `take` gets each number and its name.
+  template <class Take>
+  void for_each(const Take& take) const {
+    if (!folder_) return;
+    while (const dirent* const entry = ::readdir(folder_.get()))
+      if (int number = 0; parse_int(entry->d_name, number)) take(number, entry->d_name);
+  }
+
+  bool is_ours(const char* name) const {
+    struct stat found {};
+    return ::fstatat(::dirfd(folder_.get()), name, &found, 0) == 0 && found.st_uid == ::geteuid();
+  }
+
+  bool links_to_page(const char* name) const {
+    std::array<char, kPageLink.size()> link{};
+    const ssize_t length = ::readlinkat(::dirfd(folder_.get()), name, link.data(), link.size());
+    return length == std::ssize(link) && std::string_view(link.data(), link.size()) == kPageLink;
+  }
+
+ private:
+  std::unique_ptr<DIR, int (*)(DIR*)> folder_;
+};
 
 struct Page {
   int pid;  // of its maker
@@ -67,19 +92,17 @@ struct Page {
 // A forked child has its parent's descriptors: the page is its maker's.
 void add_pages_of(int pid, std::vector<Page>& pages, std::vector<int>& unreadable) {
   std::vector<Page> found;
-  std::error_code error;
-  for (fs::directory_iterator each(concat("/proc/", pid, "/fd"), error), end; !error && each != end;
-       each.increment(error)) {
-    std::error_code gone;
-    if (!fs::read_symlink(each->path(), gone).string().starts_with(kPageLink)) continue;
+  const NumberedFolder descriptors(concat("/proc/", pid, "/fd"));
+  descriptors.for_each([&](int fd, const char* name) {
+    if (!descriptors.links_to_page(name)) return;
     try {
-      auto page = std::make_shared<const JobPage>(JobPage::open(each->path()));
+      auto page = std::make_shared<const JobPage>(JobPage::open(concat("/proc/", pid, "/fd/", fd)));
       if (page->header().launcher == pid) found.push_back({pid, std::move(page)});
     } catch (const DataError&) {
       unreadable.push_back(pid);
     } catch (const SystemError&) {  // it has ended
     }
-  }
+  });
   const bool launches = std::ranges::any_of(found, [](const Page& each) { return !each.is_of_rank(); });
   std::ranges::copy_if(found, std::back_inserter(pages),
                        [&](const Page& each) { return launches != each.is_of_rank(); });
@@ -152,9 +175,10 @@ void add_what_goes_on(RankLook& look) {
   look.waited_for[look.waits_for] += waits;
 }
 
-// Of /proc/PID/stat the letter after the name, which may itself have blanks and brackets.
+// Of the main thread's `stat` the letter after the name, which may itself have blanks and brackets. The process's own `stat`
+// has the same one, but sums up all threads.
 char state_of(int pid) {
-  const std::string stat = content_of(pid, "stat");
+  const std::string stat = content_of(pid, concat("task/", pid, "/stat"));
   const std::size_t name_ends = stat.rfind(')');
   if (name_ends == std::string::npos || name_ends + 2 >= stat.size()) return 0;
   const char state = stat[name_ends + 2];
@@ -184,12 +208,10 @@ UsageError no_such_job(const std::string& name, const std::vector<Job>& jobs) {
 Found find_jobs() {
   std::vector<Page> pages;
   Found found;
-  std::error_code error;
-  for (fs::directory_iterator each("/proc", error), end; !error && each != end; each.increment(error)) {
-    int pid = 0;
-    if (parse_int(each->path().filename().string(), pid) && is_ours(each->path()))
-      add_pages_of(pid, pages, found.unreadable);
-  }
+  const NumberedFolder processes("/proc");
+  processes.for_each([&](int pid, const char* name) {
+    if (processes.is_ours(name)) add_pages_of(pid, pages, found.unreadable);
+  });
   found.jobs = jobs_of(pages);
   return found;
 }

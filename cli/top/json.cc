@@ -50,6 +50,7 @@ Object json_of(const RankView& rank) {
                    {"samples_per_second", rank.samples_per_second},
                    {"loss", rank.now.samples > 0 ? Object(rank.now.loss) : Object(nullptr)},
                    {"shares", json_of(rank.shares)},
+                   {"own_code", rank.shares.own_code},
                    {"awaited", rank.awaited},
                    {"waits_for", waits_for(rank)},
                    {"without_core", rank.without_core},

@@ -13,8 +13,12 @@ namespace {
 
 constexpr double kWorthSaying = 0.1;   // of the time
 constexpr double kServerIsBusy = 0.3;  // of its workers' time, which they wait for it
-constexpr double kStandsStill = 5;     // seconds without progress
+constexpr double kStandsStill = 5;     // seconds without progress, and
+constexpr double kSlowPhase = 60;      // in phases that may take long
+constexpr double kSamePace = 0.8;      // of the fastest worker's steps a second
 constexpr double kWaitsInCircle = 1;   // seconds
+constexpr double kLacksCores = 0.3;    // of the time
+constexpr double kMuchMore = 0.25;     // of the time, that others wait for a rank more than it waits itself
 
 std::string percent(double share) { return concat(std::lround(100 * share), " %"); }
 
@@ -58,6 +62,7 @@ class Judge {
       find_waits_for_data();
       find_busy_server();
       find_straggler();
+      find_lack_of_cores();
       find_slow_exchange();
     }
     if (verdicts_.empty()) say_that_all_is_well();
@@ -106,11 +111,16 @@ class Judge {
                " and so on: they make different calls; end the job, and look at its order of collectives"));
   }
 
+  static double patience_with(Phase phase) {
+    return phase == Phase::kValidating || phase == Phase::kSaving || phase == Phase::kStarting ? kSlowPhase
+                                                                                               : kStandsStill;
+  }
+
   void find_who_stands_still() {
     if (!verdicts_.empty()) return;
     for (const RankView& rank : job_.ranks) {
       const bool stands = rank.lives() && !rank.moved && rank.now.wait_since == 0 && !rank.server &&
-                          rank.seconds_since_progress > kStandsStill;
+                          rank.seconds_since_progress > patience_with(rank.now.phase);
       const bool alone = std::ranges::count_if(job_.ranks, &RankView::lives) == 1;
       if (!stands || rank.now.calls_others || !(alone || any_waits_for(job_, rank))) continue;
       say("stuck", {rank.now.rank},
@@ -158,7 +168,7 @@ class Judge {
     if (ranks.empty()) return;
     late_.insert(ranks.begin(), ranks.end());
     const bool one = ranks.size() == 1;
-    const double awaited = one ? awaited_of(ranks.front()) : 0;
+    const double awaited = one ? awaited_beyond_waiting(ranks.front()) : 0;
     say("data", ranks,
         concat(names_of(ranks), one ? " waits" : " wait", " for data: ", one ? "" : "up to ", percent(most),
                one ? " of its time" : " of their time",
@@ -166,23 +176,43 @@ class Judge {
                "; --workers ", workers));
   }
 
-  double awaited_of(int number) const {
+  // 0: it waits for the others as they do for it.
+  double awaited_beyond_waiting(int number) const {
     const auto found = std::ranges::find_if(job_.ranks, [&](const RankView& each) { return each.now.rank == number; });
-    return found->awaited;
+    return found->awaited - found->shares.wait >= kWorthSaying ? found->awaited : 0;
   }
 
-  // Workers that wait for servers alike: it is the servers. One that waits much less than the others holds them up.
+  // Workers that wait for servers alike: it is the servers. One that waits much less than the others holds them up, if all
+  // make as many steps: with asynchronous servers nobody waits for it.
+  const RankView* worker_that_holds_up_others() const {
+    std::vector<const RankView*> workers;
+    for (const RankView& rank : job_.ranks)
+      if (rank.is_worker()) workers.push_back(&rank);
+    if (workers.size() < 2) return nullptr;
+    const auto wait_of = [](const RankView* worker) { return worker->shares.wait; };
+    const auto pace_of = [](const RankView* worker) { return worker->steps_per_second; };
+    const auto [least, most] = std::ranges::minmax_element(workers, {}, wait_of);
+    const auto [slowest, fastest] = std::ranges::minmax_element(workers, {}, pace_of);
+    if (wait_of(*most) - wait_of(*least) <= kServerIsBusy) return nullptr;
+    const bool asynchronous =
+        std::ranges::any_of(job_.ranks, [](const auto& each) { return each.server && each.server->most_delay > 0; });
+    return asynchronous && pace_of(*slowest) < kSamePace * pace_of(*fastest) ? nullptr : *least;
+  }
+
+  double most_wait() const {
+    double most = 0;
+    for (const RankView& rank : job_.ranks)
+      if (rank.is_worker()) most = std::max(most, rank.shares.wait);
+    return most;
+  }
+
   void find_busy_server() {
     const auto server =
         std::ranges::max_element(job_.ranks, {}, [](const RankView& each) { return each.server ? each.awaited : -1; });
     if (server == job_.ranks.end() || !server->server || server->awaited < kServerIsBusy) return;
     const auto servers =
         std::ranges::count_if(job_.ranks, [](const RankView& each) { return each.server.has_value(); });
-    const auto [least, most] = std::ranges::minmax_element(
-        job_.ranks, {}, [](const RankView& each) { return each.is_worker() ? each.shares.wait : 0.5; });
-    const bool uneven =
-        least->is_worker() && most->is_worker() && most->shares.wait - least->shares.wait > kServerIsBusy;
-    if (uneven && job_.ranks.size() > 2) return say_straggler(*least, most->shares.wait);
+    if (const RankView* const slow = worker_that_holds_up_others()) return say_straggler(*slow, most_wait());
     say("server", {server->now.rank},
         concat("rank ", server->now.rank, " is a server for which the workers wait ", percent(server->awaited),
                " of their time; --servers ", servers + 1));
@@ -192,7 +222,24 @@ class Judge {
     const auto rank = std::ranges::max_element(
         job_.ranks, {}, [](const RankView& each) { return each.is_worker() ? each.awaited : -1; });
     if (rank == job_.ranks.end() || !rank->is_worker() || late_.contains(rank->now.rank)) return;
-    if (rank->awaited >= kWorthSaying && rank->shares.wait < rank->awaited / 2) say_straggler(*rank, rank->awaited);
+    const double waits = rank->shares.wait, awaited = rank->awaited;
+    if (awaited >= kWorthSaying && (waits < awaited / 2 || waits < awaited - kMuchMore)) say_straggler(*rank, awaited);
+  }
+
+  void find_lack_of_cores() {
+    double most = 0;
+    std::vector<int> ranks;
+    for (const RankView& rank : job_.ranks) {
+      if (!rank.is_worker() || rank.without_core < kLacksCores) continue;
+      most = std::max(most, rank.without_core);
+      ranks.push_back(rank.now.rank);
+    }
+    if (ranks.empty() || !verdicts_.empty()) return;
+    const bool one = ranks.size() == 1;
+    say("cores", ranks,
+        concat(names_of(ranks), one ? " gets" : " get", " no core ", one ? "" : "up to ", percent(most),
+               one ? " of its time" : " of their time",
+               ": fewer ranks or --threads, or see what else runs on these cores"));
   }
 
   void say_straggler(const RankView& rank, double awaited) {
@@ -215,10 +262,14 @@ class Judge {
         Part{"validates or saves", &Shares::other, "do that less often"},
         Part{"exchanges", &Shares::exchange, "its link may be slow"},
         Part{"updates", &Shares::update, "compare its cores with the others'"}};
+    static constexpr Part kOwnCode = {"runs the program's own code", &Shares::own_code,
+                                      "look what it does there, such as loading or logging"};
     const Part* most = &kParts.front();
     for (const Part& part : kParts)
       if (rank.shares.*part.share - mean(part.share, rank) > rank.shares.*most->share - mean(most->share, rank))
         most = &part;
+    const auto surplus = [&](double Shares::*share) { return rank.shares.*share - mean(share, rank); };
+    if (most->share == &Shares::compute && surplus(&Shares::own_code) > surplus(&Shares::compute) / 2) most = &kOwnCode;
     return concat("it ", most->does, " ", percent(rank.shares.*most->share), " of its time, the others ",
                   percent(mean(most->share, rank)), ": ", most->next);
   }
@@ -245,15 +296,23 @@ class Judge {
   }
 
   void say_that_all_is_well() {
-    double compute = 0;
+    double compute = 0, wait = 0, own_code = 0;
     int workers = 0;
     for (const RankView& rank : job_.ranks) {
       if (!rank.is_worker()) continue;
       compute += rank.shares.compute;
+      wait += rank.shares.wait;
+      own_code += rank.shares.own_code;
       ++workers;
     }
     if (workers == 0) return say("ended", {}, "all ranks have ended");
-    say("fine", {}, concat("no rank holds up the others; ", percent(compute / workers), " of the time is computing"));
+    std::string text = concat("no rank holds up the others; ", percent(compute / workers), " of the time is computing");
+    if (own_code / workers >= kWorthSaying)
+      text += concat(", ", percent(own_code / workers),
+                     " in the program's own code (loading, too, unless lockstep's Loader does it)");
+    if (wait / workers >= kWorthSaying)
+      text += concat(", ", percent(wait / workers), " waiting for one another in turn");
+    say("fine", {}, std::move(text));
   }
 
   const JobView& job_;

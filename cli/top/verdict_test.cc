@@ -141,6 +141,13 @@ TEST(Verdict, says_that_a_rank_without_data_holds_up_the_others) {
             "rank 1 waits for data: 40 % of its time, and the others wait for it 40 % of theirs; --workers 1");
 }
 
+TEST(Verdict, blames_no_data_for_waits_of_both_sides) {
+  TwoLooks looks(2);
+  looks.spends(0, Phase::kForward, 310).waits(0, Phase::kExchange, 1, 600).spends(0, Phase::kLoading, 90);
+  looks.spends(1, Phase::kForward, 260).waits(1, Phase::kExchange, 0, 620).spends(1, Phase::kLoading, 120);
+  EXPECT_EQ(looks.first().text, "rank 1 waits for data: 12 % of its time; --workers 1");
+}
+
 TEST(Verdict, names_the_straggler_by_whom_the_others_wait_for) {
   TwoLooks looks(4);
   for (const int rank : {0, 2, 3}) looks.spends(rank, Phase::kForward, 600).waits(rank, Phase::kExchange, 1, 400);
@@ -162,6 +169,30 @@ TEST(Verdict, says_of_a_straggler_without_a_core_that_it_has_none) {
 TEST(Verdict, takes_nobody_for_a_straggler_where_all_wait_alike) {
   TwoLooks looks(2);
   for (const int rank : {0, 1}) looks.spends(rank, Phase::kForward, 800).waits(rank, Phase::kExchange, 1 - rank, 200);
+  EXPECT_EQ(looks.first().text,
+            "no rank holds up the others; 80 % of the time is computing, 20 % waiting for one another in turn");
+}
+
+// It waits for its core, and sometimes for the others.
+TEST(Verdict, names_a_straggler_that_waits_itself_but_much_less) {
+  TwoLooks looks(2);
+  looks.spends(0, Phase::kForward, 320).waits(0, Phase::kExchange, 1, 680);
+  looks.spends(1, Phase::kForward, 620).waits(1, Phase::kExchange, 0, 380);
+  EXPECT_EQ(looks.first().kind, "straggler");
+  EXPECT_EQ(looks.first().ranks, std::vector{1});
+}
+
+TEST(Verdict, names_ranks_that_get_no_core) {
+  TwoLooks looks(2);
+  for (const int rank : {0, 1}) looks.spends(rank, Phase::kForward, 900).waits(rank, Phase::kExchange, 1 - rank, 100);
+  looks.now.ranks[0].ns_without_core = 500 * kMs;
+  looks.now.ranks[1].ns_without_core = 600 * kMs;
+  EXPECT_EQ(looks.first().kind, "cores");
+  EXPECT_EQ(
+      looks.first().text,
+      "ranks 0 and 1 get no core up to 60 % of their time: fewer ranks or --threads, or see what else runs on these "
+      "cores");
+  for (RankLook& rank : looks.now.ranks) rank.ns_without_core = 150 * kMs;
   EXPECT_EQ(looks.first().kind, "fine");
 }
 
@@ -220,6 +251,59 @@ TEST(Verdict, tells_a_busy_server_from_a_slow_worker) {
   slow.spends(2, Phase::kForward, 1000);
   EXPECT_EQ(slow.first().kind, "straggler");
   EXPECT_EQ(slow.first().ranks, std::vector{2});
+}
+
+TEST(Verdict, takes_nobody_for_a_straggler_where_servers_update_asynchronously) {
+  TwoLooks looks(3);
+  looks.now.ranks[0].server = {.clients = 2, .most_delay = 3};
+  looks.spends(1, Phase::kForward, 950).waits(1, Phase::kExchange, 0, 50);
+  looks.spends(2, Phase::kForward, 300).waits(2, Phase::kExchange, 0, 700);
+  looks.now.ranks[1].step += 5;
+  looks.now.ranks[2].step += 15;
+  EXPECT_EQ(looks.first().kind, "server");
+  looks.now.ranks[1].step += 10;  // but where all make as many steps
+  EXPECT_EQ(looks.first().kind, "straggler");
+  EXPECT_EQ(looks.first().ranks, std::vector{1});
+}
+
+TEST(Verdict, finds_the_worker_that_waits_less_for_servers_than_the_others_do) {
+  TwoLooks looks(4);
+  looks.now.ranks[0].server.clients = 3;
+  for (const int rank : {1, 3}) looks.spends(rank, Phase::kForward, 550).waits(rank, Phase::kExchange, 0, 450);
+  looks.spends(2, Phase::kForward, 900).waits(2, Phase::kExchange, 0, 100);
+  EXPECT_EQ(looks.first().kind, "straggler");
+  EXPECT_EQ(looks.first().ranks, std::vector{2});
+}
+
+// The others wait for rank 0's whole second, which is longer than any step.
+TEST(Verdict, says_of_a_rank_that_validates_or_saves_for_long_what_it_does) {
+  TwoLooks looks(2);
+  looks.waits(1, Phase::kExchange, 0, 1000).is_waiting(1, 0);
+  looks.spends(0, Phase::kValidating, 1000);
+  for (JobLook* look : {&looks.before, &looks.now}) {
+    RankLook& saving = look->ranks[0];
+    saving.phase = Phase::kValidating;
+    saving.phase_since = 90 * kSecond;
+    saving.moves = 7;
+  }
+  EXPECT_EQ(looks.first().kind, "straggler");
+  EXPECT_TRUE(contains(looks.first().text, "it validates or saves 100 % of its time, the others 0 %"))
+      << looks.first().text;
+  for (JobLook* look : {&looks.before, &looks.now}) look->ranks[0].phase_since = 30 * kSecond;
+  EXPECT_EQ(looks.first().kind, "stuck");
+}
+
+TEST(Verdict, says_where_a_programs_own_code_takes_the_time) {
+  TwoLooks looks(2);
+  for (const int rank : {0, 1}) looks.spends(rank, Phase::kForward, 300).spends(rank, Phase::kOwnCode, 700);
+  EXPECT_EQ(looks.first().kind, "fine");
+  EXPECT_TRUE(contains(looks.first().text, "70 % in the program's own code")) << looks.first().text;
+
+  TwoLooks slow(2);
+  slow.spends(0, Phase::kForward, 400).waits(0, Phase::kExchange, 1, 600);
+  slow.spends(1, Phase::kForward, 400).spends(1, Phase::kOwnCode, 600);
+  EXPECT_TRUE(contains(slow.first().text, "it runs the program's own code 60 % of its time, the others 0 %"))
+      << slow.first().text;
 }
 
 TEST(Verdict, is_content_where_nobody_waits) {

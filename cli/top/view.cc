@@ -38,8 +38,10 @@ Shares shares_between(const RankLook& before, const RankLook& now) {
     share_of(shares, static_cast<Phase>(i)) += static_cast<double>(in_phase[i] - waits);
     all += static_cast<double>(in_phase[i]);
   }
-  for (double Shares::*part :
-       {&Shares::compute, &Shares::wait, &Shares::exchange, &Shares::data, &Shares::update, &Shares::other})
+  const auto own_code = static_cast<std::size_t>(Phase::kOwnCode);
+  shares.own_code = static_cast<double>(in_phase[own_code] - std::min(waited[own_code], in_phase[own_code]));
+  for (double Shares::*part : {&Shares::compute, &Shares::own_code, &Shares::wait, &Shares::exchange, &Shares::data,
+                               &Shares::update, &Shares::other})
     shares.*part /= std::max(all, 1.0);
   return shares;
 }

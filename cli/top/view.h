@@ -15,7 +15,8 @@ namespace lockstep::top {
 
 // Parts of the time between two looks, from 0 to 1.
 struct Shares {
-  double compute = 0;   // forward, backward and what a program does between steps
+  double compute = 0;   // forward, backward and own code
+  double own_code = 0;  // of that: what a program does between them, such as loading without our Loader
   double wait = 0;      // for other ranks of this machine, in whatever phase
   double exchange = 0;  // of gradients, without that
   double data = 0;      // waiting for the next batch
@@ -50,7 +51,8 @@ struct RankView {
 };
 
 struct Verdict {
-  std::string kind;  // stopped, died, circle, stuck, meeting, data, straggler, server, exchange, fine, starting, ended
+  std::string
+      kind;  // stopped, died, circle, stuck, meeting, data, straggler, server, cores, exchange, fine, starting, ended
   std::vector<int> ranks;
   std::string text;
 };

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "lockstep/optimizer.h"
 
@@ -41,8 +42,18 @@ class GradientScaler {
 
   double current_scale() const;
 
+  // The scale and what else decides on the next one, for a checkpoint of your own; Recovery::keep() calls both. The same on every
+  // rank. Throws CheckpointError: not what state() has returned.
+  std::string state() const;
+  void set_state(const std::string& state);
+
+  // Whether a GradientScaler has stepped this optimizer, and so sets its loss scale.
+  static bool scales(const Optimizer& optimizer);
+
  private:
+  friend class Optimizer;
   struct State;
+  static constexpr const char* kScales = "whether a GradientScaler sets the loss scale";  // among Optimizer::settings()
   std::shared_ptr<State> state_;
 };
 

@@ -26,9 +26,9 @@
 // before the first copy it begins from nothing.
 //
 // Kept: parameters, buffers, the optimizer's state and options, the random generators of torch, the place in the data; and what is
-// given to keep(). Not kept, so begin with it in the function, or compute it from epoch() and steps(): the learning rate of
-// a schedule of torch's, a GradientScaler, the residuals of a CommunicationHook, variables of the program, generators that are not
-// torch's. Where ranks have different parameters (lockstep/periodic_average.h), this is not for them.
+// given to keep(), such as a GradientScaler. Not kept, so begin with it in the function, or compute it from epoch() and steps(): the
+// learning rate of a schedule of torch's, the residuals of a CommunicationHook, variables of the program, generators that are
+// not torch's. Where ranks have different parameters (lockstep/periodic_average.h), this is not for them.
 //
 // Flow:    ddp, optimizer, loader -> memory of the launcher -> the same objects in the next run of the function
 // Owns:    two copies of the state on each machine, in shared memory
@@ -46,6 +46,7 @@
 #include <string>
 
 #include "lockstep/ddp.h"
+#include "lockstep/gradient_scaler.h"
 #include "lockstep/loader.h"
 
 namespace lockstep {
@@ -70,13 +71,14 @@ class Recovery {
   // Keeps this, too, and puts it back at once; before the first step(). Each rank has its own; one that has lost its machine gets the first
   // rank's. value: outlives this. save, load: any bytes. Throws CheckpointError: it was not kept, or had another shape.
   template <class Number>
-    requires std::integral<Number> || std::floating_point<Number>
+  requires std::integral<Number> || std::floating_point<Number>
   void keep(const std::string& name, Number& value) {
     keep(
         name, [&value] { return std::string(reinterpret_cast<const char*>(&value), sizeof value); },
         [&value](const std::string& saved) { saved.copy(reinterpret_cast<char*>(&value), sizeof value); });
   }
   void keep(const std::string& name, const torch::Tensor& value);
+  void keep(const std::string& name, GradientScaler& scaler);  // of this optimizer: without it step() is an error
   void keep(const std::string& name, std::function<std::string()> save, std::function<void(const std::string&)> load);
 
   // Where to go on; 0 in the beginning. With a loader.
@@ -89,7 +91,8 @@ class Recovery {
 
   // After each optimizer.step() and all that belongs to it, such as zero_grad() and schedules; of batches whose gradients add
   // up to one step, after the last. Keeps the state when it is time to. Blocks then until all ranks have. Throws PeerLost;
-  // UsageError: the loop does not go on where epoch() and batches() say; SystemError: no memory left.
+  // UsageError: the loop does not go on where epoch() and batches() say, or its GradientScaler was not given to keep();
+  // SystemError: no memory left.
   void step();
 
  private:

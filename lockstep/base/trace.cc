@@ -45,6 +45,7 @@ struct Ring {
 };
 
 std::atomic<Ring*> ring{nullptr};
+std::atomic<void (*)(std::int64_t now)> look_first{nullptr};  // before something is recorded in memory
 
 std::int32_t this_thread() {
   thread_local const std::int32_t id = ::gettid();
@@ -125,6 +126,7 @@ struct Entry {
 };
 
 void put(const Entry& entry) {
+  if (const auto look = look_first.load(std::memory_order_relaxed)) look(entry.end);
   Ring* const to = ring.load(std::memory_order_acquire);
   if (to == nullptr) return;
   const std::uint64_t before = to->count.fetch_add(1, std::memory_order_relaxed);
@@ -203,7 +205,7 @@ bool is_open() {  // by open(): that of open_memory() comes and goes
   return now != nullptr && now != in_memory.ring;
 }
 
-int open_memory(const Process& process) {
+int open_memory(const Process& process, void (*look)(std::int64_t now)) {
   if (ring.load() != nullptr)
     throw UsageError({.what = "a trace of this process is under way", .next = "wait until it has ended"});
   if (in_memory.ring == nullptr) in_memory = make_ring_in_memory();
@@ -212,12 +214,14 @@ int open_memory(const Process& process) {
   again.count.store(0);
   std::for_each_n(again.slots(), again.capacity, [](Slot& slot) { slot.count.store(0, std::memory_order_relaxed); });
   ring.store(&again, std::memory_order_release);
+  look_first.store(look);
   record(true);
   return in_memory.fd.get();
 }
 
 bool leave_memory() {
   const bool records = in_memory.ring != nullptr && ring.load() == in_memory.ring;
+  look_first.store(nullptr);
   if (records) close();
   return records;
 }

@@ -123,8 +123,9 @@ void close();                                                 // ends recording;
 bool is_open();                                               // by open()
 
 // For a trace that somebody else asks for while the process runs: a ring in an anonymous file, which is made once and used
-// again, and records from now on. Returns the file's descriptor. An open() ends it. Throws as open().
-int open_memory(const Process& process);
+// again, and records from now on. Returns the file's descriptor. An open() ends it. Throws as open(). `look` is called with
+// the time whenever something is to be recorded, by any thread, and may end it.
+int open_memory(const Process& process, void (*look)(std::int64_t now));
 void forget_memory();  // in a forked child, which makes a ring of its own
 bool leave_memory();   // ends such a recording; what it has recorded stays there. False: there is none
 

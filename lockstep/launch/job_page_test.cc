@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -19,6 +20,8 @@
 
 namespace lockstep {
 namespace {
+
+constexpr std::int64_t kHour = std::int64_t{3600} * 1'000'000'000;
 
 // `what` in a child with these variables, as a launcher starts a rank; its exit code.
 int in_rank(const JobPage& page, int seat, const std::function<int()>& what) {
@@ -169,6 +172,18 @@ TEST(JobPage, ranks_that_no_launcher_has_numbered_get_their_number_where_they_me
             0);
 }
 
+TEST(JobPage, ranks_that_are_threads_may_meet_at_the_same_time) {
+  EXPECT_EQ(alone([] {
+              std::vector<std::thread> ranks;
+              for (int rank = 0; rank < 4; ++rank)
+                ranks.emplace_back([rank] { own_progress::meets({.rank = rank, .world_size = 4, .job = "ours"}); });
+              for (std::thread& rank : ranks) rank.join();
+              const std::optional<JobPage> page = page_among_descriptors();
+              return page && page->header().world_size == 4 && page->header().job.data() == std::string("ours") ? 0 : 1;
+            }),
+            0);
+}
+
 TEST(JobPage, a_forked_child_of_such_a_rank_is_no_rank) {
   EXPECT_EQ(alone([] {
               own_progress::begin_step(1);
@@ -207,11 +222,28 @@ TEST(JobPage, says_for_whom_a_rank_has_waited) {
   EXPECT_GE(sums[1].ns, 10'000'000);
 }
 
+// An error ends a wait, and the rank meets others anew.
+TEST(JobPage, what_comes_after_a_wait_that_an_error_has_ended_is_no_waiting) {
+  const JobPage page({.ranks = 1});
+  EXPECT_EQ(in_rank(page, 0,
+                    [] {
+                      own_progress::waits_for(4711);
+                      own_progress::forget_wait();
+                      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                      own_progress::waits_no_more();
+                      return 0;
+                    }),
+            0);
+  EXPECT_EQ(page.record(0).wait_since, 0);
+  EXPECT_EQ(page.record(0).waited_for[0].ns, 0);
+  for (const auto& waited : page.record(0).ns_waited) EXPECT_EQ(waited, 0);
+}
+
 // A rank of `page` that records as `lockstep trace` asks it to; what it recorded in steps 1 and 2 of 4.
 trace::Recording record_two_steps(const JobPage& page) {
   TraceRecord& order = page.record(0).trace;
   for (int step = 0; step < 4; ++step) {
-    if (step == 1) order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+    if (step == 1) order.until = trace::now() + kHour;
     if (step == 3) order.until = trace::now();
     own_progress::begin_step(step);
     const trace::Span span("step", step);
@@ -236,6 +268,82 @@ TEST(JobPage, a_rank_records_from_step_to_step_while_it_is_asked_to) {
             0);
 }
 
+// The program takes no further step, and `what` it does instead.
+TEST(JobPage, a_trace_ends_although_no_step_comes) {
+  const auto record = [] { const trace::Span span("too late"); };
+  const auto enter_a_phase = [] { own_progress::enter(Phase::kForward); };
+  for (const auto& what : {std::function<void()>(record), std::function<void()>(enter_a_phase)}) {
+    const JobPage page({.ranks = 1});
+    EXPECT_EQ(in_rank(page, 0,
+                      [&] {
+                        static int recording_more = 0;
+                        own_progress::record_more = [](bool on) { recording_more += on ? 1 : -1; };
+                        TraceRecord& order = page.record(0).trace;
+                        order.until = trace::now() + kHour;
+                        own_progress::begin_step(1);
+                        { const trace::Span span("in time"); }
+                        order.until = trace::now() - kHour;  // as somebody who was killed has left it
+                        what();
+                        if (trace::recording || recording_more != 0 || order.ended < order.began) return 1;
+                        const auto ring =
+                            trace::parse(read_file(concat("/proc/self/fd/", order.fd.load())), "the ring");
+                        return ring.spans.size() == 1 && ring.spans[0].name == "in time" ? 0 : 2;
+                      }),
+              0);
+  }
+}
+
+// A long step that began in time is in the trace as a whole.
+TEST(JobPage, a_trace_goes_on_to_the_next_step) {
+  const JobPage page({.ranks = 1});
+  EXPECT_EQ(in_rank(page, 0,
+                    [&] {
+                      TraceRecord& order = page.record(0).trace;
+                      order.until = trace::now() + kHour;
+                      own_progress::begin_step(1);
+                      order.until = trace::now();
+                      own_progress::enter(Phase::kForward);
+                      { const trace::Span span("the rest of the step"); }
+                      if (!trace::recording) return 1;
+                      own_progress::begin_step(2);
+                      return trace::recording ? 2 : 0;
+                    }),
+            0);
+}
+
+// One that is forked in the midst of the order, and becomes a rank of its own.
+TEST(JobPage, a_forked_child_of_a_traced_rank_is_traced_apart) {
+  static const JobPage* page = nullptr;
+  static int child_failed = -1;
+  const JobPage both({.ranks = 2});
+  page = &both;
+  const auto become_rank_1 = [] {
+    TraceRecord& order = page->record(1).trace;
+    if (trace::recording || trace::leave_memory()) return 1;
+    order.until = trace::now() + kHour;
+    own_progress::begin_step(1);
+    if (order.began == 0) return 2;
+    { const trace::Span span("of the child"); }
+    const auto ring = trace::parse(read_file(concat("/proc/self/fd/", order.fd.load())), "the ring");
+    return ring.spans.size() == 1 && ring.process.pid == ::getpid() ? 0 : 3;
+  };
+  static const std::function<int()> child = become_rank_1;
+  EXPECT_EQ(in_rank(both, 0,
+                    [&] {
+                      own_progress::record_more = [](bool on) {
+                        own_progress::record_more = nullptr;
+                        if (on) child_failed = in_rank(*page, 1, child);
+                      };
+                      TraceRecord& order = page->record(0).trace;
+                      order.until = trace::now() + kHour;
+                      own_progress::begin_step(1);
+                      if (child_failed != 0) return 10 + child_failed;
+                      const auto ring = trace::parse(read_file(concat("/proc/self/fd/", order.fd.load())), "the ring");
+                      return ring.spans.empty() && ring.process.pid == ::getpid() ? 0 : 1;
+                    }),
+            0);
+}
+
 TEST(JobPage, a_rank_that_is_traced_already_refuses) {
   const JobPage page({.ranks = 1});
   const testing::TempFolder folder;
@@ -243,12 +351,13 @@ TEST(JobPage, a_rank_that_is_traced_already_refuses) {
                     [&] {
                       TraceRecord& order = page.record(0).trace;
                       trace::open(folder.file("ring"), {}, 10);
-                      order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+                      order.until = trace::now() + kHour;
                       own_progress::begin_step(1);
                       if (order.refused == 0 || order.began != 0) return 1;
                       trace::close();
-                      order.until = trace::now() + std::int64_t{3600} * 1'000'000'000;
+                      order.until = trace::now() + kHour;
                       own_progress::begin_step(2);
+                      if (trace::is_open()) return 3;            // who asks whether to open() may
                       trace::open(folder.file("ring"), {}, 10);  // its own comes first, and ends the other
                       return order.began != 0 && !trace::leave_memory() && trace::is_open() ? 0 : 2;
                     }),

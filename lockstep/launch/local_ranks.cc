@@ -167,6 +167,7 @@ Variables LocalRanks::variables(int seat) const {
       {"LOCKSTEP_JOB", name_of_job()},
       {"LOCKSTEP_PAGE", page_ ? page_->address(seat) : ""},
       {"LOCKSTEP_KEEPER", keeper_ != nullptr ? keeper_->address(seat) : ""},
+      {"LOCKSTEP_MIN_RANKS", concat(options_.min_ranks)},
   };
   if (keeper_ != nullptr) {
     result.emplace_back("TORCHELASTIC_RESTART_COUNT", concat(generation_));

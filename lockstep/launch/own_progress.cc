@@ -128,10 +128,12 @@ void record_more_if_told(bool on) {
   if (const auto more = record_more.load()) more(on);
 }
 
+void end_overdue_trace(std::int64_t now);
+
 void begin_trace(RankRecord& mine) try {
   trace::Process process{.rank = mine.job_rank, .pid = ::getpid(), .job = mine.trace.until};
   host_name().copy(process.host.data(), process.host.size() - 1);
-  mine.trace.fd.store(trace::open_memory(process));
+  mine.trace.fd.store(trace::open_memory(process, end_overdue_trace));
   mine.trace.began.store(trace::now());
   record_more_if_told(true);
 } catch (const Error&) {
@@ -163,6 +165,16 @@ void look_for_trace_order(RankRecord& mine) {
     follow_trace_order(mine);
 }
 
+// A trace ends at the begin of a step. Where none comes within this time, because the steps are long or the program takes no
+// further one, it ends at the next thing that would be recorded.
+constexpr std::int64_t kOverdue = std::int64_t{5} * 1'000'000'000;
+
+void end_overdue_trace(std::int64_t now) {
+  RankRecord& mine = record();
+  const std::int64_t until = mine.trace.until.load(std::memory_order_relaxed);
+  if (until != 0 && now - kOverdue >= until) follow_trace_order(mine);
+}
+
 // ---- Phases, in which a fault may strike
 
 void publish(Phase phase) {
@@ -172,9 +184,9 @@ void publish(Phase phase) {
   const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
   mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
   moved();
-  // It may never take a step, or no further one.
-  if (mine.step.load(std::memory_order_relaxed) < 0 || trace::recording.load(std::memory_order_relaxed))
-    look_for_trace_order(mine);
+  if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
+  if (trace::recording.load(std::memory_order_relaxed)) [[unlikely]]
+    end_overdue_trace(now);
 }
 
 void begin_faults(Phase phase) {

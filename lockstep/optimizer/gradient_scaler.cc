@@ -1,10 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient_scaler.h"
 
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/gradient/step_agreement.h"
 
 namespace lockstep {
+namespace {
+
+struct ScalerState {
+  double scale;
+  std::int64_t good_steps;
+};
+
+}  // namespace
 
 struct GradientScaler::State {
   GradientScalerOptions options;
@@ -41,5 +54,27 @@ bool GradientScaler::step(Optimizer& optimizer) {
 }
 
 double GradientScaler::current_scale() const { return state_->scale; }
+
+std::string GradientScaler::state() const {
+  const ScalerState kept{state_->scale, state_->good_steps};
+  return {reinterpret_cast<const char*>(&kept), sizeof kept};
+}
+
+void GradientScaler::set_state(const std::string& state) {
+  ScalerState kept{};
+  if (state.size() != sizeof kept)
+    throw CheckpointError({.what = concat("a gradient scaler can't have a state of ", state.size(), " bytes"),
+                           .likely = "the state of something else",
+                           .next = "give set_state() what state() has returned"});
+  std::memcpy(&kept, state.data(), sizeof kept);
+  state_->scale = kept.scale;
+  state_->good_steps = kept.good_steps;
+}
+
+bool GradientScaler::scales(const Optimizer& optimizer) {
+  return std::ranges::any_of(optimizer.settings(), [](const StepSetting& setting) {
+    return setting.name == std::string_view(kScales) && setting.value != 0;
+  });
+}
 
 }  // namespace lockstep

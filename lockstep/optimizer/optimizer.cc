@@ -13,6 +13,7 @@
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/gradient_scaler.h"
 #include "lockstep/launch/fault.h"
 #include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
@@ -55,7 +56,9 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
 // All that an update writes.
 std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
   std::vector<torch::Tensor> all = state.parameters;
-  const auto add = [&](const std::vector<torch::Tensor>& tensors) { std::ranges::copy(tensors, std::back_inserter(all)); };
+  const auto add = [&](const std::vector<torch::Tensor>& tensors) {
+    std::ranges::copy(tensors, std::back_inserter(all));
+  };
   std::ranges::for_each(state.arrays, add);
   add(state.averages);
   add(state.masters);
@@ -251,7 +254,8 @@ StepSettings Optimizer::settings() const {
   StepSettings settings{{"clipping by norm", clipping_.max_norm},
                         {"clipping by value", clipping_.max_value},
                         {"the decay of keep_average()", ema_decay_},
-                        {"the loss scale", loss_scale_.value_or(0)}};
+                        {"the loss scale", loss_scale_.value_or(0)},
+                        {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0}};
   double number = 0, frozen = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     visit_options(param_groups_[group].options(), [&](const char* name, double value) {

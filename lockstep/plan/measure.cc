@@ -41,8 +41,8 @@
 namespace lockstep::plan {
 namespace {
 
-// Seconds for steps: of ranks that have a core each; of twice as many; of one process with all cores.
-constexpr double kForSteps = 8, kForCrowdedSteps = 5, kForThreads = 3;
+// Seconds for steps: of ranks that have a core each; of twice as many; of one process with all cores, and with device threads.
+constexpr double kForSteps = 7, kForCrowdedSteps = 4, kForThreads = 3, kForDeviceThreads = 3;
 constexpr int kThreadRounds = 6;
 constexpr int kRounds = 300;  // of what takes microseconds
 constexpr std::size_t kCopied = std::size_t{32} << 20;
@@ -99,7 +99,6 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
 
 // What a rank has before there is a model, and what its model has.
 void measure_ranks(const World& world, const Subject& subject, Profile& profile) {
-  profile.common_bytes = sum_of(world, share_of_common());
   profile.idle_bytes = sum_of(world, own_bytes()) / world.size();
   Training training(subject);
   const Datasets data = subject.data();
@@ -107,6 +106,7 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
   const MeasuredSteps steps = measure_steps(world, training, data, subject.batch, kForSteps);
   profile.spread = steps.spread;
   profile.memory_of_rank = steps.memory;
+  profile.common_bytes = sum_of(world, share_of_common());  // once training has touched what it needs of the libraries
   profile.curves = {steps.alone};
   if (world.size() > 1) profile.curves.push_back(steps.at_once);
   for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {
@@ -179,13 +179,7 @@ void measure_crowd(const World& world, const Subject& subject, Profile& profile)
   Training training(subject);
   MeasuredSteps steps = measure_steps(world, training, subject.data(), subject.batch, kForCrowdedSteps);
   if (world.rank() != 0) return;
-  for (std::size_t i = 0; i < steps.at_once.points.size(); ++i) {
-    StepTimes& crowded = steps.at_once.points[i];
-    const StepTimes now = steps.alone.points[i],
-                    before = times_for(profile.curves.front(), static_cast<double>(crowded.samples));
-    const double drift = (before.forward + before.backward) / (now.forward + now.backward);
-    for (double* const part : {&crowded.forward, &crowded.backward, &crowded.update}) *part *= drift;
-  }
+  undo_drift(steps.at_once, steps.alone, profile.curves.front());
   profile.curves.push_back(steps.at_once);
 }
 
@@ -357,6 +351,16 @@ void measure_alone(const Subject& subject, Profile& profile) {
   measure_loopback(profile);
 }
 
+void measure_devices(const Subject& subject, Profile& profile) {
+  const Datasets data = subject.data();
+  const Curve alone = profile.curves.front();
+  if (profile.cores > 1)
+    profile.curves.push_back(
+        measure_device_threads(subject, data, alone, profile.cores, profile.handover, kForDeviceThreads));
+  profile.curves.push_back(
+      measure_device_threads(subject, data, alone, 2 * profile.cores, profile.crowded_handover, kForDeviceThreads));
+}
+
 std::string parameters_text(const torch::nn::Module& model) {
   std::int64_t elements = 0;
   std::string text;
@@ -400,7 +404,9 @@ Profile measure(const Subject& subject) {
     found.crowded_barrier = barrier_seconds(world);
     if (crowd_fits) measure_crowd(world, subject, found);
   });
-  return in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
+  profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
+  if (!crowd_fits) return profile;
+  return in_ranks(1, profile, [&](const World&, Profile& found) { measure_devices(subject, found); });
 }
 
 void require_profile_of(const Profile& profile, const Task& task, const StrategyOptions& strategy, bool any_machine) {

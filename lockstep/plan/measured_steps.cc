@@ -77,11 +77,12 @@ void add_spread(std::vector<double>& spread, const std::vector<StepTimes>& steps
 
 }  // namespace
 
-Training::Training(const Subject& subject) {
+Training::Training(const Subject& subject, int devices) : devices_(devices) {
   StrategyOptions options = subject.strategy;
-  options.kind = StrategyKind::kSingle;
-  options.devices = 1;
+  options.kind = devices == 1 ? StrategyKind::kSingle : StrategyKind::kTowers;
+  options.devices = devices;
   options.places = {};
+  options.towers = {};
   options.ddp = {};
   options.compression = {};
   strategy_ = make_strategy(World::single(), subject.task, options);
@@ -94,9 +95,12 @@ StepTimes Training::step(const Batch& batch) {
   strategy_->update();
   const double all = watch.seconds();
   const PhaseTimes& after = strategy_->phases();
-  const double backward = after.backward - before.backward + after.exchange - before.exchange;
-  const double update = after.update - before.update;
-  return {.samples = batch.size(), .forward = all - backward - update, .backward = backward, .update = update};
+  const double backward = after.backward - before.backward, update = after.update - before.update;
+  const double exchange = after.exchange - before.exchange;
+  return {.samples = batch.size() / devices_,
+          .forward = all - backward - exchange - update,
+          .backward = backward,
+          .update = update};
 }
 
 Batch batch_of(const Datasets& data, std::int64_t samples) {
@@ -134,6 +138,45 @@ MeasuredSteps measure_steps(const World& world, Training& training, const Datase
   }
   std::ranges::sort(measured.spread);
   return measured;
+}
+
+Curve measure_device_threads(const Subject& subject, const Datasets& data, const Curve& alone, int devices,
+                             double handover, double seconds) {
+  Curve curve{.at_once = devices, .in_one_process = true}, now;
+  Training one(subject), all(subject, devices);
+  std::vector<std::vector<StepTimes>> of_one, of_all;
+  std::vector<Batch> small, large;
+  for (const StepTimes& point : alone.points) {
+    if (!small.empty() && point.samples * devices > subject.batch) break;
+    small.push_back(batch_of(data, point.samples));
+    large.push_back(batch_of(data, point.samples * devices));
+    one.step(small.back());
+    all.step(large.back());
+  }
+  of_one.resize(small.size());
+  of_all.resize(small.size());
+  const Stopwatch watch;
+  for (int round = 0; round < kFewestRounds || watch.seconds() < seconds; ++round)
+    for (std::size_t i = 0; i < small.size(); ++i) {
+      of_one[i].push_back(one.step(small[i]));
+      for (int k = 0; k < 3; ++k) of_all[i].push_back(all.step(large[i]));
+    }
+  for (std::size_t i = 0; i < small.size(); ++i) {
+    now.points.push_back(medians(of_one[i]));
+    StepTimes times = medians(of_all[i]);
+    for (double* const part : {&times.forward, &times.backward, &times.update}) *part = std::max(0.0, *part - handover);
+    curve.points.push_back(times);
+  }
+  undo_drift(curve, now, alone);
+  return curve;
+}
+
+void undo_drift(Curve& measured, const Curve& now, const Curve& before) {
+  for (std::size_t i = 0; i < measured.points.size(); ++i) {
+    StepTimes& point = measured.points[i];
+    const double drift = computing(times_for(before, static_cast<double>(point.samples))) / computing(now.points[i]);
+    for (double* const part : {&point.forward, &point.backward, &point.update}) *part *= drift;
+  }
 }
 
 double own_bytes() {

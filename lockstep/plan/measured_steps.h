@@ -17,15 +17,17 @@
 
 namespace lockstep::plan {
 
-// One replica that is trained on one device.
+// One replica that is trained on one device, or one on each of several devices.
 class Training {
  public:
-  explicit Training(const Subject& subject);
+  explicit Training(const Subject& subject, int devices = 1);
 
   Strategy& strategy() { return *strategy_; }
-  StepTimes step(const Batch& batch);  // what is neither backward nor update counts as forward
+  // What is neither backward, exchange nor update counts as forward. The samples are those of a device.
+  StepTimes step(const Batch& batch);
 
  private:
+  int devices_;
   std::unique_ptr<Strategy> strategy_;
 };
 
@@ -44,6 +46,14 @@ struct MeasuredSteps {
 // slower for a while is so for all of them; longer where three steps take longer.
 MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
                             double seconds);
+
+// The same of so many device threads, for each of which the numbers of samples of `alone` are measured as far as they make no
+// more than `batch` together. `handover`: seconds, which are taken off.
+Curve measure_device_threads(const Subject& subject, const Datasets& data, const Curve& alone, int devices,
+                             double handover, double seconds);
+
+// Makes up for a machine that was faster or slower when `now` was measured than when `before` was, both of the same thing.
+void undo_drift(Curve& measured, const Curve& now, const Curve& before);
 
 double own_bytes();  // of this process: memory that it shares with no other
 double sum_of(const World& world, double value);

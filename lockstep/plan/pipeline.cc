@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <utility>
 
 #include "lockstep/base/text.h"
 #include "lockstep/plan/strategy_schedules.h"
@@ -96,24 +98,30 @@ void pipeline(Builder& b) {
     turns.push_back(turns_of(b.choice().order, stage, stages, micro_batches));
   std::vector<std::size_t> next(at(stages));
   // Gloo sends what the receiver has asked for, and a stage asks when it needs it: first for a description, then for the size of
-  // the data, then for the data (strategy/pipeline/tensor_messages.h). So nothing arrives while it computes.
+  // the data, then for the data (strategy/pipeline/tensor_messages.h). So nothing arrives while it computes; and what it asks
+  // goes behind what it is sending to the same stage, on one connection.
+  std::map<std::pair<int, int>, int> left;  // [from, to] the newest data
   const auto receive = [&](int stage, int from, const std::string& name, double size, int sent) {
     if (!processes) return;  // threads pass on what they have
     Ids ready = b.last(stage);
     ready.push_back(sent);
-    for (const double bytes : {kDescription, kSize, size})
-      ready = {b.post(stage, b.machine_of(from), b.machine_of(stage), name, bytes, ready).arrived};
+    if (const auto before = left.find({stage, from}); before != left.end()) ready.push_back(before->second);
+    for (const double bytes : {kDescription, kSize, size}) {
+      const Builder::Message message = b.post(stage, b.machine_of(from), b.machine_of(stage), name, bytes, ready);
+      left[{from, stage}] = message.left;
+      ready = {message.arrived};
+    }
     b.follow(stage, ready);
   };
   for (bool moved = true; moved;) {
     moved = false;
     for (int stage = 0; stage < stages; ++stage) {
-      while (next[at(stage)] < turns[at(stage)].size()) {
+      if (next[at(stage)] < turns[at(stage)].size()) {
         const auto [is_forward, k] = turns[at(stage)][next[at(stage)]];
         const int neighbour = is_forward ? stage - 1 : stage + 1;
         const bool alone = neighbour < 0 || neighbour == stages;
         const int waits_for = alone ? -1 : (is_forward ? forward : backward)[at(neighbour)][at(k)];
-        if (!alone && waits_for < 0) break;
+        if (!alone && waits_for < 0) continue;
         const double seconds = share[at(stage)] * (is_forward ? times.forward : times.backward);
         if (!alone)
           receive(stage, neighbour, is_forward ? "activations" : "gradients",

@@ -16,7 +16,7 @@ namespace lockstep::plan {
 using ProfileJson = nlohmann::json;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepTimes, samples, forward, backward, update)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Curve, at_once, threads, points)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Curve, at_once, threads, in_one_process, points)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModuleTimes, name, forward, backward, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PieceTimes, name, seconds, bytes, output_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompressionTimes, kind, sent, encode, decode)
@@ -69,7 +69,7 @@ const Curve& curve_for(const Profile& profile, int at_once, int threads) {
     return std::abs(at_once - curve.at_once) + 100 * std::abs(threads - curve.threads);
   };
   for (const Curve& curve : profile.curves)
-    if (distance(curve) < distance(*best)) best = &curve;
+    if (!curve.in_one_process && distance(curve) < distance(*best)) best = &curve;
   return *best;
 }
 

@@ -23,10 +23,12 @@ struct StepTimes {
   double update = 0;
 };
 
-// Steps with growing numbers of samples, by so many ranks at the same time, of so many threads each.
+// Steps with growing numbers of samples, by so many ranks at the same time, of so many threads each; or by device threads of
+// one process, which share its heap.
 struct Curve {
   int at_once = 1;
   int threads = 1;
+  bool in_one_process = false;
   std::vector<StepTimes> points;
 };
 

@@ -210,14 +210,17 @@ void Builder::add_machine(int machine) {
   received_.push_back(0);
 }
 
-// How much longer it takes while that many work than alone; between what was measured, in a straight line.
-double Builder::slowdown(int at_once, double StepTimes::*part) const {
+// How much longer a part of a step takes while that many work than alone; between what was measured, in a straight line.
+double Builder::slowdown(int at_once, double (*part)(const StepTimes&)) const {
   const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
+  const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
+  const bool are_threads =
+      choice_.has_device_threads() && !target_.on_one_machine && std::ranges::any_of(profile_.curves, in_one_process);
   double before = 1, slower = 1;
   for (const Curve& curve : profile_.curves) {
-    if (curve.threads != 1 || curve.at_once == 1) continue;
-    const double alone = times_for(profile_.curves.front(), samples).*part;
-    const double found = alone > 0 ? std::max(slower, times_for(curve, samples).*part / alone) : 1;
+    if (curve.threads != 1 || curve.at_once == 1 || curve.in_one_process != are_threads) continue;
+    const double alone = part(times_for(profile_.curves.front(), samples));
+    const double found = alone > 0 ? std::max(slower, part(times_for(curve, samples)) / alone) : 1;
     if (at_once <= curve.at_once) return slower + (found - slower) * (at_once - before) / (curve.at_once - before);
     before = curve.at_once;
     slower = found;
@@ -229,7 +232,7 @@ double Builder::slowdown(int at_once, double StepTimes::*part) const {
 // that have no core take turns.
 std::vector<double> Builder::speeds_of_cores() const {
   const auto slower = [this](int at_once) {
-    return (slowdown(at_once, &StepTimes::forward) + 2 * slowdown(at_once, &StepTimes::backward)) / 3;
+    return slowdown(at_once, [](const StepTimes& times) { return times.forward + times.backward; });
   };
   std::vector<double> speeds;
   for (int n = 1; n <= seats_; ++n) {
@@ -244,7 +247,8 @@ std::vector<double> Builder::speeds_of_cores() const {
 
 std::vector<double> Builder::speeds_of_updates() const {
   std::vector<double> speeds;
-  for (int n = 1; n <= profile_.cores; ++n) speeds.push_back(n / slowdown(n, &StepTimes::update));
+  for (int n = 1; n <= 2 * profile_.cores; ++n)
+    speeds.push_back(n / slowdown(n, [](const StepTimes& times) { return times.update; }));
   return speeds;
 }
 

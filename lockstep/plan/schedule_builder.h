@@ -91,7 +91,7 @@ class Builder {
   int beside(int actor, Activity activity);
   int handle(int machine, double messages, double bytes, const Ids& after);
   void add_machine(int machine);
-  double slowdown(int at_once, double StepTimes::*part) const;
+  double slowdown(int at_once, double (*part)(const StepTimes&)) const;
   std::vector<double> speeds_of_cores() const;
   std::vector<double> speeds_of_updates() const;
   std::vector<double> speeds_of_copies() const;

@@ -99,6 +99,9 @@ TEST(Schedules, StagesAreCutWhereTheSlowestIsFastest) {
   EXPECT_EQ(stages_of(profile, 2), expected);
 }
 
+// Bytes on a link for each byte of a long message: a segment has 1448 of 1514, and every second one is acknowledged.
+constexpr double kOnLinks = (1514.0 + 66.0 / 2) / 1448;
+
 // To one of the other machines and from it, one message each way.
 double both_ways(double bytes) { return bytes_on_wire(bytes).there + bytes_on_wire(bytes).back; }
 
@@ -111,7 +114,7 @@ TEST(Schedules, BetweenMachinesEveryLinkCarriesItsShareOfTheGradient) {
     const double chunk = machines == 2 ? both_ways(1e6) : 2 * (machines - 1) * both_ways(1e6 / machines);
     const double expected = 8 * chunk + (machines - 1) * (both_ways(80) + 2 * both_ways(24));
     EXPECT_NEAR(found.link_bytes, expected, 1);
-    EXPECT_NEAR(found.link_bytes, 2.0 * (machines - 1) / machines * 8 * kMega * 1514 / 1448, 0.01 * expected);
+    EXPECT_NEAR(found.link_bytes, 2.0 * (machines - 1) / machines * 8 * kMega * kOnLinks, 0.01 * expected);
     const double compute = 3e-3 * 8 / machines;
     EXPECT_NEAR(found.step, compute + expected / (1 * kMega), 0.01 * found.step);
   }
@@ -132,7 +135,7 @@ TEST(Schedules, AServerReceivesTheGradientsOfAllWorkers) {
   for (const int machines : {2, 4}) {
     const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
     const Forecast found = forecast(round_profile(), target, {.method = Method::kStoreSync});
-    const double gradients = (machines - 1) * 8 * kMega * 1514 / 1448;  // the server is on one of the machines
+    const double gradients = (machines - 1) * 8 * kMega * kOnLinks;  // the server is on one of the machines
     EXPECT_NEAR(found.link_bytes, gradients, 0.01 * gradients);
     EXPECT_GT(found.step, (machines - 1) * 8);
   }
@@ -157,8 +160,8 @@ TEST(Schedules, CompressionSendsLessAndComputesMore) {
   const auto expect = [&](Compression kind, double sent, double decode) {
     const Forecast found = forecast(compressing_profile(), target, {.method = Method::kDdp, .compression = kind});
     const double compute = 24e-3, encode = 8e-3;  // of 8 MB
-    EXPECT_NEAR(found.link_bytes, on_wire(sent), 0.02 * sent) << name_of(kind);
-    EXPECT_NEAR(found.step, compute + encode + on_wire(sent) / kMega + decode, 0.02 * found.step) << name_of(kind);
+    EXPECT_NEAR(found.link_bytes, on_wire(sent), 0.02 * sent) << static_cast<int>(kind);
+    EXPECT_NEAR(found.step, compute + encode + on_wire(sent) / kMega + decode, 0.02 * found.step) << static_cast<int>(kind);
   };
   expect(Compression::kNone, 8e6, 0);
   expect(Compression::kBFloat16, 4e6, 16e-3);
@@ -239,8 +242,18 @@ TEST(Schedules, AKeyThatIsNotSplitBelongsToOneServer) {
   const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8, .servers = 2};
   const Forecast found = forecast(profile, target, {.method = Method::kStoreSync, .servers = 2});
   // Machine 0 receives the other worker's 3 MB for its server, and 1 MB of new weights from the other server.
-  EXPECT_NEAR(found.link_bytes, 4e6 * 1514 / 1448, 0.01 * 4e6);
+  EXPECT_NEAR(found.link_bytes, 4e6 * kOnLinks, 0.01 * 4e6);
   EXPECT_NEAR(found.step, 12e-3 + 3 * 1.05 * 2, 1.1);  // pushed, then pulled, with some overlap
+}
+
+// A stage asks for the next activations behind the gradients that it sends, on one connection: so the two directions take turns.
+TEST(Schedules, WhatAStageAsksForGoesBehindWhatItSends) {
+  Profile profile = round_profile();
+  for (PieceTimes& piece : profile.pieces) piece.output_bytes = 1e6;
+  const Target target{.machines = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 4};
+  const Choice choice{.method = Method::kPipeline, .stages = 2, .micro_batches = 4};
+  const double message = bytes_on_wire(1e6).there / kMega;
+  EXPECT_NEAR(step_of(profile, target, choice), 8 * message, 0.05);
 }
 
 TEST(Schedules, AveragingEveryFewStepsSendsAsManyTimesLess) {

@@ -112,6 +112,11 @@ std::string Choice::arguments(int ranks) const {
   return "";
 }
 
+bool Choice::has_device_threads() const {
+  return method == Method::kTowers || method == Method::kDataParallel || method == Method::kStoreLocal ||
+         method == Method::kAveraging || method == Method::kPipeline;
+}
+
 bool Choice::has_servers() const {
   return method == Method::kStoreSync || method == Method::kStoreAsync || method == Method::kStoreBounded;
 }

@@ -61,7 +61,8 @@ struct Choice {
 
   std::string name() const;                // "pipeline gpipe x8"
   std::string arguments(int ranks) const;  // of lockstep train: "--strategy pipeline --ranks 2 ..."
-  bool exact() const;  // the same result as on one device: neither stale nor averaged later nor compressed
+  bool exact() const;               // the same result as on one device: neither stale nor averaged later nor compressed
+  bool has_device_threads() const;  // the devices of a machine are threads of one process
   bool has_servers() const;
 };
 

@@ -97,7 +97,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
   }
   if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size()) {
     in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
-    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForKeeping);
+    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForKeeping, is_in_parts(strategy_));
   }
   if (!go_on_from_memory() && options.resume) resume();
   begin_to_keep();
@@ -372,7 +372,16 @@ void TrainingLoop::open_checkpoints() {
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
-// After the loss of a rank. False: nothing was kept. The event of the last step is written once more where it may be missing.
+void TrainingLoop::require_checkpoint() const {
+  if (!options_.checkpoint_dir.empty()) return;
+  throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
+                    .here = world_.describe(),
+                    .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
+                    .next = "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
+                            "checkpoint"});
+}
+
+// After the loss of a rank. False: nothing was kept, or it is incomplete and there are checkpoints. The event of the last step is written once more where it may be missing.
 bool TrainingLoop::go_on_from_memory() {
   std::string last_step;
   if (in_place_) {
@@ -382,7 +391,13 @@ bool TrainingLoop::go_on_from_memory() {
     last_step = found->last_step;
   } else {
     if (!kept_ || kept_->found() == nullptr) return false;
-    position_ = restore_parts(*kept_->found(), world_, strategy_, options_);
+    const auto position = restore_parts(*kept_->found(), world_, strategy_, options_);
+    if (!position) {
+      require_checkpoint();
+      kept_->drop_found();
+      return false;
+    }
+    position_ = *position;
     last_step = kept_->found()->common.metadata().at(kLastStep);
   }
   metrics_.write({{"event", "resume"}, {"step", position_.step}});

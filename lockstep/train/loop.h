@@ -70,6 +70,7 @@ class TrainingLoop {
   void require_saved(bool saved) const;
   void require_recorded();
   void resume();
+  void require_checkpoint() const;
   bool go_on_from_memory();
   void begin_to_keep();
   Json summary(double seconds) const;

@@ -69,9 +69,9 @@ CheckpointError not_kept(const std::string& name, const std::string& looks) {
 
 torch::Tensor read(const SafetensorsReader& from, const std::string& name, const torch::Tensor& like = {}) {
   const auto entry = from.entries().find(name);
-  const bool fits = entry != from.entries().end() &&
-                    (!like.defined() || (like.sizes() == torch::IntArrayRef(entry->second.shape) &&
-                                         like.scalar_type() == entry->second.dtype));
+  const bool fits =
+      entry != from.entries().end() && (!like.defined() || (like.sizes() == torch::IntArrayRef(entry->second.shape) &&
+                                                            like.scalar_type() == entry->second.dtype));
   if (!fits) throw not_kept(name, like.defined() ? concat(" of ", like.dtype().name(), like.sizes()) : "");
   return from.read(name);
 }
@@ -177,12 +177,21 @@ struct Recovery::State {
 
   void require_forward(const LoaderPosition& now) const {
     if (now.epoch > position.epoch || (now.epoch == position.epoch && now.samples > position.samples)) return;
-    throw UsageError({.what = concat("step ", steps, " is of sample ", now.samples, " of epoch ", now.epoch,
-                                     ", but the training has been at sample ", position.samples, " of epoch ",
-                                     position.epoch),
+    throw UsageError(
+        {.what = concat("step ", steps, " is of sample ", now.samples, " of epoch ", now.epoch,
+                        ", but the training has been at sample ", position.samples, " of epoch ", position.epoch),
+         .here = world.describe(),
+         .likely = "a loop that begins anew, or two calls of Recovery::step() for one batch",
+         .next = "for (auto epoch = recovery.epoch(); ...) and for (auto& batch : recovery.batches(epoch))"});
+  }
+
+  void require_scaler() const {
+    const auto* const own = dynamic_cast<const Optimizer*>(&optimizer);
+    if (keeps_scaler || own == nullptr || !GradientScaler::scales(*own)) return;
+    throw UsageError({.what = "the optimizer has a GradientScaler that Recovery was not given",
                       .here = world.describe(),
-                      .likely = "a loop that begins anew, or two calls of Recovery::step() for one batch",
-                      .next = "for (auto epoch = recovery.epoch(); ...) and for (auto& batch : recovery.batches(epoch))"});
+                      .likely = "after the loss of a rank its scale would be the initial one",
+                      .next = "recovery.keep(\"scaler\", scaler) right after Recovery is made"});
   }
 
   void finish_step() {
@@ -194,6 +203,7 @@ struct Recovery::State {
     }
     ++steps;
     if (!kept || !kept->is_due()) return;
+    require_scaler();
     const torch::NoGradGuard no_grad;
     const bool gathers = !world.device().is_cpu();  // slices of the optimizer's state: a call of all ranks
     kept->keep(steps, kept->keeps_common() || gathers ? common() : TensorFile(), own());
@@ -234,6 +244,7 @@ struct Recovery::State {
   std::vector<Item> items;
   std::optional<LoopState> kept;  // by a launcher that replaces ranks
   bool begun = false;
+  bool keeps_scaler = false;
   std::int64_t steps = 0;
   LoaderPosition position{};
 };
@@ -256,6 +267,12 @@ void Recovery::keep(const std::string& name, std::function<std::string()> save,
                     std::function<void(const std::string&)> load) {
   const SafetensorsReader* const found = state_->add({.name = name, .save = std::move(save), .value = {}});
   if (found != nullptr) load(text_in(read(*found, item_name(name))));
+}
+
+void Recovery::keep(const std::string& name, GradientScaler& scaler) {
+  state_->keeps_scaler = true;
+  keep(
+      name, [&scaler] { return scaler.state(); }, [&scaler](const std::string& saved) { scaler.set_state(saved); });
 }
 
 std::int64_t Recovery::epoch() const { return state_->position.epoch; }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iterator>
 #include <set>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -44,6 +45,25 @@ const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::
   return first;
 }
 
+// The newest step that some machine has whole, or -1, and the first rank there. Where ranks have parts of the state: that every machine
+// has whole which has any; one that is new has none.
+std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
+  std::vector<nlohmann::json> all;
+  for (const std::string& text : of_ranks) all.push_back(nlohmann::json::parse(text));
+  const bool in_parts = std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
+  const auto has = [](const nlohmann::json& each, const nlohmann::json& step) {
+    return std::ranges::count(each["steps"], step) > 0;
+  };
+  std::pair<std::int64_t, int> newest{-1, 0};
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    for (const auto& step : all[rank]["steps"]) {
+      const auto lacks_it = [&](const auto& each) { return each["has_state"].template get<bool>() && !has(each, step); };
+      if (step.get<std::int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
+      newest = {step.get<std::int64_t>(), static_cast<int>(rank)};
+    }
+  return newest;
+}
+
 // Every rank has an image: its own, or a copy of that of `source`. Collective.
 struct Bytes {
   std::shared_ptr<const std::byte> memory{};
@@ -65,30 +85,25 @@ Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
 
 }  // namespace
 
-LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time)
+LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts)
     : world_(world),
       memory_(memory),
       share_of_time_(share_of_time),
       common_(memory, kCommon, owner_in(world)),
       own_(memory, kOwn, owner_in(world)) {
-  find();
+  find(in_parts);
 }
 
-// The newest step that some machine has whole. The first rank of such a machine sends it to those whose machine has not.
-void LoopState::find() {
+// The first rank of a machine that has the newest state sends it to those whose machine has not.
+void LoopState::find(bool in_parts) {
   std::vector<JobMemory::Kept> kept = memory_.previous();
   const auto common = images_in(kept, kCommon);
   const auto own = images_in(kept, kOwn);
-  const auto steps = world_.exchange_texts(nlohmann::json(whole_steps(common, own)).dump());
+  const bool has_state = !common.empty() || !own.empty();
+  const auto steps = world_.exchange_texts(
+      nlohmann::json{{"has_state", has_state}, {"steps", whole_steps(common, own)}, {"in_parts", in_parts}}.dump());
   memory_.met();
-  std::int64_t newest = -1;
-  int source = 0;
-  for (int rank = 0; rank < world_.size(); ++rank)
-    for (const std::int64_t step : nlohmann::json::parse(steps[to_size(rank)]).get<std::set<std::int64_t>>())
-      if (step > newest) {
-        newest = step;
-        source = rank;
-      }
+  const auto [newest, source] = newest_in(steps);
   if (newest < 0) return;
   const bool whole_here = whole_steps(common, own).contains(newest);
   const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
@@ -103,10 +118,17 @@ void LoopState::find() {
                  .own = reader_of(own_bytes.memory, own_bytes.size),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
+  for (const KeptImage& image : own)
+    if (image.step == newest) found_->here.push_back(reader_of(image.bytes, image.size));
   require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
   goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
+}
+
+void LoopState::drop_found() {
+  found_.reset();
+  goes_on_ = false;
 }
 
 // Where as many ranks go on with the images of their predecessors, the state of this World is whole already; else with the first

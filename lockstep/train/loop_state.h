@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "lockstep/deadline.h"
 #include "lockstep/train/kept_images.h"
@@ -27,8 +28,9 @@ namespace lockstep {
 class LoopState {
  public:
   // Finds the newest state that a machine has whole, and gives it to ranks whose machine lacks it. Blocks.
-  // share_of_time: that copies may take.
-  LoopState(const World& world, JobMemory& memory, double share_of_time);
+  // share_of_time: that copies may take. in_parts: `own` has what no other rank may have, so the newest state is one that every
+  // machine has whole.
+  LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts = false);
 
   // What was found.
   struct Found {
@@ -37,8 +39,12 @@ class LoopState {
     SafetensorsReader own;     // of the rank that had this rank's number; else of the first rank
     bool is_own_rank = false;  // which of the two
     int ranks = 1;             // of the World that kept it
+    std::vector<SafetensorsReader> here{};  // the own states of all ranks that were on this machine
   };
   const Found* found() const { return found_ ? &*found_ : nullptr; }
+
+  // What was found is of no use: as if nothing was.
+  void drop_found();
 
   // All ranks have taken what was found, or begin anew: from now on it is this World's. Blocks.
   void taken();
@@ -54,7 +60,7 @@ class LoopState {
   void keep(std::int64_t step, const TensorFile& common, const TensorFile& own);
 
  private:
-  void find();
+  void find(bool in_parts);
   std::int64_t steps_between(double cost) const;
 
   World world_;

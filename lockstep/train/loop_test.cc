@@ -8,10 +8,13 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <mutex>
+#include <thread>
 
 #include <nlohmann/json.hpp>
 
@@ -19,6 +22,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/train/evaluate.h"
+#include "lockstep/train/metrics.h"
 #include "lockstep/train/snapshot.h"
 #include "tests/support.h"
 
@@ -406,6 +410,37 @@ TEST(TrainingLoop, does_not_wait_for_metrics_that_nobody_takes) {
   while (::write(both_ends.get(), "x", 1) == 1) {
   }
   train_without_all_metrics(file);
+}
+
+// A pipe that somebody empties now and then stands for a slow disk, which takes 20 ms and more for each record.
+TEST(TrainingLoop, waits_for_a_slow_disk_a_tenth_of_a_second_in_all) {
+  constexpr int kRecords = 20;
+  constexpr auto kNap = std::chrono::milliseconds(10);
+  const TempFolder folder;
+  const std::string file = folder / "metrics";
+  ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
+  const UniqueFd disk(::open(file.c_str(), O_RDWR | O_NONBLOCK));
+  ASSERT_GT(::fcntl(disk.get(), F_SETPIPE_SZ, 4096), 0);
+  std::atomic<bool> over{false};
+  std::thread reader([&] {
+    for (std::array<char, 4096> some; !over; std::this_thread::sleep_for(kNap))
+      if (::read(disk.get(), some.data(), some.size()) < 0) continue;
+  });
+  int waits = 0;
+  {
+    MetricsFile metrics(file, false);
+    for (int i = 0; i < kRecords; ++i) {
+      metrics.write({{"event", std::string(3 * 4096, 'x')}});
+      const Stopwatch watch;
+      metrics.hand_over();
+      waits += watch.seconds() > 0.015 ? 1 : 0;
+    }
+    EXPECT_TRUE(metrics.finish());
+  }
+  over = true;
+  reader.join();
+  EXPECT_GT(waits, 0);
+  EXPECT_LT(waits, kRecords / 2);
 }
 
 TEST(TrainingLoop, appends_metrics_to_a_line_that_was_cut_off) {

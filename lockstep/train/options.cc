@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <numeric>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
@@ -349,27 +348,6 @@ void check_options(const TrainOptions& options) {
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");
-}
-
-void check_fewest_ranks(const TrainOptions& options, int ranks) {
-  constexpr std::int64_t kMostToPropose = 10'000;
-  const int shards = options.strategy.ddp.virtual_shards;
-  if (options.min_ranks == 0 || shards == 0) return;
-  int undivided = 0;
-  std::int64_t multiple = 1;  // of each number of ranks
-  for (int left = options.min_ranks; left <= ranks; ++left) {
-    if (shards % left != 0) undivided = left;
-    if (multiple <= kMostToPropose) multiple = std::lcm(multiple, std::int64_t{left});
-  }
-  if (undivided == 0) return;
-  const std::string all = concat("a multiple of each number from ", options.min_ranks, " to ", ranks);
-  throw UsageError(
-      {.what = concat(shards, " virtual shards can't be shared out among ", undivided, " ranks"),
-       .here = concat("--virtual-shards ", shards, " --min-ranks ", options.min_ranks, ", ", ranks, " ranks"),
-       .likely =
-           concat("--min-ranks lets the job go on with any number of ranks from ", options.min_ranks, " to ", ranks),
-       .next = multiple <= kMostToPropose ? concat("give --virtual-shards ", multiple, ", ", all)
-                                          : concat("raise --min-ranks, or give ", all)});
 }
 
 }  // namespace lockstep

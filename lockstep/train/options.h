@@ -79,8 +79,8 @@ struct TrainOptions {
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
   PreemptionOptions preemption;
-  int max_restarts = 0;        // of ranks that fail, where ranks are started here
-  int min_ranks = 0;           // go on with so many, with no restart left; 0: with all or none
+  int max_restarts = 0;  // of ranks that fail, where ranks are started here
+  int min_ranks = 0;     // go on with so many, with no restart left; 0: with all or none
   HangOptions hang;
   std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
@@ -98,10 +98,6 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices);
 
 // Ranges, and options that exclude each other. Throws UsageError naming the option.
 void check_options(const TrainOptions& options);
-
-// Once the number of ranks is known: whether any number that --min-ranks allows can share out the virtual shards. Throws
-// UsageError.
-void check_fewest_ranks(const TrainOptions& options, int ranks);
 
 // Values of all options, by name.
 Json all_settings(const TrainOptions& options);

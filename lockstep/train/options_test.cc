@@ -4,6 +4,7 @@
 #include <set>
 
 #include "lockstep/error.h"
+#include "lockstep/strategy/ddp/virtual_shards.h"
 #include "lockstep/train/option_table.h"
 #include "tests/support.h"
 
@@ -135,7 +136,8 @@ TEST(Options, refuse_numbers_out_of_range_and_name_the_option) {
 
 TEST(Options, refuse_virtual_shards_that_fewer_ranks_could_not_share_out) {
   const auto check = [](const char* shards, const char* fewest, int ranks) {
-    check_fewest_ranks(parsed({"--virtual-shards", shards, "--min-ranks", fewest}), ranks);
+    const TrainOptions options = parsed({"--virtual-shards", shards, "--min-ranks", fewest});
+    require_shards_for_fewer_ranks(options.strategy.ddp.virtual_shards, options.min_ranks, ranks);
   };
   const std::string message = message_of<UsageError>([&] { check("8", "2", 4); });
   EXPECT_TRUE(contains(message, "8 virtual shards can't be shared out among 3 ranks"));

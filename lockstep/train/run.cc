@@ -29,6 +29,7 @@
 #include "lockstep/models.h"
 #include "lockstep/recovery.h"
 #include "lockstep/stop.h"
+#include "lockstep/strategy/ddp/virtual_shards.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/choose_strategy.h"
@@ -174,10 +175,10 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
 }
 
 // What every rank would complain about is said once, before any is started.
-void check_before_start(const TrainOptions& options, const Program& program, int ranks) {
+void check_before_start(const TrainOptions& options, const Program& program, int ranks, int fewest_ranks) {
   static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
-  check_fewest_ranks(options, ranks);
+  require_shards_for_fewer_ranks(options.strategy.ddp.virtual_shards, fewest_ranks, ranks);
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
@@ -204,8 +205,10 @@ int run_parsed(TrainOptions options, const Program& program) {
   if (options.chooses_strategy && !choose(options, program)) return stop_code(options.preemption);
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
-  if (start_here || job.rank == 0)
-    check_before_start(options, program, start_here ? ranks_to_start(options) : job.world_size);
+  if (start_here)
+    check_before_start(options, program, ranks_to_start(options), options.min_ranks);
+  else if (job.rank == 0)
+    check_before_start(options, program, job.world_size, fewest_ranks_of_launcher());
   if (start_here) show_no_rank(program.argc, program.argv);
   return start_here ? start_ranks(options, program) : train_alone(options, program, job.rank);
 }

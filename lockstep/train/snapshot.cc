@@ -8,10 +8,12 @@
 #include <bit>
 #include <cstring>
 #include <iterator>
+#include <set>
 #include <span>
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/log.h"
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -325,10 +327,8 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
 KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position,
                         const TrainOptions& options) {
   strategy.synchronise();
-  const auto all = parameters_and_buffers(strategy.model());
-  const bool is_whole = held(all).size() == all.size();
   KeptParts parts;
-  (is_whole ? parts.common : parts.own).tensors = own_tensors(strategy);
+  (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
   parts.common.metadata = metadata_of(position, options);
   for (const torch::Device device : devices_with_generators(world))
     parts.own.tensors[generator_name(device, world.rank())] = generator_state(device);
@@ -338,44 +338,135 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 
 namespace {
 
-// A tensor of either part, or nothing.
-std::optional<torch::Tensor> kept_tensor(const LoopState::Found& found, const std::string& name) {
-  for (const SafetensorsReader* reader : {&found.common, &found.own})
-    if (reader->entries().contains(name)) return reader->read(name);
-  return {};
+// What was kept: of all ranks alike, of this rank, of the others on this machine, and what others have sent.
+class KeptTensors {
+ public:
+  explicit KeptTensors(const LoopState::Found& found) : readers_{&found.common, &found.own} {
+    for (const SafetensorsReader& each : found.here) readers_.push_back(&each);
+  }
+
+  bool contains(const std::string& name) const { return sent_.contains(name) || reader_with(name) != nullptr; }
+
+  std::optional<torch::Tensor> find(const std::string& name) const {
+    if (const auto sent = sent_.find(name); sent != sent_.end()) return sent->second;
+    const SafetensorsReader* const reader = reader_with(name);
+    return reader == nullptr ? std::nullopt : std::optional(reader->read(name));
+  }
+
+  void take(const std::string& name, const torch::Tensor& into) const {
+    const auto value = find(name);
+    if (!value || value->sizes() != into.sizes() || value->dtype() != into.dtype()) throw no_such_tensor(name, into);
+    torch::Tensor(into).copy_(*value);
+  }
+
+  // The optimizer's, of a parameter, by key.
+  Optimizer::StateTensors states_of(const std::string& parameter) const {
+    Optimizer::StateTensors states;
+    const std::string prefix = concat(kOptimizer, parameter, ".");
+    for (const auto& [name, tensor] : all_from(prefix)) states[name.substr(prefix.size())] = tensor;
+    return states;
+  }
+
+  // A parameter or buffer, by its name in the model, and the optimizer's state of it.
+  TensorsByName with_states(const std::string& name) const {
+    TensorsByName all = all_from(concat(kOptimizer, name, "."));
+    if (const auto value = find(concat("model.", name))) all[concat("model.", name)] = *value;
+    return all;
+  }
+
+  void add_sent(const std::string& name, const torch::Tensor& tensor) { sent_[name] = tensor; }
+
+ private:
+  const SafetensorsReader* reader_with(const std::string& name) const {
+    const auto has_it = [&](const SafetensorsReader* reader) { return reader->entries().contains(name); };
+    const auto found = std::ranges::find_if(readers_, has_it);
+    return found == readers_.end() ? nullptr : *found;
+  }
+
+  TensorsByName all_from(const std::string& prefix) const {
+    TensorsByName all = sent_;
+    const auto is_one = [&](const std::string& name) {
+      return name.starts_with(prefix) && name.rfind('.') == prefix.size() - 1;
+    };
+    std::erase_if(all, [&](const auto& each) { return !is_one(each.first); });
+    for (const SafetensorsReader* reader : readers_)
+      for (const auto& [name, entry] : reader->entries())
+        if (is_one(name) && !all.contains(name)) all[name] = reader->read(name);
+    return all;
+  }
+
+  std::vector<const SafetensorsReader*> readers_;
+  TensorsByName sent_;
+};
+
+using Names = std::set<std::string>;
+
+// Of what this rank holds: the names of which it has no values.
+Names names_lacking(Strategy& strategy, const KeptTensors& kept) {
+  Names lacking;
+  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model())))
+    if (!kept.contains("model." + name)) lacking.insert(name);
+  return lacking;
 }
 
-void take_kept(const LoopState::Found& found, const std::string& name, const torch::Tensor& into) {
-  const auto value = kept_tensor(found, name);
-  if (!value || value->sizes() != into.sizes() || value->dtype() != into.dtype()) throw no_such_tensor(name, into);
-  torch::Tensor(into).copy_(*value);
+Names names_of_all(const World& world, const Names& mine) {
+  Names all;
+  for (const std::string& text : world.exchange_texts(Json(mine).dump())) all.merge(Json::parse(text).get<Names>());
+  return all;
 }
 
-// The states of the parameters that this rank holds.
-void take_kept_states(const LoopState::Found& found, Strategy& strategy) {
-  std::map<std::string, Optimizer::StateTensors> states;
-  for (const SafetensorsReader* reader : {&found.common, &found.own})
-    for (const auto& [name, entry] : reader->entries())
-      if (name.starts_with(kOptimizer)) {
-        const std::size_t dot = name.rfind('.');
-        states[name.substr(kOptimizer.size(), dot - kOptimizer.size())][name.substr(dot + 1)] = reader->read(name);
-      }
-  for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
-    strategy.optimizer().set_state(tensor, states[name]);
+// The tensor goes from `owner` to all ranks.
+torch::Tensor send_tensor(const World& world, int owner, const Json& looks, const torch::Tensor& mine) {
+  const auto dtype = static_cast<torch::ScalarType>(looks[0].get<int>());
+  torch::Tensor tensor = world.rank() == owner ? mine.clone() : torch::empty(looks[1].get<std::vector<std::int64_t>>(), dtype);
+  world.broadcast(tensor, owner);
+  return tensor;
+}
+
+// Sends what some rank lacks. Returns the first name that no rank has; "": there is none.
+std::string gather_parts(const World& world, Strategy& strategy, KeptTensors& kept) {
+  const Names lacking = names_lacking(strategy, kept);
+  for (const std::string& name : names_of_all(world, lacking)) {
+    const TensorsByName mine = kept.with_states(name);
+    Json offer = Json::object();
+    if (mine.contains("model." + name))
+      for (const auto& [key, tensor] : mine) offer[key] = {static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()};
+    const auto offers = world.exchange_texts(offer.dump());
+    const auto found = std::ranges::find_if(offers, [](const std::string& text) { return text != "{}"; });
+    if (found == offers.end()) return name;
+    const int owner = static_cast<int>(found - offers.begin());
+    const Json offered = Json::parse(*found);
+    for (const auto& [key, looks] : offered.items()) {
+      const auto own = mine.find(key);
+      const torch::Tensor sent = send_tensor(world, owner, looks, own == mine.end() ? torch::Tensor() : own->second);
+      if (lacking.contains(name)) kept.add_sent(key, sent);
+    }
+  }
+  return "";
 }
 
 }  // namespace
 
-Position restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
-                       const TrainOptions& options) try {
+bool is_in_parts(Strategy& strategy) {
+  const auto all = parameters_and_buffers(strategy.model());
+  return held(all).size() < all.size();
+}
+
+std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
+                                      const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
   require_same_fingerprint(Json::parse(found.common.metadata().at(kFingerprint)), resume_fingerprint(options));
   const Position position = nlohmann::json::parse(found.common.metadata().at(kPosition));
-  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model())))
-    take_kept(found, "model." + name, tensor);
-  for (const auto& [name, tensor] : strategy.state()) take_kept(found, "strategy." + name, tensor);
-  take_kept_states(found, strategy);
+  KeptTensors kept(found);
+  if (const std::string lost = gather_parts(world, strategy, kept); !lost.empty()) {
+    if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
+    return {};
+  }
+  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model()))) kept.take("model." + name, tensor);
+  for (const auto& [name, tensor] : strategy.state()) kept.take("strategy." + name, tensor);
+  for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
+    strategy.optimizer().set_state(tensor, kept.states_of(name));
   strategy.restored(position.step);
   if (!found.is_own_rank) return position;
   std::vector<NamedTensor> own;
@@ -383,7 +474,7 @@ Position restore_parts(const LoopState::Found& found, const World& world, Strate
     if (name.starts_with(kOwnPart)) own.push_back({name.substr(kOwnPart.size()), found.own.read(name)});
   strategy.set_own_state(own);
   for (const torch::Device device : devices_with_generators(world))
-    if (const auto saved = kept_tensor(found, generator_name(device, world.rank()))) set_generator_state(device, *saved);
+    if (const auto saved = kept.find(generator_name(device, world.rank()))) set_generator_state(device, *saved);
   return position;
 } catch (const std::out_of_range&) {
   throw no_checkpoint();

@@ -97,10 +97,15 @@ struct KeptParts {
 };
 KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
-// As restore_snapshot(), from memory, where every rank has the common part. Throws CheckpointError: another model, other
-// options, or fewer ranks than parts of the model.
-Position restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
-                       const TrainOptions& options);
+// Whether a rank has only a part of the model (a pipeline).
+bool is_in_parts(Strategy& strategy);
+
+// As restore_snapshot(), from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
+// machine has kept, comes from the first rank that has it: after a loss a pipeline may be cut elsewhere, and the machines may have another
+// order. Collective. nullopt on all ranks, which a warning explains: a part was lost with its machine. Throws
+// CheckpointError: another model, other options.
+std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
+                                      const TrainOptions& options);
 
 // What this rank alone has, beside parameters and the optimizer's state: its generators, buffers, what the strategy keeps, and
 // the position. Refers to the strategy's tensors.

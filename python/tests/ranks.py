@@ -10,9 +10,9 @@ import unittest
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import lockstep  # noqa: F401  registers the backend
+from support import processes
 
 SIZE = 3
 LATE = 300  # seconds; a rank that hangs then shows where, and ends
@@ -52,7 +52,7 @@ class RanksTestCase(unittest.TestCase):
         """Of the base class, so that all classes find them there."""
         cls = RanksTestCase
         cls.folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = processes()
         pipes = [context.Pipe() for _ in range(SIZE)]
         cls.connections = [here for here, _ in pipes]
         store = os.path.join(cls.folder.name, "store")

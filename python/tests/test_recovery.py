@@ -79,7 +79,7 @@ def loader_of(kind, rank, size):
 
 
 def optimizer_of(kind, parameters):
-    kinds = {"sgd": (lockstep.SGD, {"momentum": 0.9}), "adamw": (lockstep.AdamW, {}), "torch": (torch.optim.AdamW, {})}
+    kinds = {"sgd": (lockstep.SGD, {"momentum": 0.9}), "scaled": (lockstep.SGD, {"momentum": 0.9}), "adamw": (lockstep.AdamW, {}), "torch": (torch.optim.AdamW, {})}
     make, options = kinds[kind]
     return make(parameters, lr=0.01, **options)
 
@@ -102,16 +102,19 @@ def train(optimizer_kind, loader_kind, group):
     else:
         model = lockstep.DistributedDataParallel(net, optimizer if optimizer_kind != "torch" else None)
     counted = {"losses": 0.0, "drawn": []}
-    recovery = lockstep.Recovery(model, optimizer, loader, scheduler=scheduler, counted=counted, share_of_time=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=optimizer_kind == "scaled")
+    others = {"scheduler": scheduler, "counted": counted} | ({} if "FORGETS_SCALER" in os.environ else {"scaler": scaler})
+    recovery = lockstep.Recovery(model, optimizer, loader, **others, share_of_time=1)
     for epoch in recovery.epochs(2):
         if hasattr(loader, "sampler"):
             loader.sampler.set_epoch(epoch)
         for inputs, ids in recovery.batches():
             die_at("forward", recovery.steps)
             loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
-            loss.backward()
+            scaler.scale(loss).backward()
             die_at("update", recovery.steps)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             die_at("after", recovery.steps)
             optimizer.zero_grad()
             scheduler.step()
@@ -121,7 +124,7 @@ def train(optimizer_kind, loader_kind, group):
         die_at("epoch", recovery.steps)
     if rank == 0:
         total = sum(float(tensor.double().abs().sum()) for tensor in net.state_dict().values())
-        print(f"trained {recovery.steps} steps, {total.hex()}, {counted['losses'].hex()}, {sum(counted['drawn']).hex()}", flush=True)
+        print(f"trained {recovery.steps} steps, {total.hex()}, {counted['losses'].hex()}, {sum(counted['drawn']).hex()}, {scaler.get_scale()}", flush=True)
 
 
 def note_ids(epoch, step, ids):
@@ -171,6 +174,10 @@ class Recovers(unittest.TestCase):
     def test_torch_s_loader_with_workers(self):
         self.expect_same("0:1:8:forward", loader="workers")
 
+    def test_a_gradient_scaler(self):
+        self.expect_same("0:1:8:update,1:0:17:after", "scaled")
+        self.assertTrue(self.undisturbed["scaled", "lockstep", "none"].endswith(", 1024.0"))  # 4, doubled 8 times in 26 steps
+
     def test_a_spare_takes_the_place(self):
         self.expect_same("0:1:5:forward,1:0:9:forward", spares=1, SPARES="1")
 
@@ -195,6 +202,11 @@ class Recovers(unittest.TestCase):
 
 
 class Refuses(unittest.TestCase):
+    def test_a_gradient_scaler_that_would_be_lost(self):
+        ended = run("scaled", restarts=1, FORGETS_SCALER="1")
+        self.assertNotEqual(ended.returncode, 0)
+        self.assertIn("GradScaler that Recovery was not given", ended.stderr)
+
     def test_an_object_without_state_dict(self):
         net = nn.Linear(2, 2)
         optimizer = lockstep.SGD(net.parameters(), lr=0.1)

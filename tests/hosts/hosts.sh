@@ -6,9 +6,12 @@
 #   in_own_namespaces SCRIPT ARGUMENT...   begins the script anew in such namespaces, unless it runs in them
 #   fail WORDS             ends the script with an error
 #   has_losses_of_one_rank NAME STEPS TOLERANCE   whether $work/NAME.jsonl has the losses of $work/one.jsonl, within a relative tolerance
+#   has_every_loss_of_one_rank NAME STEPS   the same of a run that lost ranks, in which steps may have been made again
 #   make_hosts NAME...     ctl (this namespace, 10.77.0.1) and one host per NAME (10.77.0.11, .12, …); names resolve. As
 #                          Debian does it, a host's own name is 127.0.1.1 there.
 #   on_host NAME COMMAND   runs a command there
+#   make_links_bad OPTION...   from now on frames between hosts go through bad_links.py, with these options; ctl is not joined
+#                          to them any more. Its pid is in $switch; what it says at its end in $work/links.
 #   survives_a_lost_machine NAME LAUNCHER...   whether a job goes on, with the losses of one rank, that has one `lockstep run`
 #                          on each of n1, n2 and n3, started by LAUNCHER, when the one on n2 is killed
 
@@ -26,6 +29,18 @@ import json, sys
 steps, tolerance = int(sys.argv[3]), float(sys.argv[4])
 one, other = ([e["loss"] for e in map(json.loads, open(path)) if e["event"] == "step"] for path in sys.argv[1:3])
 assert len(one) == len(other) == steps and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other)), (one, other)
+PYTHON
+}
+
+has_every_loss_of_one_rank() {
+  python3 - "$work/one.jsonl" "$work/$1.jsonl" "$2" <<'PYTHON'
+import json, sys
+one, many = ({e["step"]: e["loss"] for e in map(json.loads, open(path)) if e["event"] == "step"} for path in sys.argv[1:3])
+assert set(one) == set(many) == set(range(int(sys.argv[3]))), set(one) ^ set(many)
+off = {step: abs(many[step] - one[step]) / abs(one[step]) for step in many}
+worst = max(off.values())
+print(f"{len(many)} steps; the losses are within {worst:.1e} of those of one rank")
+assert worst < 1e-3, next((step, one[step], many[step]) for step in sorted(off) if off[step] >= 1e-3)
 PYTHON
 }
 
@@ -65,6 +80,25 @@ ON_HOST
 }
 
 on_host() { /run/on-host "$@"; }
+
+make_links_bad() {
+  local host card hosts address
+  hosts=($(ls /run/netns))
+  python3 "$(dirname "${BASH_SOURCE[0]}")/bad_links.py" "${hosts[@]/#/bad-}" "$@" >"$work/links" &
+  switch=$!
+  for host in "${hosts[@]}"; do
+    card=bad-$host
+    until ip link show "$card" >/dev/null 2>&1; do
+      kill -0 "$switch" || fail "no switch with bad links"
+      sleep 0.02
+    done
+    address=$(sed -n "s/ $host\$//p" /run/hosts)
+    ip -n "$host" link del eth0
+    ip link set "$card" netns "$host" name eth0
+    ip -n "$host" address add "$address/24" dev eth0
+    ip -n "$host" link set eth0 up
+  done
+}
 
 survives_a_lost_machine() {
   local name=$1 steps=60 job pid give_up=$((SECONDS + 60))

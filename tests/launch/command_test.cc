@@ -286,20 +286,22 @@ TEST(LockstepRun, passes_the_programs_own_options_on) {
 }
 
 TEST(LockstepRun, wrong_options_exit_with_2) {
-  for (const Words& options : std::vector<Words>{{"--bogus", "true"},
-                                                 {"--nproc-per-node", "many", "true"},
-                                                 {"--nproc-per-node", "0", "true"},
-                                                 {"--grace", "-1", "true"},
-                                                 {"--stop-code", "1", "true"},
-                                                 {"--output", "nowhere", "true"},
-                                                 {"--output", "split", "true"},
-                                                 {"--nnodes", "2", "--master-port", "29500", "true"},
-                                                 {"--nnodes", "1:2", "true"},
-                                                 {"--nnodes", "2:1", "true"},
-                                                 {"--nnodes", "2", "--rdzv-backend", "c10d", "true"},
-                                                 {"--nnodes", "2", "--rdzv-backend", "etcd", "true"},
-                                                 {"--nnodes", "2", "--rdzv-endpoint", "gpu-a:port", "true"},
-                                                 {}}) {
+  for (const Words& options : std::vector<Words>{
+           {"--bogus", "true"},
+           {"--nproc-per-node", "many", "true"},
+           {"--nproc-per-node", "0", "true"},
+           {"--grace", "-1", "true"},
+           {"--stop-code", "1", "true"},
+           {"--output", "nowhere", "true"},
+           {"--output", "split", "true"},
+           {"--nnodes", "2", "--master-port", "29500", "true"},
+           {"--nnodes", "1:2", "true"},
+           {"--nnodes", "2:1", "true"},
+           {"--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "29500", "--min-ranks", "1", "true"},
+           {"--nnodes", "2", "--rdzv-backend", "c10d", "true"},
+           {"--nnodes", "2", "--rdzv-backend", "etcd", "true"},
+           {"--nnodes", "2", "--rdzv-endpoint", "gpu-a:port", "true"},
+           {}}) {
     Words command = {LOCKSTEP_COMMAND, "run"};
     command.insert(command.end(), options.begin(), options.end());
     Child child(command);

@@ -306,22 +306,38 @@ int wait_for_data(const Arguments&) {
   }
 }
 
-// STEPS: publishes as a rank does in so many steps of `ddp`, and prints what that takes, in ns of a step.
-int publish(const Arguments& steps) {
-  const int all = std::stoi(steps.at(0));
-  const lockstep::Stopwatch watch;
-  for (int step = 0; step < all; ++step) {
-    own_progress::begin_step(step);
-    for (const Phase phase : {Phase::kLoading, Phase::kForward, Phase::kBackward, Phase::kExchange, Phase::kUpdate}) {
-      const own_progress::During during(phase);
-      if (phase < Phase::kBackward) continue;
-      own_progress::moved();
-      own_progress::waits_for(1);
-      own_progress::waits_no_more();
-    }
-    own_progress::finish_step(32, 0.5);
+// As a rank does in a step of `ddp`.
+void publish_step(int step) {
+  own_progress::begin_step(step);
+  for (const Phase phase : {Phase::kLoading, Phase::kForward, Phase::kBackward, Phase::kExchange, Phase::kUpdate}) {
+    const own_progress::During during(phase);
+    if (phase < Phase::kBackward) continue;
+    own_progress::moved();
+    own_progress::waits_for(1);
+    own_progress::waits_no_more();
   }
-  std::cout << watch.seconds() / all * 1e9 << '\n';
+  own_progress::finish_step(32, 0.5);
+}
+
+// STEPS [BYTES]: publishes in so many steps, before each of which it uses so much other memory, and prints what that
+// takes, in ns of a step.
+int publish(const Arguments& arguments) {
+  const int steps = std::stoi(arguments.at(0));
+  std::vector<char> other(arguments.size() > 1 ? std::stoul(arguments.at(1)) : 0);
+  if (other.empty()) {
+    const lockstep::Stopwatch watch;
+    for (int step = 0; step < steps; ++step) publish_step(step);
+    std::cout << watch.seconds() / steps * 1e9 << '\n';
+    return 0;
+  }
+  std::int64_t sum = 0;
+  for (int step = 0; step < steps; ++step) {
+    for (char& each : other) ++each;
+    const std::int64_t begin = lockstep::trace::now();
+    publish_step(step);
+    sum += lockstep::trace::now() - begin;
+  }
+  std::cout << static_cast<double>(sum) / steps << '\n';
   return 0;
 }
 

@@ -88,6 +88,16 @@ TEST(BadCases, a_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_sta
   EXPECT_FALSE(contains(ended.error, "RankFailed")) << "no rank was started";
 }
 
+TEST(BadCases, a_launched_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_start) {
+  const TempFolder folder;
+  const Words job = command_of({.options = {"--virtual-shards", "8"}, .ranks = 4, .max_restarts = 0}, folder);
+  const Words launcher = {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "4", "--min-ranks", "2", "--"};
+  const auto ended = run(launcher + job, kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be shared out among 3 ranks")) << ended.error;
+  EXPECT_FALSE(contains(ended.error, "goes on with 3 ranks")) << ended.error;
+}
+
 TEST(BadCases, more_losses_than_restarts_end_the_job_and_the_last_checkpoint_stands) {
   const TempFolder folder;
   const Job job{.options = kMomentum,

@@ -138,5 +138,27 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"kvstore_dist_sync", 2, {"--strategy", "kvstore", "--kvstore", "dist_sync"}}),
     [](const auto& info) { return info.param.name; });
 
+// Stages have about as many bytes each until they have been measured; a replacement begins there again.
+TEST(Pipeline, whose_stages_were_measured_goes_on_after_a_loss) {
+  const auto losses = [](const std::string& faults) {
+    const testing::TempFolder folder;
+    const Words command = {LOCKSTEP_COMMAND, "train", "--model", "resnet18-32", "--data", "synthetic:64x3x32x32",
+                           "--batch-size", "8", "--micro-batches", "2", "--max-steps", "7", "--threads", "1",
+                           "--strategy", "pipeline", "--devices-per-worker", "1", "--ranks", "2", "--max-restarts", "2",
+                           "--metrics", folder.file("metrics.jsonl"), "--quiet"};
+    const auto ended = testing::run(testing::with_variables({{"LOCKSTEP_FAULT", faults}}, command), kPatienceForRun);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    EXPECT_EQ(testing::count(ended.error, "a new process takes its place"), faults.empty() ? 0 : 1);
+    std::map<int, double> of_steps;
+    for (const auto& line : testing::metrics_in(folder.file("metrics.jsonl")))
+      if (line["event"] == "step") of_steps[line["step"]] = line["loss"];
+    return of_steps;
+  };
+  const auto expected = losses(""), after_a_loss = losses("rank=1,step=4,phase=between");
+  ASSERT_EQ(expected.size(), 7U);
+  ASSERT_EQ(after_a_loss.size(), 7U);
+  for (const auto& [step, loss] : expected) EXPECT_NEAR(after_a_loss.at(step), loss, 1e-4 * loss) << step;
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -4,11 +4,11 @@
 //   KILL       GENERATION:RANK:STEP:PLACE, several with commas. PLACE: forward, update, keep, between (before the next batch), epoch (after
 //              the last step of an epoch), begin (before the World, STEP 0), made (before Recovery, STEP 0), timer (AFTER microseconds
 //              after the beginning of the step, wherever that is)
-//   OPTIMIZER  sgd, adamw, torch_adam
+//   OPTIMIZER  sgd, adamw, torch_adam, scaled (sgd with a GradientScaler that doubles its scale every third step)
 //   IDS        a folder: each rank writes which samples its steps were of
-//   FORGETS    begins with epoch 0 again after a loss
+//   FORGETS    epoch: begins with epoch 0 again after a loss; scaler: does not give it to Recovery
 //
-// Rank 0 prints a hash of all parameters and buffers, and what it has counted.
+// Rank 0 prints a hash of all parameters and buffers, what it has counted, and the scale of the loss.
 #include <signal.h>
 #include <sys/time.h>
 #include <torch/torch.h>
@@ -44,7 +44,8 @@ void die_at(const std::string& place, std::int64_t step) {
   here << told("TORCHELASTIC_RESTART_COUNT", "0") << ':' << told("RANK") << ':' << step << ':' << place;
   std::istringstream all(told("KILL"));
   for (std::string each; std::getline(all, each, ',');)
-    if (each == here.str()) place == "timer" ? die_after(std::atoi(told("AFTER", "1").c_str())) : void(::raise(SIGKILL));
+    if (each == here.str())
+      place == "timer" ? die_after(std::atoi(told("AFTER", "1").c_str())) : void(::raise(SIGKILL));
 }
 
 // Sample i has target i.
@@ -86,17 +87,24 @@ int train() {
   lockstep::Recovery recovery(ddp, *optimizer, loader, {.share_of_time = 1});
   double sum_of_losses = 0;
   recovery.keep("sum of losses", sum_of_losses);
+  const bool scales = told("OPTIMIZER") == "scaled";
+  lockstep::GradientScaler scaler({.initial_scale = 4, .growth_interval = 3});
+  if (scales && told("FORGETS") != "scaler") recovery.keep("scaler", scaler);
+  const bool forgets_epoch = told("FORGETS") == "epoch";
   std::ofstream ids;
   if (!told("IDS").empty()) ids.open(told("IDS") + "/" + std::to_string(::getpid()), std::ios::app);
-  for (auto epoch = told("FORGETS").empty() ? recovery.epoch() : 0; epoch < kEpochs; ++epoch) {
-    for (auto& batch : told("FORGETS").empty() ? recovery.batches(epoch) : loader.epoch(epoch)) {
+  for (auto epoch = forgets_epoch ? 0 : recovery.epoch(); epoch < kEpochs; ++epoch) {
+    for (auto& batch : forgets_epoch ? loader.epoch(epoch) : recovery.batches(epoch)) {
       die_at("timer", recovery.steps());
       die_at("forward", recovery.steps());
       lockstep::set_learning_rate(*optimizer, 0.1 / static_cast<double>(1 + recovery.steps()));
       auto loss = torch::mse_loss(net->forward(batch.data), batch.data.sum(1, true));
-      ddp.backward(loss, batch.size());
+      ddp.backward(scales ? scaler.scale(loss) : loss, batch.size());
       die_at("update", recovery.steps());
-      optimizer->step();
+      if (scales)
+        scaler.step(dynamic_cast<lockstep::Optimizer&>(*optimizer));
+      else
+        optimizer->step();
       optimizer->zero_grad();
       sum_of_losses += ddp.last_batch().mean_loss;
       ids << told("TORCHELASTIC_RESTART_COUNT", "0") << ' ' << epoch << ' ' << recovery.steps();
@@ -110,15 +118,13 @@ int train() {
   }
   if (world.rank() == 0)
     std::cout << "trained " << recovery.steps() << " steps, " << std::hex << hash_of(*net) << ", " << std::hexfloat
-              << sum_of_losses << std::endl;
+              << sum_of_losses << ", " << scaler.current_scale() << std::endl;
   return 0;
 }
 
 }  // namespace
 
-int main() try {
-  return lockstep::recover(train);
-} catch (const lockstep::Error& error) {
+int main() try { return lockstep::recover(train); } catch (const lockstep::Error& error) {
   std::cerr << error.what() << std::endl;
   return 1;
 }

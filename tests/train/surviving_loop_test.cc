@@ -31,12 +31,12 @@ using Variables = std::map<std::string, std::string>;
 constexpr std::chrono::seconds kLongLoop{120};
 
 Ended run_surviving(int ranks, const Variables& variables, int restarts = 3, const Words& more = {}) {
-  const Words launcher = {LOCKSTEP_COMMAND,         "run", "--nproc-per-node", std::to_string(ranks), "--max-restarts",
+  const Words launcher = {LOCKSTEP_COMMAND,        "run", "--nproc-per-node", std::to_string(ranks), "--max-restarts",
                           std::to_string(restarts)};
   return run(with_variables(variables, launcher + more + Words{"--", SURVIVING_LOOP}), kLongLoop);
 }
 
-// Of rank 0: "trained 26 steps, HASH, SUM".
+// Of rank 0: "trained 26 steps, HASH, SUM, SCALE".
 std::string result_of(const Ended& ended) {
   const std::size_t begin = ended.output.find("trained ");
   return begin == std::string::npos ? "" : ended.output.substr(begin, ended.output.find('\n', begin) - begin);
@@ -49,22 +49,23 @@ const std::string& undisturbed(const std::string& optimizer) {
 }
 
 class SurvivingLoop : public ::testing::TestWithParam<std::pair<const char*, const char*>> {};
-INSTANTIATE_TEST_SUITE_P(
-    Kills, SurvivingLoop,
-    ::testing::Values(std::pair("sgd", "0:1:5:forward"), std::pair("sgd", "0:0:5:forward"),
-                      std::pair("adamw", "0:1:7:update"), std::pair("torch_adam", "0:0:7:update"),
-                      std::pair("sgd", "0:1:6:keep"), std::pair("adamw", "0:0:6:keep"), std::pair("sgd", "0:1:8:between"),
-                      std::pair("sgd", "0:1:13:epoch"), std::pair("sgd", "0:0:26:epoch"),
-                      std::pair("sgd", "0:1:0:made"), std::pair("sgd", "0:1:0:forward"),
-                      std::pair("sgd", "0:0:3:forward,0:1:3:forward"),
-                      std::pair("adamw", "0:1:3:forward,1:0:3:forward,2:1:20:update"),
-                      std::pair("sgd", "0:1:9:forward,1:1:0:made,2:0:0:begin")),
-    [](const auto& test) {
-      std::string name = concat(test.param.first, "_", test.param.second);
-      for (char& c : name)
-        if (c == ':' || c == ',') c = '_';
-      return name;
-    });
+INSTANTIATE_TEST_SUITE_P(Kills, SurvivingLoop,
+                         ::testing::Values(std::pair("sgd", "0:1:5:forward"), std::pair("sgd", "0:0:5:forward"),
+                                           std::pair("adamw", "0:1:7:update"), std::pair("torch_adam", "0:0:7:update"),
+                                           std::pair("sgd", "0:1:6:keep"), std::pair("adamw", "0:0:6:keep"),
+                                           std::pair("sgd", "0:1:8:between"), std::pair("sgd", "0:1:13:epoch"),
+                                           std::pair("sgd", "0:0:26:epoch"), std::pair("sgd", "0:1:0:made"),
+                                           std::pair("sgd", "0:1:0:forward"),
+                                           std::pair("sgd", "0:0:3:forward,0:1:3:forward"),
+                                           std::pair("adamw", "0:1:3:forward,1:0:3:forward,2:1:20:update"),
+                                           std::pair("sgd", "0:1:9:forward,1:1:0:made,2:0:0:begin"),
+                                           std::pair("scaled", "0:1:7:update,1:0:17:keep")),
+                         [](const auto& test) {
+                           std::string name = concat(test.param.first, "_", test.param.second);
+                           for (char& c : name)
+                             if (c == ':' || c == ',') c = '_';
+                           return name;
+                         });
 
 TEST_P(SurvivingLoop, has_the_bits_of_an_undisturbed_one) {
   const auto [optimizer, kill] = GetParam();
@@ -126,7 +127,8 @@ TEST(SurvivingLoop, sees_every_sample_once_in_each_epoch) {
 
 TEST(SurvivingLoop, with_fewer_ranks_has_the_same_global_batches) {
   const TempFolder folder, undisturbed_folder;
-  const Ended fewer = run_surviving(3, {{"IDS", folder.path()}, {"KILL", "0:1:4:forward,1:1:17:update"}}, 0, {"--min-ranks", "1"});
+  const Ended fewer =
+      run_surviving(3, {{"IDS", folder.path()}, {"KILL", "0:1:4:forward,1:1:17:update"}}, 0, {"--min-ranks", "1"});
   ASSERT_EQ(fewer.exit_code, 0) << fewer.error;
   ASSERT_EQ(run_surviving(3, {{"IDS", undisturbed_folder.path()}}).exit_code, 0);
   expect_every_sample_once(batches_in(folder.path()));
@@ -134,9 +136,15 @@ TEST(SurvivingLoop, with_fewer_ranks_has_the_same_global_batches) {
 }
 
 TEST(SurvivingLoop, that_begins_anew_after_a_loss_is_an_error) {
-  const Ended ended = run_surviving(2, {{"FORGETS", "1"}, {"KILL", "0:1:5:forward"}}, 1);
+  const Ended ended = run_surviving(2, {{"FORGETS", "epoch"}, {"KILL", "0:1:5:forward"}}, 1);
   EXPECT_NE(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "the training has been at sample"));
+}
+
+TEST(SurvivingLoop, that_would_lose_its_gradient_scaler_is_an_error_before_a_loss) {
+  const Ended ended = run_surviving(2, {{"OPTIMIZER", "scaled"}, {"FORGETS", "scaler"}}, 1);
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_TRUE(contains(ended.error, "GradientScaler that Recovery was not given")) << ended.error;
 }
 
 TEST(SurvivingLoop, without_a_launcher_that_replaces_ranks_is_a_loop) {

@@ -19,6 +19,13 @@ namespace lockstep {
 // Throws UsageError unless options.virtual_shards is 0 or can be had. shares: the ranks share parameters, or GPUs the update.
 void require_shards_possible(const World& world, bool shares, const DistributedDataParallelOptions& options);
 
+// Throws UsageError unless any number of ranks from `fewest` to `ranks` can share out the shards. fewest: with which the job
+// goes on after a loss; 0: it ends.
+void require_shards_for_fewer_ranks(int shards, int fewest, int ranks);
+
+// By the word of `lockstep run --min-ranks`; 0: nobody has said so.
+int fewest_ranks_of_launcher();
+
 // A rank computes its shards one after another, each forward changing the buffers. What a shard computes must not
 // depend on which rank computes it, so every shard's forward begins with the same buffers: those at the beginning of
 // the step. After the last one the buffers are those that the rank's first shard left; rank 0's, which every rank gets,

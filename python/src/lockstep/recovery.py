@@ -212,7 +212,7 @@ class Recovery:
         others: whatever has state_dict() and load_state_dict(), by a name of your own: schedulers, a GradScaler, metrics; or a
             dict of values, which is changed in place.
 
-    Raises UsageError (a scheduler that is not among the others, a state that can't be kept, another number of ranks where the loader
+    Raises UsageError (a scheduler or GradScaler that is not among the others, a state that can't be kept, another number of ranks where the loader
     can't be divided anew), PeerLost.
     """
 
@@ -234,7 +234,7 @@ class Recovery:
         self.epoch = 0  # the one under way
         self._batch = 0  # of it
         self._resumed_at = (0, 0)  # batches and samples of it that were before batches() began
-        self._stepped = self._begun = self._checked = False
+        self._stepped = self._begun = self._checked = self._scaled = False
         self._at_epoch: dict[str, Any] | None = None  # random states when it began
         self._resumed: dict[str, Any] | None = None  # what the next batches() goes on with
         optimizer.register_step_post_hook(self._note_step)
@@ -280,8 +280,9 @@ class Recovery:
             self._kept.taken()
         self._begun = True
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, _optimizer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         self._stepped = True
+        self._scaled = self._scaled or kwargs.get("grad_scaler") is not None  # as GradScaler calls lockstep's optimizers
 
     def _rest_of_epoch(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
@@ -401,6 +402,12 @@ class Recovery:
                 "the optimizer has a scheduler that Recovery was not given",
                 likely="after the loss of a rank it would begin anew",
                 next="Recovery(model, optimizer, loader, scheduler=scheduler)",
+            )
+        if self._scaled and not any(isinstance(other, torch.amp.GradScaler) for other in self._others.values()):
+            _C.usage_error(
+                "the optimizer is stepped by a GradScaler that Recovery was not given",
+                likely="after the loss of a rank its scale would be the initial one",
+                next="Recovery(model, optimizer, loader, scaler=scaler)",
             )
 
 
