@@ -123,7 +123,7 @@ const std::vector<PublishedCurve>& published_curves() {
        .published = {{.machines = 2, .efficiency = 751 / (2 * 378.0), .servers = 2},
                      {.machines = 4, .efficiency = 1388 / (4 * 378.0), .servers = 4},
                      {.machines = 8, .efficiency = 2744 / (8 * 378.0), .servers = 8}},
-       .forecast_only = {64}},
+       .forecast_only = {16}},
       {.model = "ResNet-152",
        .source = kTensorFlow,
        .devices = "8 K80",
@@ -135,7 +135,7 @@ const std::vector<PublishedCurve>& published_curves() {
        .published = {{.machines = 2, .efficiency = 291 / (2 * 146.0), .servers = 2},
                      {.machines = 4, .efficiency = 565 / (4 * 146.0), .servers = 4},
                      {.machines = 8, .efficiency = 981 / (8 * 146.0), .servers = 4}},
-       .forecast_only = {64}},
+       .forecast_only = {16}},
   };
   return all;
 }

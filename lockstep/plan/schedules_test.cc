@@ -8,6 +8,7 @@
 #include "lockstep/plan/forecast.h"
 #include "lockstep/plan/schedule_builder.h"
 #include "lockstep/plan/wire.h"
+#include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {
 namespace {

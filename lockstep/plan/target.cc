@@ -22,12 +22,12 @@ void add_between_machines(std::vector<Choice>& all, double parameter_bytes) {
     if (each.value != Compression::kNone) all.push_back({.method = Method::kDdp, .compression = each.value});
 }
 
-// One, two, four, eight, and one for each of up to 64 machines. On one machine a second server has no link to add.
+// One, two, four, eight, and one for each of up to 16 machines. On one machine a second server has no link to add.
 std::vector<int> numbers_of_servers(const Target& target) {
   if (target.servers > 0) return {target.servers};
   std::vector<int> numbers;
   for (int servers = 1; servers <= std::min(target.machines, 8); servers *= 2) numbers.push_back(servers);
-  if (target.machines <= 64 && numbers.back() != target.machines) numbers.push_back(target.machines);
+  if (target.machines <= 16 && numbers.back() != target.machines) numbers.push_back(target.machines);
   return numbers;
 }
 
@@ -137,7 +137,7 @@ std::vector<Choice> choices_for(const Target& target, int pieces, double paramet
     all.push_back({.method = Method::kDataParallel});
     all.push_back({.method = Method::kStoreLocal});
   }
-  constexpr int kMostWorkers = 256;  // more hold each other up at any server
+  constexpr int kMostWorkers = 64;  // more hold each other up at any server
   if (target.all_devices() <= kMostWorkers || target.servers > 0)
     for (const int servers : numbers_of_servers(target)) add_stores(all, servers, target.machines > 1);
   for (const int every : {1, 4, 8, 16}) all.push_back({.method = Method::kAveraging, .average_every = every});
