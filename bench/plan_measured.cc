@@ -24,6 +24,7 @@
 #include "lockstep/launch/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
+#include "lockstep/plan/measured_steps.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/builtin.h"
@@ -119,7 +120,7 @@ int steps_between_averages(const PlanCase& one) {
 // Between hosts steps may be long: then a window is a step, or the steps from one average to the next.
 Windows windows_for(const PlanCase& one, double step) {
   constexpr int kFewest = 3, kMost = 20;
-  constexpr double kFor = 2, kForHosts = 3, kLeast = 0.25;  // seconds: of all windows, of one
+  constexpr double kFor = 2, kForHosts = 3, kLeast = 0.5;  // seconds: of all windows, of one
   if (one.hosts == 1) return {kSteps, std::clamp(static_cast<int>(kFor / (step * kSteps)), kFewest, kMost)};
   const int between = steps_between_averages(one);
   const int times = std::clamp(static_cast<int>(kLeast / (step * between)), 1, kSteps / between);
@@ -127,11 +128,39 @@ Windows windows_for(const PlanCase& one, double step) {
   return {steps, std::clamp(static_cast<int>(kForHosts / (step * steps)), kFewest, kMost)};
 }
 
+// A device that trains alone, on one core.
+class Yardstick {
+ public:
+  Yardstick(const PlanCase& one, const Datasets& data)
+      : training_(subject_of(one)), batch_(plan::batch_of(data, samples_of_device(one))) {
+    seconds();
+  }
+
+  // Of forward and backward.
+  double seconds() {
+    constexpr double kFor = 0.5;
+    const int threads = at::get_num_threads();
+    at::set_num_threads(1);
+    std::vector<double> steps;
+    for (const Stopwatch watch; steps.empty() || watch.seconds() < kFor;) {
+      const plan::StepTimes times = training_.step(batch_);
+      steps.push_back(times.forward + times.backward);
+    }
+    at::set_num_threads(threads);
+    return median(steps);
+  }
+
+ private:
+  plan::Training training_;
+  Batch batch_;
+};
+
 class MeasuredTraining {
  public:
   MeasuredTraining(const PlanCase& one, World world, Worker worker)
       : one_(one),
         world_(std::move(world)),
+        worker_(worker),
         task_(model_task(one.model)),
         data_(load_datasets({.data = "auto"}, task_)),
         strategy_(make_strategy(world_, task_, options_of(one, /*serves=*/!worker))),
@@ -144,15 +173,15 @@ class MeasuredTraining {
     steps(half);
     const double first = most(steps(half));
     const Windows windows = windows_for(one_, first);
-    Turns seconds;
+    const int counted = one_.hosts == 1 ? kSteps : 3 * windows.steps;
     const Links before = read(read_links);
-    for (int i = 0; i < windows.count; ++i) seconds.push_back(most(steps(windows.steps)));
+    steps(counted);
     const Links after = read(read_links);
-    const int made = windows.count * windows.steps;
-    MeasuredCase found{.step = median(seconds), .memory = memory(), .steps = made};
+    MeasuredCase found{.memory = memory()};
     for (std::size_t host = 0; host < after.size(); ++host)
-      found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / made,
-                                   (after[host].received - before[host].received) / made});
+      found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / counted,
+                                   (after[host].received - before[host].received) / counted});
+    measure_windows(windows, found);
     return found;
   }
 
@@ -161,6 +190,20 @@ class MeasuredTraining {
     StrategyOptions options = strategy_of(one);
     options.kvstore.serves = serves;
     return options;
+  }
+
+  void measure_windows(const Windows& windows, MeasuredCase& found) {
+    std::optional<Yardstick> yardstick;
+    if (worker_ == 0) yardstick.emplace(one_, data_);
+    Turns seconds, alone;
+    for (int i = 0; i < windows.count; ++i) {
+      alone.push_back(most(yardstick ? yardstick->seconds() : 0));
+      steps(steps_between_averages(one_));  // what the pause has cooled down: caches, TCP's window
+      seconds.push_back(most(steps(windows.steps)));
+    }
+    found.step = median(seconds);
+    found.alone = median(alone);
+    found.steps = windows.count * windows.steps;
   }
 
   double steps(int count) {
@@ -172,11 +215,7 @@ class MeasuredTraining {
     return watch.seconds() / count;
   }
 
-  double most(double value) const {
-    const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
-    world_.all_reduce(tensor, ReduceOp::kMax);
-    return tensor.item<double>();
-  }
+  double most(double value) const { return plan::largest_of(world_, value); }
 
   // On rank 0, while no rank trains.
   Links read(const ReadLinks& read_links) const {
@@ -188,13 +227,12 @@ class MeasuredTraining {
   }
 
   double memory() const {
-    const torch::Tensor memory = torch::full({1}, pss_bytes(::getpid()), torch::kFloat64);
-    world_.all_reduce(memory);
-    return memory.item<double>();
+    return plan::sum_of(world_, plan::own_bytes()) + plan::largest_of(world_, plan::shared_bytes());
   }
 
   const PlanCase& one_;
   World world_;
+  Worker worker_;
   Task task_;
   Datasets data_;
   std::unique_ptr<Strategy> strategy_;
@@ -208,9 +246,12 @@ int train_rank(const PlanCase& one, Worker worker, const std::string& results, c
   at::set_num_threads(threads_of(one));
   const MeasuredCase found = MeasuredTraining(one, world, worker).measure(read_links);
   if (world.rank() == 0)
-    write_file(results,
-               Json{{"step", found.step}, {"memory", found.memory}, {"link", found.link_bytes}, {"steps", found.steps}}
-                   .dump());
+    write_file(results, Json{{"step", found.step},
+                             {"alone", found.alone},
+                             {"memory", found.memory},
+                             {"link", found.link_bytes},
+                             {"steps", found.steps}}
+                            .dump());
   return 0;
 }
 
@@ -273,6 +314,11 @@ Variables variables_of(const HostRanks& ranks, int rank, const Network& network,
   return variables;
 }
 
+// As the launcher binds the ranks of one machine: each worker to its share; servers run where there is room.
+CoreSet cores_of(const HostRank& rank, const PlanCase& one) {
+  return rank.serves ? CoreSet() : cores_of_rank(usable_cores(), rank.host, one.hosts);
+}
+
 void measure_on_hosts(const PlanCase& one, const std::string& results) {
   const Network network(one.hosts, link_of(one));
   const std::string secret = new_secret();
@@ -288,7 +334,9 @@ void measure_on_hosts(const PlanCase& one, const std::string& results) {
       network.host(place.host).enter();
       return train_rank(one, place.serves ? Worker() : place.host, results, read_links);
     };
-    processes.emplace_back(ProcessOptions{.body = body, .variables = variables_of(ranks, rank, network, secret)});
+    processes.emplace_back(ProcessOptions{.body = body,
+                                          .variables = variables_of(ranks, rank, network, secret),
+                                          .cores = cores_of(ranks[static_cast<std::size_t>(rank)], one)});
   }
   wait_for_success(processes, one.name(), kLongestCase);
 }
@@ -300,6 +348,17 @@ const OptimizerOptions& plan_optimizer() {
   return options;
 }
 
+plan::Subject subject_of(const PlanCase& one) {
+  const Task task = model_task(one.model);
+  return {.task = task, .strategy = {.optimizer = plan_optimizer(), .seed = 1}, .batch = one.batch, .data = [task] {
+            return load_datasets({.data = "auto"}, task);
+          }};
+}
+
+std::int64_t samples_of_device(const PlanCase& one) {
+  return std::max<std::int64_t>(1, one.batch / one.hosts / one.devices);
+}
+
 double latency_of_links(const PlanCase& one) { return measured_latency(Network(2, link_of(one))); }
 
 MeasuredCase measure_case(const PlanCase& one) {
@@ -308,6 +367,7 @@ MeasuredCase measure_case(const PlanCase& one) {
   one.hosts == 1 ? measure_on_one_machine(one, results) : measure_on_hosts(one, results);
   const Json found = Json::parse(read_file(results));
   return {.step = found.at("step"),
+          .alone = found.at("alone"),
           .memory = found.at("memory"),
           .link_bytes = found.at("link"),
           .steps = found.at("steps")};

@@ -8,17 +8,21 @@
 
 #include "bench/plan_cases.h"
 #include "lockstep/optimizers.h"
+#include "lockstep/plan/measure.h"
 
 namespace lockstep::bench {
 
 struct MeasuredCase {
-  double step = 0;        // seconds: the median over windows of steps, of the slowest rank
-  double memory = 0;      // bytes, all processes together
+  double step = 0;    // seconds: the median over windows of steps, of the slowest rank
+  double alone = 0;   // seconds that one device took alone, between the windows: forward and backward of its samples
+  double memory = 0;  // bytes: what each process has of its own, and once what they share
   double link_bytes = 0;  // of a step, on the busiest link in one direction: frames with all headers; one machine: 0
   int steps = 0;          // that were timed
 };
 
 const OptimizerOptions& plan_optimizer();
+plan::Subject subject_of(const PlanCase& one);
+std::int64_t samples_of_device(const PlanCase& one);
 
 // Seconds, one way, that its hosts' links add to what loopback takes.
 double latency_of_links(const PlanCase& one);

@@ -77,6 +77,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
   std::vector<Ids> before = after, shared(at(n));
   Ids parts, results;  // [chunk] once the parts, and the results, are on all machines
   for (int c = 0; c < chunks; ++c) {
+    const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
     Ids arrived;
     for (int m = 0; m < n; ++m) {
       if (inside > 1) before[at(m)] = {b.pass(m, (inside + 1) * size, before[at(m)])};
@@ -84,8 +85,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
       if (c == 0) append(ready, b.last(actors[at(m)]));
       if (c >= 2) ready.push_back(parts[at(c - 2)]);
       if (c >= 3) ready.push_back(results[at(c - 3)]);
-      arrived.push_back(b.exchange(actors[at(m)], m, "exchange", part, ready));
-      if (c == 0) arrived.push_back(b.exchange(actors[at(m)], m, "compare", kSignature, ready));
+      arrived.push_back(b.exchange(actors[at(m)], m, "exchange", sizes, ready));
     }
     parts.push_back(b.join(arrived));
     Ids reduced;
@@ -94,7 +94,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
       for (int m = 0; m < n; ++m) {
         Ids ready{reduced[at(m)]};
         if (c >= 2) ready.push_back(results[at(c - 2)]);
-        reduced[at(m)] = b.exchange(actors[at(m)], m, "exchange", part, ready);
+        reduced[at(m)] = b.exchange(actors[at(m)], m, "exchange", {part}, ready);
       }
     results.push_back(b.join(reduced));
     for (int m = 0; m < n; ++m)

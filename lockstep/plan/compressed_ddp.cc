@@ -23,7 +23,7 @@ void all_gather(Builder& b, const Ids& networks, double bytes) {
   Ids arrived;
   for (int m = 0; m < b.machines(); ++m) {
     const Ids gathered = inside > 1 ? Ids{b.pass(m, 2 * bytes * inside, ready[at(m)])} : ready[at(m)];
-    arrived.push_back(b.exchange(networks[at(m)], m, "exchange", bytes * inside, gathered));
+    arrived.push_back(b.exchange(networks[at(m)], m, "exchange", {bytes * inside}, gathered));
   }
   const int all = b.join(arrived);
   for (int m = 0; m < b.machines(); ++m)

@@ -50,8 +50,6 @@ constexpr double kMostMemory = 0.5;  // of what is free: more ranks than that ho
 
 // ---- What a process has and is
 
-double share_of_common() { return proc_bytes("/proc/self/smaps_rollup", "Pss:") - own_bytes(); }
-
 double available_bytes() { return proc_bytes("/proc/meminfo", "MemAvailable:"); }
 
 // A file for what a process has measured, gone with this.
@@ -106,7 +104,7 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
   const MeasuredSteps steps = measure_steps(world, training, data, subject.batch, kForSteps);
   profile.spread = steps.spread;
   profile.memory_of_rank = steps.memory;
-  profile.common_bytes = sum_of(world, share_of_common());  // once training has touched what it needs of the libraries
+  profile.common_bytes = largest_of(world, shared_bytes());  // once training has touched what it needs of the libraries
   profile.curves = {steps.alone};
   if (world.size() > 1) profile.curves.push_back(steps.at_once);
   for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {
@@ -318,24 +316,32 @@ std::vector<SizedTime> all_reduce_work(const World& world, const std::vector<Siz
   return work;
 }
 
-// Two threads of this process that count as two machines: Gloo between them, over loopback.
-void measure_loopback(Profile& profile) {
-  const std::vector<int> machines{0, 1};
+// Runs `body` in threads of this process, each of which counts as a machine: Gloo between them, over loopback.
+void run_machines(int count, const std::function<void(World&)>& body) {
+  std::vector<int> machines(static_cast<std::size_t>(count));
+  std::iota(machines.begin(), machines.end(), 0);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
     auto inside = shm::make_thread_group(1, {.timeout = std::chrono::seconds(30), .job_ranks = {rank}});
-    return std::make_unique<Hierarchy>(std::move(inside[0]), Topology{{0, 1}}, store,
-                                       TransportOptions{.rank = rank, .size = 2, .describe = concat("rank ", rank)});
+    return std::make_unique<Hierarchy>(
+        std::move(inside[0]), Topology{machines}, store,
+        TransportOptions{.rank = rank, .size = count, .describe = concat("rank ", rank)});
   };
-  run_threads(machines, connect,
-              [&](World& world) {
-                const auto times = all_reduce_times(world, /*most=*/10);
-                const auto work = all_reduce_work(world, times);
-                if (world.rank() > 0) return;
-                profile.loopback = times;
-                profile.loopback_work = work;
-              },
-              {.timeout = std::chrono::seconds(30)});
+  run_threads(machines, connect, body, {.timeout = std::chrono::seconds(30)});
+}
+
+void measure_loopback(Profile& profile) {
+  run_machines(2, [&](World& world) {
+    const auto times = all_reduce_times(world, /*most=*/10);
+    const auto work = all_reduce_work(world, times);
+    if (world.rank() > 0) return;
+    profile.loopback = times;
+    profile.loopback_work = work;
+  });
+  run_machines(4, [&](World& world) {
+    const auto work = all_reduce_work(world, {profile.loopback.front()});
+    if (world.rank() == 0) profile.loopback_work_of_four = work.front().seconds;
+  });
 }
 
 void measure_alone(const Subject& subject, Profile& profile) {

@@ -10,6 +10,7 @@
 namespace lockstep::plan {
 namespace {
 
+constexpr const char* kOwnMemory = "/proc/self/smaps_rollup";
 constexpr int kSizes = 6;         // of batches, each twice the one before
 constexpr int kFewestRounds = 3;  // over all sizes
 constexpr int kUsualRounds = 8;
@@ -179,10 +180,9 @@ void undo_drift(Curve& measured, const Curve& now, const Curve& before) {
   }
 }
 
-double own_bytes() {
-  constexpr const char* kOwnMemory = "/proc/self/smaps_rollup";
-  return proc_bytes(kOwnMemory, "Private_Clean:") + proc_bytes(kOwnMemory, "Private_Dirty:");
-}
+double own_bytes() { return proc_bytes(kOwnMemory, "Private_Clean:") + proc_bytes(kOwnMemory, "Private_Dirty:"); }
+
+double shared_bytes() { return proc_bytes(kOwnMemory, "Shared_Clean:") + proc_bytes(kOwnMemory, "Shared_Dirty:"); }
 
 double sum_of(const World& world, double value) {
   const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);

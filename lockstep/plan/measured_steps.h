@@ -55,7 +55,8 @@ Curve measure_device_threads(const Subject& subject, const Datasets& data, const
 // Makes up for a machine that was faster or slower when `now` was measured than when `before` was, both of the same thing.
 void undo_drift(Curve& measured, const Curve& now, const Curve& before);
 
-double own_bytes();  // of this process: memory that it shares with no other
+double own_bytes();     // of this process: memory that it shares with no other
+double shared_bytes();  // of this process: the rest
 double sum_of(const World& world, double value);
 double largest_of(const World& world, double value);
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -45,6 +44,114 @@ void share_gradients(Builder& b, double shared) {
   }
 }
 
+// One step: what each stage does, in its order, and what it waits for.
+class PipelineStep {
+ public:
+  explicit PipelineStep(Builder& b)
+      : b_(b),
+        stages_(b.choice().stages),
+        micro_batches_(b.choice().order == PipelineSchedule::kNaive ? 1 : b.choice().micro_batches),
+        are_processes_(b.machines() > 1),
+        times_(b.alone(samples())) {
+    for (const std::vector<int>& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
+  }
+
+  void add() {
+    // In rounds, so that what a turn waits for has been added.
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int stage = 0; stage < static_cast<int>(all_.size()); ++stage) moved |= take_turn(stage);
+    }
+    are_processes_ ? end_in_processes() : end_in_threads();
+  }
+
+ private:
+  struct Stage {
+    double share = 0;   // of the time of all stages
+    double bytes = 0;   // of its parameters
+    double output = 0;  // bytes, of a micro-batch
+    std::vector<Turn> turns;
+    std::size_t next = 0;
+    Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
+  };
+
+  double samples() const { return static_cast<double>(b_.target().batch) / micro_batches_; }
+
+  void add_stage(const std::vector<int>& pieces) {
+    const auto number = static_cast<int>(all_.size());
+    Stage stage{.turns = turns_of(b_.choice().order, number, stages_, micro_batches_),
+                .forward = Ids(at(micro_batches_), -1),
+                .backward = Ids(at(micro_batches_), -1)};
+    double seconds = 0;
+    for (const PieceTimes& piece : b_.profile().pieces) seconds += piece.seconds;
+    for (const int index : pieces) {
+      const PieceTimes& piece = b_.profile().pieces[at(index)];
+      stage.share += piece.seconds / seconds;
+      stage.bytes += static_cast<double>(piece.bytes);
+      stage.output = piece.output_bytes * samples();
+    }
+    all_.push_back(std::move(stage));
+  }
+
+  // False: the stage has none left, or what the next one waits for has not been added yet.
+  bool take_turn(int number) {
+    Stage& stage = all_[at(number)];
+    if (stage.next == stage.turns.size()) return false;
+    const auto [is_forward, micro_batch] = stage.turns[stage.next];
+    const int neighbour = is_forward ? number - 1 : number + 1;
+    Ids after;
+    if (neighbour >= 0 && neighbour < stages_) {
+      const Stage& other = all_[at(neighbour)];
+      const int sent = (is_forward ? other.forward : other.backward)[at(micro_batch)];
+      if (sent < 0) return false;
+      after = {sent};
+      if (are_processes_)
+        receive(number, neighbour, is_forward ? "activations" : "gradients", is_forward ? other.output : stage.output,
+                sent);
+    }
+    const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
+    (is_forward ? stage.forward : stage.backward)[at(micro_batch)] = b_.compute(
+        number, b_.machine_of(number), concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
+    ++stage.next;
+    return true;
+  }
+
+  // Gloo sends what the receiver has asked for, and a stage asks when it needs it: first for a description, then for the size of
+  // the data, then for the data (strategy/pipeline/tensor_messages.h). So nothing arrives while it computes; and what it asks
+  // goes behind what it is sending to the same stage, on one connection.
+  void receive(int stage, int from, const std::string& name, double bytes, int sent) {
+    Ids ready = b_.last(stage);
+    ready.push_back(sent);
+    if (const auto before = left_.find({stage, from}); before != left_.end()) ready.push_back(before->second);
+    for (const double size : {kDescription, kSize, bytes}) {
+      const Builder::Message message = b_.post(stage, b_.machine_of(from), b_.machine_of(stage), name, size, ready);
+      left_[{from, stage}] = message.left;
+      ready = {message.arrived};
+    }
+    b_.follow(stage, ready);
+  }
+
+  void end_in_threads() {
+    b_.meet(b_.all_devices(), b_.handover());
+    update_together(b_, 1);
+  }
+
+  void end_in_processes() {
+    double bytes = 0;
+    for (const Stage& stage : all_) bytes += stage.bytes;
+    share_gradients(b_, bytes - b_.parameter_bytes());
+    sum_up(b_, kLoss);
+    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, b_.machine_of(stage), all_[at(stage)].bytes / bytes);
+  }
+
+  Builder& b_;
+  const int stages_, micro_batches_;
+  const bool are_processes_;
+  const StepTimes times_;
+  std::vector<Stage> all_;
+  std::map<std::pair<int, int>, int> left_;  // [from, to] the newest data
+};
+
 }  // namespace
 
 std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
@@ -73,75 +180,6 @@ std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
   return cut;
 }
 
-void pipeline(Builder& b) {
-  const Profile& profile = b.profile();
-  const int stages = b.choice().stages,
-            micro_batches = b.choice().order == PipelineSchedule::kNaive ? 1 : b.choice().micro_batches;
-  const auto cut = stages_of(profile, stages);
-  const double samples = static_cast<double>(b.target().batch) / micro_batches;
-  const StepTimes times = b.alone(samples);
-  double all = 0;
-  for (const PieceTimes& piece : profile.pieces) all += piece.seconds;
-  std::vector<double> share(at(stages)), bytes(at(stages)), output(at(stages));
-  for (int stage = 0; stage < stages; ++stage)
-    for (const int piece : cut[at(stage)]) {
-      share[at(stage)] += profile.pieces[at(piece)].seconds / all;
-      bytes[at(stage)] += static_cast<double>(profile.pieces[at(piece)].bytes);
-      output[at(stage)] = profile.pieces[at(piece)].output_bytes * samples;
-    }
-  const bool processes = b.machines() > 1;
-  // [stage][micro-batch]: what the next stage, or the one before, waits for. Turns are taken in rounds, so that what a turn
-  // waits for has been added.
-  std::vector<Ids> forward(at(stages), Ids(at(micro_batches), -1)), backward = forward;
-  std::vector<std::vector<Turn>> turns;
-  for (int stage = 0; stage < stages; ++stage)
-    turns.push_back(turns_of(b.choice().order, stage, stages, micro_batches));
-  std::vector<std::size_t> next(at(stages));
-  // Gloo sends what the receiver has asked for, and a stage asks when it needs it: first for a description, then for the size of
-  // the data, then for the data (strategy/pipeline/tensor_messages.h). So nothing arrives while it computes; and what it asks
-  // goes behind what it is sending to the same stage, on one connection.
-  std::map<std::pair<int, int>, int> left;  // [from, to] the newest data
-  const auto receive = [&](int stage, int from, const std::string& name, double size, int sent) {
-    if (!processes) return;  // threads pass on what they have
-    Ids ready = b.last(stage);
-    ready.push_back(sent);
-    if (const auto before = left.find({stage, from}); before != left.end()) ready.push_back(before->second);
-    for (const double bytes : {kDescription, kSize, size}) {
-      const Builder::Message message = b.post(stage, b.machine_of(from), b.machine_of(stage), name, bytes, ready);
-      left[{from, stage}] = message.left;
-      ready = {message.arrived};
-    }
-    b.follow(stage, ready);
-  };
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (int stage = 0; stage < stages; ++stage) {
-      if (next[at(stage)] < turns[at(stage)].size()) {
-        const auto [is_forward, k] = turns[at(stage)][next[at(stage)]];
-        const int neighbour = is_forward ? stage - 1 : stage + 1;
-        const bool alone = neighbour < 0 || neighbour == stages;
-        const int waits_for = alone ? -1 : (is_forward ? forward : backward)[at(neighbour)][at(k)];
-        if (!alone && waits_for < 0) continue;
-        const double seconds = share[at(stage)] * (is_forward ? times.forward : times.backward);
-        if (!alone)
-          receive(stage, neighbour, is_forward ? "activations" : "gradients",
-                  is_forward ? output[at(neighbour)] : output[at(stage)], waits_for);
-        (is_forward ? forward : backward)[at(stage)][at(k)] =
-            b.compute(stage, b.machine_of(stage), concat(is_forward ? "forward " : "backward ", k), seconds,
-                      alone ? Ids{} : Ids{waits_for});
-        ++next[at(stage)];
-        moved = true;
-      }
-    }
-  }
-  if (!processes) {
-    b.meet(b.all_devices(), b.handover());
-    return update_together(b, 1);
-  }
-  const double whole = std::accumulate(bytes.begin(), bytes.end(), 0.0);
-  share_gradients(b, whole - b.parameter_bytes());
-  sum_up(b, kLoss);
-  for (int stage = 0; stage < stages; ++stage) b.update(stage, b.machine_of(stage), bytes[at(stage)] / whole);
-}
+void pipeline(Builder& b) { PipelineStep(b).add(); }
 
 }  // namespace lockstep::plan

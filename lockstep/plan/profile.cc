@@ -24,7 +24,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
                                    common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
-                                   handover, crowded_handover, all_reduce, loopback, loopback_work)
+                                   handover, crowded_handover, all_reduce, loopback, loopback_work,
+                                   loopback_work_of_four)
 
 namespace {
 

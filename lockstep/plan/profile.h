@@ -13,7 +13,7 @@
 
 namespace lockstep::plan {
 
-constexpr int kProfileFormat = 2;  // raised when a reader of the old one would misunderstand the new one
+constexpr int kProfileFormat = 3;  // raised when a reader of the old one would misunderstand the new one
 
 // Medians of a few steps, for one number of samples per device.
 struct StepTimes {
@@ -92,6 +92,7 @@ struct Profile {
   std::vector<SizedTime> all_reduce;  // in shared memory, of as many ranks as there are cores
   std::vector<SizedTime> loopback;    // all_reduce of two machines over loopback: what messages cost without a link
   std::vector<SizedTime> loopback_work;  // the same: seconds of cores that it takes on both machines together
+  double loopback_work_of_four = 0;      // of the smallest of them between four machines
 };
 
 // Seconds of a forward and backward with that many samples; straight lines between what was measured.

@@ -17,12 +17,20 @@ Builder::Builder(const Profile& profile, const Target& target, const Choice& cho
   threads_ = std::max(1, own_cores / (target.on_one_machine ? target.all_devices() : target.devices));
   seats_ = std::max(1, own_cores / threads_);
   message_ = line_through(profile.loopback).fixed;
-  // Each of the two machines sends its signature and the array.
-  const Line both = line_through(profile.loopback_work);
-  work_ = {.fixed = both.fixed / 4, .per_byte = both.per_byte / 2};
+  find_work_of_messages();
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
   for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
   made_.devices = devices();
+}
+
+// In a small all_reduce each of n machines sends the other ones its signature and the array, in one round:
+// n (round + 2 (n - 1) message).
+void Builder::find_work_of_messages() {
+  const Line two = line_through(profile_.loopback_work);
+  const double four = profile_.loopback_work_of_four;
+  work_of_message_ = std::clamp((four - 2 * two.fixed) / 16, 0.0, two.fixed / 4);
+  work_of_round_ = two.fixed / 2 - 2 * work_of_message_;
+  work_of_byte_ = two.per_byte / 2;
 }
 
 double Builder::samples_of(int device) const {
@@ -96,13 +104,21 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
   const int left =
       beside(actor, {.name = name, .work = wire.there, .uses = {out_[at(from)], in_[at(to)]}, .after = after});
   const int under_way = join({left}, target_.link_latency + message_);
-  return {left, join({under_way, handle(from, 0.5, bytes / 2, after), handle(to, 0.5, bytes / 2, after)})};
+  const Messages one_end{.rounds = 0.25, .messages = 0.5, .bytes = bytes / 2};
+  return {left, join({under_way, handle(from, one_end, after), handle(to, one_end, after)})};
 }
 
-int Builder::exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
+int Builder::exchange(int actor, int machine, const std::string& name, const std::vector<double>& sizes,
+                      const Ids& after) {
   const double others = machines() - 1;
-  const MessageBytes wire = bytes_on_wire(bytes);
-  const double all = others * (wire.there + wire.back);
+  Messages handled{.rounds = 1};
+  double all = 0;
+  for (const double bytes : sizes) {
+    const MessageBytes wire = bytes_on_wire(bytes);
+    all += others * (wire.there + wire.back);
+    handled.messages += others;
+    handled.bytes += others * bytes;
+  }
   sent_[at(machine)] += all;
   received_[at(machine)] += all;
   const int carried = beside(actor, {.name = name,
@@ -110,7 +126,7 @@ int Builder::exchange(int actor, int machine, const std::string& name, double by
                                      .work = all,
                                      .uses = {out_[at(machine)], in_[at(machine)]},
                                      .after = after});
-  return join({carried, handle(machine, others, others * bytes, after)});
+  return join({carried, handle(machine, handled, after)});
 }
 
 int Builder::pass(int machine, double bytes, const Ids& after) {
@@ -131,9 +147,8 @@ int Builder::update_locked(int lock, int machine, double share, const Ids& after
 
 int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
 
-// What cores do for messages of so many bytes together: the system's calls, encryption, waking threads.
-int Builder::handle(int machine, double messages, double bytes, const Ids& after) {
-  const double seconds = messages * work_.fixed + bytes * work_.per_byte;
+int Builder::handle(int machine, const Messages& what, const Ids& after) {
+  const double seconds = what.rounds * work_of_round_ + what.messages * work_of_message_ + what.bytes * work_of_byte_;
   return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[at(machine)]}, .after = after});
 }
 

@@ -57,8 +57,8 @@ class Builder {
     int arrived;
   };
   Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
-  // A message of `bytes` from this machine to each other one, and from each of them to it. Returns the last one's arrival.
-  int exchange(int actor, int machine, const std::string& name, double bytes, const Ids& after);
+  // Messages of these sizes from this machine to each other one, and from each of them to it. Returns the last one's arrival.
+  int exchange(int actor, int machine, const std::string& name, const std::vector<double>& sizes, const Ids& after);
   int pass(int machine, double bytes, const Ids& after);  // over memory
   // By one holder of the lock at a time.
   int pass_locked(int lock, int machine, double bytes, const Ids& after);
@@ -89,7 +89,14 @@ class Builder {
   Activity updating(int machine, double share, int sources, const Ids& after) const;
   int add(int actor, Activity activity);
   int beside(int actor, Activity activity);
-  int handle(int machine, double messages, double bytes, const Ids& after);
+  // What cores do for messages: the system's calls, encryption, waking threads. Those of a round are sent and received together.
+  struct Messages {
+    double rounds = 0;
+    double messages = 0;
+    double bytes = 0;
+  };
+  int handle(int machine, const Messages& what, const Ids& after);
+  void find_work_of_messages();
   void add_machine(int machine);
   double slowdown(int at_once, double (*part)(const StepTimes&)) const;
   std::vector<double> speeds_of_cores() const;
@@ -106,9 +113,10 @@ class Builder {
   Ids updates_, out_, in_;  // of each machine
   std::vector<double> sent_, received_;
   double message_ = 0;  // seconds of a message, beside the link's
-  Line work_;           // of cores for a message, at both ends together
-  int threads_ = 1;     // of a device
-  int seats_ = 1;       // devices of a machine that can compute at the same time
+  // Of cores, at both ends together, in seconds.
+  double work_of_round_ = 0, work_of_message_ = 0, work_of_byte_ = 0;
+  int threads_ = 1;  // of a device
+  int seats_ = 1;    // devices of a machine that can compute at the same time
 };
 
 }  // namespace lockstep::plan

@@ -6,7 +6,7 @@
 
 #include "lockstep/error.h"
 #include "lockstep/plan/forecast.h"
-#include "lockstep/plan/schedule_builder.h"
+#include "lockstep/plan/strategy_schedules.h"
 #include "lockstep/plan/wire.h"
 #include "lockstep/strategy/option_names.h"
 
@@ -161,7 +161,8 @@ TEST(Schedules, CompressionSendsLessAndComputesMore) {
     const Forecast found = forecast(compressing_profile(), target, {.method = Method::kDdp, .compression = kind});
     const double compute = 24e-3, encode = 8e-3;  // of 8 MB
     EXPECT_NEAR(found.link_bytes, on_wire(sent), 0.02 * sent) << static_cast<int>(kind);
-    EXPECT_NEAR(found.step, compute + encode + on_wire(sent) / kMega + decode, 0.02 * found.step) << static_cast<int>(kind);
+    EXPECT_NEAR(found.step, compute + encode + on_wire(sent) / kMega + decode, 0.02 * found.step)
+        << static_cast<int>(kind);
   };
   expect(Compression::kNone, 8e6, 0);
   expect(Compression::kBFloat16, 4e6, 16e-3);
@@ -297,6 +298,23 @@ TEST(Schedules, AMessageTakesCoresAtBothEnds) {
     builder.post(0, 0, 1, "message", 24, {});
     EXPECT_NEAR(builder.take().simulation.run().end, on_one_machine ? 1e-3 : 0.5e-3, 1e-9);
   }
+}
+
+// What was measured between two and between four machines is what comes out again for them.
+TEST(Schedules, MessagesThatAreSentTogetherTakeCoresLessLong) {
+  Profile profile = round_profile();
+  profile.cores = 1;
+  profile.loopback_work = {{.bytes = 1, .seconds = 4e-3}};
+  profile.loopback_work_of_four = 14e-3;  // 4 of 2 * 2 messages would be 24
+  const Choice choice{.method = Method::kDdp};
+  const auto seconds = [&](int machines) {
+    const Target target = namespaces(machines, true);
+    Builder builder(profile, target, choice, Luck::kAny);
+    all_reduce(builder, builder.all_devices(), 1, std::vector<Ids>(at(machines)));
+    return builder.take().simulation.run().end;
+  };
+  EXPECT_NEAR(seconds(2), 4e-3, 1e-9);
+  EXPECT_NEAR(seconds(4), 14e-3, 1e-9);
 }
 
 // Of two messages of one connection the second one waits for the link, not for the first one's arrival.
