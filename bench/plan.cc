@@ -216,13 +216,14 @@ plan::Profile slower_by(double factor, plan::Profile profile) {
   return profile;
 }
 
-// How fast one device is, alone, is measured with the profile and again with the case. Of the case nothing else is used.
+// How fast devices are by themselves is measured with the profile and again with the case. Of the case nothing else is used.
 PlanResult result_of(const PlanCase& one, const plan::Profile& profile) {
   show_progress(one.name());
   const double latency = one.hosts == 1 ? 0 : latency_of_links(one);
   const MeasuredCase measured = measure_case(one);
-  const plan::StepTimes then = plan::times_for(profile.curves.front(), static_cast<double>(samples_of_device(one)));
-  const double drift = measured.alone / (then.forward + then.backward);
+  const plan::StepTimes then =
+      plan::times_for(curve_of_yardstick(profile, one), static_cast<double>(samples_of_device(one)));
+  const double drift = measured.by_itself / (then.forward + then.backward);
   const plan::Target target = target_of(one, latency);
   return {.one = one,
           .undrifted = plan::forecast(profile, target, one.choice),

@@ -81,6 +81,14 @@ StrategyOptions strategy_of(const PlanCase& one) {
   return options;
 }
 
+int cores_of_machine() { return static_cast<int>(usable_cores().size()); }
+
+// Ranks that have one; the profile's ranks at once are as many as cores.
+int yardsticks_of(const PlanCase& one, int cores) {
+  const int ranks = has_threads(one) ? 1 : one.hosts * one.devices;
+  return ranks >= cores ? cores : 1;
+}
+
 // ---- A rank
 
 // What each host's link has carried; empty on one machine.
@@ -128,15 +136,18 @@ Windows windows_for(const PlanCase& one, double step) {
   return {steps, std::clamp(static_cast<int>(kForHosts / (step * steps)), kFewest, kMost)};
 }
 
-// A device that trains alone, on one core.
+// As many devices as there are cores, each of which trains by itself; only one where the case has one. Ranks have a yardstick
+// each, device threads one together.
 class Yardstick {
  public:
-  Yardstick(const PlanCase& one, const Datasets& data)
-      : training_(subject_of(one)), batch_(plan::batch_of(data, samples_of_device(one))) {
+  Yardstick(const PlanCase& one, int cores, const Datasets& data)
+      : devices_(has_threads(one) && one.devices > 1 ? cores : 1),
+        training_(subject_of(one), devices_),
+        batch_(plan::batch_of(data, devices_ * samples_of_device(one))) {
     seconds();
   }
 
-  // Of forward and backward.
+  // Of forward and backward of a device.
   double seconds() {
     constexpr double kFor = 0.5;
     const int threads = at::get_num_threads();
@@ -151,14 +162,16 @@ class Yardstick {
   }
 
  private:
+  int devices_;
   plan::Training training_;
   Batch batch_;
 };
 
 class MeasuredTraining {
  public:
-  MeasuredTraining(const PlanCase& one, World world, Worker worker)
+  MeasuredTraining(const PlanCase& one, int cores, World world, Worker worker)
       : one_(one),
+        cores_(cores),
         world_(std::move(world)),
         worker_(worker),
         task_(model_task(one.model)),
@@ -193,16 +206,18 @@ class MeasuredTraining {
   }
 
   void measure_windows(const Windows& windows, MeasuredCase& found) {
+    const int yardsticks = yardsticks_of(one_, cores_);
     std::optional<Yardstick> yardstick;
-    if (worker_ == 0) yardstick.emplace(one_, data_);
-    Turns seconds, alone;
+    if (worker_ && *worker_ < yardsticks) yardstick.emplace(one_, cores_, data_);
+    Turns seconds, by_itself;
     for (int i = 0; i < windows.count; ++i) {
-      alone.push_back(most(yardstick ? yardstick->seconds() : 0));
+      world_.barrier();
+      by_itself.push_back(plan::sum_of(world_, yardstick ? yardstick->seconds() : 0) / yardsticks);
       steps(steps_between_averages(one_));  // what the pause has cooled down: caches, TCP's window
       seconds.push_back(most(steps(windows.steps)));
     }
     found.step = median(seconds);
-    found.alone = median(alone);
+    found.by_itself = median(by_itself);
     found.steps = windows.count * windows.steps;
   }
 
@@ -231,6 +246,7 @@ class MeasuredTraining {
   }
 
   const PlanCase& one_;
+  int cores_;  // of the machine
   World world_;
   Worker worker_;
   Task task_;
@@ -240,14 +256,14 @@ class MeasuredTraining {
 };
 
 // Rank 0 writes what was measured to `results`.
-int train_rank(const PlanCase& one, Worker worker, const std::string& results, const ReadLinks& read_links) {
+int train_rank(const PlanCase& one, int cores, Worker worker, const std::string& results, const ReadLinks& read_links) {
   keep_freed_memory();
   const World world = World::from_env();
   at::set_num_threads(threads_of(one));
-  const MeasuredCase found = MeasuredTraining(one, world, worker).measure(read_links);
+  const MeasuredCase found = MeasuredTraining(one, cores, world, worker).measure(read_links);
   if (world.rank() == 0)
     write_file(results, Json{{"step", found.step},
-                             {"alone", found.alone},
+                             {"by_itself", found.by_itself},
                              {"memory", found.memory},
                              {"link", found.link_bytes},
                              {"steps", found.steps}}
@@ -258,11 +274,11 @@ int train_rank(const PlanCase& one, Worker worker, const std::string& results, c
 // ---- Starting them
 
 void measure_on_one_machine(const PlanCase& one, const std::string& results) {
-  const int servers = servers_of(one);
+  const int servers = servers_of(one), cores = cores_of_machine();
   const auto rank = [&] {
     const char* const number = std::getenv("RANK");
     const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
-    return train_rank(one, worker < 0 ? Worker() : worker, results, {});
+    return train_rank(one, cores, worker < 0 ? Worker() : worker, results, {});
   };
   const LaunchResult ended = launch(
       {.ranks = servers + (has_threads(one) ? 1 : one.devices), .servers = servers, .output = RankOutput::kFirst},
@@ -322,6 +338,7 @@ CoreSet cores_of(const HostRank& rank, const PlanCase& one) {
 void measure_on_hosts(const PlanCase& one, const std::string& results) {
   const Network network(one.hosts, link_of(one));
   const std::string secret = new_secret();
+  const int cores = cores_of_machine();
   const auto read_links = [&] {
     Links links;
     for (int host = 0; host < one.hosts; ++host) links.push_back(network.bytes(host));
@@ -332,7 +349,7 @@ void measure_on_hosts(const PlanCase& one, const std::string& results) {
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     const auto body = [&, place = ranks[static_cast<std::size_t>(rank)]] {
       network.host(place.host).enter();
-      return train_rank(one, place.serves ? Worker() : place.host, results, read_links);
+      return train_rank(one, cores, place.serves ? Worker() : place.host, results, read_links);
     };
     processes.emplace_back(ProcessOptions{.body = body,
                                           .variables = variables_of(ranks, rank, network, secret),
@@ -355,6 +372,19 @@ plan::Subject subject_of(const PlanCase& one) {
           }};
 }
 
+const plan::Curve& curve_of_yardstick(const plan::Profile& profile, const PlanCase& one) {
+  const int cores = cores_of_machine();
+  const bool are_threads = has_threads(one) && one.devices > 1 && cores > 1;
+  const int at_once = are_threads ? cores : yardsticks_of(one, cores);
+  const auto is_it = [&](const plan::Curve& curve) {
+    return curve.threads == 1 && curve.at_once == at_once && curve.in_one_process == are_threads;
+  };
+  const auto found = std::ranges::find_if(profile.curves, is_it);
+  if (found != profile.curves.end()) return *found;
+  throw SystemError({.what = concat(one.name(), ": the profile has no steps of ", at_once, " devices at the same time"),
+                     .likely = "they do not have enough memory here"});
+}
+
 std::int64_t samples_of_device(const PlanCase& one) {
   return std::max<std::int64_t>(1, one.batch / one.hosts / one.devices);
 }
@@ -367,7 +397,7 @@ MeasuredCase measure_case(const PlanCase& one) {
   one.hosts == 1 ? measure_on_one_machine(one, results) : measure_on_hosts(one, results);
   const Json found = Json::parse(read_file(results));
   return {.step = found.at("step"),
-          .alone = found.at("alone"),
+          .by_itself = found.at("by_itself"),
           .memory = found.at("memory"),
           .link_bytes = found.at("link"),
           .steps = found.at("steps")};
