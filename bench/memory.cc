@@ -121,7 +121,7 @@ std::vector<StageMemory> train(const Task& task, const Cut& cut, const Batch& ba
     }
     const double parameters = bytes_of(named_parameters(strategy->model()));
     const double fixed_bytes = parameters + bytes_of(named_buffers(strategy->model())) + state_bytes(*strategy);
-    const Report report = strategy->report();
+    const lockstep::Report report = strategy->report();
     const std::map<std::string, double> figures(report.begin(), report.end());
     const std::string name = concat("stage_", world.rank());
     const std::lock_guard lock(mutex);
@@ -164,7 +164,7 @@ std::vector<StageMemory> measure(const std::string& model, int count, const Memo
   return stages;
 }
 
-struct Results {
+struct MemoryResults {
   void add(const std::string& model, int count, const std::vector<StageMemory>& stages) {
     for (std::size_t i = 0; i < stages.size(); ++i) {
       const StageMemory& stage = stages[i];
@@ -201,7 +201,7 @@ int bench_memory(int argc, const char* const* argv) {
   program.option("--at-most", options.at_most, "fail where peak / both is more; 0: never")->check(CLI::Range(0.0, 1e3));
   return program.run(argc, argv, [&] {
     torch::autograd::set_default_engine_stub(&counting_engine);
-    Results results;
+    MemoryResults results;
     for (const std::string& model : options.models)
       for (const int count : options.stages) results.add(model, count, measure(model, count, options));
     results.table.print(std::cout);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench plan`: what `lockstep plan` forecasts beside what is measured: a profile of each model, then every case
-// (bench/plan_cases.h) trained for some steps, all in one run; on this machine, or between hosts that are network namespaces on it.
+// (bench/plan_cases.h) trained for some steps, all in one run, the recommended and the fastest ones once more in turn; on this machine, or between hosts that are network namespaces on it.
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -11,10 +11,11 @@
 #include "bench/plan_cases.h"
 #include "bench/plan_curves.h"
 #include "bench/plan_measured.h"
+#include "bench/plan_yardstick.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
-#include "lockstep/cores.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/environment.h"
 #include "lockstep/plan/forecast.h"
 #include "lockstep/plan/measure.h"
 
@@ -37,12 +38,12 @@ struct PlanOptions {
 
 struct PlanResult {
   PlanCase one;
-  Forecast undrifted;  // from the profile as it is: for the choice
   Forecast forecast;
   MeasuredCase measured;
-  double drift = 1;    // by how much the machine was slower than for the profile
-  double latency = 0;  // of the links: seconds, one way, more than over loopback
-  double step_error() const { return forecast.step / measured.step - 1; }
+  double latency = 0;     // of the links: seconds, one way, more than over loopback
+  double drift = 1;       // by how much the machine was slower than for the profile
+  double undrifted = 0;   // seconds of a step that are forecast without that
+  double step_error = 0;  // as the next ones
   double memory_error() const { return forecast.memory / measured.memory - 1; }
   double link_error() const { return forecast.link_bytes / measured.link_bytes - 1; }
   bool between_hosts() const { return one.hosts > 1; }
@@ -54,27 +55,28 @@ std::string signed_percent(double share, int digits = 0) {
   return concat(share > 0 ? "+" : "", fixed(100 * share, digits), " %");
 }
 
-double mean_error(const PlanResults& results, double (PlanResult::*error)() const) {
+double mean_error(const PlanResults& results, const std::function<double(const PlanResult&)>& error) {
   double sum = 0;
-  for (const PlanResult& each : results) sum += std::abs((each.*error)());
+  for (const PlanResult& each : results) sum += std::abs(error(each));
   return results.empty() ? 0 : sum / static_cast<double>(results.size());
 }
 
 // By how much steps of the recommended choice take longer than those of the fastest: both are trained again, in turn, as what
 // was measured minutes apart differs by itself.
-double measured_loss(const PlanCase& chosen, const PlanCase& fastest, int rounds) {
+double measured_loss(const PlanCase& chosen, const PlanCase& fastest, int cores, int rounds) {
   if (chosen.name() == fastest.name()) return 0;
   show_progress(concat(chosen.name(), " and ", fastest.choice.name(), " in turn"));
   Turns of_chosen, of_fastest;
   for (int round = 0; round < rounds; ++round) {
-    of_chosen.push_back(measure_case(chosen).step);
-    of_fastest.push_back(measure_case(fastest).step);
+    of_chosen.push_back(measure_case(chosen, cores).step);
+    of_fastest.push_back(measure_case(fastest, cores).step);
   }
   return median_ratio(of_chosen, of_fastest) - 1;
 }
 
-// Of every model and target.
-void compare_choices(const PlanResults& results, int rounds, Json& json) {
+// Of every model and target: how much slower the recommended choice is than the fastest, if the machine had always been as fast
+// as for the profile.
+void compare_choices(const PlanResults& results, int cores, int rounds, Json& json) {
   Table table({"model, target", "recommended", "fastest", "slower by"});
   std::map<std::string, PlanResults> targets;
   for (const PlanResult& each : results)
@@ -82,10 +84,11 @@ void compare_choices(const PlanResults& results, int rounds, Json& json) {
   int good = 0;
   for (const auto& [name, all] : targets) {
     const PlanCase& chosen =
-        std::ranges::min_element(all, {}, [](const PlanResult& each) { return each.undrifted.step; })->one;
-    const PlanCase& fastest =
-        std::ranges::min_element(all, {}, [](const PlanResult& each) { return each.measured.step / each.drift; })->one;
-    const double loss = measured_loss(chosen, fastest, rounds);
+        std::ranges::min_element(all, {}, [](const PlanResult& each) { return each.undrifted; })->one;
+    const PlanCase& fastest = std::ranges::min_element(all, {}, [](const PlanResult& each) {
+                                return each.measured.step * each.undrifted / each.forecast.step;
+                              })->one;
+    const double loss = measured_loss(chosen, fastest, cores, rounds);
     if (loss <= 0.05) ++good;
     table.add({name, chosen.choice.name(), fastest.choice.name(), percent(loss, 1)});
     json["choices"].push_back({{"target", name},
@@ -117,9 +120,10 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   }
   Table table({"mean error", "cases", "step", "memory", "link bytes"});
   for (const auto& [name, some] : groups) {
-    const double step = mean_error(some, &PlanResult::step_error), memory = mean_error(some, &PlanResult::memory_error);
+    const double step = mean_error(some, [](const PlanResult&each) { return each.step_error; }),
+                 memory = mean_error(some, std::mem_fn(&PlanResult::memory_error));
     const bool links = some.front().between_hosts();
-    const double link = links ? mean_error(some, &PlanResult::link_error) : 0;
+    const double link = links ? mean_error(some, std::mem_fn(&PlanResult::link_error)) : 0;
     table.add({name, concat(some.size()), percent(step, 1), percent(memory, 1), links ? percent(link, 1) : ""});
     json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}, {"memory", memory}};
     if (links) json["mean_errors"][name]["link_bytes"] = link;
@@ -160,7 +164,7 @@ void print_cases(const PlanResults& results, Json& json) {
                                    milliseconds(each.forecast.step),
                                    percent(each.forecast.uncertain),
                                    milliseconds(each.measured.step),
-                                   signed_percent(each.step_error()),
+                                   signed_percent(each.step_error),
                                    fixed(each.forecast.memory / 1e6, 0),
                                    fixed(each.measured.memory / 1e6, 0),
                                    signed_percent(each.memory_error())};
@@ -205,7 +209,7 @@ plan::Target target_of(const PlanCase& one, double latency) {
   return target;
 }
 
-// A machine is not equally fast for minutes: what computing takes when it is slower by that factor.
+// What computing takes on a machine that is slower by that factor.
 plan::Profile slower_by(double factor, plan::Profile profile) {
   for (plan::Curve& curve : profile.curves)
     for (plan::StepTimes& point : curve.points)
@@ -220,17 +224,13 @@ plan::Profile slower_by(double factor, plan::Profile profile) {
 PlanResult result_of(const PlanCase& one, const plan::Profile& profile) {
   show_progress(one.name());
   const double latency = one.hosts == 1 ? 0 : latency_of_links(one);
-  const MeasuredCase measured = measure_case(one);
-  const plan::StepTimes then =
-      plan::times_for(curve_of_yardstick(profile, one), static_cast<double>(samples_of_device(one)));
-  const double drift = measured.by_itself / (then.forward + then.backward);
   const plan::Target target = target_of(one, latency);
-  return {.one = one,
-          .undrifted = plan::forecast(profile, target, one.choice),
-          .forecast = plan::forecast(slower_by(drift, profile), target, one.choice),
-          .measured = measured,
-          .drift = drift,
-          .latency = latency};
+  PlanResult result{.one = one, .measured = measure_case(one, profile.cores), .latency = latency};
+  if (const auto then = seconds_when_profiled(profile, one)) result.drift = result.measured.by_itself / *then;
+  result.undrifted = plan::forecast(profile, target, one.choice).step;
+  result.forecast = plan::forecast(slower_by(result.drift, profile), target, one.choice);
+  result.step_error = result.forecast.step / result.measured.step - 1;
+  return result;
 }
 
 // The medians of several rounds.
@@ -241,7 +241,8 @@ PlanResult middle_of(const PlanResults& rounds) {
     for (const PlanResult& each : rounds) all.push_back(of(each));
     figure = median(all);
   };
-  take(middle.undrifted.step, [](const PlanResult& each) { return each.undrifted.step; });
+  take(middle.undrifted, [](const PlanResult& each) { return each.undrifted; });
+  take(middle.step_error, [](const PlanResult& each) { return each.step_error; });
   take(middle.forecast.step, [](const PlanResult& each) { return each.forecast.step; });
   take(middle.forecast.memory, [](const PlanResult& each) { return each.forecast.memory; });
   take(middle.forecast.uncertain, [](const PlanResult& each) { return each.forecast.uncertain; });
@@ -252,7 +253,7 @@ PlanResult middle_of(const PlanResults& rounds) {
   return middle;
 }
 
-// Every round makes its own profiles and measures every case once: a machine is not equally fast for minutes.
+// Every round makes its own profiles and measures every case once, as no machine keeps its speed for minutes.
 void run(const Program& program, const PlanOptions& options) {
   const std::vector<PlanCase> cases = cases_for(options);
   std::vector<PlanResults> rounds(cases.size());
@@ -268,8 +269,9 @@ void run(const Program& program, const PlanOptions& options) {
   show_progress("");
   Json json;
   print_cases(results, json);
-  print_means(results, static_cast<int>(usable_cores().size()), json);
-  compare_choices(results, options.rounds, json);
+  const int cores = allotted_cores();
+  print_means(results, cores, json);
+  compare_choices(results, cores, options.rounds, json);
   if (!options.hosts.empty())
     for (const std::string& line : left_out_of_hosts()) std::cout << line << '\n';
   program.save(json);

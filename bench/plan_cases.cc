@@ -3,6 +3,8 @@
 
 #include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
+#include "lockstep/models.h"
+#include "lockstep/train/builtin.h"
 
 namespace lockstep::bench {
 namespace {
@@ -63,6 +65,18 @@ std::string PlanCase::target() const {
 std::string PlanCase::name() const { return concat(target(), ": ", choice.name()); }
 
 bool PlanCase::held_out() const { return (hash_of(name()) >> 7U) % 2 == 1; }
+
+const OptimizerOptions& plan_optimizer() {
+  static const OptimizerOptions options = SGDOptions{.lr = 0.001, .momentum = 0.9};
+  return options;
+}
+
+plan::Subject subject_of(const PlanCase& one) {
+  const Task task = model_task(one.model);
+  return {.task = task, .strategy = {.optimizer = plan_optimizer(), .seed = 1}, .batch = one.batch, .data = [task] {
+            return load_datasets({.data = "auto"}, task);
+          }};
+}
 
 std::vector<PlanCase> plan_cases() {
   std::vector<PlanCase> cases;

@@ -6,9 +6,13 @@
 // Threads: values
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "lockstep/optimizers.h"
+#include "lockstep/plan/measure.h"
 #include "lockstep/plan/target.h"
 
 namespace lockstep::bench {
@@ -24,7 +28,13 @@ struct PlanCase {
   std::string target() const;  // "lenet, 2 devices", "lenet, 4 hosts, 100 Mb/s"
   std::string name() const;    // with the choice: "lenet, 2 devices: ddp"
   bool held_out() const;       // half of them, by a hash of the name
+  bool has_device_threads() const { return hosts == 1 && choice.has_device_threads(); }
+  std::int64_t samples_of_device() const { return std::max<std::int64_t>(1, batch / hosts / devices); }
 };
+
+// What all of them train with.
+const OptimizerOptions& plan_optimizer();
+plan::Subject subject_of(const PlanCase& one);
 
 // On one machine: three models, every strategy, 1, 2 and 4 devices.
 std::vector<PlanCase> plan_cases();

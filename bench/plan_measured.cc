@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/plan_measured.h"
 
-#include <unistd.h>
-
 #include <cstdlib>
 #include <iomanip>
 #include <list>
@@ -15,6 +13,7 @@
 
 #include "bench/harness.h"
 #include "bench/network.h"
+#include "bench/plan_yardstick.h"
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -39,12 +38,10 @@ constexpr std::chrono::minutes kLongestCase{10};
 
 int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
 
-bool has_threads(const PlanCase& one) { return one.hosts == 1 && one.choice.has_device_threads(); }
-
 StrategyOptions strategy_of(const PlanCase& one) {
   const Choice& choice = one.choice;
   StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
-  options.devices = has_threads(one) ? one.devices : 1;
+  options.devices = one.has_device_threads() ? one.devices : 1;
   options.compression.kind = choice.compression;
   switch (choice.method) {
     case Method::kSingle: options.kind = StrategyKind::kSingle; break;
@@ -81,14 +78,6 @@ StrategyOptions strategy_of(const PlanCase& one) {
   return options;
 }
 
-int cores_of_machine() { return static_cast<int>(usable_cores().size()); }
-
-// Ranks that have one; the profile's ranks at once are as many as cores.
-int yardsticks_of(const PlanCase& one, int cores) {
-  const int ranks = has_threads(one) ? 1 : one.hosts * one.devices;
-  return ranks >= cores ? cores : 1;
-}
-
 // ---- A rank
 
 // What each host's link has carried; empty on one machine.
@@ -101,15 +90,16 @@ using Worker = std::optional<int>;
 // The samples of a worker, or of all devices of the only process; a server has none. Stages all have the whole batch.
 Batch part_of(const Datasets& data, const PlanCase& one, Worker worker) {
   if (!worker) return {};
-  const bool whole = has_threads(one) || one.choice.method == Method::kPipeline;
+  const bool whole = one.has_device_threads() || one.choice.method == Method::kPipeline;
   const Range mine = whole ? Range{0, one.batch} : even_part(one.batch, *worker, one.hosts * one.devices);
   std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
   std::iota(indices.begin(), indices.end(), mine.begin);
   return data.train->make_batch(indices);
 }
 
-int threads_of(const PlanCase& one) {
-  const int at_once = has_threads(one) ? one.devices : one.hosts;  // ranks of one machine are bound to cores
+// Of a rank. Workers are bound to cores: those on one machine by the launcher.
+int threads_of(const PlanCase& one, Worker worker) {
+  const int at_once = one.has_device_threads() ? one.devices : worker ? 1 : one.hosts;
   return std::max(1, static_cast<int>(usable_cores().size()) / at_once);
 }
 
@@ -136,37 +126,6 @@ Windows windows_for(const PlanCase& one, double step) {
   return {steps, std::clamp(static_cast<int>(kForHosts / (step * steps)), kFewest, kMost)};
 }
 
-// As many devices as there are cores, each of which trains by itself; only one where the case has one. Ranks have a yardstick
-// each, device threads one together.
-class Yardstick {
- public:
-  Yardstick(const PlanCase& one, int cores, const Datasets& data)
-      : devices_(has_threads(one) && one.devices > 1 ? cores : 1),
-        training_(subject_of(one), devices_),
-        batch_(plan::batch_of(data, devices_ * samples_of_device(one))) {
-    seconds();
-  }
-
-  // Of forward and backward of a device.
-  double seconds() {
-    constexpr double kFor = 0.5;
-    const int threads = at::get_num_threads();
-    at::set_num_threads(1);
-    std::vector<double> steps;
-    for (const Stopwatch watch; steps.empty() || watch.seconds() < kFor;) {
-      const plan::StepTimes times = training_.step(batch_);
-      steps.push_back(times.forward + times.backward);
-    }
-    at::set_num_threads(threads);
-    return median(steps);
-  }
-
- private:
-  int devices_;
-  plan::Training training_;
-  Batch batch_;
-};
-
 class MeasuredTraining {
  public:
   MeasuredTraining(const PlanCase& one, int cores, World world, Worker worker)
@@ -184,7 +143,7 @@ class MeasuredTraining {
   MeasuredCase measure(const ReadLinks& read_links) {
     const int half = one_.hosts == 1 ? kSteps / 2 : std::max(1, steps_between_averages(one_) / 2);
     steps(half);
-    const double first = most(steps(half));
+    const double first = slowest(steps(half));
     const Windows windows = windows_for(one_, first);
     const int counted = one_.hosts == 1 ? kSteps : 3 * windows.steps;
     const Links before = read(read_links);
@@ -206,15 +165,12 @@ class MeasuredTraining {
   }
 
   void measure_windows(const Windows& windows, MeasuredCase& found) {
-    const int yardsticks = yardsticks_of(one_, cores_);
-    std::optional<Yardstick> yardstick;
-    if (worker_ && *worker_ < yardsticks) yardstick.emplace(one_, cores_, data_);
+    Yardstick yardstick(one_, cores_, world_, worker_, data_);
     Turns seconds, by_itself;
     for (int i = 0; i < windows.count; ++i) {
-      world_.barrier();
-      by_itself.push_back(plan::sum_of(world_, yardstick ? yardstick->seconds() : 0) / yardsticks);
+      by_itself.push_back(yardstick.seconds());
       steps(steps_between_averages(one_));  // what the pause has cooled down: caches, TCP's window
-      seconds.push_back(most(steps(windows.steps)));
+      seconds.push_back(slowest(steps(windows.steps)));
     }
     found.step = median(seconds);
     found.by_itself = median(by_itself);
@@ -230,7 +186,7 @@ class MeasuredTraining {
     return watch.seconds() / count;
   }
 
-  double most(double value) const { return plan::largest_of(world_, value); }
+  double slowest(double seconds) const { return plan::largest_of(world_, seconds); }
 
   // On rank 0, while no rank trains.
   Links read(const ReadLinks& read_links) const {
@@ -259,7 +215,7 @@ class MeasuredTraining {
 int train_rank(const PlanCase& one, int cores, Worker worker, const std::string& results, const ReadLinks& read_links) {
   keep_freed_memory();
   const World world = World::from_env();
-  at::set_num_threads(threads_of(one));
+  at::set_num_threads(threads_of(one, worker));
   const MeasuredCase found = MeasuredTraining(one, cores, world, worker).measure(read_links);
   if (world.rank() == 0)
     write_file(results, Json{{"step", found.step},
@@ -273,16 +229,17 @@ int train_rank(const PlanCase& one, int cores, Worker worker, const std::string&
 
 // ---- Starting them
 
-void measure_on_one_machine(const PlanCase& one, const std::string& results) {
-  const int servers = servers_of(one), cores = cores_of_machine();
+void measure_on_one_machine(const PlanCase& one, int cores, const std::string& results) {
+  const int servers = servers_of(one);
   const auto rank = [&] {
     const char* const number = std::getenv("RANK");
     const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
     return train_rank(one, cores, worker < 0 ? Worker() : worker, results, {});
   };
-  const LaunchResult ended = launch(
-      {.ranks = servers + (has_threads(one) ? 1 : one.devices), .servers = servers, .output = RankOutput::kFirst},
-      rank);
+  const LaunchResult ended = launch({.ranks = servers + (one.has_device_threads() ? 1 : one.devices),
+                                     .servers = servers,
+                                     .output = RankOutput::kFirst},
+                                    rank);
   if (ended.exit_code != 0)
     throw SystemError({.what = concat(one.name(), ": a rank ended with code ", ended.exit_code)});
 }
@@ -335,10 +292,9 @@ CoreSet cores_of(const HostRank& rank, const PlanCase& one) {
   return rank.serves ? CoreSet() : cores_of_rank(usable_cores(), rank.host, one.hosts);
 }
 
-void measure_on_hosts(const PlanCase& one, const std::string& results) {
+void measure_on_hosts(const PlanCase& one, int cores, const std::string& results) {
   const Network network(one.hosts, link_of(one));
   const std::string secret = new_secret();
-  const int cores = cores_of_machine();
   const auto read_links = [&] {
     Links links;
     for (int host = 0; host < one.hosts; ++host) links.push_back(network.bytes(host));
@@ -360,41 +316,12 @@ void measure_on_hosts(const PlanCase& one, const std::string& results) {
 
 }  // namespace
 
-const OptimizerOptions& plan_optimizer() {
-  static const OptimizerOptions options = SGDOptions{.lr = 0.001, .momentum = 0.9};
-  return options;
-}
-
-plan::Subject subject_of(const PlanCase& one) {
-  const Task task = model_task(one.model);
-  return {.task = task, .strategy = {.optimizer = plan_optimizer(), .seed = 1}, .batch = one.batch, .data = [task] {
-            return load_datasets({.data = "auto"}, task);
-          }};
-}
-
-const plan::Curve& curve_of_yardstick(const plan::Profile& profile, const PlanCase& one) {
-  const int cores = cores_of_machine();
-  const bool are_threads = has_threads(one) && one.devices > 1 && cores > 1;
-  const int at_once = are_threads ? cores : yardsticks_of(one, cores);
-  const auto is_it = [&](const plan::Curve& curve) {
-    return curve.threads == 1 && curve.at_once == at_once && curve.in_one_process == are_threads;
-  };
-  const auto found = std::ranges::find_if(profile.curves, is_it);
-  if (found != profile.curves.end()) return *found;
-  throw SystemError({.what = concat(one.name(), ": the profile has no steps of ", at_once, " devices at the same time"),
-                     .likely = "they do not have enough memory here"});
-}
-
-std::int64_t samples_of_device(const PlanCase& one) {
-  return std::max<std::int64_t>(1, one.batch / one.hosts / one.devices);
-}
-
 double latency_of_links(const PlanCase& one) { return measured_latency(Network(2, link_of(one))); }
 
-MeasuredCase measure_case(const PlanCase& one) {
+MeasuredCase measure_case(const PlanCase& one, int cores) {
   const TemporaryFolder folder;
   const std::string results = folder.file("results");
-  one.hosts == 1 ? measure_on_one_machine(one, results) : measure_on_hosts(one, results);
+  one.hosts == 1 ? measure_on_one_machine(one, cores, results) : measure_on_hosts(one, cores, results);
   const Json found = Json::parse(read_file(results));
   return {.step = found.at("step"),
           .by_itself = found.at("by_itself"),

@@ -7,32 +7,21 @@
 #pragma once
 
 #include "bench/plan_cases.h"
-#include "lockstep/optimizers.h"
-#include "lockstep/plan/measure.h"
 
 namespace lockstep::bench {
 
 struct MeasuredCase {
-  double step = 0;  // seconds: the median over windows of steps, of the slowest rank
-  // Seconds of forward and backward of its samples, of a device that trains by itself, on as many cores at the same time as the
-  // case uses; between the windows of steps.
-  double by_itself = 0;
+  double step = 0;        // seconds: the median over windows of steps, of the slowest rank
+  double by_itself = 0;   // seconds of a device's forward and backward, between the windows (bench/plan_yardstick.h)
   double memory = 0;      // bytes: what each process has of its own, and once what they share
   double link_bytes = 0;  // of a step, on the busiest link in one direction: frames with all headers; one machine: 0
   int steps = 0;          // that were timed
 };
 
-const OptimizerOptions& plan_optimizer();
-plan::Subject subject_of(const PlanCase& one);
-std::int64_t samples_of_device(const PlanCase& one);
-
-// Where a profile has what MeasuredCase::by_itself is at another time.
-const plan::Curve& curve_of_yardstick(const plan::Profile& profile, const PlanCase& one);
-
 // Seconds, one way, that its hosts' links add to what loopback takes.
 double latency_of_links(const PlanCase& one);
 
-// Blocks until all processes have ended. Throws SystemError: one of them failed, or, between hosts, they took too long.
-MeasuredCase measure_case(const PlanCase& one);
+// `cores`: of this machine. Blocks until all processes have ended. Throws SystemError: one of them failed, or, between hosts, they took too long.
+MeasuredCase measure_case(const PlanCase& one, int cores);
 
 }  // namespace lockstep::bench

@@ -143,7 +143,6 @@ double barrier_seconds(const World& world) {
   return watch.seconds() / kRounds;
 }
 
-// One byte per 1024 to the next size, up to 16 MiB.
 std::vector<SizedTime> all_reduce_times(const World& world, int most) {
   std::vector<SizedTime> times;
   for (const std::int64_t bytes : {1 << 10, 1 << 15, 1 << 20, 1 << 23}) {

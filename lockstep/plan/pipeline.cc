@@ -53,6 +53,7 @@ class PipelineStep {
         micro_batches_(b.choice().order == PipelineSchedule::kNaive ? 1 : b.choice().micro_batches),
         are_processes_(b.machines() > 1),
         times_(b.alone(samples())) {
+    for (const PieceTimes& piece : b.profile().pieces) seconds_of_pieces_ += piece.seconds;
     for (const std::vector<int>& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
   }
 
@@ -82,11 +83,9 @@ class PipelineStep {
     Stage stage{.turns = turns_of(b_.choice().order, number, stages_, micro_batches_),
                 .forward = Ids(at(micro_batches_), -1),
                 .backward = Ids(at(micro_batches_), -1)};
-    double seconds = 0;
-    for (const PieceTimes& piece : b_.profile().pieces) seconds += piece.seconds;
     for (const int index : pieces) {
       const PieceTimes& piece = b_.profile().pieces[at(index)];
-      stage.share += piece.seconds / seconds;
+      stage.share += piece.seconds / seconds_of_pieces_;
       stage.bytes += static_cast<double>(piece.bytes);
       stage.output = piece.output_bytes * samples();
     }
@@ -148,6 +147,7 @@ class PipelineStep {
   const int stages_, micro_batches_;
   const bool are_processes_;
   const StepTimes times_;
+  double seconds_of_pieces_ = 0;
   std::vector<Stage> all_;
   std::map<std::pair<int, int>, int> left_;  // [from, to] the newest data
 };

@@ -24,13 +24,14 @@ Builder::Builder(const Profile& profile, const Target& target, const Choice& cho
 }
 
 // In a small all_reduce each of n machines sends the other ones its signature and the array, in one round:
-// n (round + 2 (n - 1) message).
+// n (round + 2 (n - 1) message), and its bytes.
 void Builder::find_work_of_messages() {
+  if (profile_.loopback_work.empty()) return;
   const Line two = line_through(profile_.loopback_work);
-  const double four = profile_.loopback_work_of_four;
+  work_of_byte_ = two.per_byte / 2;
+  const double four = profile_.loopback_work_of_four - 12 * profile_.loopback_work.front().bytes * work_of_byte_;
   work_of_message_ = std::clamp((four - 2 * two.fixed) / 16, 0.0, two.fixed / 4);
   work_of_round_ = two.fixed / 2 - 2 * work_of_message_;
-  work_of_byte_ = two.per_byte / 2;
 }
 
 double Builder::samples_of(int device) const {
@@ -104,6 +105,7 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
   const int left =
       beside(actor, {.name = name, .work = wire.there, .uses = {out_[at(from)], in_[at(to)]}, .after = after});
   const int under_way = join({left}, target_.link_latency + message_);
+  // The rounds of two machines have four messages.
   const Messages one_end{.rounds = 0.25, .messages = 0.5, .bytes = bytes / 2};
   return {left, join({under_way, handle(from, one_end, after), handle(to, one_end, after)})};
 }

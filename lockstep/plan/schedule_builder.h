@@ -113,7 +113,7 @@ class Builder {
   Ids updates_, out_, in_;  // of each machine
   std::vector<double> sent_, received_;
   double message_ = 0;  // seconds of a message, beside the link's
-  // Of cores, at both ends together, in seconds.
+  // Seconds of cores: of a machine in a round; of a message and a byte at both ends together.
   double work_of_round_ = 0, work_of_message_ = 0, work_of_byte_ = 0;
   int threads_ = 1;  // of a device
   int seats_ = 1;    // devices of a machine that can compute at the same time

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/plan_yardstick.h"
+
+#include <algorithm>
+
+#include <ATen/Parallel.h>
+
+#include "lockstep/base/median.h"
+
+namespace lockstep::bench {
+
+YardstickPlan yardstick_for(const PlanCase& one, int cores) {
+  if (one.has_device_threads()) return {.devices = one.devices > 1 ? cores : 1};
+  return {.ranks = one.hosts * one.devices >= cores ? cores : 1};
+}
+
+Yardstick::Yardstick(const PlanCase& one, int cores, const World& world, std::optional<int> worker,
+                     const Datasets& data)
+    : plan_(yardstick_for(one, cores)), world_(world) {
+  constexpr double kFor = 0.5;
+  constexpr int kMostSteps = 50;
+  if (worker && *worker < plan_.ranks) {
+    training_.emplace(subject_of(one), plan_.devices);
+    batch_ = plan::batch_of(data, plan_.devices * one.samples_of_device());
+  }
+  step();
+  steps_ = std::clamp(static_cast<int>(kFor / plan::largest_of(world_, step())), 1, kMostSteps);
+}
+
+double Yardstick::seconds() {
+  std::vector<double> seconds;
+  for (int i = 0; i < steps_; ++i) {
+    world_.barrier();
+    seconds.push_back(step());
+  }
+  return plan::sum_of(world_, median(seconds)) / plan_.ranks;
+}
+
+double Yardstick::step() {
+  if (!training_) return 0;
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const plan::StepTimes times = training_->step(batch_);
+  at::set_num_threads(threads);
+  return times.forward + times.backward;
+}
+
+std::optional<double> seconds_when_profiled(const plan::Profile& profile, const PlanCase& one) {
+  const YardstickPlan plan = yardstick_for(one, profile.cores);
+  const auto is_it = [&](const plan::Curve& curve) {
+    return curve.threads == 1 && curve.at_once == plan.ranks * plan.devices &&
+           curve.in_one_process == (plan.devices > 1);
+  };
+  const auto curve = std::ranges::find_if(profile.curves, is_it);
+  if (curve == profile.curves.end()) return {};
+  const plan::StepTimes times = plan::times_for(*curve, static_cast<double>(one.samples_of_device()));
+  const double handovers = curve->in_one_process ? 2 * profile.handover : 0;  // the curve is without them
+  return times.forward + times.backward + handovers;
+}
+
+}  // namespace lockstep::bench
