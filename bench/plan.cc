@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench plan`: what `lockstep plan` forecasts beside what is measured: a profile of each model, then every case
-// (bench/plan_cases.h) trained for some steps, all in one run, the recommended and the fastest ones once more in turn; on this machine, or between hosts that are network namespaces on it.
+// (bench/plan_cases.h) trained for some steps, all in one run, the recommended and the fastest ones once more in turn; on this
+// machine, or between hosts that are network namespaces on it.
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -120,7 +121,7 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   }
   Table table({"mean error", "cases", "step", "memory", "link bytes"});
   for (const auto& [name, some] : groups) {
-    const double step = mean_error(some, [](const PlanResult&each) { return each.step_error; }),
+    const double step = mean_error(some, [](const PlanResult& each) { return each.step_error; }),
                  memory = mean_error(some, std::mem_fn(&PlanResult::memory_error));
     const bool links = some.front().between_hosts();
     const double link = links ? mean_error(some, std::mem_fn(&PlanResult::link_error)) : 0;
@@ -212,8 +213,7 @@ plan::Target target_of(const PlanCase& one, double latency) {
 // What computing takes on a machine that is slower by that factor.
 plan::Profile slower_by(double factor, plan::Profile profile) {
   for (plan::Curve& curve : profile.curves)
-    for (plan::StepTimes& point : curve.points)
-      for (double* const part : {&point.forward, &point.backward, &point.update}) *part *= factor;
+    for (plan::StepTimes& point : curve.points) plan::scale(point, factor);
   for (plan::CompressionTimes& each : profile.compression)
     for (double* const part : {&each.encode, &each.decode}) *part *= factor;
   profile.loss *= factor;

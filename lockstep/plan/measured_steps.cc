@@ -172,11 +172,15 @@ Curve measure_device_threads(const Subject& subject, const Datasets& data, const
   return curve;
 }
 
+void scale(StepTimes& times, double factor) {
+  for (double* const part : {&times.forward, &times.backward, &times.update}) *part *= factor;
+}
+
 void undo_drift(Curve& measured, const Curve& now, const Curve& before) {
   for (std::size_t i = 0; i < measured.points.size(); ++i) {
     StepTimes& point = measured.points[i];
     const double drift = computing(times_for(before, static_cast<double>(point.samples))) / computing(now.points[i]);
-    for (double* const part : {&point.forward, &point.backward, &point.update}) *part *= drift;
+    scale(point, drift);
   }
 }
 

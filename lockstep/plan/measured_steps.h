@@ -52,6 +52,8 @@ MeasuredSteps measure_steps(const World& world, Training& training, const Datase
 Curve measure_device_threads(const Subject& subject, const Datasets& data, const Curve& alone, int devices,
                              double handover, double seconds);
 
+void scale(StepTimes& times, double factor);
+
 // Makes up for a machine that was faster or slower when `now` was measured than when `before` was, both of the same thing.
 void undo_drift(Curve& measured, const Curve& now, const Curve& before);
 
