@@ -4,11 +4,13 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <future>
 #include <memory>
 
@@ -80,6 +82,31 @@ double receive_to_end(const UniqueFd& socket) {
     require_measured(got >= 0);
   }
   return bytes / watch.seconds();
+}
+
+// Between hosts 0 and 1; bytes of data per second of the slower direction.
+double send_both_ways(const Network& network, std::chrono::milliseconds time) {
+  const std::array<TcpConnection, 2> directions{connect(network, 0, 1), connect(network, 1, 0)};
+  std::vector<std::future<void>> senders;
+  std::vector<std::future<double>> receivers;
+  const Deadline end = Deadline::after(kWarmUp + time);
+  for (const TcpConnection& one : directions) {
+    senders.push_back(std::async(std::launch::async, [&one, end] { send_until(one.from, end); }));
+    receivers.push_back(std::async(std::launch::async, [&one] { return receive_to_end(one.to); }));
+  }
+  for (auto& sender : senders) sender.get();
+  const double there = receivers[0].get();
+  return std::min(there, receivers[1].get());
+}
+
+// Of all cores of this machine since it started, whoever they worked for.
+double busy_seconds_of_cores() {
+  std::ifstream file("/proc/stat");
+  std::string name;
+  double user = 0, nice = 0, system = 0, idle = 0, waits = 0, interrupts = 0, soft_interrupts = 0;
+  file >> name >> user >> nice >> system >> idle >> waits >> interrupts >> soft_interrupts;
+  require_measured(file.good() && name == "cpu");
+  return (user + nice + system + interrupts + soft_interrupts) / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
 }  // namespace
@@ -169,18 +196,14 @@ void add_link_options(Program& program, LinkOptions& link) {
 }
 
 // What TCP gets through a link: the rate less the headers, and less what shaping costs.
-double measured_bytes_per_second(const Network& network) {
-  const std::array<TcpConnection, 2> directions{connect(network, 0, 1), connect(network, 1, 0)};
-  std::vector<std::future<void>> senders;
-  std::vector<std::future<double>> receivers;
-  const Deadline end = Deadline::after(kWarmUp + kMeasured);
-  for (const TcpConnection& one : directions) {
-    senders.push_back(std::async(std::launch::async, [&one, end] { send_until(one.from, end); }));
-    receivers.push_back(std::async(std::launch::async, [&one] { return receive_to_end(one.to); }));
-  }
-  for (auto& sender : senders) sender.get();
-  const double there = receivers[0].get();
-  return std::min(there, receivers[1].get());
+double measured_bytes_per_second(const Network& network) { return send_both_ways(network, kMeasured); }
+
+double measured_work_of_byte(const Network& network) {
+  constexpr std::chrono::milliseconds kFor{2000};  // /proc/stat counts hundredths of a second
+  const auto carried = [&] { return network.bytes(0).sent + network.bytes(1).sent; };
+  const double busy = busy_seconds_of_cores(), bytes = carried();
+  send_both_ways(network, kFor);
+  return (busy_seconds_of_cores() - busy) / (carried() - bytes);
 }
 
 double measured_latency(const Network& network) {

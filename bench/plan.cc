@@ -41,7 +41,7 @@ struct PlanResult {
   PlanCase one;
   Forecast forecast;
   MeasuredCase measured;
-  double latency = 0;     // of the links: seconds, one way, more than over loopback
+  MeasuredLink link;
   double drift = 1;       // by how much the machine was slower than for the profile
   double undrifted = 0;   // seconds of a step that are forecast without that
   double step_error = 0;  // as the next ones
@@ -121,7 +121,7 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   }
   Table table({"mean error", "cases", "step", "memory", "link bytes"});
   for (const auto& [name, some] : groups) {
-    const double step = mean_error(some, [](const PlanResult& each) { return each.step_error; }),
+    const double step = mean_error(some, [](const PlanResult&each) { return each.step_error; }),
                  memory = mean_error(some, std::mem_fn(&PlanResult::memory_error));
     const bool links = some.front().between_hosts();
     const double link = links ? mean_error(some, std::mem_fn(&PlanResult::link_error)) : 0;
@@ -147,7 +147,8 @@ Json to_json(const PlanResult& each) {
   if (each.between_hosts()) {
     json["forecast_link_bytes"] = each.forecast.link_bytes;
     json["measured_link_bytes"] = each.measured.link_bytes;
-    json["link_latency"] = each.latency;
+    json["link_latency"] = each.link.latency;
+    json["link_work_of_byte"] = each.link.work_of_byte;
   }
   return json;
 }
@@ -200,13 +201,14 @@ plan::Profile profile_of(const PlanCase& one, const PlanOptions& options) {
 }
 
 // The hosts share this machine's cores and memory.
-plan::Target target_of(const PlanCase& one, double latency) {
+plan::Target target_of(const PlanCase& one, const MeasuredLink& link) {
   plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
   if (one.hosts == 1) return target;
   target.machines = one.hosts;
   target.on_one_machine = true;
   target.link_rate = one.link_mbit * 1e6 / 8;
-  target.link_latency = latency;
+  target.link_latency = link.latency;
+  target.work_of_link_byte = link.work_of_byte;
   return target;
 }
 
@@ -221,11 +223,10 @@ plan::Profile slower_by(double factor, plan::Profile profile) {
 }
 
 // How fast devices are by themselves is measured with the profile and again with the case. Of the case nothing else is used.
-PlanResult result_of(const PlanCase& one, const plan::Profile& profile) {
+PlanResult result_of(const PlanCase& one, const plan::Profile& profile, const MeasuredLink& link) {
   show_progress(one.name());
-  const double latency = one.hosts == 1 ? 0 : latency_of_links(one);
-  const plan::Target target = target_of(one, latency);
-  PlanResult result{.one = one, .measured = measure_case(one, profile.cores), .latency = latency};
+  const plan::Target target = target_of(one, link);
+  PlanResult result{.one = one, .measured = measure_case(one, profile.cores), .link = link};
   if (const auto then = seconds_when_profiled(profile, one)) result.drift = result.measured.by_itself / *then;
   result.undrifted = plan::forecast(profile, target, one.choice).step;
   result.forecast = plan::forecast(slower_by(result.drift, profile), target, one.choice);
@@ -249,19 +250,28 @@ PlanResult middle_of(const PlanResults& rounds) {
   take(middle.drift, [](const PlanResult& each) { return each.drift; });
   take(middle.measured.step, [](const PlanResult& each) { return each.measured.step; });
   take(middle.measured.memory, [](const PlanResult& each) { return each.measured.memory; });
+  take(middle.link.latency, [](const PlanResult& each) { return each.link.latency; });
+  take(middle.link.work_of_byte, [](const PlanResult& each) { return each.link.work_of_byte; });
   take(middle.measured.link_bytes, [](const PlanResult& each) { return each.measured.link_bytes; });
   return middle;
 }
 
-// Every round makes its own profiles and measures every case once, as no machine keeps its speed for minutes.
+// Every round makes its own profiles, with the links beside them, and measures every case once, as no machine keeps its speed for
+// minutes.
 void run(const Program& program, const PlanOptions& options) {
   const std::vector<PlanCase> cases = cases_for(options);
   std::vector<PlanResults> rounds(cases.size());
   for (int round = 0; round < options.rounds; ++round) {
     plan::Profile profile;
+    std::map<int, MeasuredLink> links;  // by their rate
     for (std::size_t i = 0; i < cases.size(); ++i) {
-      if (i == 0 || cases[i].model != cases[i - 1].model) profile = profile_of(cases[i], options);
-      rounds[i].push_back(result_of(cases[i], profile));
+      if (i == 0 || cases[i].model != cases[i - 1].model) {
+        profile = profile_of(cases[i], options);
+        links.clear();
+      }
+      const auto [link, is_new] = links.try_emplace(cases[i].link_mbit);
+      if (is_new) link->second = measure_link(cases[i]);
+      rounds[i].push_back(result_of(cases[i], profile, link->second));
     }
   }
   PlanResults results;

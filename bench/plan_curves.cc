@@ -145,14 +145,12 @@ plan::Profile profile_of(const PublishedCurve& curve) {
   plan::Profile profile{.model = curve.model, .machine = curve.devices};
   profile.curves = {{.points = {{.samples = curve.batch, .forward = seconds / 3, .backward = seconds * 2 / 3}}}};
   profile.copy_speed = {1e18};  // bytes per second: takes no time
-  profile.memory_of_rank = {{.bytes = 1, .seconds = 1}};
+  profile.memory_of_rank = {{.samples = 1, .bytes = 1}};
   for (const Blocks& blocks : architecture(curve.model).blocks)
     for (int i = 0; i < blocks.count; ++i) {
       const double bytes = blocks.parameters * 4 / blocks.count;
-      profile.modules.push_back({.name = blocks.name,
-                                 .forward = blocks.millions / blocks.count,
-                                 .backward = blocks.millions / blocks.count,
-                                 .bytes = static_cast<std::int64_t>(bytes)});
+      profile.modules.push_back(
+          {.name = blocks.name, .backward = blocks.millions / blocks.count, .bytes = static_cast<std::int64_t>(bytes)});
       profile.tensors.push_back(bytes);
       profile.parameter_bytes += static_cast<std::int64_t>(bytes);
     }

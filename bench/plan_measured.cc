@@ -316,7 +316,11 @@ void measure_on_hosts(const PlanCase& one, int cores, const std::string& results
 
 }  // namespace
 
-double latency_of_links(const PlanCase& one) { return measured_latency(Network(2, link_of(one))); }
+MeasuredLink measure_link(const PlanCase& one) {
+  if (one.hosts == 1) return {};
+  const Network network(2, link_of(one));
+  return {.latency = measured_latency(network), .work_of_byte = measured_work_of_byte(network)};
+}
 
 MeasuredCase measure_case(const PlanCase& one, int cores) {
   const TemporaryFolder folder;

@@ -18,8 +18,13 @@ struct MeasuredCase {
   int steps = 0;          // that were timed
 };
 
-// Seconds, one way, that its hosts' links add to what loopback takes.
-double latency_of_links(const PlanCase& one);
+struct MeasuredLink {
+  double latency = 0;       // seconds, one way, more than over loopback
+  double work_of_byte = 0;  // seconds of this machine's cores: what shaping and carrying a byte takes them
+};
+
+// As the case's hosts have them; on one machine there are none.
+MeasuredLink measure_link(const PlanCase& one);
 
 // `cores`: of this machine. Blocks until all processes have ended. Throws SystemError: one of them failed, or, between hosts, they took too long.
 MeasuredCase measure_case(const PlanCase& one, int cores);

@@ -30,11 +30,11 @@ NOBODY = "nobody"
 PATIENCE = 60  # seconds for the first step
 
 
-def publishing(bytes_between):
-    """Seconds of a step; so many bytes of other memory are used before each, as a step does."""
+def publishing(bytes_between, count):
+    """Seconds of a step, the median of so many runs; so many bytes of other memory are used before each, as a step does."""
     steps = 2_000_000 if bytes_between == 0 else 3_000
-    done = subprocess.run([BIN / "rank_probe", "publish", str(steps), str(bytes_between)], stdout=subprocess.PIPE, check=True, text=True)
-    return float(done.stdout) * 1e-9
+    command = [BIN / "rank_probe", "publish", str(steps), str(bytes_between)]
+    return median([float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout) * 1e-9 for _ in range(count)])
 
 
 def core_seconds(process):
@@ -138,7 +138,7 @@ def take_turns_at(model, ranks, count, seconds):
 def main():
     count, seconds = rounds(5), float(sys.argv[2]) if len(sys.argv) > 2 else 4
     print(f"{count} rounds of 3 turns of {seconds:g} s\n{machine()}\n")
-    warm, cold = publishing(0), publishing(8 << 20)
+    warm, cold = publishing(0, count), publishing(8 << 20, count)
     print(f"publishing: {warm * 1e6:.2f} us a step in a loop, {cold * 1e6:.2f} us after 8 MiB of other memory\n")
     jobs = []
     for model, ranks in JOBS:

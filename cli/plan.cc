@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
+#include <optional>
 #include <set>
 
 #include "bench/harness.h"
 #include "lockstep/base/command_line.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
@@ -36,19 +38,37 @@ struct PlanOptions {
 };
 
 // Those of `lockstep train` that change what a step takes.
-void add_training_options(CLI::App& app, TrainOptions& options) {
+std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
       "--model",  "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size", "--precision",
       "--layout", "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
-  for (const Option& option : option_table(options, {.models = model_names(), .datasets = dataset_kinds()}))
-    if (kTaken.contains(option.name)) option.add(app);
+  std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
+  std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
+  return all;
+}
+
+// Those that are not as they would be by themselves, as a command line has them: " --model mlp --batch-size 64".
+std::string given_options(TrainOptions options) {
+  TrainOptions usual;
+  const std::vector<Option> given = training_options(options), others = training_options(usual);
+  std::string text;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const Json value = given[i].value();
+    if (value == others[i].value()) continue;
+    text += concat(" ", given[i].name);
+    if (value.is_string())
+      text += concat(" '", value.get<std::string>(), "'");
+    else if (!value.is_boolean())
+      text += concat(" ", value.dump());
+  }
+  return text;
 }
 
 void add_options(CLI::App& app, PlanOptions& options) {
   const auto add = [&app](const std::string& name, auto& value, const std::string& help) {
     app.add_option(name, value, help)->capture_default_str();
   };
-  add_training_options(app, options.train);
+  for (const Option& option : training_options(options.train)) option.add(app);
   add("--profile", options.profile,
       "file of the profile: read, or made (20 to 30 s) where there is none; without it one is made");
   app.add_flag("--other-machine", options.other_machine,
@@ -67,19 +87,29 @@ void add_options(CLI::App& app, PlanOptions& options) {
   app.set_config("--config", "", "read options from a TOML file; the command line goes first");
 }
 
+std::string text_of(const DataSource& source) {
+  std::string text = source.data;
+  if (!source.folder.empty()) text += " in " + source.folder;
+  if (!source.augment.empty()) text += ", " + source.augment;
+  return text;
+}
+
 Profile profile_for(const PlanOptions& options, const Task& task) {
-  const bool is_kept = !options.profile.empty() && std::filesystem::exists(options.profile);
-  if (is_kept) {
+  const Subject subject{.task = task,
+                        .strategy = options.train.strategy,
+                        .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),
+                        .data_text = text_of(options.train.source),
+                        .data = [&options, task] { return load_datasets(options.train.source, task); }};
+  if (!options.profile.empty() && std::filesystem::exists(options.profile)) {
     const Profile profile = load_profile(options.profile);
-    require_profile_of(profile, task, options.train.strategy, options.other_machine);
+    require_profile_of(profile, subject, options.other_machine);
     return profile;
   }
+  std::optional<AtomicFile> file;  // before measuring: it may be one that can't be written
+  if (!options.profile.empty()) file.emplace(options.profile);
   log_info(concat("measuring ", task.name, " on this machine, 20 to 30 s"));
-  Profile profile = measure({.task = task,
-                             .strategy = options.train.strategy,
-                             .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),
-                             .data = [&options, task] { return load_datasets(options.train.source, task); }});
-  if (!options.profile.empty()) save_profile(options.profile, profile);
+  const Profile profile = measure(subject);
+  if (file) save_profile(*file, profile);
   return profile;
 }
 
@@ -111,10 +141,10 @@ void print_table(const PlanOptions& options, const Profile& profile, const std::
   const Forecast& best = best_of(all, options.inexact);
   std::cout << "\n" << reason(all, options.inexact) << "\n";
   if (target.machines == 1)
-    std::cout << "lockstep train --model " << options.train.model << " --batch-size " << target.batch << ' '
-              << best.choice.arguments(target.all_devices()) << "\n";
+    std::cout << "lockstep train" << given_options(options.train) << ' ' << best.choice.arguments(target.all_devices())
+              << "\n";
   std::cout << "+-: from the spread of single steps in the profile.";
-  if (!best.extrapolated.empty()) std::cout << " Not measured, so less sure: " << best.extrapolated << ".";
+  if (!best.not_measured.empty()) std::cout << " Not measured, so less sure: " << best.not_measured << ".";
   std::cout << "\n";
 }
 
@@ -136,7 +166,7 @@ bench::Json json_of(const Profile& profile, const PlanOptions& options, const st
                                {"exact", each.choice.exact()},
                                {"step_seconds", each.step},
                                {"uncertain", each.uncertain},
-                               {"not_measured", each.extrapolated},
+                               {"not_measured", each.not_measured},
                                {"bound", each.bound},
                                {"link_bytes", each.link_bytes},
                                {"memory_bytes", each.memory},
@@ -161,7 +191,7 @@ int run_plan(PlanOptions options) {
     throw UsageError({.what = "--of without --trace", .next = "name the file"});
   Target& target = options.target;
   target.batch = options.train.loader.batch_size;
-  target.epochs = static_cast<int>(options.train.epochs);
+  target.epochs = options.train.epochs;
   target.link_rate = options.link_megabits * 1e6 / 8;
   target.link_latency = options.link_microseconds * 1e-6;
   require_possible(target);

@@ -49,6 +49,7 @@ def main():
         many = load_shards(f"{folder}/many", "step-00000002")
         assert len(list(Path(folder, "many").glob("*-of-*"))) > 2
         assert set(one) == set(many)
+        assert "model.fc1.weight" in one
         for name, tensor in one.items():
             numpy.testing.assert_array_equal(tensor, many[name], err_msg=name)
         train(f"{folder}/many", 3, 1, "--resume", *shards)

@@ -47,8 +47,8 @@ demo_packages=(
   libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev libprotozero-dev libjs-chart.js libncurses-dev
   dataset-fashion-mnist
 )
-wheel_packages=(python3-dev dpkg-dev)
-test_packages=(python3-venv libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server tmux)
+wheel_packages=(python3-dev python3-venv dpkg-dev)
+test_packages=(libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)

@@ -81,7 +81,7 @@ struct TraceRecord {
   std::atomic<std::int32_t> fd{-1};      // of the ring, in the rank's process
 };
 
-// Written by one rank. Times are ns of CLOCK_MONOTONIC.
+// Written by one rank. Times are ns of CLOCK_MONOTONIC. What every step writes comes first: few cache lines for it to bring.
 struct alignas(kCacheLine) RankRecord {
   std::atomic<std::int32_t> pid{0};         // 0: the rank has not used lockstep yet
   std::atomic<std::int32_t> job_rank{0};    // set by the launcher
@@ -95,22 +95,21 @@ struct alignas(kCacheLine) RankRecord {
   std::atomic<std::int32_t> waits_for{0};     // the pid of a rank, or kAnyPeer
   std::atomic<std::int32_t> calls_others{0};  // it is in this many calls that other machines take part in
 
+  std::atomic<std::int64_t> samples{0};          // of all steps
+  std::atomic<double> loss{0};                   // of the last step
+  std::atomic<std::int32_t> loader_workers{-1};  // of its newest loader; -1: none
+  TraceRecord trace;
+
   // Running sums. Those of the phases have nothing yet of the present one.
-  std::atomic<std::int64_t> samples{0};
   std::array<std::atomic<std::int64_t>, kPhases> ns_in_phase{};
   std::array<std::atomic<std::int64_t>, kPhases> ns_waited{};  // of these, for ranks of this machine
   std::array<WaitForPeer, kPeersWaitedFor> waited_for{};       // the same, by rank; of the first so many
-
-  std::atomic<double> loss{0};                   // of the last step
-  std::atomic<std::int32_t> loader_workers{-1};  // of its newest loader; -1: none
-
   ServerRecord server;
-  TraceRecord trace;
 };
 
 struct JobPageHeader {
   static constexpr std::uint64_t kMagic = 0x45474150504b434c;  // "LCKPPAGE"
-  static constexpr std::uint32_t kVersion = 2;
+  static constexpr std::uint32_t kVersion = 3;
 
   std::uint64_t magic = kMagic;
   std::uint32_t version = kVersion;

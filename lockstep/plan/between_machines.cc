@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "lockstep/collective/machines/machine_collective.h"
 #include "lockstep/plan/strategy_schedules.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/option_names.h"
@@ -11,11 +12,16 @@ namespace lockstep::plan {
 namespace {
 
 constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
-constexpr double kLeastChunk = 512.0 * 1024;    // an all_reduce between machines goes in eighths, but not below this,
-constexpr double kMostChunk = 4.0 * (1 << 20);  // nor above this
-constexpr double kSignature = 24;               // bytes: machines compare what they call
+// An all_reduce between machines goes in eighths, but not below or above these.
+constexpr auto kLeastChunk = static_cast<double>(chunk_bytes(0)),
+               kMostChunk = static_cast<double>(chunk_bytes(1 << 30));
+constexpr double kSignature = 24;  // bytes: machines compare what they call
 
 void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
+
+void meet_on_machines(Builder& b, double seconds) {
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), seconds);
+}
 
 Ids first_devices(const Builder& b) {
   Ids devices;
@@ -25,14 +31,13 @@ Ids first_devices(const Builder& b) {
 
 // The parts of each server's keys that are pushed one by one.
 std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int servers) {
-  constexpr std::int64_t kSplitAbove = 1'000'000;  // elements: strategy.h
   std::vector<Key> keys;
   for (const double bytes : profile.tensors) {
     const auto elements = static_cast<std::int64_t>(bytes / 4);
     keys.push_back({.name = "", .elements = elements, .rows = std::max<std::int64_t>(1, elements)});
   }
   std::vector<std::vector<double>> parts;
-  for (const BlockLayout& layout : plan_keys(keys, at(servers), kSplitAbove)) {
+  for (const BlockLayout& layout : plan_keys(keys, to_size(servers), KVStoreOptions().split_above)) {
     parts.emplace_back();
     for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
       double bytes = 0;
@@ -74,33 +79,33 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
   const double part = one_round ? size : size / n;  // that goes from one machine to another
-  std::vector<Ids> before = after, shared(at(n));
+  std::vector<Ids> before = after, shared(to_size(n));
   Ids parts, results;  // [chunk] once the parts, and the results, are on all machines
   for (int c = 0; c < chunks; ++c) {
     const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
     Ids arrived;
     for (int m = 0; m < n; ++m) {
-      if (inside > 1) before[at(m)] = {b.pass(m, (inside + 1) * size, before[at(m)])};
-      Ids ready = before[at(m)];
-      if (c == 0) append(ready, b.last(actors[at(m)]));
-      if (c >= 2) ready.push_back(parts[at(c - 2)]);
-      if (c >= 3) ready.push_back(results[at(c - 3)]);
-      arrived.push_back(b.exchange(actors[at(m)], m, "exchange", sizes, ready));
+      if (inside > 1) before[to_size(m)] = {b.pass(m, (inside + 1) * size, before[to_size(m)])};
+      Ids ready = before[to_size(m)];
+      if (c == 0) append(ready, b.last(actors[to_size(m)]));
+      if (c >= 2) ready.push_back(parts[to_size(c - 2)]);
+      if (c >= 3) ready.push_back(results[to_size(c - 3)]);
+      arrived.push_back(b.exchange(actors[to_size(m)], m, "exchange", sizes, ready));
     }
     parts.push_back(b.join(arrived));
     Ids reduced;
     for (int m = 0; m < n; ++m) reduced.push_back(b.pass(m, (n + 1) * part, {parts.back()}));
     if (!one_round)
       for (int m = 0; m < n; ++m) {
-        Ids ready{reduced[at(m)]};
-        if (c >= 2) ready.push_back(results[at(c - 2)]);
-        reduced[at(m)] = b.exchange(actors[at(m)], m, "exchange", {part}, ready);
+        Ids ready{reduced[to_size(m)]};
+        if (c >= 2) ready.push_back(results[to_size(c - 2)]);
+        reduced[to_size(m)] = b.exchange(actors[to_size(m)], m, "exchange", {part}, ready);
       }
     results.push_back(b.join(reduced));
     for (int m = 0; m < n; ++m)
-      shared[at(m)].push_back(inside > 1 ? b.pass(m, 2 * size * inside, {results.back()}) : results.back());
+      shared[to_size(m)].push_back(inside > 1 ? b.pass(m, 2 * size * inside, {results.back()}) : results.back());
   }
-  for (int m = 0; m < n; ++m) b.follow(actors[at(m)], shared[at(m)]);
+  for (int m = 0; m < n; ++m) b.follow(actors[to_size(m)], shared[to_size(m)]);
 }
 
 void sum_up(Builder& b, double bytes) {
@@ -108,9 +113,9 @@ void sum_up(Builder& b, double bytes) {
     b.meet(b.all_devices(), b.barrier());
     return;
   }
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
-  all_reduce(b, first_devices(b), bytes, std::vector<Ids>(at(b.machines())));
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.barrier());
+  meet_on_machines(b, b.barrier());
+  all_reduce(b, first_devices(b), bytes, std::vector<Ids>(to_size(b.machines())));
+  meet_on_machines(b, b.barrier());
 }
 
 std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
@@ -126,8 +131,8 @@ std::vector<FullBucket> buckets_of(const Profile& profile, double limit) {
 }
 
 std::vector<Ids> last_of_machines(const Builder& b) {
-  std::vector<Ids> last(at(b.machines()));
-  for (const int device : b.all_devices()) append(last[at(b.machine_of(device))], b.last(device));
+  std::vector<Ids> last(to_size(b.machines()));
+  for (const int device : b.all_devices()) append(last[to_size(b.machine_of(device))], b.last(device));
   return last;
 }
 
@@ -157,7 +162,7 @@ void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
 
 void update_on_machines(Builder& b, const std::vector<Ids>& after) {
   for (int m = 0; m < b.machines(); ++m) {
-    b.meet(b.devices_on(m), b.barrier(), after[at(m)]);
+    b.meet(b.devices_on(m), b.barrier(), after[to_size(m)]);
     for (const int device : b.devices_on(m)) {
       b.touch(device, m, "unpack", 2 * b.parameter_bytes());
       b.update(device, m, 1.0 / b.target().devices);
@@ -183,25 +188,25 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
 void averaging(Builder& b, const Ids& networks, int step) {
   constexpr double kLoss = 24, kSamples = 8;  // bytes that are summed up
   for (const int device : b.all_devices()) b.forward_and_backward(device);
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
+  meet_on_machines(b, b.handover());
   if (b.machines() > 1) sum_up(b, kLoss);
   for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 2 * b.handover());
+  meet_on_machines(b, 2 * b.handover());
   if ((step + 1) % b.choice().average_every != 0) return;
   if (b.machines() > 1) sum_up(b, kSamples);
   const double bytes = b.parameter_bytes();
   for (const int device : b.all_devices())
     b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target().devices);
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
+  meet_on_machines(b, b.handover());
   if (b.machines() > 1) {
     std::vector<Ids> ready;
     for (int m = 0; m < b.machines(); ++m) ready.push_back(b.last(m * b.target().devices));
     all_reduce(b, networks, bytes, ready);
-    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 0, b.last(networks[at(m)]));
+    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), 0, b.last(networks[to_size(m)]));
   }
   for (const int device : b.all_devices())
     if (device % b.target().devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
-  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.handover());
+  meet_on_machines(b, b.handover());
 }
 
 // docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; a part comes
@@ -211,33 +216,34 @@ void store_sync(Builder& b, const Ids& servers) {
   for (const int device : b.all_devices()) b.forward_and_backward(device);
   sum_up(b, kLoss);
   const auto parts = parts_of_servers(b.profile(), static_cast<int>(servers.size()));
-  std::vector<Ids> answers(at(b.devices()));
+  std::vector<Ids> answers(to_size(b.devices()));
   for (std::size_t s = 0; s < servers.size(); ++s) {
     const int home = static_cast<int>(s) % b.machines();
-    std::vector<Ids> pushes(at(b.devices())), pulls(at(b.devices()));  // what the next one on a connection waits for
+    std::vector<Ids> pushes(to_size(b.devices())),
+        pulls(to_size(b.devices()));  // what the next one on a connection waits for
     for (const double size : parts[s]) {
       Ids pushed;
       for (const int device : b.all_devices()) {
         const int machine = b.machine_of(device);
         Ids ready{pack(b, device, size)};
-        append(ready, pushes[at(device)]);
+        append(ready, pushes[to_size(device)]);
         const Builder::Message push = b.post(device, machine, home, "push", size * sent_share(b), ready);
-        pushes[at(device)] = {push.left};
+        pushes[to_size(device)] = {push.left};
         pushed.push_back(push.arrived);
       }
       if (is_compressed(b)) decode_all(b, servers[s], home, size, pushed);
       b.update(servers[s], home, size / b.parameter_bytes(), b.devices(), pushed);
       for (const int device : b.all_devices()) {
         Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
-        append(ready, pulls[at(device)]);
+        append(ready, pulls[to_size(device)]);
         const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", size, ready);
-        pulls[at(device)] = {pull.left};
-        answers[at(device)].push_back(pull.arrived);
+        pulls[to_size(device)] = {pull.left};
+        answers[to_size(device)].push_back(pull.arrived);
       }
     }
   }
   for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[at(device)]);
+    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[to_size(device)]);
 }
 
 AsyncStore::AsyncStore(Builder& builder, const Ids& locks) : b_(builder), locks_(locks) {
@@ -253,7 +259,7 @@ int AsyncStore::push(int device, int server, const Ids& after) {
 
 int AsyncStore::update(int device, int server, const Ids& after) {
   constexpr double kReply = 8;  // bytes
-  const int done = b_.update_locked(locks_[at(server)], home(server), size(server) / b_.parameter_bytes(), after);
+  const int done = b_.update_locked(locks_[to_size(server)], home(server), size(server) / b_.parameter_bytes(), after);
   return b_.post(device, home(server), b_.machine_of(device), "updated", kReply, {done}).arrived;
 }
 
@@ -263,7 +269,7 @@ int AsyncStore::ask(int device, int server, const Ids& after) {
 }
 
 int AsyncStore::pull(int device, int server, const Ids& after) {
-  const int copied = b_.pass_locked(locks_[at(server)], home(server), 2 * size(server), after);
+  const int copied = b_.pass_locked(locks_[to_size(server)], home(server), 2 * size(server), after);
   return b_.post(device, home(server), b_.machine_of(device), "pull", size(server), {copied}).arrived;
 }
 

@@ -6,41 +6,41 @@
 namespace lockstep::plan {
 namespace {
 
-enum class Wish { kUpdate, kRead, kLeave };
-constexpr int kWishes = 3;
+enum class Request { kUpdate, kRead, kLeave };
+constexpr int kRequests = 3;
 
-int ticket(int worker, Wish wish) { return kWishes * worker + static_cast<int>(wish); }
+int ticket(int worker, Request request) { return kRequests * worker + static_cast<int>(request); }
 
 class BoundedStore : public Gate {
  public:
   BoundedStore(int workers, int staleness, bool several_servers) : gate_(workers, staleness, several_servers) {}
 
   void come(int ticket) override {
-    if (wish_of(ticket) == Wish::kRead) gate_.ask_to_read(worker_of(ticket));
+    if (request_of(ticket) == Request::kRead) gate_.ask_to_read(worker_of(ticket));
   }
 
   bool may_pass(int ticket) const override {
     const int worker = worker_of(ticket);
-    switch (wish_of(ticket)) {
-      case Wish::kUpdate: return gate_.may_update(worker);
-      case Wish::kRead: return gate_.may_read(worker);
-      case Wish::kLeave: return true;
+    switch (request_of(ticket)) {
+      case Request::kUpdate: return gate_.may_update(worker);
+      case Request::kRead: return gate_.may_read(worker);
+      case Request::kLeave: return true;
     }
     return true;
   }
 
   void pass(int ticket) override {
     const int worker = worker_of(ticket);
-    switch (wish_of(ticket)) {
-      case Wish::kUpdate: return gate_.update(worker);
-      case Wish::kRead: return gate_.read(worker);
-      case Wish::kLeave: return gate_.leave(worker);
+    switch (request_of(ticket)) {
+      case Request::kUpdate: return gate_.update(worker);
+      case Request::kRead: return gate_.read(worker);
+      case Request::kLeave: return gate_.leave(worker);
     }
   }
 
  private:
-  static Wish wish_of(int ticket) { return static_cast<Wish>(ticket % kWishes); }
-  static int worker_of(int ticket) { return ticket / kWishes; }
+  static Request request_of(int ticket) { return static_cast<Request>(ticket % kRequests); }
+  static int worker_of(int ticket) { return ticket / kRequests; }
 
   StalenessGate gate_;
 };
@@ -57,16 +57,16 @@ int add_staleness_gate(Builder& b) {
 void store_bounded(Builder& b, const Ids& locks, int gate, int step) {
   AsyncStore store(b, locks);
   for (const int device : b.all_devices()) {
-    const auto pass = [&](Wish wish, int arrived) {
-      return b.pass_gate(device, gate, ticket(device, wish), {arrived});
+    const auto pass = [&](Request request, int arrived) {
+      return b.pass_gate(device, gate, ticket(device, request), {arrived});
     };
-    if (step == 0) b.pass_gate(device, gate, ticket(device, Wish::kRead));
+    if (step == 0) b.pass_gate(device, gate, ticket(device, Request::kRead));
     b.forward_and_backward(device);
-    const int first = store.update(device, 0, {pass(Wish::kUpdate, store.push(device, 0))});
+    const int first = store.update(device, 0, {pass(Request::kUpdate, store.push(device, 0))});
     Ids updated{first}, pulled;
     for (int s = 1; s < store.servers(); ++s)
       updated.push_back(store.update(device, s, {store.push(device, s, {first})}));
-    pulled.push_back(store.pull(device, 0, {pass(Wish::kRead, store.ask(device, 0, updated))}));
+    pulled.push_back(store.pull(device, 0, {pass(Request::kRead, store.ask(device, 0, updated))}));
     for (int s = 1; s < store.servers(); ++s)
       pulled.push_back(store.pull(device, s, {store.ask(device, s, {pulled.front()})}));
     store.unpack(device, pulled);
@@ -74,7 +74,7 @@ void store_bounded(Builder& b, const Ids& locks, int gate, int step) {
 }
 
 void leave_bounded_store(Builder& b, int gate) {
-  for (const int device : b.all_devices()) b.pass_gate(device, gate, ticket(device, Wish::kLeave));
+  for (const int device : b.all_devices()) b.pass_gate(device, gate, ticket(device, Request::kLeave));
 }
 
 }  // namespace lockstep::plan

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/plan/schedules.h"
 #include "lockstep/strategy/option_names.h"
@@ -21,26 +23,35 @@ struct Simulated {
   double link_bytes = 0;
 };
 
-// Of many devices fewer: they have as many chances to be slow. A whole number of averages.
+// Of many devices fewer: they have as many chances to be slow. Of averaging always whole rounds, from average to average.
 int steps_for(const Target& target, const Choice& choice) {
   if (choice.method != Method::kAveraging) return target.all_devices() > kManyDevices ? kStepsOfMany : kSteps;
   return (kSteps + choice.average_every - 1) / choice.average_every * choice.average_every;
 }
 
-double busiest(const std::vector<int>& resources, const Outcome& outcome) {
-  double most = 0;
-  for (const int resource : resources) most = std::max(most, outcome.busy[static_cast<std::size_t>(resource)]);
-  return most / outcome.end;
+const char* kind_of(const Activity& activity, const Schedule& schedule) {
+  const auto is_link = [&](int resource) { return std::ranges::count(schedule.links, resource) > 0; };
+  if (activity.uses.empty()) return "waiting";
+  if (std::ranges::any_of(activity.uses, is_link)) return "link";
+  return activity.uses.size() > 1 ? "memory" : "computing";  // what needs memory needs a core, too
 }
 
+// What most of the time goes to on the way from the beginning to the end that allows no delay: back from the last activity, each
+// time to the one that ended last of those it waited for.
 std::string bound_of(const Schedule& schedule, const Outcome& outcome) {
-  const double cores = busiest(schedule.cores, outcome), memory = busiest(schedule.memory, outcome),
-               links = busiest(schedule.links, outcome);
-  const double most = std::max({cores, memory, links});
-  const double waits = 1 - most;
-  const char* what = most == cores ? "computing" : most == memory ? "memory" : "link";
-  if (waits > most) return concat("waiting ", fixed(100 * waits, 0), " %");
-  return concat(what, " ", fixed(100 * most, 0), " %");
+  const auto end_of = [&](int activity) { return outcome.activities[to_size(activity)].end; };
+  std::map<std::string, double> seconds;
+  int activity = *std::ranges::max_element(schedule.ends.back(), {}, end_of);
+  for (;;) {
+    const Activity& what = schedule.simulation.activities()[to_size(activity)];
+    const Times& times = outcome.activities[to_size(activity)];
+    seconds[kind_of(what, schedule)] += times.end - times.begin;
+    if (what.after.empty()) break;
+    activity = *std::ranges::max_element(what.after, {}, end_of);
+    seconds["waiting"] += times.begin - end_of(activity);  // at a gate
+  }
+  const auto most = std::ranges::max_element(seconds, {}, &std::pair<const std::string, double>::second);
+  return concat(most->first, " ", fixed(100 * most->second / outcome.end, 0), " %");
 }
 
 // The mean over all steps but the first: then one step's end is the next one's beginning also where devices are not in
@@ -51,10 +62,8 @@ Simulated simulate(const Profile& profile, const Target& target, const Choice& c
   const Schedule made = schedule(profile, target, choice, steps + (skips_first ? 1 : 0), luck);
   const Outcome outcome = made.simulation.run();
   double first = 0, last = 0;
-  for (const int activity : made.ends.front())
-    first = std::max(first, outcome.activities[static_cast<std::size_t>(activity)].end);
-  for (const int activity : made.ends.back())
-    last = std::max(last, outcome.activities[static_cast<std::size_t>(activity)].end);
+  for (const int activity : made.ends.front()) first = std::max(first, outcome.activities[to_size(activity)].end);
+  for (const int activity : made.ends.back()) last = std::max(last, outcome.activities[to_size(activity)].end);
   return {.step = (last - (skips_first ? first : 0)) / steps,
           .bound = bound_of(made, outcome),
           .link_bytes = made.sent_bytes};
@@ -77,13 +86,18 @@ double bytes_of_hook(const Profile& profile, const Target& target, const Choice&
   return 0;
 }
 
+// A rank's own bytes by its samples: Line::per_byte is what each sample adds.
+Line memory_by_samples(const Profile& profile) {
+  std::vector<SizedTime> points;
+  for (const SizedMemory& each : profile.memory_of_rank)
+    points.push_back({.bytes = static_cast<double>(each.samples), .seconds = each.bytes});
+  return line_through(points);
+}
+
 // A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
 // and state; where the replicas share a copy, all but the gradients exist once.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
-  std::vector<SizedTime> turned;  // over samples
-  for (const SizedTime& point : profile.memory_of_rank)
-    turned.push_back({.bytes = point.seconds, .seconds = point.bytes});
-  const Line rank = line_through(turned);  // bytes of a rank by its samples
+  const Line rank = memory_by_samples(profile);
   const double gradients = static_cast<double>(profile.parameter_bytes), parameters = gradients;
   const double state = static_cast<double>(profile.state_bytes), once = parameters + state;
   const double process = std::max(profile.idle_bytes, rank.fixed - gradients - once);
@@ -108,7 +122,7 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
       return d * (process + 3 * parameters + gradients) + residuals + activations + servers / target.machines;
     }
     case Method::kPipeline: {
-      const double micro = choice.order == PipelineSchedule::kNaive ? 1 : choice.micro_batches;
+      const double micro = choice.parts_of_batch();
       double in_flight = micro;
       if (choice.order == PipelineSchedule::k1F1B) {
         in_flight = 0;
@@ -128,10 +142,11 @@ double memory_of(const Profile& profile, const Target& target, const Choice& cho
   return profile.common_bytes + machines * memory_of_processes(profile, target, choice);
 }
 
-std::string extrapolated(const Profile& profile, const Target& target) {
+std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<std::string> what;
   const auto& points = profile.curves.front().points;
-  const double samples = static_cast<double>(target.batch) / target.all_devices();
+  const int parts = choice.method == Method::kPipeline ? choice.parts_of_batch() : target.all_devices();
+  const double samples = static_cast<double>(target.batch) / parts;
   if (samples < 0.9 * static_cast<double>(points.front().samples) ||
       samples > static_cast<double>(points.back().samples))
     what.push_back(concat(fixed(samples, 0), " samples on a device"));
@@ -152,11 +167,11 @@ Forecast forecast(const Profile& profile, const Target& target, const Choice& ch
   return {.choice = choice,
           .step = middle.step,
           .uncertain = std::abs(slow - fast) / 2 / middle.step,
-          .extrapolated = extrapolated(profile, target),
+          .not_measured = not_measured(profile, target, choice),
           .bound = middle.bound,
           .link_bytes = middle.link_bytes,
           .memory = memory_of(profile, target, choice),
-          .epochs = steps_of_epoch * middle.step * target.epochs};
+          .epochs = steps_of_epoch * middle.step * static_cast<double>(target.epochs)};
 }
 
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target) {

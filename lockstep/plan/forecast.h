@@ -19,8 +19,8 @@ struct Forecast {
   Choice choice;
   double step = 0;           // seconds of a global batch
   double uncertain = 0;      // by so much more or less, as a share: from the measured spread of single steps
-  std::string extrapolated;  // what nobody has measured for it; empty: nothing
-  std::string bound;         // "computing 93 %"
+  std::string not_measured;  // what of it the profile has not seen: samples, links and so on; empty: nothing
+  std::string bound;         // "computing 93 %", of the time of the critical path
   double link_bytes = 0;     // in a step, on the busiest link in one direction
   double memory = 0;         // bytes of a machine, all processes; of all machines if they are on one
   double epochs = 0;         // seconds of the target's epochs; 0: the dataset's size is not known

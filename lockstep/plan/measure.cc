@@ -15,9 +15,11 @@
 #include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
+#include "lockstep/base/memory_room.h"
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
@@ -43,14 +45,17 @@ namespace {
 
 // Seconds for steps: of ranks that have a core each; of twice as many; of one process with all cores, and with device threads.
 constexpr double kForSteps = 7, kForCrowdedSteps = 4, kForThreads = 3, kForDeviceThreads = 3;
-constexpr int kThreadRounds = 6;
 constexpr int kRounds = 300;  // of what takes microseconds
 constexpr std::size_t kCopied = std::size_t{32} << 20;
 constexpr double kMostMemory = 0.5;  // of what is free: more ranks than that holds are not tried
 
 // ---- What a process has and is
 
-double available_bytes() { return proc_bytes("/proc/meminfo", "MemAvailable:"); }
+double available_bytes() {
+  const double free = proc_bytes("/proc/meminfo", "MemAvailable:");
+  const std::optional<MemoryRoom> room = memory_room();
+  return room ? std::min(free, static_cast<double>(room->left)) : free;
+}
 
 // A file for what a process has measured, gone with this.
 class ResultFile {
@@ -81,7 +86,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     Profile profile = so_far;
     const World world = World::from_env();
     body(world, profile);
-    if (world.rank() == 0) save_profile(file.path(), profile);
+    if (world.rank() == 0) write_file(file.path(), text_of(profile));
     return 0;
   };
   const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
@@ -90,7 +95,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
                        .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
                        .next = "does `lockstep train` with the same options work?"});
-  return load_profile(file.path());
+  return profile_in(read_file(file.path()), "what was measured");
 }
 
 // ---- As many ranks as cores: steps alone and at once, memory, collectives
@@ -113,8 +118,6 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
     for (const auto& [key, state] : training.strategy().optimizer().state_of(parameter))
       if (state.defined()) profile.state_bytes += static_cast<std::int64_t>(state.nbytes());
   }
-  for (const auto& [name, buffer] : named_buffers(training.strategy().model()))
-    profile.buffer_bytes += static_cast<std::int64_t>(buffer.nbytes());
 }
 
 // Bytes per second that the first n ranks together read and write.
@@ -143,12 +146,13 @@ double barrier_seconds(const World& world) {
   return watch.seconds() / kRounds;
 }
 
-std::vector<SizedTime> all_reduce_times(const World& world, int most) {
+std::vector<SizedTime> all_reduce_times(const World& world) {
+  constexpr int kTimed = 10;
   std::vector<SizedTime> times;
   for (const std::int64_t bytes : {1 << 10, 1 << 15, 1 << 20, 1 << 23}) {
     const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
     std::vector<double> seconds;
-    for (int i = 0; i < most; ++i) {
+    for (int i = 0; i < kTimed; ++i) {
       world.barrier();
       const Stopwatch watch;
       world.all_reduce(data);
@@ -167,7 +171,6 @@ void measure_collectives(const World& world, Profile& profile) {
     profile.copy_speed.push_back(speed);
   }
   profile.barrier = barrier_seconds(world);
-  profile.all_reduce = all_reduce_times(world, /*most=*/20);
 }
 
 // More ranks than cores. The machine may be slower now than before, so the steps count in proportion to those of a rank that
@@ -181,26 +184,6 @@ void measure_crowd(const World& world, const Subject& subject, Profile& profile)
 }
 
 // ---- One process with all cores: threads, modules, pieces
-
-void measure_threads(const Datasets& data, Training& training, Profile& profile) {
-  if (profile.cores == 1) return;
-  at::set_num_threads(profile.cores);
-  const auto& points = profile.curves.front().points;
-  std::vector<Batch> batches;
-  for (const StepTimes& point : points) batches.push_back(batch_of(data, point.samples));
-  for (const Batch& batch : batches) training.step(batch);
-  std::vector<std::vector<StepTimes>> steps(batches.size());
-  for (int round = 0; round < kThreadRounds; ++round)
-    for (std::size_t i = 0; i < batches.size(); ++i) {
-      const double step = points[i].forward + points[i].backward;
-      const int count = static_cast<int>(kForThreads / kThreadRounds / static_cast<double>(batches.size()) / step);
-      for (int k = 0; k < std::clamp(count, 1, 20); ++k) steps[i].push_back(training.step(batches[i]));
-    }
-  Curve curve{.threads = profile.cores};
-  for (const auto& each : steps) curve.points.push_back(medians(each));
-  profile.curves.push_back(curve);
-  at::set_num_threads(1);
-}
 
 std::string end_of(const std::string& name) {
   constexpr std::size_t kShown = std::tuple_size_v<trace::Name> - 1;
@@ -228,7 +211,6 @@ void measure_modules(const Datasets& data, Training& training, Profile& profile)
   };
   for (const trace::RecordedSpan& span : recording.spans) {
     const double seconds = static_cast<double>(span.end - span.begin) / 1e9 / kTraced;
-    if (span.kind == trace::Kind::kForward) module_named(span.name).forward += seconds;
     if (span.kind == trace::Kind::kBackward) module_named(span.name).backward += seconds;
   }
   for (const auto& [path, parameter] : parameters)
@@ -331,7 +313,7 @@ void run_machines(int count, const std::function<void(World&)>& body) {
 
 void measure_loopback(Profile& profile) {
   run_machines(2, [&](World& world) {
-    const auto times = all_reduce_times(world, /*most=*/10);
+    const auto times = all_reduce_times(world);
     const auto work = all_reduce_work(world, times);
     if (world.rank() > 0) return;
     profile.loopback = times;
@@ -348,7 +330,8 @@ void measure_alone(const Subject& subject, Profile& profile) {
   profile.crowded_handover = handover_seconds(2 * profile.cores);
   Training training(subject);
   const Datasets data = subject.data();
-  measure_threads(data, training, profile);
+  if (profile.cores > 1)
+    profile.curves.push_back(measure_threads(training, data, profile.curves.front(), profile.cores, kForThreads));
   measure_loss(subject, data, training, profile);
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
@@ -387,6 +370,7 @@ std::string model_text(const Task& task, const StrategyOptions& strategy) {
     if (key == "momentum" && value == 0) text += " without momentum";
   if (strategy.precision == Precision::kBFloat16) text += ", bfloat16";
   if (strategy.clipping.max_norm > 0) text += ", clipped";
+  if (strategy.layout) text += concat(", ", name_of(strategy.layout));
   return text;
 }
 
@@ -396,10 +380,9 @@ std::string machine_text() {
 }
 
 Profile measure(const Subject& subject) {
-  Profile profile{.model = model_text(subject.task, subject.strategy), .machine = machine_text()};
+  Profile profile{
+      .model = model_text(subject.task, subject.strategy), .machine = machine_text(), .data = subject.data_text};
   profile.cores = std::max(1, allotted_cores());
-  // A file of a profile has measurements: these are none, and are replaced by the first process.
-  profile.curves = {{.points = {{.samples = 1}}}};
   profile = in_ranks(profile.cores, profile, [&](const World& world, Profile& found) {
     measure_ranks(world, subject, found);
     measure_collectives(world, found);
@@ -410,17 +393,24 @@ Profile measure(const Subject& subject) {
     if (crowd_fits) measure_crowd(world, subject, found);
   });
   profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
-  if (!crowd_fits) return profile;
-  return in_ranks(1, profile, [&](const World&, Profile& found) { measure_devices(subject, found); });
+  if (crowd_fits)
+    profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_devices(subject, found); });
+  require_possible_numbers(profile, "what was measured");
+  return profile;
 }
 
-void require_profile_of(const Profile& profile, const Task& task, const StrategyOptions& strategy, bool any_machine) {
-  const std::string model = model_text(task, strategy);
+void require_profile_of(const Profile& profile, const Subject& subject, bool any_machine) {
+  const std::string model = model_text(subject.task, subject.strategy);
   if (profile.model != model)
     throw UsageError(
         {.what = "the profile is of another model",
          .here = concat("profile: ", profile.model, "; asked for: ", model),
          .next = "name the model and the optimizer that it was made with, or another file: a new one is made"});
+  if (profile.data != subject.data_text)
+    throw UsageError({.what = "the profile was made with other data",
+                      .here = concat("profile: ", profile.data, "; asked for: ", subject.data_text),
+                      .likely = "samples of another size take other times",
+                      .next = "name the data that it was made with, or another file: a new one is made"});
   if (any_machine || profile.machine == machine_text()) return;
   throw UsageError({.what = "the profile is of another machine",
                     .here = concat("profile: ", profile.machine, "; here: ", machine_text()),

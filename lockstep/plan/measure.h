@@ -21,6 +21,7 @@ struct Subject {
   Task task;
   StrategyOptions strategy;        // optimizer, clipping, layout and precision count
   std::int64_t batch = 1;          // of a step, over all devices: the most samples that are measured
+  std::string data_text;           // what the profile says its samples are
   std::function<Datasets()> data;  // called in the processes that measure
 };
 
@@ -29,10 +30,10 @@ std::string model_text(const Task& task, const StrategyOptions& strategy);
 std::string machine_text();
 
 // Blocks for 20 to 30 s, longer where a single step takes seconds. Throws SystemError: a process that measures has ended (its
-// message is on stderr).
+// message is on stderr). DataError: a number that can't be was measured.
 Profile measure(const Subject& subject);
 
-// Throws UsageError: it is of another model, or (unless `any_machine`) of another machine.
-void require_profile_of(const Profile& profile, const Task& task, const StrategyOptions& strategy, bool any_machine);
+// Throws UsageError: it is of another model, other data, or (unless `any_machine`) another machine.
+void require_profile_of(const Profile& profile, const Subject& subject, bool any_machine);
 
 }  // namespace lockstep::plan

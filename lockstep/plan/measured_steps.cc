@@ -2,6 +2,9 @@
 #include "lockstep/plan/measured_steps.h"
 
 #include <algorithm>
+#include <functional>
+
+#include <ATen/Parallel.h>
 
 #include "lockstep/base/median.h"
 #include "lockstep/base/proc_file.h"
@@ -34,7 +37,7 @@ struct Size {
 
 // The sizes that can be measured in that time, and what a rank needs for them. A first step of each makes room.
 std::vector<Size> try_sizes(const World& world, Training& training, const Datasets& data, std::int64_t batch,
-                            double limit, std::vector<SizedTime>& memory) {
+                            double limit, std::vector<SizedMemory>& memory) {
   std::vector<Size> sizes;
   double all = 0;
   for (const std::int64_t samples : sizes_up_to(batch)) {
@@ -44,7 +47,7 @@ std::vector<Size> try_sizes(const World& world, Training& training, const Datase
     training.step(size.batch);
     size.step = largest_of(world, computing(training.step(size.batch)));
     all += size.step * 2 * kFewestRounds;
-    memory.push_back({.bytes = sum_of(world, own_bytes()) / world.size(), .seconds = static_cast<double>(samples)});
+    memory.push_back({.samples = samples, .bytes = sum_of(world, own_bytes()) / world.size()});
     sizes.push_back(std::move(size));
   }
   return sizes;
@@ -74,6 +77,31 @@ void add_spread(std::vector<double>& spread, const std::vector<StepTimes>& steps
   const double middle = median(seconds);
   const std::size_t cut = seconds.size() / 10;
   for (std::size_t i = cut; i < seconds.size() - cut; ++i) spread.push_back(seconds[i] / middle);
+}
+
+using StepOfSize = std::function<StepTimes(std::size_t)>;
+
+// Medians of `step`, in turn with those of one rank that is alone: these say how the machine has drifted since `alone`.
+Curve measure_in_turn(Curve curve, const Curve& alone, std::size_t sizes, double seconds, const StepOfSize& step_of_one,
+                      const StepOfSize& step) {
+  std::vector<std::vector<StepTimes>> of_one(sizes), measured(sizes);
+  for (std::size_t i = 0; i < sizes; ++i) {  // the first ones make room
+    step_of_one(i);
+    step(i);
+  }
+  const Stopwatch watch;
+  for (int round = 0; round < kFewestRounds || watch.seconds() < seconds; ++round)
+    for (std::size_t i = 0; i < sizes; ++i) {
+      of_one[i].push_back(step_of_one(i));
+      for (int k = 0; k < 3; ++k) measured[i].push_back(step(i));
+    }
+  Curve now;
+  for (std::size_t i = 0; i < sizes; ++i) {
+    now.points.push_back(medians(of_one[i]));
+    curve.points.push_back(medians(measured[i]));
+  }
+  undo_drift(curve, now, alone);
+  return curve;
 }
 
 }  // namespace
@@ -141,35 +169,40 @@ MeasuredSteps measure_steps(const World& world, Training& training, const Datase
   return measured;
 }
 
+Curve measure_threads(Training& training, const Datasets& data, const Curve& alone, int threads, double seconds) {
+  std::vector<Batch> batches;
+  for (const StepTimes& point : alone.points) batches.push_back(batch_of(data, point.samples));
+  const auto step_of = [&](int count, std::size_t size) {
+    if (at::get_num_threads() != count) {
+      at::set_num_threads(count);
+      training.step(batches[size]);  // starts threads, and oneDNN prepares its convolutions anew
+    }
+    return training.step(batches[size]);
+  };
+  const Curve curve = measure_in_turn(
+      {.threads = threads}, alone, batches.size(), seconds, [&](std::size_t size) { return step_of(1, size); },
+      [&](std::size_t size) { return step_of(threads, size); });
+  at::set_num_threads(1);
+  return curve;
+}
+
 Curve measure_device_threads(const Subject& subject, const Datasets& data, const Curve& alone, int devices,
                              double handover, double seconds) {
-  Curve curve{.at_once = devices, .in_one_process = true}, now;
   Training one(subject), all(subject, devices);
-  std::vector<std::vector<StepTimes>> of_one, of_all;
   std::vector<Batch> small, large;
   for (const StepTimes& point : alone.points) {
     if (!small.empty() && point.samples * devices > subject.batch) break;
     small.push_back(batch_of(data, point.samples));
     large.push_back(batch_of(data, point.samples * devices));
-    one.step(small.back());
-    all.step(large.back());
   }
-  of_one.resize(small.size());
-  of_all.resize(small.size());
-  const Stopwatch watch;
-  for (int round = 0; round < kFewestRounds || watch.seconds() < seconds; ++round)
-    for (std::size_t i = 0; i < small.size(); ++i) {
-      of_one[i].push_back(one.step(small[i]));
-      for (int k = 0; k < 3; ++k) of_all[i].push_back(all.step(large[i]));
-    }
-  for (std::size_t i = 0; i < small.size(); ++i) {
-    now.points.push_back(medians(of_one[i]));
-    StepTimes times = medians(of_all[i]);
+  const auto step_of_all = [&](std::size_t size) {
+    StepTimes times = all.step(large[size]);
     for (double* const part : {&times.forward, &times.backward, &times.update}) *part = std::max(0.0, *part - handover);
-    curve.points.push_back(times);
-  }
-  undo_drift(curve, now, alone);
-  return curve;
+    return times;
+  };
+  return measure_in_turn(
+      {.at_once = devices, .in_one_process = true}, alone, small.size(), seconds,
+      [&](std::size_t size) { return one.step(small[size]); }, step_of_all);
 }
 
 void scale(StepTimes& times, double factor) {
@@ -177,11 +210,11 @@ void scale(StepTimes& times, double factor) {
 }
 
 void undo_drift(Curve& measured, const Curve& now, const Curve& before) {
-  for (std::size_t i = 0; i < measured.points.size(); ++i) {
-    StepTimes& point = measured.points[i];
-    const double drift = computing(times_for(before, static_cast<double>(point.samples))) / computing(now.points[i]);
-    scale(point, drift);
-  }
+  std::vector<double> factors;
+  for (const StepTimes& point : now.points)
+    factors.push_back(computing(times_for(before, static_cast<double>(point.samples))) / computing(point));
+  const double factor = median(factors);
+  for (StepTimes& point : measured.points) scale(point, factor);
 }
 
 double own_bytes() { return proc_bytes(kOwnMemory, "Private_Clean:") + proc_bytes(kOwnMemory, "Private_Dirty:"); }

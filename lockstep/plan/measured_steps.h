@@ -37,9 +37,9 @@ Batch batch_of(const Datasets& data, std::int64_t samples);
 StepTimes medians(const std::vector<StepTimes>& steps);
 
 struct MeasuredSteps {
-  Curve alone, at_once;           // at_once: the mean over all ranks
-  std::vector<double> spread;     // single steps of the curve `alone` over their median, sorted
-  std::vector<SizedTime> memory;  // as Profile::memory_of_rank
+  Curve alone, at_once;             // at_once: the mean over all ranks
+  std::vector<double> spread;       // single steps of the curve `alone` over their median, sorted
+  std::vector<SizedMemory> memory;  // as Profile::memory_of_rank
 };
 
 // For `batch` samples, half as many, and so on. Takes about `seconds`, in rounds over all sizes, so that a machine that is
@@ -47,14 +47,19 @@ struct MeasuredSteps {
 MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
                             double seconds);
 
-// The same of so many device threads, for each of which the numbers of samples of `alone` are measured as far as they make no
-// more than `batch` together. `handover`: seconds, which are taken off.
+// Of one process with so many threads, for the sizes of `alone`, in about `seconds`; corrected for how the machine's speed has
+// changed since `alone` was measured. Leaves torch with one thread.
+Curve measure_threads(Training& training, const Datasets& data, const Curve& alone, int threads, double seconds);
+
+// The same of so many device threads, as far as their samples make no more than subject.batch together. `handover`: seconds,
+// which are taken off each part.
 Curve measure_device_threads(const Subject& subject, const Datasets& data, const Curve& alone, int devices,
                              double handover, double seconds);
 
 void scale(StepTimes& times, double factor);
 
-// Makes up for a machine that was faster or slower when `now` was measured than when `before` was, both of the same thing.
+// Makes up for a machine that was faster or slower when `now` was measured than when `before` was, both of the same thing: by
+// one factor, the median over all sizes.
 void undo_drift(Curve& measured, const Curve& now, const Curve& before);
 
 double own_bytes();     // of this process: memory that it shares with no other

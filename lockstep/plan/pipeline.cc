@@ -50,7 +50,7 @@ class PipelineStep {
   explicit PipelineStep(Builder& b)
       : b_(b),
         stages_(b.choice().stages),
-        micro_batches_(b.choice().order == PipelineSchedule::kNaive ? 1 : b.choice().micro_batches),
+        micro_batches_(b.choice().parts_of_batch()),
         are_processes_(b.machines() > 1),
         times_(b.alone(samples())) {
     for (const PieceTimes& piece : b.profile().pieces) seconds_of_pieces_ += piece.seconds;
@@ -81,10 +81,10 @@ class PipelineStep {
   void add_stage(const std::vector<int>& pieces) {
     const auto number = static_cast<int>(all_.size());
     Stage stage{.turns = turns_of(b_.choice().order, number, stages_, micro_batches_),
-                .forward = Ids(at(micro_batches_), -1),
-                .backward = Ids(at(micro_batches_), -1)};
+                .forward = Ids(to_size(micro_batches_), -1),
+                .backward = Ids(to_size(micro_batches_), -1)};
     for (const int index : pieces) {
-      const PieceTimes& piece = b_.profile().pieces[at(index)];
+      const PieceTimes& piece = b_.profile().pieces[to_size(index)];
       stage.share += piece.seconds / seconds_of_pieces_;
       stage.bytes += static_cast<double>(piece.bytes);
       stage.output = piece.output_bytes * samples();
@@ -94,14 +94,14 @@ class PipelineStep {
 
   // False: the stage has none left, or what the next one waits for has not been added yet.
   bool take_turn(int number) {
-    Stage& stage = all_[at(number)];
+    Stage& stage = all_[to_size(number)];
     if (stage.next == stage.turns.size()) return false;
     const auto [is_forward, micro_batch] = stage.turns[stage.next];
     const int neighbour = is_forward ? number - 1 : number + 1;
     Ids after;
     if (neighbour >= 0 && neighbour < stages_) {
-      const Stage& other = all_[at(neighbour)];
-      const int sent = (is_forward ? other.forward : other.backward)[at(micro_batch)];
+      const Stage& other = all_[to_size(neighbour)];
+      const int sent = (is_forward ? other.forward : other.backward)[to_size(micro_batch)];
       if (sent < 0) return false;
       after = {sent};
       if (are_processes_)
@@ -109,7 +109,7 @@ class PipelineStep {
                 sent);
     }
     const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
-    (is_forward ? stage.forward : stage.backward)[at(micro_batch)] = b_.compute(
+    (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] = b_.compute(
         number, b_.machine_of(number), concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
     ++stage.next;
     return true;
@@ -140,7 +140,8 @@ class PipelineStep {
     for (const Stage& stage : all_) bytes += stage.bytes;
     share_gradients(b_, bytes - b_.parameter_bytes());
     sum_up(b_, kLoss);
-    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, b_.machine_of(stage), all_[at(stage)].bytes / bytes);
+    for (int stage = 0; stage < stages_; ++stage)
+      b_.update(stage, b_.machine_of(stage), all_[to_size(stage)].bytes / bytes);
   }
 
   Builder& b_;
@@ -157,24 +158,24 @@ class PipelineStep {
 std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
   const auto pieces = static_cast<int>(profile.pieces.size());
   // best[s][end]: the slowest of s stages that share the pieces before `end`, at best.
-  std::vector best(at(stages + 1), std::vector<double>(at(pieces + 1), 1e300));
-  std::vector begins(at(stages + 1), std::vector<int>(at(pieces + 1)));
+  std::vector best(to_size(stages + 1), std::vector<double>(to_size(pieces + 1), 1e300));
+  std::vector begins(to_size(stages + 1), std::vector<int>(to_size(pieces + 1)));
   best[0][0] = 0;
   for (int s = 1; s <= stages; ++s)
     for (int end = s; end <= pieces; ++end) {
       double last = 0;
       for (int begin = end - 1; begin >= s - 1; --begin) {
-        last += profile.pieces[at(begin)].seconds;
-        const double slowest = std::max(best[at(s - 1)][at(begin)], last);
-        if (slowest >= best[at(s)][at(end)]) continue;
-        best[at(s)][at(end)] = slowest;
-        begins[at(s)][at(end)] = begin;
+        last += profile.pieces[to_size(begin)].seconds;
+        const double slowest = std::max(best[to_size(s - 1)][to_size(begin)], last);
+        if (slowest >= best[to_size(s)][to_size(end)]) continue;
+        best[to_size(s)][to_size(end)] = slowest;
+        begins[to_size(s)][to_size(end)] = begin;
       }
     }
-  std::vector<std::vector<int>> cut(at(stages));
+  std::vector<std::vector<int>> cut(to_size(stages));
   for (int s = stages, end = pieces; s > 0; --s) {
-    const int begin = begins[at(s)][at(end)];
-    for (int piece = begin; piece < end; ++piece) cut[at(s - 1)].push_back(piece);
+    const int begin = begins[to_size(s)][to_size(end)];
+    for (int piece = begin; piece < end; ++piece) cut[to_size(s - 1)].push_back(piece);
     end = begin;
   }
   return cut;

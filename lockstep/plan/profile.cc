@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 
 #include <nlohmann/json.hpp>
 
@@ -17,26 +18,86 @@ using ProfileJson = nlohmann::json;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepTimes, samples, forward, backward, update)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Curve, at_once, threads, in_one_process, points)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModuleTimes, name, forward, backward, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModuleTimes, name, backward, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PieceTimes, name, seconds, bytes, output_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompressionTimes, kind, sent, encode, decode)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, cores, parameter_bytes, buffer_bytes, state_bytes, tensors,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedMemory, samples, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, data, cores, parameter_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
                                    common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
-                                   handover, crowded_handover, all_reduce, loopback, loopback_work,
-                                   loopback_work_of_four)
+                                   handover, crowded_handover, loopback, loopback_work, loopback_work_of_four)
 
 namespace {
 
 double between(double x, double x0, double y0, double x1, double y1) { return y0 + (x - x0) * (y1 - y0) / (x1 - x0); }
 
-void require_whole(const Profile& profile, const std::filesystem::path& file) {
-  const bool has_points = !profile.curves.empty() &&
-                          std::ranges::none_of(profile.curves, [](const Curve& curve) { return curve.points.empty(); });
-  if (has_points && !profile.copy_speed.empty() && profile.cores > 0) return;
-  throw DataError({.what = concat(file.string(), " is a profile without measurements"),
-                   .next = "remove it: lockstep plan --profile makes a new one"});
+constexpr int kMostCores = 4096;
+
+bool is_amount(double value) { return std::isfinite(value) && value >= 0; }
+
+bool are_amounts(std::initializer_list<double> values) { return std::ranges::all_of(values, is_amount); }
+
+bool is_speed(double value) { return std::isfinite(value) && value > 0; }
+
+bool can_be(const std::vector<StepTimes>& points) {
+  std::int64_t before = 0;
+  for (const StepTimes& each : points) {
+    if (each.samples <= before || !are_amounts({each.forward, each.backward, each.update})) return false;
+    if (each.forward + each.backward <= 0) return false;
+    before = each.samples;
+  }
+  return !points.empty();
+}
+
+bool can_be(const std::vector<SizedTime>& times) {
+  return std::ranges::all_of(times,
+                             [](const SizedTime& each) { return is_amount(each.bytes) && is_speed(each.seconds); });
+}
+
+bool can_be(const std::vector<PieceTimes>& pieces) {
+  double seconds = 0;
+  for (const PieceTimes& each : pieces) {
+    if (!are_amounts({each.seconds, static_cast<double>(each.bytes), each.output_bytes})) return false;
+    seconds += each.seconds;
+  }
+  return pieces.empty() || seconds > 0;
+}
+
+bool can_be(const std::vector<ModuleTimes>& modules) {
+  double backward = 0;
+  for (const ModuleTimes& each : modules) {
+    if (!are_amounts({each.backward, static_cast<double>(each.bytes)})) return false;
+    backward += each.backward;
+  }
+  return backward > 0;
+}
+
+// The first field with a number that can't be, or "".
+std::string impossible_field(const Profile& p) {
+  const auto amounts = [](double value) { return is_amount(value); };
+  if (p.cores < 1 || p.cores > kMostCores) return "cores";
+  if (p.curves.empty() || !std::ranges::all_of(p.curves, [](const Curve& curve) {
+        return curve.at_once >= 1 && curve.threads >= 1 && can_be(curve.points);
+      }))
+    return "curves";
+  if (p.parameter_bytes < 0 || !std::ranges::all_of(p.tensors, amounts)) return "tensors";
+  if (p.state_bytes < 0 || p.dataset < 0) return "state_bytes or dataset";
+  if (!std::ranges::is_sorted(p.spread) || !std::ranges::all_of(p.spread, is_speed)) return "spread";
+  if (!can_be(p.modules)) return "modules";
+  if (!can_be(p.pieces)) return "pieces";
+  if (!std::ranges::all_of(p.compression, [](const CompressionTimes& each) {
+        return are_amounts({each.sent, each.encode, each.decode});
+      }))
+    return "compression";
+  if (!std::ranges::all_of(p.memory_of_rank, [](const SizedMemory& each) { return is_amount(each.bytes); }))
+    return "memory_of_rank";
+  if (p.copy_speed.empty() || !std::ranges::all_of(p.copy_speed, is_speed)) return "copy_speed";
+  if (!can_be(p.loopback) || !can_be(p.loopback_work)) return "loopback";
+  if (!are_amounts({p.output_bytes, p.loss, p.common_bytes, p.idle_bytes, p.barrier, p.crowded_barrier, p.handover,
+                    p.crowded_handover, p.loopback_work_of_four}))
+    return "one of the single numbers";
+  return "";
 }
 
 }  // namespace
@@ -44,9 +105,9 @@ void require_whole(const Profile& profile, const std::filesystem::path& file) {
 StepTimes times_for(const Curve& curve, double samples) {
   const auto& points = curve.points;
   const StepTimes& first = points.front();
-  StepTimes result{.samples = static_cast<std::int64_t>(std::ceil(samples)), .update = update_seconds(curve)};
+  StepTimes result{.samples = static_cast<std::int64_t>(std::ceil(samples)), .update = median_update(curve)};
   if (samples <= 0) return result;
-  if (points.size() == 1 || samples <= 0) {
+  if (points.size() == 1) {
     const double share = samples / static_cast<double>(first.samples);
     result.forward = first.forward * share;
     result.backward = first.backward * share;
@@ -64,14 +125,11 @@ StepTimes times_for(const Curve& curve, double samples) {
   return result;
 }
 
-const Curve& curve_for(const Profile& profile, int at_once, int threads) {
-  const Curve* best = &profile.curves.front();
-  const auto distance = [&](const Curve& curve) {
-    return std::abs(at_once - curve.at_once) + 100 * std::abs(threads - curve.threads);
-  };
+const Curve& curve_alone(const Profile& profile, bool with_all_threads) {
+  const Curve* found = &profile.curves.front();
   for (const Curve& curve : profile.curves)
-    if (!curve.in_one_process && distance(curve) < distance(*best)) best = &curve;
-  return *best;
+    if (with_all_threads && curve.at_once == 1 && curve.threads > found->threads) found = &curve;
+  return *found;
 }
 
 const CompressionTimes& compression_for(const Profile& profile, const std::string& kind) {
@@ -81,7 +139,7 @@ const CompressionTimes& compression_for(const Profile& profile, const std::strin
                     .next = "make a new one: lockstep plan --profile with another file"});
 }
 
-double update_seconds(const Curve& curve) {
+double median_update(const Curve& curve) {
   std::vector<double> seconds;
   for (const StepTimes& point : curve.points) seconds.push_back(point.update);
   return median(seconds);
@@ -105,27 +163,48 @@ Line line_through(const std::vector<SizedTime>& points) {
   return {.fixed = std::max(0.0, (y - slope * x) / w), .per_byte = slope};
 }
 
-void save_profile(const std::filesystem::path& file, const Profile& profile) {
+std::string text_of(const Profile& profile) {
   ProfileJson json = profile;
   json["format"] = kProfileFormat;
-  write_file(file, json.dump(1) + "\n");
+  return json.dump(1) + "\n";
+}
+
+Profile profile_in(const std::string& text, const std::string& source) {
+  constexpr const char* kNext = "remove it: lockstep plan --profile makes a new one";
+  try {
+    const ProfileJson json = ProfileJson::parse(text);
+    if (json.contains("format") && json.at("format") == kProfileFormat) return json.get<Profile>();
+  } catch (const nlohmann::json::exception& error) {
+    throw DataError({.what = source + " is damaged, or no profile", .here = error.what(), .next = kNext});
+  }
+  throw DataError({.what = source + " is not a profile, or one of another version of lockstep", .next = kNext});
+}
+
+void require_possible_numbers(const Profile& profile, const std::string& source) {
+  const std::string field = impossible_field(profile);
+  if (!field.empty())
+    throw DataError({.what = source + " has numbers that can't be",
+                     .here = field,
+                     .likely = "a measurement that failed, or a file that was changed",
+                     .next = "make a new one: lockstep plan --profile with another file"});
+}
+
+void save_profile(AtomicFile& file, const Profile& profile) {
+  require_possible_numbers(profile, "the profile");
+  const std::string text = text_of(profile);
+  file.write(text.data(), text.size());
+  file.commit();
+}
+
+void save_profile(const std::filesystem::path& path, const Profile& profile) {
+  AtomicFile file(path);
+  save_profile(file, profile);
 }
 
 Profile load_profile(const std::filesystem::path& file) {
-  const std::string text = read_file(file);
-  try {
-    const ProfileJson json = ProfileJson::parse(text);
-    if (!json.contains("format") || json.at("format") != kProfileFormat)
-      throw DataError({.what = concat(file.string(), " is not a profile, or one of another version of lockstep"),
-                       .next = "remove it: lockstep plan --profile makes a new one"});
-    const auto profile = json.get<Profile>();
-    require_whole(profile, file);
-    return profile;
-  } catch (const nlohmann::json::exception& error) {
-    throw DataError({.what = concat(file.string(), " is damaged, or no profile"),
-                     .here = error.what(),
-                     .next = "remove it: lockstep plan --profile makes a new one"});
-  }
+  Profile profile = profile_in(read_file(file), file.string());
+  require_possible_numbers(profile, file.string());
+  return profile;
 }
 
 }  // namespace lockstep::plan

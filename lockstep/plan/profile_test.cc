@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
+#include <limits>
 
 #include "lockstep/base/file.h"
 #include "lockstep/error.h"
@@ -19,6 +21,7 @@ Profile some_profile() {
   profile.curves = {{.points = {{.samples = 2, .forward = 2, .backward = 4, .update = 1},
                                 {.samples = 4, .forward = 3, .backward = 6, .update = 3},
                                 {.samples = 8, .forward = 5, .backward = 10, .update = 2}}}};
+  profile.modules = {{.name = "module", .backward = 1, .bytes = 8}};
   profile.copy_speed = {1e9, 1.5e9};
   profile.pieces = {{.name = "piece", .seconds = 1, .bytes = 2, .output_bytes = 3}};
   profile.compression = {{.kind = "2bit", .sent = 0.0625, .encode = 1e-9, .decode = 2e-9}};
@@ -48,11 +51,33 @@ TEST_F(ProfileFile, ThatIsDamagedIsAnError) {
     write_file(file_, text);
     EXPECT_THROW(load_profile(file_), DataError) << text;
   }
-  Profile empty = some_profile();
-  empty.curves.clear();
-  save_profile(file_, empty);
-  EXPECT_THROW(load_profile(file_), DataError);
   EXPECT_THROW(load_profile(folder_ / "missing.json"), SystemError);
+}
+
+// Each would let something take no time, or for ever.
+TEST_F(ProfileFile, WithANumberThatCannotBeIsAnError) {
+  const double never = std::numeric_limits<double>::infinity();
+  const auto refuses = [&](const char* what, const std::function<void(Profile&)>& change) {
+    Profile profile = some_profile();
+    change(profile);
+    EXPECT_THROW(save_profile(file_, profile), DataError) << what;
+    write_file(file_, text_of(profile));
+    EXPECT_THROW(load_profile(file_), DataError) << what;
+  };
+  refuses("no curves", [](Profile& p) { p.curves.clear(); });
+  refuses("no points", [](Profile& p) { p.curves.front().points.clear(); });
+  refuses("no samples", [](Profile& p) { p.curves.front().points.front().samples = 0; });
+  refuses("equal samples", [](Profile& p) { p.curves.front().points[1].samples = 2; });
+  refuses("no time", [](Profile& p) { p.curves.front().points[1].forward = p.curves.front().points[1].backward = 0; });
+  refuses("a negative time", [](Profile& p) { p.curves.front().points[1].update = -1; });
+  refuses("no cores", [](Profile& p) { p.cores = 0; });
+  refuses("more cores than there are", [](Profile& p) { p.cores = 2'000'000'000; });
+  refuses("no modules", [](Profile& p) { p.modules.clear(); });
+  refuses("no backward", [](Profile& p) { p.modules.front().backward = 0; });
+  refuses("pieces without time", [](Profile& p) { p.pieces.front().seconds = 0; });
+  refuses("memory that is not read", [](Profile& p) { p.copy_speed = {0}; });
+  refuses("a spread that is not sorted", [](Profile& p) { p.spread = {1.1, 0.9}; });
+  refuses("a wait for ever", [&](Profile& p) { p.barrier = never; });
 }
 
 TEST(Profile, HasStraightLinesBetweenWhatWasMeasured) {
@@ -77,12 +102,24 @@ TEST(Profile, OfAnotherModelOrMachineIsRefused) {
   Profile profile = some_profile();
   profile.model = model_text(task, strategy);
   profile.machine = machine_text();
-  EXPECT_NO_THROW(require_profile_of(profile, task, strategy, /*any_machine=*/false));
-  EXPECT_THROW(require_profile_of(profile, model_task("mlp"), strategy, false), UsageError);
-  EXPECT_THROW(require_profile_of(profile, task, {.optimizer = AdamOptions{}}, false), UsageError);
+  const Subject subject{.task = task, .strategy = strategy, .data_text = "digits"};
+  profile.data = "digits";
+  EXPECT_NO_THROW(require_profile_of(profile, subject, /*any_machine=*/false));
+  Subject other = subject;
+  other.task = model_task("mlp");
+  EXPECT_THROW(require_profile_of(profile, other, false), UsageError);
+  other = subject;
+  other.strategy.optimizer = AdamOptions{};
+  EXPECT_THROW(require_profile_of(profile, other, false), UsageError);
+  other = subject;
+  other.strategy.layout = Layout::kChannelsLast;
+  EXPECT_THROW(require_profile_of(profile, other, false), UsageError);
+  other = subject;
+  other.data_text = "photographs";
+  EXPECT_THROW(require_profile_of(profile, other, false), UsageError);
   profile.machine = "another";
-  EXPECT_THROW(require_profile_of(profile, task, strategy, false), UsageError);
-  EXPECT_NO_THROW(require_profile_of(profile, task, strategy, true));
+  EXPECT_THROW(require_profile_of(profile, subject, false), UsageError);
+  EXPECT_NO_THROW(require_profile_of(profile, subject, true));
 }
 
 }  // namespace

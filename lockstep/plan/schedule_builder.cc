@@ -39,18 +39,18 @@ double Builder::samples_of(int device) const {
   return static_cast<double>(all / parts + (device < all % parts ? 1 : 0));
 }
 
+// With one thread, and with all of them, it was measured; between the two it is taken evenly in logarithms.
 StepTimes Builder::alone(double samples) const {
-  const Curve& measured = curve_for(profile_, 1, threads_);
-  StepTimes times = times_for(measured, samples);
-  if (measured.threads == threads_ || measured.threads == 1) return times;
-  const StepTimes one =
-      times_for(curve_for(profile_, 1, 1), samples);  // threads between one and all: evenly in logarithms
-  const double share = std::log(threads_) / std::log(measured.threads);
-  const auto between = [&](double from, double to) { return from <= 0 ? to : from * std::pow(to / from, share); };
-  return {.samples = times.samples,
-          .forward = between(one.forward, times.forward),
-          .backward = between(one.backward, times.backward),
-          .update = between(one.update, times.update)};
+  const Curve& all = curve_alone(profile_, /*with_all_threads=*/true);
+  const StepTimes one = times_for(curve_alone(profile_), samples);
+  if (threads_ == 1 || all.threads == 1) return one;
+  const StepTimes most = times_for(all, samples);
+  const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
+  const auto between = [share](double from, double to) { return from <= 0 ? to : from * std::pow(to / from, share); };
+  return {.samples = one.samples,
+          .forward = between(one.forward, most.forward),
+          .backward = between(one.backward, most.backward),
+          .update = between(one.update, most.update)};
 }
 
 int Builder::add_actor(const std::string& name) {
@@ -62,14 +62,15 @@ int Builder::add_actor(const std::string& name) {
 int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {1}}); }
 
 int Builder::compute(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
-  return add(actor, {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[at(machine)]}, .after = after});
+  return add(actor,
+             {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[to_size(machine)]}, .after = after});
 }
 
 // In seconds of one core that nobody hinders, as all work inside a machine: what needs memory needs a core, too.
 Activity Builder::passing(int machine, const std::string& name, double bytes, const Ids& after) const {
   return {.name = name,
           .work = bytes / profile_.copy_speed.front(),
-          .uses = {made_.cores[at(machine)], made_.memory[at(machine)]},
+          .uses = {made_.cores[to_size(machine)], made_.memory[to_size(machine)]},
           .after = after};
 }
 
@@ -78,8 +79,8 @@ Activity Builder::updating(int machine, double share, int sources, const Ids& af
   const double gradient = parameter_bytes(), one = 3 * gradient + 2 * static_cast<double>(profile_.state_bytes);
   const double more = one > 0 ? (sources - 1) * gradient / one : 0;
   return {.name = "update",
-          .work = share * update_seconds(curve_for(profile_, 1, 1)) * (1 + more),
-          .uses = {made_.cores[at(machine)], updates_[at(machine)]},
+          .work = share * alone(1).update * (1 + more),
+          .uses = {made_.cores[to_size(machine)], updates_[to_size(machine)]},
           .after = after};
 }
 
@@ -98,15 +99,15 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
     return {copied, copied};
   }
   const MessageBytes wire = bytes_on_wire(bytes);
-  sent_[at(from)] += wire.there;
-  received_[at(to)] += wire.there;
-  sent_[at(to)] += wire.back;
-  received_[at(from)] += wire.back;
-  const int left =
-      beside(actor, {.name = name, .work = wire.there, .uses = {out_[at(from)], in_[at(to)]}, .after = after});
+  sent_[to_size(from)] += wire.there;
+  received_[to_size(to)] += wire.there;
+  sent_[to_size(to)] += wire.back;
+  received_[to_size(from)] += wire.back;
+  const int left = beside(
+      actor, {.name = name, .work = wire.there, .uses = {out_[to_size(from)], in_[to_size(to)]}, .after = after});
   const int under_way = join({left}, target_.link_latency + message_);
   // The rounds of two machines have four messages.
-  const Messages one_end{.rounds = 0.25, .messages = 0.5, .bytes = bytes / 2};
+  const Messages one_end{.rounds = 0.25, .messages = 0.5, .bytes = bytes / 2, .on_wire = wire.there + wire.back};
   return {left, join({under_way, handle(from, one_end, after), handle(to, one_end, after)})};
 }
 
@@ -121,12 +122,13 @@ int Builder::exchange(int actor, int machine, const std::string& name, const std
     handled.messages += others;
     handled.bytes += others * bytes;
   }
-  sent_[at(machine)] += all;
-  received_[at(machine)] += all;
+  sent_[to_size(machine)] += all;
+  received_[to_size(machine)] += all;
+  handled.on_wire = 2 * all;
   const int carried = beside(actor, {.name = name,
                                      .delay = target_.link_latency + message_,
                                      .work = all,
-                                     .uses = {out_[at(machine)], in_[at(machine)]},
+                                     .uses = {out_[to_size(machine)], in_[to_size(machine)]},
                                      .after = after});
   return join({carried, handle(machine, handled, after)});
 }
@@ -150,8 +152,9 @@ int Builder::update_locked(int lock, int machine, double share, const Ids& after
 int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
 
 int Builder::handle(int machine, const Messages& what, const Ids& after) {
-  const double seconds = what.rounds * work_of_round_ + what.messages * work_of_message_ + what.bytes * work_of_byte_;
-  return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[at(machine)]}, .after = after});
+  const double seconds = what.rounds * work_of_round_ + what.messages * work_of_message_ + what.bytes * work_of_byte_ +
+                         what.on_wire * target_.work_of_link_byte / 2;
+  return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after});
 }
 
 int Builder::pass_gate(int actor, int gate, int ticket, const Ids& after) {
@@ -160,20 +163,20 @@ int Builder::pass_gate(int actor, int gate, int ticket, const Ids& after) {
 
 int Builder::meet(const Ids& actors, double seconds, const Ids& after) {
   Ids all = after;
-  for (const int actor : actors) all.insert(all.end(), last_[at(actor)].begin(), last_[at(actor)].end());
+  for (const int actor : actors) all.insert(all.end(), last_[to_size(actor)].begin(), last_[to_size(actor)].end());
   const int met = made_.simulation.add(Activity{.name = "wait", .delay = seconds, .after = all});
-  for (const int actor : actors) last_[at(actor)] = {met};
+  for (const int actor : actors) last_[to_size(actor)] = {met};
   return met;
 }
 
 Ids Builder::all_devices() const {
-  Ids ids(at(devices()));
+  Ids ids(to_size(devices()));
   std::iota(ids.begin(), ids.end(), 0);
   return ids;
 }
 
 Ids Builder::devices_on(int machine) const {
-  Ids ids(at(target_.devices));
+  Ids ids(to_size(target_.devices));
   std::iota(ids.begin(), ids.end(), machine * target_.devices);
   return ids;
 }
@@ -187,21 +190,22 @@ void Builder::forward_and_backward(int device) {
 void Builder::end_step() {
   made_.ends.emplace_back();
   for (int device = 0; device < devices(); ++device)
-    for (const int activity : last_[at(device)]) made_.ends.back().push_back(activity);
+    for (const int activity : last_[to_size(device)]) made_.ends.back().push_back(activity);
 }
 
 Schedule Builder::take() {
   const double steps = static_cast<double>(std::max<std::size_t>(1, made_.ends.size()));
   for (int machine = 0; machine < machines(); ++machine)
-    made_.sent_bytes = std::max({made_.sent_bytes, sent_[at(machine)] / steps, received_[at(machine)] / steps});
+    made_.sent_bytes =
+        std::max({made_.sent_bytes, sent_[to_size(machine)] / steps, received_[to_size(machine)] / steps});
   return std::move(made_);
 }
 
 int Builder::add(int actor, Activity activity) {
   activity.actor = actor;
-  activity.after.insert(activity.after.end(), last_[at(actor)].begin(), last_[at(actor)].end());
+  activity.after.insert(activity.after.end(), last_[to_size(actor)].begin(), last_[to_size(actor)].end());
   const int id = made_.simulation.add(std::move(activity));
-  last_[at(actor)] = {id};
+  last_[to_size(actor)] = {id};
   return id;
 }
 
@@ -245,28 +249,29 @@ double Builder::slowdown(int at_once, double (*part)(const StepTimes&)) const {
   return slower;
 }
 
-// Seconds of work of one device alone, done in a second while n compute: those at the same time hinder each other, and those
-// that have no core take turns.
-std::vector<double> Builder::speeds_of_cores() const {
-  const auto slower = [this](int at_once) {
-    return slowdown(at_once, [](const StepTimes& times) { return times.forward + times.backward; });
-  };
-  std::vector<double> speeds;
-  for (int n = 1; n <= seats_; ++n) {
-    const bool has_all_cores = threads_ > 1 && seats_ == 1;
-    speeds.push_back(has_all_cores ? 1 : n / slower(std::min(n * threads_, profile_.cores)));
+// Seconds of work of one device alone, done in a second while n work: those at the same time hinder each other, as the threads of
+// one do already when it is alone. A machine with more cores than the profile's is taken to hinder them as much as that one.
+std::vector<double> Builder::speeds(int most, double (*part)(const StepTimes&)) const {
+  const double alone = slowdown(std::min(threads_, profile_.cores), part);
+  std::vector<double> all;
+  for (int n = 1; n <= most; ++n) {
+    const int measured = n > seats_ ? 2 * profile_.cores : profile_.cores;
+    all.push_back(n * alone / slowdown(std::min(n * threads_, measured), part));
   }
-  // Twice as many as cores were measured, too.
-  for (int n = seats_ + 1; threads_ == 1 && seats_ == profile_.cores && n <= 2 * profile_.cores; ++n)
-    speeds.push_back(std::min(n / slower(n), speeds[at(seats_ - 1)]));
-  return speeds;
+  return all;
+}
+
+// Devices that have no core take turns. Twice as many as cores were measured, too.
+std::vector<double> Builder::speeds_of_cores() const {
+  const bool has_more = threads_ == 1 && seats_ == profile_.cores;
+  std::vector<double> all =
+      speeds(has_more ? 2 * seats_ : seats_, [](const StepTimes& times) { return times.forward + times.backward; });
+  for (std::size_t n = to_size(seats_); n < all.size(); ++n) all[n] = std::min(all[n], all[to_size(seats_ - 1)]);
+  return all;
 }
 
 std::vector<double> Builder::speeds_of_updates() const {
-  std::vector<double> speeds;
-  for (int n = 1; n <= 2 * profile_.cores; ++n)
-    speeds.push_back(n / slowdown(n, [](const StepTimes& times) { return times.update; }));
-  return speeds;
+  return speeds(2 * profile_.cores, [](const StepTimes& times) { return times.update; });
 }
 
 std::vector<double> Builder::speeds_of_copies() const {

@@ -12,13 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/plan/schedules.h"
 
 namespace lockstep::plan {
 
 using Ids = std::vector<int>;  // of activities or actors
-
-inline std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 // The profile, the target and the choice must outlive it.
 class Builder {
@@ -65,8 +64,8 @@ class Builder {
   int update_locked(int lock, int machine, double share, const Ids& after);
   int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
-  Ids last(int actor) const { return last_[at(actor)]; }
-  void follow(int actor, const Ids& activities) { last_[at(actor)] = activities; }
+  Ids last(int actor) const { return last_[to_size(actor)]; }
+  void follow(int actor, const Ids& activities) { last_[to_size(actor)] = activities; }
 
   Ids all_devices() const;
   Ids devices_on(int machine) const;
@@ -94,11 +93,13 @@ class Builder {
     double rounds = 0;
     double messages = 0;
     double bytes = 0;
+    double on_wire = 0;  // bytes with headers, at one end of a link
   };
   int handle(int machine, const Messages& what, const Ids& after);
   void find_work_of_messages();
   void add_machine(int machine);
   double slowdown(int at_once, double (*part)(const StepTimes&)) const;
+  std::vector<double> speeds(int most, double (*part)(const StepTimes&)) const;
   std::vector<double> speeds_of_cores() const;
   std::vector<double> speeds_of_updates() const;
   std::vector<double> speeds_of_copies() const;

@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
+
 #include "lockstep/error.h"
 #include "lockstep/plan/forecast.h"
 #include "lockstep/plan/strategy_schedules.h"
@@ -23,12 +26,12 @@ Profile round_profile() {
   profile.tensors = {8e6};
   profile.curves = {{.points = {{.samples = 1, .forward = 1e-3, .backward = 2e-3},
                                 {.samples = 64, .forward = 64e-3, .backward = 128e-3}}}};
-  profile.modules = {{.name = "first", .forward = 1, .backward = 1, .bytes = 4'000'000},
-                     {.name = "second", .forward = 1, .backward = 1, .bytes = 4'000'000}};
+  profile.modules = {{.name = "first", .backward = 1, .bytes = 4'000'000},
+                     {.name = "second", .backward = 1, .bytes = 4'000'000}};
   for (const char* name : {"a", "b", "c", "d"})
     profile.pieces.push_back({.name = name, .seconds = 1, .bytes = 2'000'000, .output_bytes = 0});
   profile.copy_speed = {1e18};
-  profile.memory_of_rank = {{.bytes = 100e6, .seconds = 1}, {.bytes = 163e6, .seconds = 64}};
+  profile.memory_of_rank = {{.samples = 1, .bytes = 100e6}, {.samples = 64, .bytes = 163e6}};
   profile.common_bytes = 150e6;
   profile.idle_bytes = 50e6;
   return profile;
@@ -61,6 +64,56 @@ TEST(Schedules, WhatRanksOfAMachineShareIsCountedOnce) {
   };
   EXPECT_NEAR(memory_of(1), 150e6 + 83e6 + 8e6 + 8e6 + 8e6, 1);
   EXPECT_NEAR(memory_of(4), 150e6 + 4 * 83e6 + 8e6 + 4 * 8e6 + 8e6, 1);
+}
+
+// Four threads are four times as fast as one, so each of two devices, with two threads, is taken to be twice as fast.
+TEST(Schedules, ADeviceHasTheThreadsOfItsCores) {
+  Profile profile = round_profile();
+  profile.curves.push_back(profile.curves.front());
+  profile.curves.back().threads = 4;
+  for (Curve& curve : profile.curves)
+    for (StepTimes& point : curve.points) {
+      const double faster = curve.threads;
+      point.update = 4e-3 / faster;
+      point.forward /= faster;
+      point.backward /= faster;
+    }
+  const auto step = [&](int devices) {
+    return step_of(profile, {.devices = devices, .batch = 8},
+                   {.method = devices == 1 ? Method::kSingle : Method::kTowers});
+  };
+  EXPECT_NEAR(step(1), 24e-3 / 4 + 1e-3, 1e-9);
+  EXPECT_NEAR(step(2), 12e-3 / 2 + 2e-3, 1e-9);
+  EXPECT_NEAR(step(4), 6e-3 + 4e-3, 1e-9);
+}
+
+// The machine of the profile has two cores, where two ranks hinder each other; so will sixteen on sixteen, as far as is known.
+TEST(Schedules, AMachineWithMoreCoresThanTheProfilesComputesOnAll) {
+  Profile profile = round_profile();
+  profile.cores = 2;
+  for (const int at_once : {2, 4}) {
+    profile.curves.push_back(profile.curves.front());
+    profile.curves.back().at_once = at_once;
+    for (StepTimes& point : profile.curves.back().points)
+      for (double* const part : {&point.forward, &point.backward}) *part *= at_once == 2 ? 1.5 : 3;
+  }
+  const Target target{.devices = 16, .cores = 16, .batch = 16};
+  EXPECT_NEAR(step_of(profile, target, {.method = Method::kDdp}), 1.5 * 3e-3, 1e-9);
+}
+
+TEST(Schedules, WhatBoundsAStepIsWhatMostOfItsTimeGoesTo) {
+  const auto bound = [](const Target& target) {
+    return forecast(round_profile(), target, {.method = Method::kDdp}).bound;
+  };
+  EXPECT_EQ(bound({.devices = 4, .batch = 8}), "computing 100 %");
+  const std::string slow = bound({.machines = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8});
+  EXPECT_EQ(slow.substr(0, 4), "link");
+  Profile profile = round_profile();
+  profile.barrier = 1;
+  EXPECT_EQ(forecast(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}).bound, "waiting 100 %");
+  profile.barrier = 0;
+  profile.curves.front().points[0].update = profile.curves.front().points[1].update = 1;
+  EXPECT_EQ(forecast(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}).bound.substr(0, 6), "memory");
 }
 
 TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
@@ -310,7 +363,7 @@ TEST(Schedules, MessagesThatAreSentTogetherTakeCoresLessLong) {
   const auto seconds = [&](int machines) {
     const Target target = namespaces(machines, true);
     Builder builder(profile, target, choice, Luck::kAny);
-    all_reduce(builder, builder.all_devices(), 1, std::vector<Ids>(at(machines)));
+    all_reduce(builder, builder.all_devices(), 1, std::vector<Ids>(to_size(machines)));
     return builder.take().simulation.run().end;
   };
   EXPECT_NEAR(seconds(2), 4e-3, 1e-6);
@@ -334,6 +387,12 @@ TEST(Schedules, RefuseTargetsThatCannotBe) {
   EXPECT_THROW(forecast_all(profile, {.machines = 0, .batch = 8}), UsageError);
   EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = 0, .batch = 8}), UsageError);
   EXPECT_THROW(forecast_all(profile, {.devices = 16, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast_all(profile, {.machines = 65536, .devices = 65536, .batch = 8}), UsageError);
+  EXPECT_THROW(forecast_all(profile, {.machines = 2, .batch = 8, .servers = 2'000'000'000}), UsageError);
+  for (const double no_number : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = no_number, .batch = 8}), UsageError);
+    EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_latency = no_number, .batch = 8}), UsageError);
+  }
   EXPECT_THROW(forecast(profile, {.machines = 2, .batch = 8}, {.method = Method::kTowers}), UsageError);
   const Choice many{.method = Method::kPipeline, .stages = 8};
   EXPECT_THROW(forecast(profile, {.devices = 8, .batch = 8}, many), UsageError);

@@ -2,6 +2,7 @@
 #include "lockstep/plan/simulation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <queue>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep::plan {
@@ -16,8 +18,6 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kSameTime = 1e-12;  // seconds: events that are nearer are one
-
-std::size_t place(int index) { return static_cast<std::size_t>(index); }
 
 // A run from its first event to its last. Where something begins or ends, only what shares resources with it, directly or by way of
 // others, gets another speed: machines that have nothing to do with each other at that moment cost nothing.
@@ -32,11 +32,10 @@ class Run {
         work_(activities.size()),
         shares_(resources.size()) {
     outcome_.activities.resize(activities.size());
-    outcome_.busy.resize(resources.size());
     for (const MakeGate& make : gates) gates_.push_back(make());
     for (std::size_t i = 0; i < activities.size(); ++i) {
       waits_for_[i] = static_cast<int>(activities[i].after.size());
-      for (const int before : activities[i].after) waited_for_by_[place(before)].push_back(static_cast<int>(i));
+      for (const int before : activities[i].after) waited_for_by_[to_size(before)].push_back(static_cast<int>(i));
     }
   }
 
@@ -52,38 +51,38 @@ class Run {
  private:
   // What it waits for has ended.
   void arrive(int activity) {
-    const Activity& what = activities_[place(activity)];
+    const Activity& what = activities_[to_size(activity)];
     if (what.gate < 0) return begin(activity);
-    gates_[place(what.gate)]->come(what.ticket);
+    gates_[to_size(what.gate)]->come(what.ticket);
     at_gates_.push_back(activity);
   }
 
   // One that passes may open the gate for others, or close it.
   void open_gates() {
     const auto may_pass = [this](int activity) {
-      const Activity& what = activities_[place(activity)];
-      return gates_[place(what.gate)]->may_pass(what.ticket);
+      const Activity& what = activities_[to_size(activity)];
+      return gates_[to_size(what.gate)]->may_pass(what.ticket);
     };
     for (auto next = std::ranges::find_if(at_gates_, may_pass); next != at_gates_.end();
          next = std::ranges::find_if(at_gates_, may_pass)) {
       const int activity = *next;
       at_gates_.erase(next);
-      gates_[place(activities_[place(activity)].gate)]->pass(activities_[place(activity)].ticket);
+      gates_[to_size(activities_[to_size(activity)].gate)]->pass(activities_[to_size(activity)].ticket);
       begin(activity);
     }
   }
 
   void begin(int activity) {
-    outcome_.activities[place(activity)].begin = now_;
-    delayed_.emplace(now_ + activities_[place(activity)].delay, activity);
+    outcome_.activities[to_size(activity)].begin = now_;
+    delayed_.emplace(now_ + activities_[to_size(activity)].delay, activity);
   }
 
   void end(int activity) {
-    outcome_.activities[place(activity)].end = now_;
+    outcome_.activities[to_size(activity)].end = now_;
     outcome_.end = std::max(outcome_.end, now_);
     ++ended_;
-    for (const int next : waited_for_by_[place(activity)])
-      if (--waits_for_[place(next)] == 0) arrive(next);
+    for (const int next : waited_for_by_[to_size(activity)])
+      if (--waits_for_[to_size(next)] == 0) arrive(next);
   }
 
   // To the next end of a delay or of some work.
@@ -105,23 +104,21 @@ class Run {
   }
 
   void start_work(int activity) {
-    const Activity& what = activities_[place(activity)];
+    const Activity& what = activities_[to_size(activity)];
     if (what.uses.empty() || what.work <= 0) return end(activity);
-    work_[place(activity)] = {.left = what.work, .since = now_};
+    work_[to_size(activity)] = {.left = what.work, .since = now_};
     for (const int resource : what.uses) {
-      Share& share = shares_[place(resource)];
-      if (share.users.empty()) share.busy_since = now_;
+      Share& share = shares_[to_size(resource)];
       share.users.push_back(activity);
       changed_.push_back(resource);
     }
   }
 
   void stop_work(int activity) {
-    ends_.erase({work_[place(activity)].end, activity});
-    for (const int resource : activities_[place(activity)].uses) {
-      Share& share = shares_[place(resource)];
+    ends_.erase({work_[to_size(activity)].end, activity});
+    for (const int resource : activities_[to_size(activity)].uses) {
+      Share& share = shares_[to_size(resource)];
       std::erase(share.users, activity);
-      if (share.users.empty()) outcome_.busy[place(resource)] += now_ - share.busy_since;
       changed_.push_back(resource);
     }
   }
@@ -132,9 +129,9 @@ class Run {
     const std::vector<int> resources = reached_from_changed(open);
     std::ranges::sort(open);
     for (const int resource : resources) {
-      Share& share = shares_[place(resource)];
+      Share& share = shares_[to_size(resource)];
       share.open = static_cast<int>(share.users.size());
-      share.rest = share.open > 0 ? speed_of(resources_[place(resource)], share.open) : 0;
+      share.rest = share.open > 0 ? speed_of(resources_[to_size(resource)], share.open) : 0;
     }
     while (!open.empty()) give_to_users_of_the_scarcest(resources, open);
   }
@@ -144,40 +141,40 @@ class Run {
     ++round_;
     std::vector<int> resources;
     const auto reach = [&](int resource) {
-      if (std::exchange(shares_[place(resource)].round, round_) != round_) resources.push_back(resource);
+      if (std::exchange(shares_[to_size(resource)].round, round_) != round_) resources.push_back(resource);
     };
     for (const int resource : changed_) reach(resource);
     changed_.clear();
     for (std::size_t i = 0; i < resources.size(); ++i)
-      for (const int activity : shares_[place(resources[i])].users) {
-        if (std::exchange(work_[place(activity)].round, round_) == round_) continue;
+      for (const int activity : shares_[to_size(resources[i])].users) {
+        if (std::exchange(work_[to_size(activity)].round, round_) == round_) continue;
         activities.push_back(activity);
-        for (const int resource : activities_[place(activity)].uses) reach(resource);
+        for (const int resource : activities_[to_size(activity)].uses) reach(resource);
       }
     return resources;
   }
 
   void give_to_users_of_the_scarcest(const std::vector<int>& resources, std::vector<int>& open) {
     double least = kNever;
-    for (const int resource : resources) least = std::min(least, shares_[place(resource)].for_each());
+    for (const int resource : resources) least = std::min(least, shares_[to_size(resource)].for_each());
     for (const int resource : resources) {
-      Share& share = shares_[place(resource)];
+      Share& share = shares_[to_size(resource)];
       share.is_scarce = share.for_each() <= least * (1 + 1e-9);
     }
     std::erase_if(open, [&](int activity) {
-      const auto& uses = activities_[place(activity)].uses;
-      if (std::ranges::none_of(uses, [&](int resource) { return shares_[place(resource)].is_scarce; })) return false;
+      const auto& uses = activities_[to_size(activity)].uses;
+      if (std::ranges::none_of(uses, [&](int resource) { return shares_[to_size(resource)].is_scarce; })) return false;
       give(activity, least);
       for (const int resource : uses) {
-        shares_[place(resource)].rest -= least;
-        --shares_[place(resource)].open;
+        shares_[to_size(resource)].rest -= least;
+        --shares_[to_size(resource)].open;
       }
       return true;
     });
   }
 
   void give(int activity, double speed) {
-    Work& work = work_[place(activity)];
+    Work& work = work_[to_size(activity)];
     if (work.speed == speed) return;
     if (work.speed > 0) ends_.erase({work.end, activity});
     work.left -= work.speed * (now_ - work.since);
@@ -189,7 +186,7 @@ class Run {
 
   static double speed_of(const Resource& resource, int users) {
     const std::size_t last = resource.speed.size() - 1;
-    return resource.speed[std::min(place(users - 1), last)];
+    return resource.speed[std::min(to_size(users - 1), last)];
   }
 
   struct Work {
@@ -201,9 +198,8 @@ class Run {
   };
   struct Share {
     std::vector<int> users{};  // activities that work
-    double busy_since = 0;
-    int open = 0;     // users that have no share yet
-    double rest = 0;  // what they share
+    int open = 0;              // users that have no share yet
+    double rest = 0;           // what they share
     bool is_scarce = false;
     int round = 0;
     double for_each() const { return open > 0 ? rest / open : kNever; }
@@ -248,6 +244,11 @@ Outcome Simulation::run() const {
   for (const Resource& resource : resources_)
     if (resource.speed.empty() || std::ranges::any_of(resource.speed, [](double speed) { return !(speed > 0); }))
       throw UsageError({.what = concat(resource.name, " has no speed")});
+  for (const Activity& each : activities_)
+    for (const double amount : {each.delay, each.work})
+      if (!std::isfinite(amount) || amount < 0)
+        throw UsageError({.what = concat("\"", each.name, "\" can't take ", amount),
+                          .likely = "a number of the profile or the target that can't be"});
   return Run(resources_, activities_, gates_).finish();
 }
 

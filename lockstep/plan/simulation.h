@@ -53,7 +53,6 @@ struct Times {
 
 struct Outcome {
   std::vector<Times> activities;  // seconds from the start, in the order of add()
-  std::vector<double> busy;       // of each resource: seconds in which some activity uses it
   double end = 0;
 };
 
@@ -64,9 +63,8 @@ class Simulation {
   int add(MakeGate gate);  // one for each run()
 
   const std::vector<Activity>& activities() const { return activities_; }
-  const std::vector<Resource>& resources() const { return resources_; }
 
-  // Throws UsageError: activities that wait for each other, a resource without speed.
+  // Throws UsageError: activities that wait for each other, or take less than nothing or for ever; a resource without speed.
   Outcome run() const;
 
  private:

@@ -68,7 +68,7 @@ class AsyncStore {
 
  private:
   int home(int server) const { return server % b_.machines(); }
-  double size(int server) const { return sizes_[at(server)]; }
+  double size(int server) const { return sizes_[to_size(server)]; }
 
   Builder& b_;
   Ids locks_;                  // of the servers

@@ -2,6 +2,7 @@
 #include "lockstep/plan/target.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -54,10 +55,18 @@ void add_pipelines(std::vector<Choice>& all, const Target& target) {
 void require_possible(const Target& target) {
   require(target.machines >= 1, concat(target.machines, " machines"), "--machines takes 1 or more");
   require(target.devices >= 1, concat(target.devices, " devices on a machine"), "--devices takes 1 or more");
-  require(target.cores >= 0, concat(target.cores, " cores on a machine"), "--cores takes 1 or more");
-  require(target.link_rate > 0, "links that carry nothing", "--link-mbit takes megabits per second, such as 1000");
-  require(target.link_latency >= 0, "a link that delivers before it was sent to", "--link-latency-us takes 0 or more");
-  require(target.servers >= 0, concat(target.servers, " servers"), "--servers takes 1 or more");
+  require(std::int64_t{target.machines} * target.devices <= kMostDevices,
+          concat(target.machines, " machines with ", target.devices, " devices each"),
+          concat("together there may be ", with_thousands(kMostDevices), " devices"));
+  require(target.cores >= 0, concat(target.cores, " cores on a machine"), "--cores takes 0 or more");
+  require(std::isfinite(target.link_rate) && target.link_rate > 0,
+          concat("links that carry ", target.link_rate, " bytes/s"),
+          "--link-mbit takes megabits per second, such as 1000");
+  require(std::isfinite(target.link_latency) && target.link_latency >= 0,
+          concat("links with a latency of ", target.link_latency, " s"),
+          "--link-latency-us takes microseconds: 0 or more");
+  require(target.servers >= 0 && target.servers <= kMostDevices, concat(target.servers, " servers"),
+          concat("--servers takes 0 to ", with_thousands(kMostDevices)));
   require(target.batch >= target.all_devices(),
           concat("a batch of ", target.batch, " for ", target.all_devices(), " devices: some would have nothing to do"),
           "give a larger --batch-size, or fewer machines or devices");

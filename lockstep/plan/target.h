@@ -21,12 +21,16 @@ struct Target {
   double link_latency = 1e-4;  // seconds, one way
   std::int64_t batch = 1;      // samples of a step, over all devices
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
-  int epochs = 1;
-  // The machines are network namespaces on one: all of them together have its cores and memory. Only a benchmark has such.
+  std::int64_t epochs = 1;
+  // The machines are network namespaces on one: all of them together have its cores and memory, also for what the kernel does to
+  // shape and carry each byte of a link (seconds of a core). Only a benchmark has such.
   bool on_one_machine = false;
+  double work_of_link_byte = 0;
 
   int all_devices() const { return machines * devices; }
 };
+
+constexpr int kMostDevices = 65536;  // of a target: no forecast is known to be right for more
 
 // Throws UsageError naming what can't be.
 void require_possible(const Target& target);
@@ -55,7 +59,7 @@ struct Choice {
   int staleness = 4;                                 // kStoreBounded
   PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
   int stages = 1;                                    // pipeline
-  int micro_batches = 4;                             // pipeline
+  int micro_batches = 4;                             // pipeline, unless naive
   double bucket_bytes = kUsualBucket;                // ddp between machines
   Compression compression = Compression::kNone;      // ddp between machines; of stores with servers only two bits
 
@@ -64,6 +68,7 @@ struct Choice {
   bool exact() const;               // the same result as on one device: neither stale nor averaged later nor compressed
   bool has_device_threads() const;  // the devices of a machine are threads of one process
   bool has_servers() const;
+  int parts_of_batch() const { return order == PipelineSchedule::kNaive ? 1 : micro_batches; }  // pipeline
 };
 
 // Every choice that the target allows. pieces: into which the model can be cut; 0: it can't be.

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/plan/forecast.h"
 #include "lockstep/plan/measure.h"
@@ -69,10 +70,12 @@ void choose_strategy(TrainOptions& options, const Task& task, const std::string&
     options.strategy.kind = StrategyKind::kSingle;
     return say("single: there is one device");
   }
-  if (wanted_kind(options) == torch::kCUDA)
+  const auto wanted = wanted_kind(options);
+  if (wanted ? *wanted == torch::kCUDA : cuda_device_count_before_fork() >= devices)
     throw UsageError({.what = "--strategy auto with GPUs, of which it has no measurements",
                       .next = "choose a --strategy; ddp suits nearly always"});
   if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
+  require_batch_for_ranks(options.loader.batch_size, devices);
   log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
   const plan::Profile profile =
       plan::measure({.task = task, .strategy = options.strategy, .batch = options.loader.batch_size, .data = [&] {

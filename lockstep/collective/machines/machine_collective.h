@@ -17,7 +17,7 @@
 namespace lockstep {
 
 // Bytes of a chunk of a reduction: an eighth of the array, so that its steps overlap, within limits.
-inline std::size_t chunk_bytes(std::size_t bytes) {
+constexpr std::size_t chunk_bytes(std::size_t bytes) {
   constexpr std::size_t kSmallest = std::size_t{512} << 10;
   constexpr std::size_t kLargest = std::size_t{4} << 20;
   constexpr std::size_t kChunksWanted = 8;
