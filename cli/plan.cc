@@ -18,6 +18,7 @@
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/option_table.h"
+#include "lockstep/train/run_facts.h"
 
 namespace lockstep::plan {
 namespace {
@@ -57,7 +58,7 @@ std::string given_options(TrainOptions options) {
     if (value == others[i].value()) continue;
     text += concat(" ", given[i].name);
     if (value.is_string())
-      text += concat(" '", value.get<std::string>(), "'");
+      text += concat(" ", for_shell(value.get<std::string>()));
     else if (!value.is_boolean())
       text += concat(" ", value.dump());
   }

@@ -64,6 +64,23 @@ int pack(Builder& b, int device, double bytes) {
                           : b.touch(device, machine, "pack", 2 * bytes);
 }
 
+// A message of World's (collective/machines/gloo_messages.cc): where it is not small its size goes first, and the receiver asks
+// for the data when it has that.
+Builder::Message send(Builder& b, int actor, int from, int to, const std::string& name, double bytes,
+                      const Ids& after) {
+  constexpr double kSize = 24, kSmall = 4096 - kSize;
+  if (from == to || bytes <= kSmall) return b.post(actor, from, to, name, bytes, after);
+  return b.post(actor, from, to, name, bytes, {b.post(actor, from, to, name, kSize, after).arrived});
+}
+
+// What says which keys a push has, and which of them have a value.
+Ids announce_push(Builder& b, int device, int home, const Ids& after) {
+  constexpr double kRequest = 130, kFlags = 10;  // bytes, about
+  const int machine = b.machine_of(device);
+  const Builder::Message request = send(b, device, machine, home, "push", kRequest, after);
+  return {send(b, device, machine, home, "push", kFlags, {request.left}).left};
+}
+
 // The parts of all workers.
 void decode_all(Builder& b, int server, int home, double bytes, const Ids& pushed) {
   b.compute(server, home, "decode", bytes * b.devices() * two_bits(b).decode, pushed);
@@ -219,15 +236,15 @@ void store_sync(Builder& b, const Ids& servers) {
   std::vector<Ids> answers(to_size(b.devices()));
   for (std::size_t s = 0; s < servers.size(); ++s) {
     const int home = static_cast<int>(s) % b.machines();
-    std::vector<Ids> pushes(to_size(b.devices())),
-        pulls(to_size(b.devices()));  // what the next one on a connection waits for
+    std::vector<Ids> pushes, pulls(to_size(b.devices()));  // what the next one on a connection waits for
+    for (const int device : b.all_devices()) pushes.push_back(announce_push(b, device, home, b.last(device)));
     for (const double size : parts[s]) {
       Ids pushed;
       for (const int device : b.all_devices()) {
         const int machine = b.machine_of(device);
         Ids ready{pack(b, device, size)};
         append(ready, pushes[to_size(device)]);
-        const Builder::Message push = b.post(device, machine, home, "push", size * sent_share(b), ready);
+        const Builder::Message push = send(b, device, machine, home, "push", size * sent_share(b), ready);
         pushes[to_size(device)] = {push.left};
         pushed.push_back(push.arrived);
       }
@@ -236,7 +253,7 @@ void store_sync(Builder& b, const Ids& servers) {
       for (const int device : b.all_devices()) {
         Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
         append(ready, pulls[to_size(device)]);
-        const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", size, ready);
+        const Builder::Message pull = send(b, servers[s], home, b.machine_of(device), "pull", size, ready);
         pulls[to_size(device)] = {pull.left};
         answers[to_size(device)].push_back(pull.arrived);
       }
@@ -254,7 +271,8 @@ AsyncStore::AsyncStore(Builder& builder, const Ids& locks) : b_(builder), locks_
 int AsyncStore::push(int device, int server, const Ids& after) {
   const int machine = b_.machine_of(device);
   const int packed = b_.touch(device, machine, "pack", 2 * size(server), after);
-  return b_.post(device, machine, home(server), "push", size(server), {packed}).arrived;
+  const Ids announced = announce_push(b_, device, home(server), {packed});
+  return send(b_, device, machine, home(server), "push", size(server), announced).arrived;
 }
 
 int AsyncStore::update(int device, int server, const Ids& after) {
@@ -269,8 +287,11 @@ int AsyncStore::ask(int device, int server, const Ids& after) {
 }
 
 int AsyncStore::pull(int device, int server, const Ids& after) {
+  constexpr double kReply = 8;  // bytes, before the values
   const int copied = b_.pass_locked(locks_[to_size(server)], home(server), 2 * size(server), after);
-  return b_.post(device, home(server), b_.machine_of(device), "pull", size(server), {copied}).arrived;
+  const int machine = b_.machine_of(device);
+  const Builder::Message reply = b_.post(device, home(server), machine, "pull", kReply, {copied});
+  return send(b_, device, home(server), machine, "pull", size(server), {reply.left}).arrived;
 }
 
 void AsyncStore::unpack(int device, const Ids& after) {

@@ -94,6 +94,17 @@ Line memory_by_samples(const Profile& profile) {
   return line_through(points);
 }
 
+// Ends of connections on a machine: each process has one to each other machine, and a store's workers and servers have more
+// between them.
+double connections_of(const Target& target, const Choice& choice) {
+  if (target.machines == 1) return 0;
+  const double servers = choice.has_servers() ? static_cast<double>(choice.servers) / target.machines : 0;
+  const double processes =
+      (choice.has_device_threads() && choice.method != Method::kPipeline ? 1 : target.devices) + servers;
+  return processes * (target.machines - 1) +
+         (choice.has_servers() ? target.devices * choice.servers + servers * target.all_devices() : 0);
+}
+
 // A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
 // and state; where the replicas share a copy, all but the gradients exist once.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
@@ -139,7 +150,8 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
 // With what they share, libraries above all.
 double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
   const int machines = target.on_one_machine ? target.machines : 1;
-  return profile.common_bytes + machines * memory_of_processes(profile, target, choice);
+  return profile.common_bytes + machines * (memory_of_processes(profile, target, choice) +
+                                            connections_of(target, choice) * profile.connection_bytes);
 }
 
 std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <fstream>
 #include <numeric>
@@ -45,7 +46,8 @@ namespace {
 
 // Seconds for steps: of ranks that have a core each; of twice as many; of one process with all cores, and with device threads.
 constexpr double kForSteps = 7, kForCrowdedSteps = 4, kForThreads = 3, kForDeviceThreads = 3;
-constexpr int kRounds = 300;  // of what takes microseconds
+constexpr int kRounds = 300;                                         // of what takes microseconds
+constexpr std::array kMessages{1 << 10, 1 << 15, 1 << 20, 1 << 23};  // bytes that are all-reduced
 constexpr std::size_t kCopied = std::size_t{32} << 20;
 constexpr double kMostMemory = 0.5;  // of what is free: more ranks than that holds are not tried
 
@@ -149,7 +151,7 @@ double barrier_seconds(const World& world) {
 std::vector<SizedTime> all_reduce_times(const World& world) {
   constexpr int kTimed = 10;
   std::vector<SizedTime> times;
-  for (const std::int64_t bytes : {1 << 10, 1 << 15, 1 << 20, 1 << 23}) {
+  for (const std::int64_t bytes : kMessages) {
     const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
     std::vector<double> seconds;
     for (int i = 0; i < kTimed; ++i) {
@@ -312,16 +314,20 @@ void run_machines(int count, const std::function<void(World&)>& body) {
 }
 
 void measure_loopback(Profile& profile) {
+  constexpr double kAbout = 1e-3;  // seconds, which decides how often it is done
+  const double before = own_bytes();
+  run_machines(4, [&](World& world) {
+    const auto work = all_reduce_work(world, {{.bytes = kMessages.front(), .seconds = kAbout}});
+    if (world.rank() > 0) return;
+    profile.loopback_work_of_four = work.front().seconds;
+    profile.connection_bytes = std::max(0.0, own_bytes() - before) / (4 * 3);
+  });
   run_machines(2, [&](World& world) {
     const auto times = all_reduce_times(world);
     const auto work = all_reduce_work(world, times);
     if (world.rank() > 0) return;
     profile.loopback = times;
     profile.loopback_work = work;
-  });
-  run_machines(4, [&](World& world) {
-    const auto work = all_reduce_work(world, {profile.loopback.front()});
-    if (world.rank() == 0) profile.loopback_work_of_four = work.front().seconds;
   });
 }
 

@@ -26,7 +26,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedMemory, samples, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, data, cores, parameter_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
                                    common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
-                                   handover, crowded_handover, loopback, loopback_work, loopback_work_of_four)
+                                   handover, crowded_handover, loopback, loopback_work, loopback_work_of_four,
+                                   connection_bytes)
 
 namespace {
 
@@ -95,7 +96,7 @@ std::string impossible_field(const Profile& p) {
   if (p.copy_speed.empty() || !std::ranges::all_of(p.copy_speed, is_speed)) return "copy_speed";
   if (!can_be(p.loopback) || !can_be(p.loopback_work)) return "loopback";
   if (!are_amounts({p.output_bytes, p.loss, p.common_bytes, p.idle_bytes, p.barrier, p.crowded_barrier, p.handover,
-                    p.crowded_handover, p.loopback_work_of_four}))
+                    p.crowded_handover, p.loopback_work_of_four, p.connection_bytes}))
     return "one of the single numbers";
   return "";
 }

@@ -11,7 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/file.h"
+namespace lockstep {
+class AtomicFile;
+}
 
 namespace lockstep::plan {
 
@@ -99,6 +101,7 @@ struct Profile {
   std::vector<SizedTime> loopback;  // all_reduce of two machines over loopback: what messages cost without a link
   std::vector<SizedTime> loopback_work;  // the same: seconds of cores that it takes on both machines together
   double loopback_work_of_four = 0;      // of the smallest of them between four machines
+  double connection_bytes = 0;           // of memory, at each end of a connection between machines
 };
 
 // Seconds of a forward and backward with that many samples; straight lines between what was measured.

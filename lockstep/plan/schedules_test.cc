@@ -339,6 +339,19 @@ TEST(Schedules, TheMemoryOfMachinesOnOneIsThatOfAll) {
   EXPECT_NEAR(forecast(round_profile(), namespaces(2, true), choice).memory, 150e6 + 2 * process, 1);
 }
 
+// A rank has a connection to each other machine; with servers worker and server have one more, and the server is a process, too.
+TEST(Schedules, ConnectionsBetweenMachinesTakeMemory) {
+  const auto more = [](int machines, const Choice& choice) {
+    Profile profile = round_profile();
+    const double without = forecast(profile, namespaces(machines, true), choice).memory;
+    profile.connection_bytes = 1e6;
+    return (forecast(profile, namespaces(machines, true), choice).memory - without) / 1e6;
+  };
+  EXPECT_NEAR(more(4, {.method = Method::kDdp}), 4 * 3, 1e-9);
+  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 1}), 5 * 3 + 2 * 4, 1e-9);
+  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 4}), 8 * 3 + 2 * 16, 1e-9);
+}
+
 // An all_reduce of two machines is four messages: one of them takes 1 ms of cores, half of it at each end.
 TEST(Schedules, AMessageTakesCoresAtBothEnds) {
   Profile profile = round_profile();

@@ -14,14 +14,6 @@
 namespace lockstep {
 namespace {
 
-std::string for_shell(const std::string& word) {
-  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
-  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
-  std::string quotes = "'";
-  for (const char letter : word) quotes += letter == '\'' ? std::string(R"('\'')") : std::string(1, letter);
-  return quotes + "'";
-}
-
 Json machine() {
   return {{"host", host_name()},
           {"cpu", proc_value("/proc/cpuinfo", "model name")},
@@ -34,6 +26,14 @@ constexpr std::array kFacts = {
     "update_seconds", "data_seconds", "pss_bytes",       "peak_rss_bytes"};
 
 }  // namespace
+
+std::string for_shell(const std::string& word) {
+  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
+  std::string quotes = "'";
+  for (const char letter : word) quotes += letter == '\'' ? std::string(R"('\'')") : std::string(1, letter);
+  return quotes + "'";
+}
 
 std::string command_of(int argc, const char* const* argv) {
   std::string program = argv[0];

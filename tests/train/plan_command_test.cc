@@ -24,7 +24,8 @@ constexpr std::chrono::seconds kMeasures{120};
 
 Ended plan_lenet(const Words& words) {
   return testing::run(
-      Words{LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic", "--batch-size", "8"} + words, kMeasures);
+      Words{LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic", "--batch-size", "8"} + words,
+      kMeasures);
 }
 
 TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
@@ -54,10 +55,19 @@ TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
   EXPECT_TRUE(contains(machines.output, "link MB/step"));
   EXPECT_TRUE(contains(read_file(folder.file("t.json")), "forecast: network of machine 3"));
 
+  const Ended text = plan_lenet(profile + Words{"--devices", "2", "--epochs", "3"});
+  ASSERT_EQ(text.exit_code, 0) << text.error;
+  EXPECT_TRUE(contains(text.output, "lockstep train --data synthetic --epochs 3 --batch-size 8 --strategy"))
+      << text.output;
+
   const Ended other = testing::run({LOCKSTEP_COMMAND, "plan", "--model", "mlp", "--data", "synthetic", "--batch-size",
                                     "8", "--profile", folder.file("profile.json")});
   EXPECT_EQ(other.exit_code, 2);
   EXPECT_TRUE(contains(other.error, "the profile is of another model"));
+  const Ended data = testing::run({LOCKSTEP_COMMAND, "plan", "--model", "lenet", "--data", "synthetic:64x1x28x28",
+                                   "--batch-size", "8", "--profile", folder.file("profile.json")});
+  EXPECT_EQ(data.exit_code, 2);
+  EXPECT_TRUE(contains(data.error, "the profile was made with other data"));
   const Ended crowd = plan_lenet(profile + Words{"--devices", "9"});
   EXPECT_EQ(crowd.exit_code, 2);
   EXPECT_TRUE(contains(crowd.error, "a target that can't be: a batch of 8 for 9 devices"));
@@ -73,6 +83,13 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--of", "ddp"}).exit_code, 2);
+  const Ended nowhere = plan_lenet({"--profile", folder.file("missing/profile.json")});
+  EXPECT_EQ(nowhere.exit_code, 1);
+  EXPECT_FALSE(contains(nowhere.error, "measuring")) << nowhere.error;
+  const Ended small = testing::run({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic",
+                                    "--batch-size", "2", "--strategy", "auto", "--ranks", "4"});
+  EXPECT_EQ(small.exit_code, 2);
+  EXPECT_FALSE(contains(small.error, "measures")) << small.error;
 }
 
 TEST(PlanCommand, TrainingTakesTheChoiceAndSaysWhy) {
