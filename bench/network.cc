@@ -84,9 +84,8 @@ double receive_to_end(const UniqueFd& socket) {
   return bytes / watch.seconds();
 }
 
-// Between hosts 0 and 1; bytes of data per second of the slower direction.
-double send_both_ways(const Network& network, std::chrono::milliseconds time) {
-  const std::array<TcpConnection, 2> directions{connect(network, 0, 1), connect(network, 1, 0)};
+// Bytes of data per second of the slower direction.
+double send_both_ways(const std::array<TcpConnection, 2>& directions, std::chrono::milliseconds time) {
   std::vector<std::future<void>> senders;
   std::vector<std::future<double>> receivers;
   const Deadline end = Deadline::after(kWarmUp + time);
@@ -97,6 +96,10 @@ double send_both_ways(const Network& network, std::chrono::milliseconds time) {
   for (auto& sender : senders) sender.get();
   const double there = receivers[0].get();
   return std::min(there, receivers[1].get());
+}
+
+std::array<TcpConnection, 2> both_directions(const Network& network) {
+  return {connect(network, 0, 1), connect(network, 1, 0)};
 }
 
 // Of all cores of this machine since it started, whoever they worked for.
@@ -196,14 +199,19 @@ void add_link_options(Program& program, LinkOptions& link) {
 }
 
 // What TCP gets through a link: the rate less the headers, and less what shaping costs.
-double measured_bytes_per_second(const Network& network) { return send_both_ways(network, kMeasured); }
+double measured_bytes_per_second(const Network& network) { return send_both_ways(both_directions(network), kMeasured); }
 
 double measured_work_of_byte(const Network& network) {
   constexpr std::chrono::milliseconds kFor{2000};  // /proc/stat counts hundredths of a second
   const auto carried = [&] { return network.bytes(0).sent + network.bytes(1).sent; };
-  const double busy = busy_seconds_of_cores(), bytes = carried();
-  send_both_ways(network, kFor);
-  return (busy_seconds_of_cores() - busy) / (carried() - bytes);
+  const double idle = busy_seconds_of_cores(), none = carried();
+  send_both_ways(both_directions(network), kFor);
+  const double through_links = (busy_seconds_of_cores() - idle) / (carried() - none);
+  const double before = busy_seconds_of_cores();
+  const std::chrono::duration<double> seconds = kWarmUp + kMeasured;
+  const double loopback =
+      2 * send_both_ways({connect_on_loopback(), connect_on_loopback()}, kMeasured) * seconds.count();
+  return std::max(0.0, through_links - (busy_seconds_of_cores() - before) / loopback);
 }
 
 double measured_latency(const Network& network) {

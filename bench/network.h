@@ -94,7 +94,8 @@ class Network {
 // What TCP gets through the links between hosts 0 and 1, in bytes of data per second and direction, while both send.
 double measured_bytes_per_second(const Network& network);
 
-// Seconds of this machine's cores that each byte of such a stream takes, frames with headers counted: for both ends and the switch.
+// Seconds of this machine's cores that each byte of such a stream takes more than over loopback, frames with headers counted: to
+// cut, shape, switch and put together.
 double measured_work_of_byte(const Network& network);
 
 // Seconds that a byte takes from host 0 to host 1 more than over loopback: half the difference of the round trips.

@@ -20,7 +20,7 @@ struct MeasuredCase {
 
 struct MeasuredLink {
   double latency = 0;       // seconds, one way, more than over loopback
-  double work_of_byte = 0;  // seconds of this machine's cores: what shaping and carrying a byte takes them
+  double work_of_byte = 0;  // seconds of this machine's cores that shaping and carrying a byte takes, more than over loopback
 };
 
 // As the case's hosts have them; on one machine there are none.

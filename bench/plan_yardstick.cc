@@ -9,6 +9,21 @@
 #include "lockstep/deadline.h"
 
 namespace lockstep::bench {
+namespace {
+
+// While this lives torch has one thread. Not for each step: oneDNN prepares its convolutions anew after every change.
+class OneThread {
+ public:
+  OneThread() : before_(at::get_num_threads()) { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int before_;
+};
+
+}  // namespace
 
 YardstickPlan yardstick_for(const PlanCase& one, int cores) {
   if (one.has_device_threads()) return {.devices = one.devices > 1 ? cores : 1};
@@ -24,6 +39,7 @@ Yardstick::Yardstick(const PlanCase& one, int cores, const World& world, std::op
     training_.emplace(subject_of(one), plan_.devices);
     batch_ = plan::batch_of(data, plan_.devices * one.samples_of_device());
   }
+  const OneThread one_thread;
   step();
   steps_ = std::clamp(static_cast<int>(kFor / plan::largest_of(world_, step())), 1, kMostSteps);
 }
@@ -31,6 +47,7 @@ Yardstick::Yardstick(const PlanCase& one, int cores, const World& world, std::op
 double Yardstick::seconds() {
   // What the other ranks still do for the barrier is over by then. Another one between the steps would bring that back.
   constexpr double kSettled = 0.05;
+  const OneThread one_thread;
   world_.barrier();
   for (const Stopwatch watch; training_ && watch.seconds() < kSettled;) step();
   std::vector<double> seconds;
@@ -40,10 +57,7 @@ double Yardstick::seconds() {
 
 double Yardstick::step() {
   if (!training_) return 0;
-  const int threads = at::get_num_threads();
-  if (threads > 1) at::set_num_threads(1);  // not where nothing changes: oneDNN would prepare its convolutions anew
   const plan::StepTimes times = training_->step(batch_);
-  if (threads > 1) at::set_num_threads(threads);
   return times.forward + times.backward;
 }
 

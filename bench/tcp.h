@@ -23,6 +23,8 @@ using InNetwork = std::function<void(const std::function<void()>&)>;
 // Throws SystemError.
 TcpConnection connect_over_tcp(const std::string& address, const InNetwork& from, const InNetwork& to);
 
+TcpConnection connect_on_loopback();
+
 // Median seconds of one byte there and back; the connection can't be used after that. Throws SystemError.
 double round_trip(const TcpConnection& ends);
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
-#include <optional>
 #include <set>
 
 #include "bench/harness.h"
@@ -55,7 +54,7 @@ std::string given_options(TrainOptions options) {
   std::string text;
   for (std::size_t i = 0; i < given.size(); ++i) {
     const Json value = given[i].value();
-    if (value == others[i].value()) continue;
+    if (value.is_null() || value == others[i].value()) continue;  // null: the optimizer has none
     text += concat(" ", given[i].name);
     if (value.is_string())
       text += concat(" ", for_shell(value.get<std::string>()));
@@ -106,11 +105,11 @@ Profile profile_for(const PlanOptions& options, const Task& task) {
     require_profile_of(profile, subject, options.other_machine);
     return profile;
   }
-  std::optional<AtomicFile> file;  // before measuring: it may be one that can't be written
-  if (!options.profile.empty()) file.emplace(options.profile);
+  if (!options.profile.empty())
+    static_cast<void>(AtomicFile(options.profile));  // throws now where it could not be written later
   log_info(concat("measuring ", task.name, " on this machine, 20 to 30 s"));
   const Profile profile = measure(subject);
-  if (file) save_profile(*file, profile);
+  if (!options.profile.empty()) save_profile(options.profile, profile);
   return profile;
 }
 

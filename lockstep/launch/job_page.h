@@ -81,7 +81,8 @@ struct TraceRecord {
   std::atomic<std::int32_t> fd{-1};      // of the ring, in the rank's process
 };
 
-// Written by one rank. Times are ns of CLOCK_MONOTONIC. What every step writes comes first: few cache lines for it to bring.
+// Written by one rank, but for job_rank and trace.until. Times are ns of CLOCK_MONOTONIC. What every step touches stands before the
+// long arrays, so that it needs few cache lines.
 struct alignas(kCacheLine) RankRecord {
   std::atomic<std::int32_t> pid{0};         // 0: the rank has not used lockstep yet
   std::atomic<std::int32_t> job_rank{0};    // set by the launcher

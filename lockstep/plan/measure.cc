@@ -67,13 +67,14 @@ class ResultFile {
     if (fd < 0) throw system_error("make", path_);
     ::close(fd);
   }
-  ~ResultFile() {
-    std::error_code ignored;
-    std::filesystem::remove(path_, ignored);
-  }
+  ~ResultFile() { remove(); }
   ResultFile(const ResultFile&) = delete;
   ResultFile& operator=(const ResultFile&) = delete;
   const std::string& path() const { return path_; }
+  void remove() const {
+    std::error_code ignored;
+    std::filesystem::remove(path_, ignored);
+  }
 
  private:
   std::string path_;
@@ -92,7 +93,10 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     return 0;
   };
   const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
-  if (!ended.failure && ended.exit_code > 128) ::raise(ended.exit_code - 128);  // the signal that launch() has taken
+  if (!ended.failure && ended.exit_code > 128) {
+    file.remove();
+    ::raise(ended.exit_code - 128);  // the signal that launch() has taken
+  }
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
                        .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
@@ -315,12 +319,16 @@ void run_machines(int count, const std::function<void(World&)>& body) {
 
 void measure_loopback(Profile& profile) {
   constexpr double kAbout = 1e-3;  // seconds, which decides how often it is done
-  const double before = own_bytes();
+  double of_two = 0;               // bytes, with all that is made once in a process
+  run_machines(2, [&](World& world) {
+    all_reduce_work(world, {{.bytes = kMessages.front(), .seconds = kAbout}});
+    if (world.rank() == 0) of_two = own_bytes();
+  });
   run_machines(4, [&](World& world) {
     const auto work = all_reduce_work(world, {{.bytes = kMessages.front(), .seconds = kAbout}});
     if (world.rank() > 0) return;
     profile.loopback_work_of_four = work.front().seconds;
-    profile.connection_bytes = std::max(0.0, own_bytes() - before) / (4 * 3);
+    profile.connection_bytes = std::max(0.0, own_bytes() - of_two) / (4 * 3 - 2);
   });
   run_machines(2, [&](World& world) {
     const auto times = all_reduce_times(world);

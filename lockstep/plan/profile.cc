@@ -39,21 +39,22 @@ bool is_amount(double value) { return std::isfinite(value) && value >= 0; }
 
 bool are_amounts(std::initializer_list<double> values) { return std::ranges::all_of(values, is_amount); }
 
-bool is_speed(double value) { return std::isfinite(value) && value > 0; }
+bool is_positive(double value) { return std::isfinite(value) && value > 0; }
 
-bool can_be(const std::vector<StepTimes>& points) {
+// Of a small model device threads may take no longer than the handover, which is taken off.
+bool can_be(const Curve& curve) {
   std::int64_t before = 0;
-  for (const StepTimes& each : points) {
+  for (const StepTimes& each : curve.points) {
     if (each.samples <= before || !are_amounts({each.forward, each.backward, each.update})) return false;
-    if (each.forward + each.backward <= 0) return false;
+    if (curve.at_once == 1 && each.forward + each.backward <= 0) return false;
     before = each.samples;
   }
-  return !points.empty();
+  return curve.at_once >= 1 && curve.threads >= 1 && !curve.points.empty();
 }
 
 bool can_be(const std::vector<SizedTime>& times) {
   return std::ranges::all_of(times,
-                             [](const SizedTime& each) { return is_amount(each.bytes) && is_speed(each.seconds); });
+                             [](const SizedTime& each) { return is_amount(each.bytes) && is_positive(each.seconds); });
 }
 
 bool can_be(const std::vector<PieceTimes>& pieces) {
@@ -76,24 +77,22 @@ bool can_be(const std::vector<ModuleTimes>& modules) {
 
 // The first field with a number that can't be, or "".
 std::string impossible_field(const Profile& p) {
-  const auto amounts = [](double value) { return is_amount(value); };
   if (p.cores < 1 || p.cores > kMostCores) return "cores";
-  if (p.curves.empty() || !std::ranges::all_of(p.curves, [](const Curve& curve) {
-        return curve.at_once >= 1 && curve.threads >= 1 && can_be(curve.points);
-      }))
-    return "curves";
-  if (p.parameter_bytes < 0 || !std::ranges::all_of(p.tensors, amounts)) return "tensors";
+  if (p.curves.empty() || p.curves.front().at_once != 1 || p.curves.front().threads != 1) return "curves";
+  for (const Curve& curve : p.curves)
+    if (!can_be(curve)) return "curves";
+  if (p.parameter_bytes < 0 || !std::ranges::all_of(p.tensors, is_amount)) return "tensors";
   if (p.state_bytes < 0 || p.dataset < 0) return "state_bytes or dataset";
-  if (!std::ranges::is_sorted(p.spread) || !std::ranges::all_of(p.spread, is_speed)) return "spread";
+  if (!std::ranges::is_sorted(p.spread) || !std::ranges::all_of(p.spread, is_positive)) return "spread";
   if (!can_be(p.modules)) return "modules";
   if (!can_be(p.pieces)) return "pieces";
   if (!std::ranges::all_of(p.compression, [](const CompressionTimes& each) {
         return are_amounts({each.sent, each.encode, each.decode});
       }))
     return "compression";
-  if (!std::ranges::all_of(p.memory_of_rank, [](const SizedMemory& each) { return is_amount(each.bytes); }))
+  if (!std::ranges::all_of(p.memory_of_rank, [](const SizedMemory& each) { return is_positive(each.bytes); }))
     return "memory_of_rank";
-  if (p.copy_speed.empty() || !std::ranges::all_of(p.copy_speed, is_speed)) return "copy_speed";
+  if (p.copy_speed.empty() || !std::ranges::all_of(p.copy_speed, is_positive)) return "copy_speed";
   if (!can_be(p.loopback) || !can_be(p.loopback_work)) return "loopback";
   if (!are_amounts({p.output_bytes, p.loss, p.common_bytes, p.idle_bytes, p.barrier, p.crowded_barrier, p.handover,
                     p.crowded_handover, p.loopback_work_of_four, p.connection_bytes}))
@@ -190,16 +189,9 @@ void require_possible_numbers(const Profile& profile, const std::string& source)
                      .next = "make a new one: lockstep plan --profile with another file"});
 }
 
-void save_profile(AtomicFile& file, const Profile& profile) {
+void save_profile(const std::filesystem::path& file, const Profile& profile) {
   require_possible_numbers(profile, "the profile");
-  const std::string text = text_of(profile);
-  file.write(text.data(), text.size());
-  file.commit();
-}
-
-void save_profile(const std::filesystem::path& path, const Profile& profile) {
-  AtomicFile file(path);
-  save_profile(file, profile);
+  write_file(file, text_of(profile));
 }
 
 Profile load_profile(const std::filesystem::path& file) {

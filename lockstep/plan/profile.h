@@ -11,10 +11,6 @@
 #include <string>
 #include <vector>
 
-namespace lockstep {
-class AtomicFile;
-}
-
 namespace lockstep::plan {
 
 constexpr int kProfileFormat = 4;  // raised when a reader of the old one would misunderstand the new one
@@ -130,9 +126,8 @@ Profile profile_in(const std::string& text, const std::string& source);
 // Throws DataError: a number that can't be, which would make a strategy look as if it took no time.
 void require_possible_numbers(const Profile& profile, const std::string& source);
 
-// With possible numbers. Throws DataError, or SystemError: the file can't be written, or read.
+// Both check the numbers. Throw DataError, or SystemError: the file can't be written, or read.
 void save_profile(const std::filesystem::path& file, const Profile& profile);
-void save_profile(AtomicFile& file, const Profile& profile);
 Profile load_profile(const std::filesystem::path& file);
 
 }  // namespace lockstep::plan

@@ -78,6 +78,14 @@ TEST_F(ProfileFile, WithANumberThatCannotBeIsAnError) {
   refuses("memory that is not read", [](Profile& p) { p.copy_speed = {0}; });
   refuses("a spread that is not sorted", [](Profile& p) { p.spread = {1.1, 0.9}; });
   refuses("a wait for ever", [&](Profile& p) { p.barrier = never; });
+  refuses("a rank without memory", [&](Profile& p) { p.memory_of_rank = {{.samples = 1}}; });
+  refuses("no curve of a rank alone", [](Profile& p) { p.curves.front().at_once = 2; });
+}
+
+TEST_F(ProfileFile, OfDeviceThreadsThatTakeNoLongerThanTheHandoverIsFine) {
+  Profile profile = some_profile();
+  profile.curves.push_back({.at_once = 2, .in_one_process = true, .points = {{.samples = 1}}});
+  EXPECT_NO_THROW(save_profile(file_, profile));
 }
 
 TEST(Profile, HasStraightLinesBetweenWhatWasMeasured) {

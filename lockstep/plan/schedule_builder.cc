@@ -271,7 +271,7 @@ std::vector<double> Builder::speeds_of_cores() const {
 }
 
 std::vector<double> Builder::speeds_of_updates() const {
-  return speeds(2 * profile_.cores, [](const StepTimes& times) { return times.update; });
+  return speeds(std::max(seats_, 2 * profile_.cores), [](const StepTimes& times) { return times.update; });
 }
 
 std::vector<double> Builder::speeds_of_copies() const {

@@ -58,7 +58,8 @@ void require_possible(const Target& target) {
   require(std::int64_t{target.machines} * target.devices <= kMostDevices,
           concat(target.machines, " machines with ", target.devices, " devices each"),
           concat("together there may be ", with_thousands(kMostDevices), " devices"));
-  require(target.cores >= 0, concat(target.cores, " cores on a machine"), "--cores takes 0 or more");
+  require(target.cores >= 0 && target.cores <= kMostDevices, concat(target.cores, " cores on a machine"),
+          concat("--cores takes 0 to ", with_thousands(kMostDevices)));
   require(std::isfinite(target.link_rate) && target.link_rate > 0,
           concat("links that carry ", target.link_rate, " bytes/s"),
           "--link-mbit takes megabits per second, such as 1000");

@@ -22,8 +22,8 @@ struct Target {
   std::int64_t batch = 1;      // samples of a step, over all devices
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
   std::int64_t epochs = 1;
-  // The machines are network namespaces on one: all of them together have its cores and memory, also for what the kernel does to
-  // shape and carry each byte of a link (seconds of a core). Only a benchmark has such.
+  // The machines are network namespaces on one: all of them together have its cores and memory, also for what shaping and carrying
+  // each byte of a link takes more than over loopback (seconds of a core). Only a benchmark has such.
   bool on_one_machine = false;
   double work_of_link_byte = 0;
 

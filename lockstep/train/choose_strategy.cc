@@ -70,11 +70,11 @@ void choose_strategy(TrainOptions& options, const Task& task, const std::string&
     options.strategy.kind = StrategyKind::kSingle;
     return say("single: there is one device");
   }
-  const auto wanted = wanted_kind(options);
+  if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
+  const auto wanted = wanted_kind(options);  // unless told: GPUs if there are enough
   if (wanted ? *wanted == torch::kCUDA : cuda_device_count_before_fork() >= devices)
     throw UsageError({.what = "--strategy auto with GPUs, of which it has no measurements",
-                      .next = "choose a --strategy; ddp suits nearly always"});
-  if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
+                      .next = "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu"});
   require_batch_for_ranks(options.loader.batch_size, devices);
   log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
   const plan::Profile profile =

@@ -92,6 +92,15 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   EXPECT_FALSE(contains(small.error, "measures")) << small.error;
 }
 
+TEST(PlanCommand, NamesTheCommandThatTrainsWhatItForecast) {
+  const Ended ended = plan_lenet({"--devices", "2", "--optimizer", "adamw", "--precision", "bfloat16"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.output, "lockstep train --data synthetic --batch-size 8 ")) << ended.output;
+  EXPECT_TRUE(contains(ended.output, " --optimizer adamw")) << ended.output;
+  EXPECT_TRUE(contains(ended.output, " --precision bfloat16")) << ended.output;
+  EXPECT_FALSE(contains(ended.output, "null")) << ended.output;
+}
+
 TEST(PlanCommand, TrainingTakesTheChoiceAndSaysWhy) {
   const TempFolder folder;
   const Ended ended =
