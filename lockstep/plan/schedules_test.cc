@@ -101,7 +101,7 @@ TEST(Schedules, AMachineWithMoreCoresThanTheProfilesComputesOnAll) {
     for (StepTimes& point : curve.points) point.update = 1e-3;
   const Target target{.devices = 16, .cores = 16, .batch = 16};
   const double update = 1e-3 / 16 * (1 + 15.0 / 3);  // a part of it, with 15 more gradients to read
-  EXPECT_NEAR(step_of(profile, target, {.method = Method::kDdp}), 1.5 * 3e-3 + update, 1e-9);
+  EXPECT_NEAR(step_of(profile, target, {.method = Method::kDdp}), 1.5 * (3e-3 + update), 1e-9);
 }
 
 TEST(Schedules, WhatBoundsAStepIsWhatMostOfItsTimeGoesTo) {
