@@ -12,6 +12,9 @@
 
 namespace lockstep::testing {
 
+// "At once" in a test, in seconds: more than a busy machine adds, far less than the timeout of five minutes.
+constexpr double kAtOnce = 30;
+
 // A folder of its own for a test, gone afterwards.
 class TempFolder {
  public:

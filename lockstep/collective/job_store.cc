@@ -135,16 +135,19 @@ c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEn
                                            milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
-  std::optional<Deadline> secret_by;  // since rank 0 answers
-  for (bool refused = false;;) {      // once is enough: rank 0 may give up, and go, before this rank does
+  std::optional<Deadline>
+      secret_by;  // since rank 0 answered, and did not let this rank in; it may have gone since then
+  for (;;) {
     if (auto answered = connect_securely(addresses, secret, deadline)) {
       if (auto store = say_hello(std::move(*answered), deadline, timeout)) return store;
       if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
-      if (secret_by->passed() && !secret.is_off() && !secret.find()) throw no_secret_here(endpoint, job);
-      refused = true;
     }
-    if (deadline.passed()) throw refused ? not_let_in(endpoint, job) : nobody_at(endpoint, job);
-    std::this_thread::sleep_for(std::min(refused ? kAskAgainEvery : kRetryEvery, deadline.left()));
+    const bool is_late = deadline.passed();
+    if (is_late && !secret_by) throw nobody_at(endpoint, job);
+    if ((is_late || (secret_by && secret_by->passed())) && !secret.is_off() && !secret.find())
+      throw no_secret_here(endpoint, job);
+    if (is_late) throw not_let_in(endpoint, job);
+    std::this_thread::sleep_for(std::min(secret_by ? kAskAgainEvery : kRetryEvery, deadline.left()));
   }
 }
 

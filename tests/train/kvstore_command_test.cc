@@ -217,7 +217,7 @@ TEST_F(KVStoreLoss, dist_sync_ends_with_a_clear_error_when_a_worker_is_killed) {
   signal_rank(launcher, 2, SIGKILL);
   const Stopwatch watch;
   EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
-  EXPECT_LT(watch.seconds(), 5);
+  EXPECT_LT(watch.seconds(), testing::kAtOnce);
   EXPECT_TRUE(contains(launcher.error(), "rank 2 was ended by signal 9"));
 }
 
@@ -250,7 +250,7 @@ TEST_F(KVStoreLoss, ends_with_a_clear_error_when_the_server_is_killed) {
   signal_rank(launcher, 0, SIGKILL);
   const Stopwatch watch;
   EXPECT_EQ(launcher.wait(), 128 + SIGKILL);
-  EXPECT_LT(watch.seconds(), 5);
+  EXPECT_LT(watch.seconds(), testing::kAtOnce);
   EXPECT_TRUE(contains(launcher.error(), "rank 0 was ended by signal 9"));
 }
 

@@ -181,7 +181,7 @@ TEST(Pipeline, ends_with_the_exception_of_one_stage) {
   const Stopwatch watch;
   EXPECT_TRUE(
       contains(message_of<DataError>([&] { strategy->forward_backward(batch_of(0)); }), "thrown in the middle"));
-  EXPECT_LT(watch.seconds(), 1);
+  EXPECT_LT(watch.seconds(), testing::kAtOnce);
 }
 
 // The stage that hangs outlives the strategy: what it uses must still be there when its function returns.
@@ -208,7 +208,7 @@ TEST(Pipeline, names_a_stage_that_hangs) {
   EXPECT_TRUE(contains(
       message_of<PeerLost>([&] { make_strategy(World::single(), task, options)->forward_backward(batch_of(0)); }),
       "cpu:"));
-  EXPECT_LT(watch.seconds(), 2);
+  EXPECT_LT(watch.seconds(), testing::kAtOnce);
   *go_on = true;
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
   while (threads_of_this_process() > threads_before && !deadline.passed()) std::this_thread::yield();
