@@ -6,7 +6,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/gloo_device.h"
-#include "lockstep/launch/insecure_network.h"
 
 namespace lockstep {
 namespace {
@@ -35,9 +34,10 @@ Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
   ignore_broken_pipes();
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
-  const GlooDevice device = network_is_insecure() ? plain_gloo_device(store, options) : tls_gloo_device(store, options);
+  const auto network = options.network ? options.network : join_gloo_network(*store, options);
+  const GlooDevice device = device_on(network, store, options);
   gloo_options->devices.push_back(device);
-  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options.rank, options.size, gloo_options);
+  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options, gloo_options, network);
   issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
   let_nobody_else_in(*device);
   return gloo;

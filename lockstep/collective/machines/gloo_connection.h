@@ -15,7 +15,12 @@ namespace lockstep {
 
 class GlooConnection : public c10d::ProcessGroupGloo {
  public:
-  using c10d::ProcessGroupGloo::ProcessGroupGloo;
+  GlooConnection(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options,
+                 c10::intrusive_ptr<Options> gloo_options, std::shared_ptr<GlooNetwork> network_of_ranks)
+      : ProcessGroupGloo(store, options.rank, options.size, std::move(gloo_options)),
+        network(std::move(network_of_ranks)) {}
+
+  const std::shared_ptr<GlooNetwork> network;
 
   // Closes all connections, which ends every wait here and at the peers. Blocks for about a millisecond.
   void close();

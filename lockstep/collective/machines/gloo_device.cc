@@ -5,10 +5,14 @@
 #include <gloo/transport/tcp/attr.h>
 #include <link.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -16,8 +20,10 @@
 #include "lockstep/collective/machines/gloo_identity.h"
 #include "lockstep/collective/machines/listener_filter.h"
 #include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"
+#include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/interfaces.h"
 
 namespace gloo::transport::tcp::tls {  // as libtorch has it; Debian's headers do not
@@ -43,7 +49,7 @@ RendezvousError cannot_use_gloo(const std::string& why) {
 // gloo_openssl.cc, before Gloo opens `libssl.so` for the first time.
 void load_openssl_for_gloo() {
   Dl_info own{};
-  ::dladdr(reinterpret_cast<void*>(&plain_gloo_device), &own);
+  ::dladdr(reinterpret_cast<void*>(&join_gloo_network), &own);
   const auto path = std::filesystem::path(own.dli_fname).parent_path() / "lockstep_gloo_openssl.so";
   void* const ours = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (ours == nullptr) throw cannot_use_gloo(::dlerror());
@@ -141,53 +147,138 @@ std::vector<std::string> exchange_alike(c10d::Store& store, const std::string& m
   return texts;
 }
 
-// ---- The device
+// ---- Listeners
 
-class TlsDevice final : public gloo::transport::Device {
+// A device of Gloo, which several connections share.
+class GlooListener {
  public:
-  TlsDevice(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options)
-      : store_(store), options_(options) {
+  explicit GlooListener(GlooDevice device) : device_(std::move(device)) {}
+
+  const GlooDevice& device() const { return device_; }
+
+  // From now on those addresses can connect. Returns what the others are told.
+  AddressBytes open_to(const std::vector<std::string>& addresses, Context& context) {
+    const std::lock_guard lock(mutex_);
+    const AddressBytes first = first_address(context);
+    if (!filter_) filter_.emplace(socket_address(first));
+    if (opened_ == 0) filter_->admit_only(addresses);
+    ++opened_;
+    return first;
+  }
+
+  // Nobody can, unless it was opened for another connection, too.
+  void close() {
+    const std::lock_guard lock(mutex_);
+    if (--opened_ == 0) filter_->admit_nobody();
+  }
+
+ private:
+  const GlooDevice device_;
+  std::mutex mutex_;
+  std::optional<ListenerFilter> filter_;
+  int opened_ = 0;  // for so many connections
+};
+
+}  // namespace
+
+class GlooNetwork {
+ public:
+  GlooNetwork(c10d::Store& store, const TransportOptions& options) {
+    if (network_is_insecure()) {
+      exchange_alike(store, std::string(kInsecure), options);
+      return;
+    }
     load_openssl_for_gloo();
-    exchange_certificates();
-    device_ = gloo::transport::tcp::tls::CreateDevice(place_of(options_), identity_.key_file(),
-                                                      identity_.certificate_file(), identity_.trusted_file(), "");
+    identity_.emplace();
+    exchange_certificates(store, options);
   }
 
-  std::string str() const override { return device_->str(); }
-  const std::string& getPCIBusID() const override { return device_->getPCIBusID(); }
-  int getInterfaceSpeed() const override { return device_->getInterfaceSpeed(); }
+  bool is_encrypted() const { return identity_.has_value(); }
+  const std::vector<std::string>& admitted() const { return admitted_; }
 
-  std::shared_ptr<Context> createContext(int rank, int size) override {
-    auto context = device_->createContext(rank, size);
-    context->setTimeout(options_.timeout);
-    connect(*context);
-    leave_as_connected(*context);
-    return context;
-  }
-
-  void let_nobody_else_in() const {
-    if (filter_) filter_->admit_nobody();
+  // One of those that there are, or another one while there are fewer than cores. See Note [Shared listeners].
+  std::shared_ptr<GlooListener> next_listener(const TransportOptions& options) {
+    const std::lock_guard lock(mutex_);
+    const std::size_t next = taken_++ % std::max<std::size_t>(1, usable_cores().size());
+    if (next >= listeners_.size()) {
+      listeners_.push_back(std::make_shared<GlooListener>(make_device(options)));
+      return listeners_.back();
+    }
+    return listeners_[next];
   }
 
  private:
   // A line with this machine's addresses, and the certificate.
-  void exchange_certificates() {
-    const std::string addresses = concat(options_.address, ",", join(own_addresses(), ","));
-    const auto texts = exchange_alike(*store_, concat(addresses, "\n", identity_.certificate()), options_);
+  void exchange_certificates(c10d::Store& store, const TransportOptions& options) {
+    const std::string addresses = concat(options.address, ",", join(own_addresses(), ","));
+    const auto texts = exchange_alike(store, concat(addresses, "\n", identity_->certificate()), options);
     std::vector<std::string> certificates;
     for (const std::string& text : texts) {
       const std::size_t line = std::min(text.find('\n'), text.size());
       for (const std::string& address : split(text.substr(0, line), ',')) admitted_.push_back(address);
       certificates.push_back(text.substr(line));
     }
-    identity_.trust(certificates);
+    identity_->trust(certificates);
   }
 
+  GlooDevice make_device(const TransportOptions& options) const {
+    const auto place = place_of(options);
+    if (identity_)
+      return gloo::transport::tcp::tls::CreateDevice(place, identity_->key_file(), identity_->certificate_file(),
+                                                     identity_->trusted_file(), "");
+    if (!place.iface.empty()) return c10d::ProcessGroupGloo::createDeviceForInterface(place.iface);
+    return c10d::ProcessGroupGloo::createDeviceForHostname(place.hostname);
+  }
+
+  std::optional<GlooIdentity> identity_;  // none: not encrypted
+  std::vector<std::string> admitted_;     // addresses of the ranks' machines
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<GlooListener>> listeners_;
+  std::size_t taken_ = 0;  // so often one of them was
+};
+
+namespace {
+
+// ---- The device of one connection
+
+class TlsDevice final : public gloo::transport::Device {
+ public:
+  TlsDevice(std::shared_ptr<GlooNetwork> network, c10::intrusive_ptr<c10d::Store> store, TransportOptions options)
+      : network_(std::move(network)),
+        listener_(network_->next_listener(options)),
+        store_(std::move(store)),
+        options_(std::move(options)) {}
+
+  ~TlsDevice() override {
+    try {
+      let_nobody_else_in();
+    } catch (const std::exception&) {  // the job's addresses can still connect to what nobody listens to
+    }
+  }
+  TlsDevice(const TlsDevice&) = delete;
+  TlsDevice& operator=(const TlsDevice&) = delete;
+
+  std::string str() const override { return listener_->device()->str(); }
+  const std::string& getPCIBusID() const override { return listener_->device()->getPCIBusID(); }
+  int getInterfaceSpeed() const override { return listener_->device()->getInterfaceSpeed(); }
+
+  std::shared_ptr<Context> createContext(int rank, int size) override {
+    auto context = listener_->device()->createContext(rank, size);
+    context->setTimeout(options_.timeout);
+    connect(*context);
+    leave_as_connected(*context);
+    return context;
+  }
+
+  void let_nobody_else_in() {
+    if (std::exchange(is_open_, false)) listener_->close();
+  }
+
+ private:
   // All ranks connect in the order of their numbers, so both ends of the first missing connection always wait for each other.
   void connect(Context& context) {
-    const AddressBytes own = first_address(context);
-    filter_.emplace(socket_address(own));
-    filter_->admit_only(admitted_);
+    const AddressBytes own = listener_->open_to(network_->admitted(), context);
+    is_open_ = true;
     const auto all = exchange_texts(*store_, "gloo address", {own.begin(), own.end()}, options_);
     for (int rank = 0; rank < context.size; ++rank)
       if (rank != context.rank) connect_to(context, rank, all[static_cast<std::size_t>(rank)]);
@@ -210,29 +301,27 @@ class TlsDevice final : public gloo::transport::Device {
     }
   }
 
+  std::shared_ptr<GlooNetwork> network_;
+  std::shared_ptr<GlooListener> listener_;
   c10::intrusive_ptr<c10d::Store> store_;
   TransportOptions options_;
-  GlooIdentity identity_;
-  std::vector<std::string> admitted_;
-  GlooDevice device_;
-  std::optional<ListenerFilter> filter_;
+  bool is_open_ = false;  // the listener, for this connection
 };
 
 }  // namespace
 
-GlooDevice plain_gloo_device(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
-  exchange_alike(*store, std::string(kInsecure), options);
-  const auto place = place_of(options);
-  if (!place.iface.empty()) return c10d::ProcessGroupGloo::createDeviceForInterface(place.iface);
-  return c10d::ProcessGroupGloo::createDeviceForHostname(place.hostname);
+std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const TransportOptions& options) {
+  return std::make_shared<GlooNetwork>(store, options);
 }
 
-GlooDevice tls_gloo_device(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
-  return std::make_shared<TlsDevice>(store, options);
+GlooDevice device_on(const std::shared_ptr<GlooNetwork>& network, const c10::intrusive_ptr<c10d::Store>& store,
+                     const TransportOptions& options) {
+  if (network->is_encrypted()) return std::make_shared<TlsDevice>(network, store, options);
+  return network->next_listener(options)->device();
 }
 
-void let_nobody_else_in(const gloo::transport::Device& device) {
-  if (const auto* tls = dynamic_cast<const TlsDevice*>(&device)) tls->let_nobody_else_in();
+void let_nobody_else_in(gloo::transport::Device& device) {
+  if (auto* const tls = dynamic_cast<TlsDevice*>(&device)) tls->let_nobody_else_in();
 }
 
 }  // namespace lockstep

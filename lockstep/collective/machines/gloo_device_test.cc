@@ -7,6 +7,9 @@
 #include <netinet/in.h>
 #include <poll.h>
 
+#include <barrier>
+#include <filesystem>
+#include <set>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -15,6 +18,7 @@
 #include "lockstep/collective/machines/gloo_identity.h"
 #include "lockstep/collective/machines/link.h"
 #include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "tests/support.h"
 
@@ -76,6 +80,126 @@ TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
   };
   std::thread other([&] { exchange(1); });
   exchange(0);
+  other.join();
+}
+
+// ---- Listeners that connections share
+
+// Ports of this process at which a socket listens.
+std::set<int> listening_ports() {
+  std::set<int> ports;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    int listens = 0;
+    socklen_t length = sizeof listens;
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) continue;
+    sockaddr_in own{};
+    length = sizeof own;
+    ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length);
+    ports.insert(ntohs(own.sin_port));
+  }
+  return ports;
+}
+
+bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds);
+sockaddr_in loopback_address(std::uint32_t last, std::uint16_t port);
+
+class SharedNetwork : public ::testing::Test {
+ protected:
+  static constexpr int kLinks = 5;
+  using Links = std::vector<std::unique_ptr<MachineLink>>;
+
+  // Of a rank, in a network that they share; `name`: the others' have it, too.
+  Links links(int rank, const std::string& name, std::shared_ptr<GlooNetwork> network) const {
+    TransportOptions options = options_of_rank(rank);
+    options.network = std::move(network);
+    Links made;
+    for (int i = 0; i < kLinks; ++i)
+      made.push_back(std::make_unique<MachineLink>(
+          c10::make_intrusive<c10d::PrefixStore>(name + std::to_string(i), store_), options, kNames));
+    return made;
+  }
+
+  std::unique_ptr<MachineLink> first_link(int rank) const {
+    return std::make_unique<MachineLink>(store_, options_of_rank(rank), kNames);
+  }
+
+  static void expect_that_each_carries_its_number(const Links& links) {
+    for (int i = 0; i < kLinks; ++i) {
+      MachineLink& link = *links[static_cast<std::size_t>(i)];
+      std::vector<std::byte> mine(1000, std::byte(2 * i + link.rank())), theirs(mine.size());
+      MachineLink::Transfers transfers;
+      link.receive(1 - link.rank(), theirs.data(), theirs.size(), transfers);
+      link.send(1 - link.rank(), mine.data(), mine.size(), transfers);
+      link.wait(transfers);
+      EXPECT_EQ(theirs, std::vector<std::byte>(mine.size(), std::byte(2 * i + 1 - link.rank())));
+    }
+  }
+
+  const std::vector<std::string> kNames{"rank 0", "rank 1"};
+  const MeetingPlace store_ = c10::make_intrusive<c10d::HashStore>();
+};
+
+TEST_F(SharedNetwork, has_no_more_listeners_than_cores_and_they_admit_nobody) {
+  const std::set<int> before = listening_ports();
+  std::barrier<> both(2);
+  const auto run_rank = [&](int rank) {
+    const auto first = first_link(rank);
+    const Links made = links(rank, "link ", first->network());
+    expect_that_each_carries_its_number(made);
+    both.arrive_and_wait();
+    if (rank == 0) {
+      std::set<int> ports = listening_ports();
+      for (const int port : before) ports.erase(port);
+      EXPECT_GE(ports.size(), 2U);
+      EXPECT_LE(ports.size(), 2 * std::min<std::size_t>(usable_cores().size(), 1 + kLinks));
+      for (const int port : ports)
+        EXPECT_FALSE(connects(1, loopback_address(1, htons(static_cast<std::uint16_t>(port))), 200));
+    }
+    both.arrive_and_wait();
+  };
+  std::thread other([&] { run_rank(1); });
+  run_rank(0);
+  other.join();
+}
+
+TEST_F(SharedNetwork, connects_for_several_threads_at_once) {
+  const auto run_rank = [&](int rank) {
+    const auto first = first_link(rank);
+    std::thread another([&] { expect_that_each_carries_its_number(links(rank, "another ", first->network())); });
+    expect_that_each_carries_its_number(links(rank, "link ", first->network()));
+    another.join();
+  };
+  std::thread other([&] { run_rank(1); });
+  run_rank(0);
+  other.join();
+}
+
+TEST_F(SharedNetwork, outlives_a_connection_that_is_lost) {
+  std::barrier<> both(2);
+  const auto run_rank = [&](int rank) {
+    const auto first = first_link(rank);
+    Links made = links(rank, "link ", first->network());
+    both.arrive_and_wait();
+    if (rank == 0) made.front()->close(std::make_exception_ptr(std::runtime_error("on purpose")));
+    std::byte data{};
+    MachineLink::Transfers transfers;
+    if (rank == 1) {
+      made.front()->receive(0, &data, 1, transfers);
+      EXPECT_THROW(made.front()->wait(transfers), PeerLost);
+    }
+    made.front() = std::make_unique<MachineLink>(
+        c10::make_intrusive<c10d::PrefixStore>("again", store_),
+        [&] {
+          TransportOptions options = options_of_rank(rank);
+          options.network = first->network();
+          return options;
+        }(),
+        kNames);
+    expect_that_each_carries_its_number(made);
+  };
+  std::thread other([&] { run_rank(1); });
+  run_rank(0);
   other.join();
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/machines/gloo_identity.h: a key and a certificate with which this rank proves to the others of a connection
-// that it belongs to them.
+// collective/machines/gloo_identity.h: a key and a certificate with which this rank proves to the others of its job that it
+// belongs to them.
 //
-// Nobody signs for anybody: each rank makes a key and a certificate of its own for each connection, tells the others the
+// Nobody signs for anybody: each rank makes a key and a certificate of its own for all its connections, tells the others the
 // certificate through the job's store, which only ranks that know its secret can read or write, and trusts exactly the
 // certificates that it finds there. The key never leaves the process. The certificates have no dates that a clock could
-// be before or after: they are worth nothing once the connection is made.
+// be before or after: they are worth nothing once the job is over.
 //
 // Flow:    gloo_device.h -> here -> OpenSSL
 // Owns:    memory that has a path, because Gloo reads keys and certificates from files; nobody else can open it

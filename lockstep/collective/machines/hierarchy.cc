@@ -85,6 +85,7 @@ Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::i
       messages(all, options.describe, options.message_headers),
       store_(std::move(store)),
       queue_(options.describe) {
+  options.network = all.network();
   between = connect_counterparts();
   if (inside.size() > 1) watchdog_.emplace(inside, [this](const std::exception_ptr& error) { close(error); });
   if (between) between->watch([this](const std::exception_ptr& error) { give_up(cause_of(error)); });

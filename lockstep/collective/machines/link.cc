@@ -40,6 +40,8 @@ MachineLink::~MachineLink() {
   if (watched_) watched_->abort();  // ends the watcher
 }
 
+std::shared_ptr<GlooNetwork> MachineLink::network() const { return gloo_->network; }
+
 // ---- Losses, see Note [Who watches whom]
 
 void MachineLink::watch(OnLoss on_loss) {

@@ -68,6 +68,7 @@ class MachineLink {
   // The peers in the order in which to turn to them: the next one first, so that not all send to one at the same time.
   const std::vector<int>& peers() const { return peers_; }
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
+  std::shared_ptr<GlooNetwork> network() const;
 
   // Begins a call: sends its signature, 24 bytes, to each peer. Transfers that are started afterwards belong to it.
   // Does not block. See Note [Signatures].
