@@ -2,7 +2,9 @@
 #include "bench/harness.h"
 
 #include <sys/utsname.h>
+#include <unistd.h>
 
+#include <fstream>
 #include <iomanip>
 #include <iostream>
 #include <string_view>
@@ -12,6 +14,7 @@
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
+#include "lockstep/error.h"
 
 namespace lockstep::bench {
 namespace {
@@ -54,6 +57,15 @@ std::string machine() {
   const std::string model = proc_value("/proc/cpuinfo", "model name");
   return concat(usable_cores().size(), " cores, ", model.empty() ? system.machine : model, ", ", vectors(), ", Linux ",
                 kernel.substr(0, kernel.find('-')));
+}
+
+double busy_seconds_of_cores() {
+  std::ifstream file("/proc/stat");
+  std::string name;
+  double user = 0, nice = 0, system = 0, idle = 0, waits = 0, interrupts = 0, soft_interrupts = 0;
+  file >> name >> user >> nice >> system >> idle >> waits >> interrupts >> soft_interrupts;
+  if (!file || name != "cpu") throw SystemError({.what = "/proc/stat does not say how busy the cores are"});
+  return (user + nice + system + interrupts + soft_interrupts) / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
 std::string milliseconds(double seconds) { return fixed(seconds * 1e3, 2); }

@@ -45,6 +45,9 @@ class Figures {
 
 std::string machine();  // "2 cores, AMD EPYC, AVX-512, Linux 6.1.0"
 
+// Seconds that the cores of this machine have worked since it started, for whomever; a multiple of 0.01. Throws SystemError.
+double busy_seconds_of_cores();
+
 std::string milliseconds(double seconds);                        // "1.25"
 std::string microseconds(std::optional<double> seconds);         // "1.25"; "" for none
 std::string percent(double share, int digits = 0);               // "97%"

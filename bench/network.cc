@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <future>
 #include <memory>
 
@@ -100,16 +99,6 @@ double send_both_ways(const std::array<TcpConnection, 2>& directions, std::chron
 
 std::array<TcpConnection, 2> both_directions(const Network& network) {
   return {connect(network, 0, 1), connect(network, 1, 0)};
-}
-
-// Of all cores of this machine since it started, whoever they worked for.
-double busy_seconds_of_cores() {
-  std::ifstream file("/proc/stat");
-  std::string name;
-  double user = 0, nice = 0, system = 0, idle = 0, waits = 0, interrupts = 0, soft_interrupts = 0;
-  file >> name >> user >> nice >> system >> idle >> waits >> interrupts >> soft_interrupts;
-  require_measured(file.good() && name == "cpu");
-  return (user + nice + system + interrupts + soft_interrupts) / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 // (bench/plan_cases.h) trained for some steps, all in one run, the recommended and the fastest ones once more in turn; on this
 // machine, or between hosts that are network namespaces on it.
 #include <cmath>
-#include <filesystem>
 #include <functional>
 #include <iostream>
 #include <map>
@@ -12,45 +11,25 @@
 #include "bench/plan_cases.h"
 #include "bench/plan_curves.h"
 #include "bench/plan_measured.h"
-#include "bench/plan_yardstick.h"
-#include "lockstep/base/median.h"
+#include "bench/plan_rounds.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/environment.h"
-#include "lockstep/plan/forecast.h"
-#include "lockstep/plan/measure.h"
 
 namespace lockstep::bench {
 namespace {
-
-using plan::Forecast;
 
 struct PlanOptions {
   std::vector<std::string> models;
   std::vector<int> hosts;
   std::vector<int> link_mbit{100, 1000};
+  bool sleeping = false;
   bool held_out = false;
   int rounds = 3;
   bool curves = false;
-  std::string profiles;  // folder
+  std::string only;   // part of a case's name
+  std::string again;  // file with what was measured before
 };
-
-// ---- Forecasts beside measurements
-
-struct PlanResult {
-  PlanCase one;
-  Forecast forecast;
-  MeasuredCase measured;
-  MeasuredLink link;
-  double drift = 1;       // by how much the machine was slower than for the profile
-  double undrifted = 0;   // seconds of a step that are forecast without that
-  double step_error = 0;  // as the next ones
-  double memory_error() const { return forecast.memory / measured.memory - 1; }
-  double link_error() const { return forecast.link_bytes / measured.link_bytes - 1; }
-  bool between_hosts() const { return one.hosts > 1; }
-  int all_devices() const { return one.hosts * one.devices; }
-};
-using PlanResults = std::vector<PlanResult>;
 
 std::string signed_percent(double share, int digits = 0) {
   return concat(share > 0 ? "+" : "", fixed(100 * share, digits), " %");
@@ -64,37 +43,41 @@ double mean_error(const PlanResults& results, const std::function<double(const P
 
 // By how much steps of the recommended choice take longer than those of the fastest: both are trained again, in turn, as what
 // was measured minutes apart differs by itself.
-double measured_loss(const PlanCase& chosen, const PlanCase& fastest, int cores, int rounds) {
+double measured_loss(const PlanCase& chosen, const PlanCase& fastest, const plan::Profile& profile) {
+  constexpr int kTurns = 3;
   if (chosen.name() == fastest.name()) return 0;
   show_progress(concat(chosen.name(), " and ", fastest.choice.name(), " in turn"));
   Turns of_chosen, of_fastest;
-  for (int round = 0; round < rounds; ++round) {
-    of_chosen.push_back(measure_case(chosen, cores).step);
-    of_fastest.push_back(measure_case(fastest, cores).step);
+  for (int turn = 0; turn < kTurns; ++turn) {
+    of_chosen.push_back(measure_case(chosen, profile).step);
+    of_fastest.push_back(measure_case(fastest, profile).step);
   }
   return median_ratio(of_chosen, of_fastest) - 1;
 }
 
-// Of every model and target: how much slower the recommended choice is than the fastest, if the machine had always been as fast
-// as for the profile.
-void compare_choices(const PlanResults& results, int cores, int rounds, Json& json) {
+// What a step would have taken if the machine had always been as fast as for the profile.
+double undrifted_step(const PlanResult& result) {
+  return result.measured.step * result.undrifted / result.forecast.step;
+}
+
+// Of every model and target: how much slower the recommended choice is than the fastest.
+void compare_choices(const PlanResults& results, const std::vector<PlanRound>& rounds, bool again, Json& json) {
   Table table({"model, target", "recommended", "fastest", "slower by"});
   std::map<std::string, PlanResults> targets;
   for (const PlanResult& each : results)
     if (each.all_devices() > 1 && each.one.choice.exact()) targets[each.one.target()].push_back(each);
   int good = 0;
   for (const auto& [name, all] : targets) {
-    const PlanCase& chosen =
-        std::ranges::min_element(all, {}, [](const PlanResult& each) { return each.undrifted; })->one;
-    const PlanCase& fastest = std::ranges::min_element(all, {}, [](const PlanResult& each) {
-                                return each.measured.step * each.undrifted / each.forecast.step;
-                              })->one;
-    const double loss = measured_loss(chosen, fastest, cores, rounds);
+    const PlanResult& chosen = *std::ranges::min_element(all, {}, &PlanResult::undrifted);
+    const PlanResult& fastest = *std::ranges::min_element(all, {}, undrifted_step);
+    const plan::Profile& profile = rounds.back().profiles.at(chosen.one.model);
+    const double loss =
+        again ? undrifted_step(chosen) / undrifted_step(fastest) - 1 : measured_loss(chosen.one, fastest.one, profile);
     if (loss <= 0.05) ++good;
-    table.add({name, chosen.choice.name(), fastest.choice.name(), percent(loss, 1)});
+    table.add({name, chosen.one.choice.name(), fastest.one.choice.name(), percent(loss, 1)});
     json["choices"].push_back({{"target", name},
-                               {"recommended", chosen.choice.name()},
-                               {"fastest", fastest.choice.name()},
+                               {"recommended", chosen.one.choice.name()},
+                               {"fastest", fastest.one.choice.name()},
                                {"slower_by", loss}});
   }
   show_progress("");
@@ -106,6 +89,7 @@ void compare_choices(const PlanResults& results, int cores, int rounds, Json& js
 std::string group_of(const PlanResult& result, int cores) {
   const bool crowded = result.all_devices() > cores;
   const std::string held_out = result.one.held_out() ? ", held out" : "";
+  if (result.one.sleeps) return "hosts that sleep" + held_out;
   if (result.between_hosts()) return (crowded ? "hosts, more than cores" : "hosts, a core for each") + held_out;
   return (crowded ? "more devices than cores" : "a core for each device") + held_out;
 }
@@ -123,10 +107,12 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   for (const auto& [name, some] : groups) {
     const double step = mean_error(some, [](const PlanResult&each) { return each.step_error; }),
                  memory = mean_error(some, std::mem_fn(&PlanResult::memory_error));
-    const bool links = some.front().between_hosts();
+    const bool links = some.front().between_hosts(), sleep = some.front().one.sleeps;
     const double link = links ? mean_error(some, std::mem_fn(&PlanResult::link_error)) : 0;
-    table.add({name, concat(some.size()), percent(step, 1), percent(memory, 1), links ? percent(link, 1) : ""});
-    json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}, {"memory", memory}};
+    table.add(
+        {name, concat(some.size()), percent(step, 1), sleep ? "" : percent(memory, 1), links ? percent(link, 1) : ""});
+    json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}};
+    if (!sleep) json["mean_errors"][name]["memory"] = memory;
     if (links) json["mean_errors"][name]["link_bytes"] = link;
   }
   std::cout << '\n';
@@ -147,8 +133,6 @@ Json to_json(const PlanResult& each) {
   if (each.between_hosts()) {
     json["forecast_link_bytes"] = each.forecast.link_bytes;
     json["measured_link_bytes"] = each.measured.link_bytes;
-    json["link_latency"] = each.link.latency;
-    json["link_work_of_byte"] = each.link.work_of_byte;
   }
   return json;
 }
@@ -168,8 +152,8 @@ void print_cases(const PlanResults& results, Json& json) {
                                    milliseconds(each.measured.step),
                                    signed_percent(each.step_error),
                                    fixed(each.forecast.memory / 1e6, 0),
-                                   fixed(each.measured.memory / 1e6, 0),
-                                   signed_percent(each.memory_error())};
+                                   each.one.sleeps ? "" : fixed(each.measured.memory / 1e6, 0),
+                                   each.one.sleeps ? "" : signed_percent(each.memory_error())};
     if (links)
       cells.insert(cells.end(), {fixed(each.forecast.link_bytes / 1e3, 1), fixed(each.measured.link_bytes / 1e3, 1),
                                  signed_percent(each.link_error(), 1)});
@@ -181,109 +165,57 @@ void print_cases(const PlanResults& results, Json& json) {
 
 // ---- The cases
 
-std::vector<PlanCase> cases_for(const PlanOptions& options) {
-  std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts();
-  std::erase_if(cases, [&](const PlanCase& one) {
-    const bool is_wanted = (options.models.empty() || std::ranges::count(options.models, one.model) > 0) &&
-                           (one.hosts == 1 || (std::ranges::count(options.hosts, one.hosts) > 0 &&
-                                               std::ranges::count(options.link_mbit, one.link_mbit) > 0));
-    return !is_wanted || (one.held_out() && !options.held_out);
-  });
-  return cases;
+// With --again what the file has of hosts and of such that sleep is taken, unless --hosts says which.
+bool is_wanted(const PlanCase& one, const PlanOptions& options) {
+  const auto among = [](const auto& some, const auto& value) { return std::ranges::count(some, value) > 0; };
+  if (one.held_out() && !options.held_out) return false;
+  if (!options.models.empty() && !among(options.models, one.model)) return false;
+  if (one.hosts > 1 && !among(options.link_mbit, one.link_mbit)) return false;
+  if (!options.hosts.empty() && (!among(options.hosts, one.hosts) || one.sleeps != options.sleeping)) return false;
+  return one.name().find(options.only) != std::string::npos;
 }
 
-plan::Profile profile_of(const PlanCase& one, const PlanOptions& options) {
-  show_progress(concat(one.model, ": profile"));
-  const plan::Profile profile = plan::measure(subject_of(one));
-  if (!options.profiles.empty())
-    plan::save_profile(std::filesystem::path(options.profiles) / (one.model + ".json"), profile);
-  return profile;
-}
-
-// The hosts share this machine's cores and memory.
-plan::Target target_of(const PlanCase& one, const MeasuredLink& link) {
-  plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
-  if (one.hosts == 1) return target;
-  target.machines = one.hosts;
-  target.on_one_machine = true;
-  target.link_rate = one.link_mbit * 1e6 / 8;
-  target.link_latency = link.latency;
-  target.work_of_link_byte = link.work_of_byte;
-  return target;
-}
-
-// What computing takes on a machine that is slower by that factor.
-plan::Profile slower_by(double factor, plan::Profile profile) {
-  for (plan::Curve& curve : profile.curves)
-    for (plan::StepTimes& point : curve.points) plan::scale(point, factor);
-  for (plan::CompressionTimes& each : profile.compression)
-    for (double* const part : {&each.encode, &each.decode}) *part *= factor;
-  profile.loss *= factor;
-  return profile;
-}
-
-// How fast devices are by themselves is measured with the profile and again with the case. Of the case nothing else is used.
-PlanResult result_of(const PlanCase& one, const plan::Profile& profile, const MeasuredLink& link) {
-  show_progress(one.name());
-  const plan::Target target = target_of(one, link);
-  PlanResult result{.one = one, .measured = measure_case(one, profile.cores), .link = link};
-  if (const auto then = seconds_when_profiled(profile, one)) result.drift = result.measured.by_itself / *then;
-  result.undrifted = plan::forecast(profile, target, one.choice).step;
-  result.forecast = plan::forecast(slower_by(result.drift, profile), target, one.choice);
-  result.step_error = result.forecast.step / result.measured.step - 1;
-  return result;
-}
-
-// The medians of several rounds.
-PlanResult middle_of(const PlanResults& rounds) {
-  PlanResult middle = rounds.front();
-  const auto take = [&](double& figure, const std::function<double(const PlanResult&)>& of) {
-    std::vector<double> all;
-    for (const PlanResult& each : rounds) all.push_back(of(each));
-    figure = median(all);
-  };
-  take(middle.undrifted, [](const PlanResult& each) { return each.undrifted; });
-  take(middle.step_error, [](const PlanResult& each) { return each.step_error; });
-  take(middle.forecast.step, [](const PlanResult& each) { return each.forecast.step; });
-  take(middle.forecast.memory, [](const PlanResult& each) { return each.forecast.memory; });
-  take(middle.forecast.uncertain, [](const PlanResult& each) { return each.forecast.uncertain; });
-  take(middle.drift, [](const PlanResult& each) { return each.drift; });
-  take(middle.measured.step, [](const PlanResult& each) { return each.measured.step; });
-  take(middle.measured.memory, [](const PlanResult& each) { return each.measured.memory; });
-  take(middle.link.latency, [](const PlanResult& each) { return each.link.latency; });
-  take(middle.link.work_of_byte, [](const PlanResult& each) { return each.link.work_of_byte; });
-  take(middle.measured.link_bytes, [](const PlanResult& each) { return each.measured.link_bytes; });
-  return middle;
-}
-
-// Every round makes its own profiles, with the links beside them, and measures every case once, as no machine keeps its speed for
-// minutes.
-void run(const Program& program, const PlanOptions& options) {
-  const std::vector<PlanCase> cases = cases_for(options);
-  std::vector<PlanResults> rounds(cases.size());
-  for (int round = 0; round < options.rounds; ++round) {
-    plan::Profile profile;
-    std::map<int, MeasuredLink> links;  // by their rate
-    for (std::size_t i = 0; i < cases.size(); ++i) {
-      if (i == 0 || cases[i].model != cases[i - 1].model) {
-        profile = profile_of(cases[i], options);
-        links.clear();
-      }
-      const auto [link, is_new] = links.try_emplace(cases[i].link_mbit);
-      if (is_new) link->second = measure_link(cases[i]);
-      rounds[i].push_back(result_of(cases[i], profile, link->second));
+std::vector<PlanRound> rounds_of(const PlanOptions& options) {
+  std::vector<PlanRound> rounds;
+  const auto is_left_out = [&](const auto& each) { return !is_wanted(each, options); };
+  if (options.again.empty()) {
+    std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts(options.sleeping);
+    std::erase_if(cases, is_left_out);
+    for (int round = 0; round < options.rounds && !cases.empty(); ++round) rounds.push_back(measure_round(cases));
+  } else {
+    const Json kept = Json::parse(read_file(options.again), nullptr, /*allow_exceptions=*/false);
+    if (!kept.is_object() || !kept.contains("rounds"))
+      throw DataError({.what = "no measurements of lockstep bench plan", .here = options.again});
+    for (const Json& round : kept["rounds"]) {
+      rounds.push_back(round_in(round, options.again));
+      std::erase_if(rounds.back().cases, [&](const CaseInRound& each) { return is_left_out(each.one); });
     }
   }
-  PlanResults results;
-  for (const PlanResults& each : rounds) results.push_back(middle_of(each));
-  show_progress("");
+  const auto names_of_cases = [](const PlanRound& round) {
+    std::vector<std::string> names;
+    for (const CaseInRound& each : round.cases) names.push_back(each.one.name());
+    return names;
+  };
+  for (const PlanRound& round : rounds)
+    if (names_of_cases(round) != names_of_cases(rounds.front()))
+      throw DataError({.what = "rounds over different cases", .here = options.again});
+  if (rounds.empty() || rounds.front().cases.empty())
+    throw UsageError({.what = "no case is left", .next = "--only, --models, --hosts and --held-out choose them"});
+  return rounds;
+}
+
+// Every round makes its own profiles and measures every case once: no machine keeps its speed for minutes.
+void run(const Program& program, const PlanOptions& options) {
+  const std::vector<PlanRound> rounds = rounds_of(options);
+  const PlanResults results = results_of(rounds);
   Json json;
   print_cases(results, json);
-  const int cores = allotted_cores();
+  const int cores = rounds.front().profiles.at(results.front().one.model).cores;
   print_means(results, cores, json);
-  compare_choices(results, cores, options.rounds, json);
+  compare_choices(results, rounds, !options.again.empty(), json);
   if (!options.hosts.empty())
     for (const std::string& line : left_out_of_hosts()) std::cout << line << '\n';
+  for (const PlanRound& round : rounds) json["rounds"].push_back(to_json(round));
   program.save(json);
 }
 
@@ -300,15 +232,20 @@ int bench_plan(int argc, const char* const* argv) {
   Program program("plan", "Forecasts of lockstep plan beside measurements of the same run, on this machine.", 1);
   program.list("--models", options.models, "only these; all by default")
       ->check(CLI::IsMember({"lenet", "mlp", "gpt-mini"}));
-  program
-      .list("--hosts", options.hosts,
-            "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
-      ->check(CLI::IsMember({2, 4, 8}));
+  CLI::Option* const hosts =
+      program
+          .list("--hosts", options.hosts,
+                "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
+          ->check(CLI::IsMember({2, 4, 8}));
   program.list("--link-mbit", options.link_mbit, "with --hosts: links of so many Mb/s in each direction (100, 1000)")
       ->check(CLI::IsMember({100, 1000}));
-  program.option("--profiles", options.profiles, "folder to keep the profiles in, for lockstep plan --profile")
-      ->check(CLI::ExistingDirectory);
+  program.option("--only", options.only, "cases with this in their names, such as 'dist_sync, 8 servers'");
+  program
+      .option("--again", options.again, "forecasts beside the measurements in this file of --json; measures nothing")
+      ->check(CLI::ExistingFile);
   program.option("--rounds", options.rounds, "medians of so many")->check(CLI::Range(1, 100));
+  program.flag("--sleeping", options.sleeping, "with --hosts: every host sleeps as long as it would compute")
+      ->needs(hosts);
   program.flag("--held-out", options.held_out, "also the half of the cases that is held out");
   program.flag("--curves", options.curves,
                "forecasts beside scaling curves that others have published; measures nothing");

@@ -13,6 +13,7 @@
 
 #include "bench/harness.h"
 #include "bench/network.h"
+#include "bench/plan_sleeping.h"
 #include "bench/plan_yardstick.h"
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
@@ -128,12 +129,12 @@ Windows windows_for(const PlanCase& one, double step) {
 
 class MeasuredTraining {
  public:
-  MeasuredTraining(const PlanCase& one, int cores, World world, Worker worker)
+  MeasuredTraining(const PlanCase& one, const plan::Profile& profile, World world, Worker worker)
       : one_(one),
-        cores_(cores),
+        cores_(profile.cores),
         world_(std::move(world)),
         worker_(worker),
-        task_(model_task(one.model)),
+        task_(one.sleeps ? sleeping_task(model_task(one.model), profile) : model_task(one.model)),
         data_(load_datasets({.data = "auto"}, task_)),
         strategy_(make_strategy(world_, task_, options_of(one, /*serves=*/!worker))),
         batch_(part_of(data_, one, worker)) {}
@@ -149,7 +150,7 @@ class MeasuredTraining {
     const Links before = read(read_links);
     steps(counted);
     const Links after = read(read_links);
-    MeasuredCase found{.memory = memory()};
+    MeasuredCase found{.memory = one_.sleeps ? 0 : memory()};
     for (std::size_t host = 0; host < after.size(); ++host)
       found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / counted,
                                    (after[host].received - before[host].received) / counted});
@@ -165,13 +166,17 @@ class MeasuredTraining {
   }
 
   void measure_windows(const Windows& windows, MeasuredCase& found) {
-    Yardstick yardstick(one_, cores_, world_, worker_, data_);
-    Turns seconds, by_itself;
+    std::optional<Yardstick> yardstick;
+    if (!one_.sleeps) yardstick.emplace(one_, cores_, world_, worker_, data_);
+    Turns seconds, by_itself, busy;
     for (int i = 0; i < windows.count; ++i) {
-      by_itself.push_back(yardstick.seconds());
+      by_itself.push_back(yardstick ? yardstick->seconds() : 0);
       steps(steps_between_averages(one_));  // what the pause has cooled down: caches, TCP's window
+      const double before = busy_seconds_of_cores();
       seconds.push_back(slowest(steps(windows.steps)));
+      busy.push_back((busy_seconds_of_cores() - before) / windows.steps);
     }
+    found.cores_busy = median(busy);
     found.step = median(seconds);
     found.by_itself = median(by_itself);
     found.steps = windows.count * windows.steps;
@@ -212,29 +217,24 @@ class MeasuredTraining {
 };
 
 // Rank 0 writes what was measured to `results`.
-int train_rank(const PlanCase& one, int cores, Worker worker, const std::string& results, const ReadLinks& read_links) {
+int train_rank(const PlanCase& one, const plan::Profile& profile, Worker worker, const std::string& results,
+               const ReadLinks& read_links) {
   keep_freed_memory();
   const World world = World::from_env();
   at::set_num_threads(threads_of(one, worker));
-  const MeasuredCase found = MeasuredTraining(one, cores, world, worker).measure(read_links);
-  if (world.rank() == 0)
-    write_file(results, Json{{"step", found.step},
-                             {"by_itself", found.by_itself},
-                             {"memory", found.memory},
-                             {"link", found.link_bytes},
-                             {"steps", found.steps}}
-                            .dump());
+  const MeasuredCase found = MeasuredTraining(one, profile, world, worker).measure(read_links);
+  if (world.rank() == 0) write_file(results, to_json(found).dump());
   return 0;
 }
 
 // ---- Starting them
 
-void measure_on_one_machine(const PlanCase& one, int cores, const std::string& results) {
+void measure_on_one_machine(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
   const int servers = servers_of(one);
   const auto rank = [&] {
     const char* const number = std::getenv("RANK");
     const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
-    return train_rank(one, cores, worker < 0 ? Worker() : worker, results, {});
+    return train_rank(one, profile, worker < 0 ? Worker() : worker, results, {});
   };
   const LaunchResult ended = launch({.ranks = servers + (one.has_device_threads() ? 1 : one.devices),
                                      .servers = servers,
@@ -269,7 +269,10 @@ HostRanks ranks_of(const PlanCase& one) {
   return ranks;
 }
 
-LinkOptions link_of(const PlanCase& one) { return {.megabits_per_second = static_cast<double>(one.link_mbit)}; }
+LinkOptions link_of(const PlanCase& one) {
+  constexpr const char* kLinuxDefault = "cubic";
+  return {.megabits_per_second = static_cast<double>(one.link_mbit), .congestion_control = kLinuxDefault};
+}
 
 Variables variables_of(const HostRanks& ranks, int rank, const Network& network, const std::string& secret) {
   const int host = ranks[static_cast<std::size_t>(rank)].host;
@@ -288,30 +291,40 @@ Variables variables_of(const HostRanks& ranks, int rank, const Network& network,
 }
 
 // As the launcher binds the ranks of one machine: each worker to its share; servers run where there is room.
-CoreSet cores_of(const HostRank& rank, const PlanCase& one) {
-  return rank.serves ? CoreSet() : cores_of_rank(usable_cores(), rank.host, one.hosts);
+CoreSet cores_of(const HostRank& rank, int hosts) {
+  return rank.serves ? CoreSet() : cores_of_rank(usable_cores(), rank.host, hosts);
 }
 
-void measure_on_hosts(const PlanCase& one, int cores, const std::string& results) {
-  const Network network(one.hosts, link_of(one));
+std::vector<LinkBytes> bytes_of_links(const Network& network) {
+  std::vector<LinkBytes> links;
+  for (int host = 0; host < network.hosts(); ++host) links.push_back(network.bytes(host));
+  return links;
+}
+
+// Calls `body` in a process for each of the ranks, and waits for all.
+void run_on_hosts(const Network& network, const HostRanks& ranks, const std::string& name,
+                  const std::function<int(const HostRank&)>& body) {
   const std::string secret = new_secret();
-  const auto read_links = [&] {
-    Links links;
-    for (int host = 0; host < one.hosts; ++host) links.push_back(network.bytes(host));
-    return links;
-  };
   std::list<Process> processes;
-  const HostRanks ranks = ranks_of(one);
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
-    const auto body = [&, place = ranks[static_cast<std::size_t>(rank)]] {
+    const HostRank& place = ranks[static_cast<std::size_t>(rank)];
+    const auto process = [&network, &body, place] {
       network.host(place.host).enter();
-      return train_rank(one, cores, place.serves ? Worker() : place.host, results, read_links);
+      return body(place);
     };
-    processes.emplace_back(ProcessOptions{.body = body,
+    processes.emplace_back(ProcessOptions{.body = process,
                                           .variables = variables_of(ranks, rank, network, secret),
-                                          .cores = cores_of(ranks[static_cast<std::size_t>(rank)], one)});
+                                          .cores = cores_of(place, network.hosts())});
   }
-  wait_for_success(processes, one.name(), kLongestCase);
+  wait_for_success(processes, name, kLongestCase);
+}
+
+void measure_on_hosts(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
+  const Network network(one.hosts, link_of(one));
+  run_on_hosts(network, ranks_of(one), one.name(), [&](const HostRank& place) {
+    return train_rank(one, profile, place.serves ? Worker() : place.host, results,
+                      [&network] { return bytes_of_links(network); });
+  });
 }
 
 }  // namespace
@@ -322,16 +335,29 @@ MeasuredLink measure_link(const PlanCase& one) {
   return {.latency = measured_latency(network), .work_of_byte = measured_work_of_byte(network)};
 }
 
-MeasuredCase measure_case(const PlanCase& one, int cores) {
+Json to_json(const MeasuredCase& measured) {
+  return {{"step", measured.step},
+          {"by_itself", measured.by_itself},
+          {"memory", measured.memory},
+          {"link_bytes", measured.link_bytes},
+          {"cores_busy", measured.cores_busy},
+          {"steps", measured.steps}};
+}
+
+MeasuredCase measured_in(const Json& json) {
+  return {.step = json.at("step"),
+          .by_itself = json.at("by_itself"),
+          .memory = json.at("memory"),
+          .link_bytes = json.at("link_bytes"),
+          .cores_busy = json.at("cores_busy"),
+          .steps = json.at("steps")};
+}
+
+MeasuredCase measure_case(const PlanCase& one, const plan::Profile& profile) {
   const TemporaryFolder folder;
   const std::string results = folder.file("results");
-  one.hosts == 1 ? measure_on_one_machine(one, cores, results) : measure_on_hosts(one, cores, results);
-  const Json found = Json::parse(read_file(results));
-  return {.step = found.at("step"),
-          .by_itself = found.at("by_itself"),
-          .memory = found.at("memory"),
-          .link_bytes = found.at("link"),
-          .steps = found.at("steps")};
+  one.hosts == 1 ? measure_on_one_machine(one, profile, results) : measure_on_hosts(one, profile, results);
+  return measured_in(Json::parse(read_file(results)));
 }
 
 }  // namespace lockstep::bench

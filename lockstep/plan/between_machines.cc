@@ -60,30 +60,23 @@ double sent_share(const Builder& b) { return is_compressed(b) ? two_bits(b).sent
 
 int pack(Builder& b, int device, double bytes) {
   const int machine = b.machine_of(device);
-  return is_compressed(b) ? b.compute(device, machine, "encode", bytes * two_bits(b).encode)
+  return is_compressed(b) ? b.process(device, machine, "encode", bytes * two_bits(b).encode)
                           : b.touch(device, machine, "pack", 2 * bytes);
 }
 
-// A message of World's (collective/machines/gloo_messages.cc): where it is not small its size goes first, and the receiver asks
-// for the data when it has that.
-Builder::Message send(Builder& b, int actor, int from, int to, const std::string& name, double bytes,
-                      const Ids& after) {
-  constexpr double kSize = 24, kSmall = 4096 - kSize;
-  if (from == to || bytes <= kSmall) return b.post(actor, from, to, name, bytes, after);
-  return b.post(actor, from, to, name, bytes, {b.post(actor, from, to, name, kSize, after).arrived});
-}
-
-// What says which keys a push has, and which of them have a value.
+// What says which keys a push has, and which of them have a value. Gloo sends what the receiver has asked for: a server asks for
+// the second when it has the first, and for all parts of the values when it has both.
 Ids announce_push(Builder& b, int device, int home, const Ids& after) {
   constexpr double kRequest = 130, kFlags = 10;  // bytes, about
   const int machine = b.machine_of(device);
-  const Builder::Message request = send(b, device, machine, home, "push", kRequest, after);
-  return {send(b, device, machine, home, "push", kFlags, {request.left}).left};
+  const int request = b.post(device, machine, home, "push", kRequest, after).arrived;
+  const int flags = b.post(device, machine, home, "push", kFlags, {b.ask(home, machine, {request})}).arrived;
+  return {b.ask(home, machine, {flags})};
 }
 
 // The parts of all workers.
 void decode_all(Builder& b, int server, int home, double bytes, const Ids& pushed) {
-  b.compute(server, home, "decode", bytes * b.devices() * two_bits(b).decode, pushed);
+  b.process(server, home, "decode", bytes * b.devices() * two_bits(b).decode, pushed);
 }
 
 }  // namespace
@@ -107,6 +100,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<I
       if (c == 0) append(ready, b.last(actors[to_size(m)]));
       if (c >= 2) ready.push_back(parts[to_size(c - 2)]);
       if (c >= 3) ready.push_back(results[to_size(c - 3)]);
+      if (c == 0) ready = {b.start_exchange(m, ready)};
       arrived.push_back(b.exchange(actors[to_size(m)], m, "exchange", sizes, ready));
     }
     parts.push_back(b.join(arrived));
@@ -155,8 +149,7 @@ std::vector<Ids> last_of_machines(const Builder& b) {
 
 void forward_and_totals(Builder& b, const Ids& networks) {
   constexpr double kTotals = 80;  // gradient/exchange_totals.h
-  for (const int device : b.all_devices())
-    b.compute(device, b.machine_of(device), "forward", b.alone(b.samples_of(device)).forward);
+  for (const int device : b.all_devices()) b.compute(device, "forward", b.alone(b.samples_of(device)).forward);
   all_reduce(b, networks, kTotals, last_of_machines(b));
 }
 
@@ -169,7 +162,7 @@ void backward_into_buckets(Builder& b, const std::vector<FullBucket>& buckets,
   for (std::size_t i = modules.size(); i-- > 0;) {
     const auto bytes = static_cast<double>(modules[i].bytes);
     for (const int device : b.all_devices()) {
-      b.compute(device, b.machine_of(device), "backward " + modules[i].name,
+      b.compute(device, "backward " + modules[i].name,
                 b.alone(b.samples_of(device)).backward * modules[i].backward / all);
       if (bytes > 0) b.touch(device, b.machine_of(device), "pack", 2 * bytes);
     }
@@ -226,8 +219,49 @@ void averaging(Builder& b, const Ids& networks, int step) {
   meet_on_machines(b, b.handover());
 }
 
-// docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; a part comes
-// back when all workers have pushed it. A server merges, updates and copies under one lock, for all workers.
+namespace {
+
+// [part][device] its arrival at server s. Parts leave in their order, each as soon as it is packed.
+std::vector<Ids> push_parts(Builder& b, int home, const std::vector<double>& parts) {
+  std::vector<Ids> arrived(parts.size());
+  std::vector<Ids> ready;  // [device] what its next part waits for
+  for (const int device : b.all_devices()) ready.push_back(announce_push(b, device, home, b.last(device)));
+  for (std::size_t part = 0; part < parts.size(); ++part)
+    for (const int device : b.all_devices()) {
+      Ids after{pack(b, device, parts[part])};
+      append(after, ready[to_size(device)]);
+      const Builder::Message push =
+          b.post(device, b.machine_of(device), home, "push", parts[part] * sent_share(b), after);
+      ready[to_size(device)] = {push.left};
+      arrived[part].push_back(push.arrived);
+    }
+  return arrived;
+}
+
+// A part is merged when all workers have pushed it. The last one of them gets it at once, which is taken to be the last one on
+// another machine; the others get it when the server has their next part, too.
+void answer_parts(Builder& b, int server, int home, const std::vector<double>& parts, const std::vector<Ids>& pushed,
+                  std::vector<Ids>& answers) {
+  std::vector<Ids> left(to_size(b.devices()));  // what the next one on a connection waits for
+  const int last = b.machine_of(b.devices() - 1) == home ? b.devices() - 1 - b.target().devices : b.devices() - 1;
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    if (is_compressed(b)) decode_all(b, server, home, parts[part], pushed[part]);
+    b.update(server, home, parts[part] / b.parameter_bytes(), b.devices(), pushed[part]);
+    for (const int device : b.all_devices()) {
+      Ids after{b.touch(server, home, "copy", 2 * parts[part])};
+      append(after, left[to_size(device)]);
+      if (part + 1 < parts.size() && device != last) after.push_back(pushed[part + 1][to_size(device)]);
+      const Builder::Message pull = b.post(server, home, b.machine_of(device), "pull", parts[part], after);
+      left[to_size(device)] = {pull.left};
+      answers[to_size(device)].push_back(pull.arrived);
+    }
+  }
+}
+
+}  // namespace
+
+// docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; new values come
+// back while later parts go. A server merges, updates and copies under one lock, for all workers.
 void store_sync(Builder& b, const Ids& servers) {
   constexpr double kLoss = 24;
   for (const int device : b.all_devices()) b.forward_and_backward(device);
@@ -236,28 +270,7 @@ void store_sync(Builder& b, const Ids& servers) {
   std::vector<Ids> answers(to_size(b.devices()));
   for (std::size_t s = 0; s < servers.size(); ++s) {
     const int home = static_cast<int>(s) % b.machines();
-    std::vector<Ids> pushes, pulls(to_size(b.devices()));  // what the next one on a connection waits for
-    for (const int device : b.all_devices()) pushes.push_back(announce_push(b, device, home, b.last(device)));
-    for (const double size : parts[s]) {
-      Ids pushed;
-      for (const int device : b.all_devices()) {
-        const int machine = b.machine_of(device);
-        Ids ready{pack(b, device, size)};
-        append(ready, pushes[to_size(device)]);
-        const Builder::Message push = send(b, device, machine, home, "push", size * sent_share(b), ready);
-        pushes[to_size(device)] = {push.left};
-        pushed.push_back(push.arrived);
-      }
-      if (is_compressed(b)) decode_all(b, servers[s], home, size, pushed);
-      b.update(servers[s], home, size / b.parameter_bytes(), b.devices(), pushed);
-      for (const int device : b.all_devices()) {
-        Ids ready{b.touch(servers[s], home, "copy", 2 * size)};
-        append(ready, pulls[to_size(device)]);
-        const Builder::Message pull = send(b, servers[s], home, b.machine_of(device), "pull", size, ready);
-        pulls[to_size(device)] = {pull.left};
-        answers[to_size(device)].push_back(pull.arrived);
-      }
-    }
+    answer_parts(b, servers[s], home, parts[s], push_parts(b, home, parts[s]), answers);
   }
   for (const int device : b.all_devices())
     b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[to_size(device)]);
@@ -270,9 +283,11 @@ AsyncStore::AsyncStore(Builder& builder, const Ids& locks) : b_(builder), locks_
 
 int AsyncStore::push(int device, int server, const Ids& after) {
   const int machine = b_.machine_of(device);
-  const int packed = b_.touch(device, machine, "pack", 2 * size(server), after);
-  const Ids announced = announce_push(b_, device, home(server), {packed});
-  return send(b_, device, machine, home(server), "push", size(server), announced).arrived;
+  Ids before = b_.last(device);
+  append(before, after);
+  Ids ready = announce_push(b_, device, home(server), before);
+  ready.push_back(b_.touch(device, machine, "pack", 2 * size(server), after));
+  return b_.post(device, machine, home(server), "push", size(server), ready).arrived;
 }
 
 int AsyncStore::update(int device, int server, const Ids& after) {
@@ -286,12 +301,14 @@ int AsyncStore::ask(int device, int server, const Ids& after) {
   return b_.post(device, b_.machine_of(device), home(server), "ask", kRequest, after).arrived;
 }
 
-int AsyncStore::pull(int device, int server, const Ids& after) {
+int AsyncStore::pull(int device, int server, const Ids& asked, const Ids& ready) {
   constexpr double kReply = 8;  // bytes, before the values
-  const int copied = b_.pass_locked(locks_[to_size(server)], home(server), 2 * size(server), after);
+  const int copied = b_.pass_locked(locks_[to_size(server)], home(server), 2 * size(server), asked);
   const int machine = b_.machine_of(device);
-  const Builder::Message reply = b_.post(device, home(server), machine, "pull", kReply, {copied});
-  return send(b_, device, home(server), machine, "pull", size(server), {reply.left}).arrived;
+  Ids after{copied};
+  if (!ready.empty()) after.push_back(b_.ask(machine, home(server), ready));
+  const int reply = b_.post(device, home(server), machine, "pull", kReply, after).arrived;
+  return b_.post(device, home(server), machine, "pull", size(server), {b_.ask(machine, home(server), {reply})}).arrived;
 }
 
 void AsyncStore::unpack(int device, const Ids& after) {
@@ -306,7 +323,7 @@ void store_async(Builder& b, const Ids& locks) {
     b.forward_and_backward(device);
     Ids updated, pulled;
     for (int s = 0; s < store.servers(); ++s) updated.push_back(store.update(device, s, {store.push(device, s)}));
-    for (int s = 0; s < store.servers(); ++s) pulled.push_back(store.pull(device, s, {store.ask(device, s, updated)}));
+    for (int s = 0; s < store.servers(); ++s) pulled = {store.pull(device, s, {store.ask(device, s, updated)}, pulled)};
     store.unpack(device, pulled);
   }
 }

@@ -66,9 +66,10 @@ void store_bounded(Builder& b, const Ids& locks, int gate, int step) {
     Ids updated{first}, pulled;
     for (int s = 1; s < store.servers(); ++s)
       updated.push_back(store.update(device, s, {store.push(device, s, {first})}));
-    pulled.push_back(store.pull(device, 0, {pass(Request::kRead, store.ask(device, 0, updated))}));
+    pulled = {store.pull(device, 0, {pass(Request::kRead, store.ask(device, 0, updated))}, {})};
+    const Ids first_pulled = pulled;
     for (int s = 1; s < store.servers(); ++s)
-      pulled.push_back(store.pull(device, s, {store.ask(device, s, {pulled.front()})}));
+      pulled = {store.pull(device, s, {store.ask(device, s, first_pulled)}, pulled)};
     store.unpack(device, pulled);
   }
 }

@@ -8,8 +8,8 @@ namespace {
 
 bool gathers(Compression kind) { return kind == Compression::kTwoBit || kind == Compression::kTopK; }
 
-void compute_on_all(Builder& b, const char* name, double seconds) {
-  for (const int device : b.all_devices()) b.compute(device, b.machine_of(device), name, seconds);
+void process_on_all(Builder& b, const char* name, double seconds) {
+  for (const int device : b.all_devices()) b.process(device, b.machine_of(device), name, seconds);
 }
 
 // Every rank has `bytes`, and gets those of all ranks. Its devices wait for it.
@@ -36,7 +36,7 @@ void all_reduce_in_step(Builder& b, const Ids& networks, double bytes) {
 void power_sgd(Builder& b, const Ids& networks, const CompressionTimes& times, double bytes) {
   constexpr int kRounds = 3;
   for (int round = 0; round < kRounds; ++round) {
-    compute_on_all(b, "decode", bytes * times.decode / kRounds);
+    process_on_all(b, "decode", bytes * times.decode / kRounds);
     all_reduce_in_step(b, networks, bytes * times.sent / kRounds);
   }
 }
@@ -52,7 +52,7 @@ void ddp_compressed(Builder& b, const Ids& networks) {
   const auto buckets = buckets_of(b.profile(), b.choice().bucket_bytes);
   std::vector<std::vector<Ids>> full;
   backward_into_buckets(b, buckets, [&](const FullBucket& bucket) {
-    compute_on_all(b, "encode", bucket.bytes * times.encode);
+    process_on_all(b, "encode", bucket.bytes * times.encode);
     const int messages = kind == Compression::kTopK ? 2 : 1;  // places and values
     for (int i = 0; i < messages && gathers(kind); ++i) all_gather(b, networks, bucket.bytes * times.sent / messages);
     full.push_back(last_of_machines(b));
@@ -66,7 +66,7 @@ void ddp_compressed(Builder& b, const Ids& networks) {
     if (kind == Compression::kPowerSGD)
       power_sgd(b, networks, times, bucket.bytes);
     else
-      compute_on_all(b, "decode", bucket.bytes * times.decode * (gathers(kind) ? b.devices() : 1));
+      process_on_all(b, "decode", bucket.bytes * times.decode * (gathers(kind) ? b.devices() : 1));
   }
   update_on_machines(b, last_of_machines(b));
 }

@@ -30,10 +30,12 @@ int steps_for(const Target& target, const Choice& choice) {
 }
 
 const char* kind_of(const Activity& activity, const Schedule& schedule) {
-  const auto is_link = [&](int resource) { return std::ranges::count(schedule.links, resource) > 0; };
-  if (activity.uses.empty()) return "waiting";
-  if (std::ranges::any_of(activity.uses, is_link)) return "link";
-  return activity.uses.size() > 1 ? "memory" : "computing";  // what needs memory needs a core, too
+  const auto uses = [&](const std::vector<int>& resources) {
+    return std::ranges::any_of(activity.uses, [&](int one) { return std::ranges::count(resources, one) > 0; });
+  };
+  if (uses(schedule.links)) return "link";
+  if (uses(schedule.memory) || uses(schedule.updates)) return "memory";
+  return uses(schedule.cores) ? "computing" : "waiting";
 }
 
 // What most of the time goes to on the way from the beginning to the end that allows no delay: back from the last activity, each
@@ -94,15 +96,19 @@ Line memory_by_samples(const Profile& profile) {
   return line_through(points);
 }
 
-// Ends of connections on a machine: each process has one to each other machine, and a store's workers and servers have more
-// between them.
-double connections_of(const Target& target, const Choice& choice) {
+// Of the ends of connections on a machine: each process has one to each other process, the first ones of each machine have one to
+// their counterparts, and a store has links between its workers and servers.
+double memory_of_connections(const Profile& profile, const Target& target, const Choice& choice) {
   if (target.machines == 1) return 0;
-  const double servers = choice.has_servers() ? static_cast<double>(choice.servers) / target.machines : 0;
-  const double processes =
-      (choice.has_device_threads() && choice.method != Method::kPipeline ? 1 : target.devices) + servers;
-  return processes * (target.machines - 1) +
-         (choice.has_servers() ? target.devices * choice.servers + servers * target.all_devices() : 0);
+  const double servers = choice.has_servers() ? choice.servers : 0, machines = target.machines;
+  const double workers =
+      choice.has_device_threads() && choice.method != Method::kPipeline ? machines : target.all_devices();
+  const double processes = servers + workers;
+  const double in_step = machines * std::floor(processes / machines);  // as many on each machine
+  const double links = servers * workers * (1 - 1 / machines);         // those inside a machine are shared memory
+  return ((processes * (processes - 1) + in_step * (machines - 1)) * profile.connection_bytes +
+          2 * links * profile.store_link_bytes) /
+         machines;
 }
 
 // A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
@@ -150,8 +156,8 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
 // With what they share, libraries above all.
 double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
   const int machines = target.on_one_machine ? target.machines : 1;
-  return profile.common_bytes + machines * (memory_of_processes(profile, target, choice) +
-                                            connections_of(target, choice) * profile.connection_bytes);
+  return profile.common_bytes +
+         machines * (memory_of_processes(profile, target, choice) + memory_of_connections(profile, target, choice));
 }
 
 std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {
@@ -184,6 +190,10 @@ Forecast forecast(const Profile& profile, const Target& target, const Choice& ch
           .link_bytes = middle.link_bytes,
           .memory = memory_of(profile, target, choice),
           .epochs = steps_of_epoch * middle.step * static_cast<double>(target.epochs)};
+}
+
+double seconds_of_step(const Profile& profile, const Target& target, const Choice& choice) {
+  return simulate(profile, target, choice, Luck::kAny).step;
 }
 
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target) {

@@ -29,6 +29,9 @@ struct Forecast {
 // Throws UsageError: a target or choice that can't be.
 Forecast forecast(const Profile& profile, const Target& target, const Choice& choice);
 
+// The step alone.
+double seconds_of_step(const Profile& profile, const Target& target, const Choice& choice);
+
 // Of every choice that the target allows, the fastest first.
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target);
 

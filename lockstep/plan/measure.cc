@@ -153,12 +153,12 @@ double barrier_seconds(const World& world) {
 }
 
 std::vector<SizedTime> all_reduce_times(const World& world) {
-  constexpr int kTimed = 10;
+  constexpr int kTimed = 10, kTimedIfSmall = 60;  // small ones vary most
   std::vector<SizedTime> times;
   for (const std::int64_t bytes : kMessages) {
     const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
     std::vector<double> seconds;
-    for (int i = 0; i < kTimed; ++i) {
+    for (int i = 0; i < (bytes < 1 << 20 ? kTimedIfSmall : kTimed); ++i) {
       world.barrier();
       const Stopwatch watch;
       world.all_reduce(data);
@@ -317,6 +317,74 @@ void run_machines(int count, const std::function<void(World&)>& body) {
   run_threads(machines, connect, body, {.timeout = std::chrono::seconds(30)});
 }
 
+// How long a small message takes, and how much of the cores: to and fro, each waited for. The receiver asks for it before the one
+// that it answers leaves, as Gloo sends only what was asked for.
+void measure_messages(const World& link, Profile& profile) {
+  const torch::Tensor data = torch::zeros({64}, torch::kUInt8), received = torch::zeros_like(data);
+  const int other = 1 - link.rank();
+  const auto play = [&](int rounds) {
+    const auto ask = [&] { return link.receive_async(received, {.from = other}); };
+    Work next = ask();
+    for (int i = 0; i < rounds; ++i) {
+      if (i % 2 == link.rank()) {
+        link.send(data, other);
+        continue;
+      }
+      next.wait();
+      if (i + 2 < rounds) next = ask();
+    }
+  };
+  play(10);
+  link.barrier();
+  const double before = cpu_seconds();
+  const Stopwatch watch;
+  play(kRounds);
+  if (link.rank() != 0) return;
+  profile.message = watch.seconds() / kRounds;
+  profile.message_work = (cpu_seconds() - before) / kRounds;
+}
+
+// Work of each of many messages that are under way at the same time, in both directions.
+void measure_many_messages(const World& link, Profile& profile) {
+  constexpr int kAtOnce = 32, kTimes = 30;
+  const torch::Tensor data = torch::zeros({64}, torch::kUInt8), received = torch::zeros({kAtOnce, 64}, torch::kUInt8);
+  const int other = 1 - link.rank();
+  const auto exchange = [&] {
+    std::vector<Work> all;
+    for (int i = 0; i < kAtOnce; ++i) all.push_back(link.receive_async(received[i], {.from = other, .tag = i}));
+    link.barrier();
+    for (int i = 0; i < kAtOnce; ++i) all.push_back(link.send_async(data, other, i));
+    for (Work& each : all) each.wait();
+  };
+  exchange();
+  link.barrier();
+  const double before = cpu_seconds();
+  for (int i = 0; i < kTimes; ++i) exchange();
+  if (link.rank() == 0) profile.message_work_of_many = (cpu_seconds() - before) / (2 * kAtOnce * kTimes);
+}
+
+// Links as a store makes them (strategy/kvstore/link.h), with what sending and receiving keeps. Both ends are in this process.
+void measure_links(const World& world, Profile& profile) {
+  constexpr int kLinks = 4, kBytes = 1 << 16;
+  const torch::Tensor data = torch::zeros({kBytes}, torch::kUInt8), received = torch::zeros_like(data);
+  const int other = 1 - world.rank();
+  world.barrier();
+  const double before = own_bytes();
+  world.barrier();
+  std::vector<World> links;
+  for (int i = 0; i < kLinks; ++i) links.push_back(*world.separate({0, 1}));
+  for (const World& link : links) {
+    Work sent = link.send_async(data, other);
+    link.receive(received, {.from = other});
+    sent.wait();
+  }
+  world.barrier();
+  if (world.rank() == 0) profile.store_link_bytes = std::max(0.0, own_bytes() - before) / (2 * kLinks);
+  world.barrier();
+  measure_messages(links.front(), profile);
+  measure_many_messages(links.front(), profile);
+}
+
 void measure_loopback(Profile& profile) {
   constexpr double kAbout = 1e-3;  // seconds, which decides how often it is done
   double of_two = 0;               // bytes, with all that is made once in a process
@@ -325,10 +393,10 @@ void measure_loopback(Profile& profile) {
     if (world.rank() == 0) of_two = own_bytes();
   });
   run_machines(4, [&](World& world) {
-    const auto work = all_reduce_work(world, {{.bytes = kMessages.front(), .seconds = kAbout}});
+    all_reduce_work(world, {{.bytes = kMessages.front(), .seconds = kAbout}});
     if (world.rank() > 0) return;
-    profile.loopback_work_of_four = work.front().seconds;
-    profile.connection_bytes = std::max(0.0, own_bytes() - of_two) / (4 * 3 - 2);
+    constexpr int kOfEachPair = 2;  // one between all ranks, one between machines
+    profile.connection_bytes = std::max(0.0, own_bytes() - of_two) / (4 * 3 - 2) / kOfEachPair;
   });
   run_machines(2, [&](World& world) {
     const auto times = all_reduce_times(world);
@@ -350,7 +418,6 @@ void measure_alone(const Subject& subject, Profile& profile) {
   measure_pieces_of(subject, data, profile);
   measure_modules(data, training, profile);
   profile.compression = measure_compression(training.strategy().model());
-  measure_loopback(profile);
 }
 
 void measure_devices(const Subject& subject, Profile& profile) {
@@ -407,6 +474,11 @@ Profile measure(const Subject& subject) {
     if (crowd_fits) measure_crowd(world, subject, found);
   });
   profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
+  // In processes of their own: memory that was freed before would hide what connections take.
+  profile = in_ranks(1, profile, [](const World&, Profile& found) { measure_loopback(found); });
+  profile = in_ranks(1, profile, [](const World&, Profile& found) {
+    run_machines(2, [&](World& world) { measure_links(world, found); });
+  });
   if (crowd_fits)
     profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_devices(subject, found); });
   require_possible_numbers(profile, "what was measured");

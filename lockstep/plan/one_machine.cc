@@ -8,9 +8,9 @@ namespace {
 
 // Threads: after each part the scheduling thread hears of all devices and gives them the next.
 void compute_on_threads(Builder& b) {
-  for (const int device : b.all_devices()) b.compute(device, 0, "forward", b.alone(b.samples_of(device)).forward);
+  for (const int device : b.all_devices()) b.compute(device, "forward", b.alone(b.samples_of(device)).forward);
   b.meet(b.all_devices(), b.handover());
-  for (const int device : b.all_devices()) b.compute(device, 0, "backward", b.alone(b.samples_of(device)).backward);
+  for (const int device : b.all_devices()) b.compute(device, "backward", b.alone(b.samples_of(device)).backward);
   b.meet(b.all_devices(), b.handover());
 }
 
@@ -52,15 +52,15 @@ void data_parallel(Builder& b) {
   const auto without_loss = [&](double seconds, double samples) { return std::max(0.0, seconds - loss / 2 * samples); };
   for (const int device : b.all_devices()) {
     const double samples = b.samples_of(device);
-    b.compute(device, 0, "forward", without_loss(b.alone(samples).forward, samples));
+    b.compute(device, "forward", without_loss(b.alone(samples).forward, samples));
   }
   b.meet(b.all_devices(), b.handover());
   b.touch(0, 0, "gather", 2 * b.profile().output_bytes * static_cast<double>(b.target().batch));
-  b.compute(0, 0, "loss", loss * static_cast<double>(b.target().batch));
+  b.compute(0, "loss", loss * static_cast<double>(b.target().batch));
   b.meet(b.all_devices(), b.handover());
   for (const int device : b.all_devices()) {
     const double samples = b.samples_of(device);
-    b.compute(device, 0, "backward", without_loss(b.alone(samples).backward, samples));
+    b.compute(device, "backward", without_loss(b.alone(samples).backward, samples));
   }
   b.meet(b.all_devices(), b.handover());
   update_together(b, b.devices());

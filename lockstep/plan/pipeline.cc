@@ -1,30 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
 #include "lockstep/plan/strategy_schedules.h"
+#include "lockstep/strategy/pipeline/cut.h"
+#include "lockstep/strategy/pipeline/stage.h"
 
 namespace lockstep::plan {
 namespace {
-
-struct Turn {
-  bool forward;
-  int micro_batch;
-};
-
-// The order in which a stage works, as strategy/pipeline/stage.h has it.
-std::vector<Turn> turns_of(PipelineSchedule order, int stage, int stages, int micro_batches) {
-  const int ahead = order == PipelineSchedule::k1F1B ? std::min(stages - stage, micro_batches) : micro_batches;
-  std::vector<Turn> turns;
-  for (int i = 0; i < ahead; ++i) turns.push_back({true, i});
-  for (int i = 0; i < micro_batches; ++i) {
-    turns.push_back({false, i});
-    if (ahead + i < micro_batches) turns.push_back({true, ahead + i});
-  }
-  return turns;
-}
 
 // Bytes of messages beside tensors and gradients.
 constexpr double kDescription = 24 + 96 * 8, kSize = 24, kLoss = 16, kFlags = 8;
@@ -45,9 +31,9 @@ void share_gradients(Builder& b, double shared) {
 }
 
 // One step: what each stage does, in its order, and what it waits for.
-class PipelineStep {
+class PlannedStep {
  public:
-  explicit PipelineStep(Builder& b)
+  explicit PlannedStep(Builder& b)
       : b_(b),
         stages_(b.choice().stages),
         micro_batches_(b.choice().parts_of_batch()),
@@ -71,7 +57,7 @@ class PipelineStep {
     double share = 0;   // of the time of all stages
     double bytes = 0;   // of its parameters
     double output = 0;  // bytes, of a micro-batch
-    std::vector<Turn> turns;
+    std::vector<lockstep::PipelineStep> turns;
     std::size_t next = 0;
     Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
   };
@@ -80,7 +66,7 @@ class PipelineStep {
 
   void add_stage(const std::vector<int>& pieces) {
     const auto number = static_cast<int>(all_.size());
-    Stage stage{.turns = turns_of(b_.choice().order, number, stages_, micro_batches_),
+    Stage stage{.turns = steps_of_stage(b_.choice().order, number, stages_, micro_batches_),
                 .forward = Ids(to_size(micro_batches_), -1),
                 .backward = Ids(to_size(micro_batches_), -1)};
     for (const int index : pieces) {
@@ -109,8 +95,8 @@ class PipelineStep {
                 sent);
     }
     const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
-    (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] = b_.compute(
-        number, b_.machine_of(number), concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
+    (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] =
+        b_.compute(number, concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
     ++stage.next;
     return true;
   }
@@ -120,10 +106,12 @@ class PipelineStep {
   // goes behind what it is sending to the same stage, on one connection.
   void receive(int stage, int from, const std::string& name, double bytes, int sent) {
     Ids ready = b_.last(stage);
-    ready.push_back(sent);
     if (const auto before = left_.find({stage, from}); before != left_.end()) ready.push_back(before->second);
+    const int here = b_.machine_of(stage), there = b_.machine_of(from);
+    Ids after{sent};
     for (const double size : {kDescription, kSize, bytes}) {
-      const Builder::Message message = b_.post(stage, b_.machine_of(from), b_.machine_of(stage), name, size, ready);
+      after.push_back(b_.ask(here, there, ready));
+      const Builder::Message message = b_.post(stage, there, here, name, size, after);
       left_[{from, stage}] = message.left;
       ready = {message.arrived};
     }
@@ -156,31 +144,16 @@ class PipelineStep {
 }  // namespace
 
 std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
-  const auto pieces = static_cast<int>(profile.pieces.size());
-  // best[s][end]: the slowest of s stages that share the pieces before `end`, at best.
-  std::vector best(to_size(stages + 1), std::vector<double>(to_size(pieces + 1), 1e300));
-  std::vector begins(to_size(stages + 1), std::vector<int>(to_size(pieces + 1)));
-  best[0][0] = 0;
-  for (int s = 1; s <= stages; ++s)
-    for (int end = s; end <= pieces; ++end) {
-      double last = 0;
-      for (int begin = end - 1; begin >= s - 1; --begin) {
-        last += profile.pieces[to_size(begin)].seconds;
-        const double slowest = std::max(best[to_size(s - 1)][to_size(begin)], last);
-        if (slowest >= best[to_size(s)][to_size(end)]) continue;
-        best[to_size(s)][to_size(end)] = slowest;
-        begins[to_size(s)][to_size(end)] = begin;
-      }
-    }
-  std::vector<std::vector<int>> cut(to_size(stages));
-  for (int s = stages, end = pieces; s > 0; --s) {
-    const int begin = begins[to_size(s)][to_size(end)];
-    for (int piece = begin; piece < end; ++piece) cut[to_size(s - 1)].push_back(piece);
-    end = begin;
+  std::vector<double> costs;
+  for (const PieceTimes& piece : profile.pieces) costs.push_back(piece.seconds);
+  std::vector<std::vector<int>> all;
+  for (const Range& range : balanced_cut(costs, stages)) {
+    all.emplace_back(to_size(static_cast<int>(range.end - range.begin)));
+    std::iota(all.back().begin(), all.back().end(), static_cast<int>(range.begin));
   }
-  return cut;
+  return all;
 }
 
-void pipeline(Builder& b) { PipelineStep(b).add(); }
+void pipeline(Builder& b) { PlannedStep(b).add(); }
 
 }  // namespace lockstep::plan

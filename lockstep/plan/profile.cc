@@ -10,6 +10,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/machines/machine_collective.h"
 #include "lockstep/error.h"
 
 namespace lockstep::plan {
@@ -26,8 +27,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedMemory, samples, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, data, cores, parameter_bytes, state_bytes, tensors,
                                    output_bytes, dataset, curves, spread, modules, pieces, compression, loss,
                                    common_bytes, idle_bytes, memory_of_rank, copy_speed, barrier, crowded_barrier,
-                                   handover, crowded_handover, loopback, loopback_work, loopback_work_of_four,
-                                   connection_bytes)
+                                   handover, crowded_handover, loopback, loopback_work, message, message_work,
+                                   message_work_of_many, connection_bytes, store_link_bytes)
 
 namespace {
 
@@ -95,7 +96,8 @@ std::string impossible_field(const Profile& p) {
   if (p.copy_speed.empty() || !std::ranges::all_of(p.copy_speed, is_positive)) return "copy_speed";
   if (!can_be(p.loopback) || !can_be(p.loopback_work)) return "loopback";
   if (!are_amounts({p.output_bytes, p.loss, p.common_bytes, p.idle_bytes, p.barrier, p.crowded_barrier, p.handover,
-                    p.crowded_handover, p.loopback_work_of_four, p.connection_bytes}))
+                    p.crowded_handover, p.message, p.message_work, p.message_work_of_many, p.connection_bytes,
+                    p.store_link_bytes}))
     return "one of the single numbers";
   return "";
 }
@@ -146,6 +148,21 @@ double median_update(const Curve& curve) {
 }
 
 // Least squares of what is measured, each point with the weight 1/seconds^2, so that small messages count as much as large.
+// Two machines send each other their signature and then each of c chunks: 2 (start + (c + 1) message) + 2 K byte.
+WorkOfMessages work_of_messages(const Profile& profile) {
+  const auto& two = profile.loopback_work;
+  if (two.size() < 2) return {};
+  const auto chunks = [](double bytes) {
+    return std::ceil(bytes / static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))));
+  };
+  const SizedTime &small = two[two.size() - 2], &large = two.back();
+  const double message = profile.message_work_of_many;
+  const double of_messages = 2 * (chunks(large.bytes) - chunks(small.bytes)) * message;
+  return {.start = std::max(0.0, two.front().seconds / 2 - 2 * message),
+          .message = message,
+          .byte = std::max(0.0, (large.seconds - small.seconds - of_messages) / (2 * (large.bytes - small.bytes)))};
+}
+
 Line line_through(const std::vector<SizedTime>& points) {
   double w = 0, x = 0, y = 0, xx = 0, xy = 0;
   for (const SizedTime& point : points) {

@@ -13,7 +13,7 @@
 
 namespace lockstep::plan {
 
-constexpr int kProfileFormat = 4;  // raised when a reader of the old one would misunderstand the new one
+constexpr int kProfileFormat = 5;  // raised when a reader of the old one would misunderstand the new one
 
 // Medians of a few steps, for one number of samples per device.
 struct StepTimes {
@@ -96,8 +96,11 @@ struct Profile {
   double crowded_handover = 0;      // twice as many
   std::vector<SizedTime> loopback;  // all_reduce of two machines over loopback: what messages cost without a link
   std::vector<SizedTime> loopback_work;  // the same: seconds of cores that it takes on both machines together
-  double loopback_work_of_four = 0;      // of the smallest of them between four machines
+  double message = 0;                    // seconds of a small message between two machines over loopback
+  double message_work = 0;               // the same: seconds of cores, at both ends
+  double message_work_of_many = 0;       // of each of many that are under way at the same time
   double connection_bytes = 0;           // of memory, at each end of a connection between machines
+  double store_link_bytes = 0;           // the same of a link between a worker and a server
 };
 
 // Seconds of a forward and backward with that many samples; straight lines between what was measured.
@@ -110,6 +113,14 @@ const Curve& curve_alone(const Profile& profile, bool with_all_threads = false);
 const CompressionTimes& compression_for(const Profile& profile, const std::string& kind);
 
 double median_update(const Curve& curve);  // seconds, over its points
+
+// Work of cores that all_reduce of several machines is made of.
+struct WorkOfMessages {
+  double start = 0;    // seconds of each machine, once: threads that slept are woken
+  double message = 0;  // at both ends, without its bytes
+  double byte = 0;     // at both ends
+};
+WorkOfMessages work_of_messages(const Profile& profile);  // zeros: it was not measured
 
 // A straight line through the points: fixed cost, and cost per byte.
 struct Line {

@@ -14,24 +14,15 @@ namespace lockstep::plan {
 Builder::Builder(const Profile& profile, const Target& target, const Choice& choice, Luck luck)
     : profile_(profile), target_(target), choice_(choice), luck_(luck) {
   const int own_cores = target.cores > 0 ? target.cores : profile.cores;
-  threads_ = std::max(1, own_cores / (target.on_one_machine ? target.all_devices() : target.devices));
+  const int sharing = target.on_one_machine ? target.all_devices() : target.devices;
+  threads_ = target.sleeps ? 1 : std::max(1, own_cores / sharing);
   seats_ = std::max(1, own_cores / threads_);
-  message_ = line_through(profile.loopback).fixed;
-  find_work_of_messages();
+  round_ = line_through(profile.loopback).fixed;
+  work_ = work_of_messages(profile);
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
+  add_seats();
   for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
   made_.devices = devices();
-}
-
-// In a small all_reduce each of n machines sends the other ones its signature and the array, in one round:
-// n (round + 2 (n - 1) message), and its bytes.
-void Builder::find_work_of_messages() {
-  if (profile_.loopback_work.empty()) return;
-  const Line two = line_through(profile_.loopback_work);
-  work_of_byte_ = two.per_byte / 2;
-  const double four = profile_.loopback_work_of_four - 12 * profile_.loopback_work.front().bytes * work_of_byte_;
-  work_of_message_ = std::clamp((four - 2 * two.fixed) / 16, 0.0, two.fixed / 4);
-  work_of_round_ = two.fixed / 2 - 2 * work_of_message_;
 }
 
 double Builder::samples_of(int device) const {
@@ -59,11 +50,25 @@ int Builder::add_actor(const std::string& name) {
   return static_cast<int>(last_.size()) - 1;
 }
 
+// A device runs on its own cores, or takes turns with those that have the same one; a server where there is room.
+Activity Builder::on_seat(int actor, Activity activity) const {
+  if (actor < devices()) activity.uses.push_back(seats_of_devices_[to_size(actor)]);
+  return activity;
+}
+
 int Builder::add_lock() { return made_.simulation.add(Resource{"lock", {1}}); }
 
-int Builder::compute(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
-  return add(actor,
-             {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[to_size(machine)]}, .after = after});
+int Builder::compute(int device, const std::string& name, double seconds, const Ids& after) {
+  if (!target_.sleeps) return process(device, machine_of(device), name, seconds, after);
+  const int sleep = made_.cores[to_size(machines() + device)];
+  return add(device, {.name = name, .work = seconds, .uses = {sleep}, .after = after});
+}
+
+int Builder::process(int actor, int machine, const std::string& name, double seconds, const Ids& after) {
+  return add(
+      actor,
+      on_seat(actor,
+              {.name = name, .work = seconds * luck(actor), .uses = {made_.cores[to_size(machine)]}, .after = after}));
 }
 
 // In seconds of one core that nobody hinders, as all work inside a machine: what needs memory needs a core, too.
@@ -80,16 +85,16 @@ Activity Builder::updating(int machine, double share, int sources, const Ids& af
   const double more = one > 0 ? (sources - 1) * gradient / one : 0;
   return {.name = "update",
           .work = share * alone(1).update * (1 + more),
-          .uses = {made_.cores[to_size(machine)], updates_[to_size(machine)]},
+          .uses = {made_.cores[to_size(machine)], made_.updates[to_size(machine)]},
           .after = after};
 }
 
 int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return add(actor, passing(machine, name, bytes, after));
+  return add(actor, on_seat(actor, passing(machine, name, bytes, after)));
 }
 
 int Builder::update(int actor, int machine, double share, int sources, const Ids& after) {
-  return add(actor, updating(machine, share, sources, after));
+  return add(actor, on_seat(actor, updating(machine, share, sources, after)));
 }
 
 // Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
@@ -105,32 +110,39 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
   received_[to_size(from)] += wire.back;
   const int left = beside(
       actor, {.name = name, .work = wire.there, .uses = {out_[to_size(from)], in_[to_size(to)]}, .after = after});
-  const int under_way = join({left}, target_.link_latency + message_);
-  // The rounds of two machines have four messages.
-  const Messages one_end{.rounds = 0.25, .messages = 0.5, .bytes = bytes / 2, .on_wire = wire.there + wire.back};
-  return {left, join({under_way, handle(from, one_end, after), handle(to, one_end, after)})};
+  const int under_way = join({left}, target_.link_latency + profile_.message);
+  const Messages one_end{.seconds = profile_.message_work / 2, .bytes = bytes / 2, .on_wire = wire.there + wire.back};
+  const auto is_worker = [&](int machine) {
+    return !choice_.has_servers() || machine == (actor < devices() ? machine_of(actor) : to);
+  };
+  return {left,
+          join({under_way, handle(from, is_worker(from), one_end, after), handle(to, is_worker(to), one_end, after)})};
 }
 
 int Builder::exchange(int actor, int machine, const std::string& name, const std::vector<double>& sizes,
                       const Ids& after) {
   const double others = machines() - 1;
-  Messages handled{.rounds = 1};
+  Messages handled{};
   double all = 0;
   for (const double bytes : sizes) {
     const MessageBytes wire = bytes_on_wire(bytes);
     all += others * (wire.there + wire.back);
-    handled.messages += others;
+    handled.seconds += others * work_.message;
     handled.bytes += others * bytes;
   }
   sent_[to_size(machine)] += all;
   received_[to_size(machine)] += all;
   handled.on_wire = 2 * all;
   const int carried = beside(actor, {.name = name,
-                                     .delay = target_.link_latency + message_,
+                                     .delay = target_.link_latency + round_,
                                      .work = all,
                                      .uses = {out_[to_size(machine)], in_[to_size(machine)]},
                                      .after = after});
-  return join({carried, handle(machine, handled, after)});
+  return join({carried, handle(machine, /*is_worker=*/true, handled, after)});
+}
+
+int Builder::start_exchange(int machine, const Ids& after) {
+  return handle(machine, /*is_worker=*/true, {.seconds = work_.start}, after);
 }
 
 int Builder::pass(int machine, double bytes, const Ids& after) {
@@ -151,10 +163,12 @@ int Builder::update_locked(int lock, int machine, double share, const Ids& after
 
 int Builder::join(const Ids& after, double seconds) { return beside(-1, {.delay = seconds, .after = after}); }
 
-int Builder::handle(int machine, const Messages& what, const Ids& after) {
-  const double seconds = what.rounds * work_of_round_ + what.messages * work_of_message_ + what.bytes * work_of_byte_ +
-                         what.on_wire * target_.work_of_link_byte / 2;
-  return beside(-1, {.name = "messages", .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after});
+// On the core that a worker is bound to where it has one only; where a machine has several, on any of them.
+int Builder::handle(int machine, bool is_worker, const Messages& what, const Ids& after) {
+  const double seconds = what.seconds + what.bytes * work_.byte + what.on_wire * target_.work_of_link_byte / 2;
+  Activity activity{.name = "messages", .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after};
+  if (is_worker && target_.on_one_machine) activity = on_seat(machine * target_.devices, std::move(activity));
+  return beside(-1, std::move(activity));
 }
 
 int Builder::pass_gate(int actor, int gate, int ticket, const Ids& after) {
@@ -183,8 +197,8 @@ Ids Builder::devices_on(int machine) const {
 
 void Builder::forward_and_backward(int device) {
   const StepTimes times = alone(samples_of(device));
-  compute(device, machine_of(device), "forward", times.forward);
-  compute(device, machine_of(device), "backward", times.backward);
+  compute(device, "forward", times.forward);
+  compute(device, "backward", times.backward);
 }
 
 void Builder::end_step() {
@@ -219,9 +233,9 @@ void Builder::add_machine(int machine) {
   if (machine == 0 || !target_.on_one_machine) {
     made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
     made_.memory.push_back(simulation.add(Resource{concat("memory of machine ", machine), speeds_of_copies()}));
-    updates_.push_back(simulation.add(Resource{concat("updates on machine ", machine), speeds_of_updates()}));
+    made_.updates.push_back(simulation.add(Resource{concat("updates on machine ", machine), speeds_of_updates()}));
   } else {
-    for (Ids* const all : {&made_.cores, &made_.memory, &updates_}) all->push_back(all->front());
+    for (Ids* const all : {&made_.cores, &made_.memory, &made_.updates}) all->push_back(all->front());
   }
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
@@ -229,6 +243,19 @@ void Builder::add_machine(int machine) {
   made_.links.push_back(in_.back());
   sent_.push_back(0);
   received_.push_back(0);
+}
+
+// As the launcher binds ranks, and Devices their threads, to cores.
+void Builder::add_seats() {
+  Ids seats;
+  for (int i = 0; i < seats_ * (target_.on_one_machine ? 1 : machines()); ++i)
+    seats.push_back(made_.simulation.add(Resource{concat("seat ", i), {1}}));
+  for (int device = 0; device < devices(); ++device) {
+    const int first = target_.on_one_machine ? 0 : machine_of(device) * seats_;
+    const int number = target_.on_one_machine ? device : device % target_.devices;
+    seats_of_devices_.push_back(seats[to_size(first + number % seats_)]);
+    if (target_.sleeps) made_.cores.push_back(made_.simulation.add(Resource{concat("sleep of device ", device), {1}}));
+  }
 }
 
 // How much longer a part of a step takes while that many work than alone; between what was measured, in a straight line.

@@ -39,7 +39,8 @@ class Builder {
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id
 
-  int compute(int actor, int machine, const std::string& name, double seconds, const Ids& after = {});
+  int compute(int device, const std::string& name, double seconds, const Ids& after = {});  // forward or backward
+  int process(int actor, int machine, const std::string& name, double seconds, const Ids& after = {});  // on one core
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
   // That share of an update of all parameters, which adds up the gradients of so many sources in the same pass.
   int update(int actor, int machine, double share, int sources = 1, const Ids& after = {});
@@ -55,9 +56,14 @@ class Builder {
     int left;
     int arrived;
   };
+  // Once the sender has heard that the receiver, which is ready after `after`, wants what comes next. post() counts the bytes of that.
+  int ask(int receiver, int sender, const Ids& after) {
+    return receiver == sender ? join(after) : join(after, target_.link_latency + profile_.message);
+  }
   Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
   // Messages of these sizes from this machine to each other one, and from each of them to it. Returns the last one's arrival.
   int exchange(int actor, int machine, const std::string& name, const std::vector<double>& sizes, const Ids& after);
+  int start_exchange(int machine, const Ids& after);      // what comes before the first of several
   int pass(int machine, double bytes, const Ids& after);  // over memory
   // By one holder of the lock at a time.
   int pass_locked(int lock, int machine, double bytes, const Ids& after);
@@ -90,14 +96,14 @@ class Builder {
   int beside(int actor, Activity activity);
   // What cores do for messages: the system's calls, encryption, waking threads. Those of a round are sent and received together.
   struct Messages {
-    double rounds = 0;
-    double messages = 0;
+    double seconds = 0;  // of a core, without what their bytes take
     double bytes = 0;
     double on_wire = 0;  // bytes with headers, at one end of a link
   };
-  int handle(int machine, const Messages& what, const Ids& after);
-  void find_work_of_messages();
+  int handle(int machine, bool is_worker, const Messages& what, const Ids& after);
   void add_machine(int machine);
+  void add_seats();
+  Activity on_seat(int actor, Activity activity) const;
   double slowdown(int at_once, double (*part)(const StepTimes&)) const;
   std::vector<double> speeds(int most, double (*part)(const StepTimes&)) const;
   std::vector<double> speeds_of_cores() const;
@@ -110,12 +116,12 @@ class Builder {
   const Choice& choice_;
   Luck luck_;
   Schedule made_;
-  std::vector<Ids> last_;   // of each actor: what its next activity waits for
-  Ids updates_, out_, in_;  // of each machine
+  std::vector<Ids> last_;  // of each actor: what its next activity waits for
+  Ids out_, in_;           // of each machine
+  Ids seats_of_devices_;
   std::vector<double> sent_, received_;
-  double message_ = 0;  // seconds of a message, beside the link's
-  // Seconds of cores: of a machine in a round; of a message and a byte at both ends together.
-  double work_of_round_ = 0, work_of_message_ = 0, work_of_byte_ = 0;
+  double round_ = 0;  // seconds of an exchange without bytes, beside the link's
+  WorkOfMessages work_;
   int threads_ = 1;  // of a device
   int seats_ = 1;    // devices of a machine that can compute at the same time
 };

@@ -23,8 +23,9 @@ struct Schedule {
   std::vector<std::string> actors;     // rows of the timeline
   int devices = 0;                     // the first actors are devices
   double sent_bytes = 0;               // of a step, on the busiest link in one direction
-  std::vector<int> cores;              // of the resources: those of each machine, and so on
+  std::vector<int> cores;              // of the resources: those of each machine, then what devices sleep on
   std::vector<int> memory;
+  std::vector<int> updates;  // what a machine updates parameters with
   std::vector<int> links;
 };
 

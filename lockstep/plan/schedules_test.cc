@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
 
 #include "lockstep/error.h"
 #include "lockstep/plan/forecast.h"
@@ -55,6 +56,20 @@ TEST(Schedules, MoreRanksThanCoresTakeTurns) {
   Profile profile = round_profile();
   profile.cores = 2;
   EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 12e-3, 1e-9);
+}
+
+// Rank i of more ranks than cores is bound to core i modulo their number.
+TEST(Schedules, RanksThatAreBoundToOneCoreTakeTurnsAlsoWhereAnotherIsFree) {
+  Profile profile = round_profile();
+  profile.cores = 2;
+  const Target target{.devices = 4, .batch = 8};
+  const Choice choice{.method = Method::kDdp};
+  for (const auto& [other, expected] : std::map<int, double>{{1, 1}, {2, 2}, {3, 1}}) {
+    Builder builder(profile, target, choice, Luck::kAny);
+    builder.compute(0, "forward", 1);
+    builder.compute(other, "forward", 1);
+    EXPECT_NEAR(builder.take().simulation.run().end, expected, 1e-9) << other;
+  }
 }
 
 // Libraries, parameters and the optimizer's state exist once; a rank's own memory and gradients for each; a batch is divided.
@@ -303,6 +318,25 @@ TEST(Schedules, AKeyThatIsNotSplitBelongsToOneServer) {
   EXPECT_NEAR(found.step, 12e-3 + 3 * 1.05 * 2, 1.1);  // pushed, then pulled, with some overlap
 }
 
+// Of two remote workers one gets new values as soon as they are merged, the other when its next megabyte has arrived.
+TEST(Schedules, AWorkerGetsAPartWhenItsNextOneHasArrived) {
+  Profile profile = round_profile();
+  profile.tensors = {1e6, 1e6};
+  profile.parameter_bytes = 2'000'000;
+  const Target target{.machines = 3, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 9};
+  EXPECT_NEAR(step_of(profile, target, {.method = Method::kStoreSync}),
+              9e-3 + (4 + 3) * bytes_on_wire(1e6).there / kMega, 0.03);
+}
+
+// The request, which of the keys have a value, the values; the new ones. Before the second and the third of them the server asks
+// for it.
+TEST(Schedules, APushHasTwoRoundTripsBeforeItsValues) {
+  Profile profile = round_profile();
+  profile.message = 1;
+  const Target target{.machines = 2, .devices = 1, .link_rate = 1e15, .link_latency = 0, .batch = 8};
+  EXPECT_NEAR(step_of(profile, target, {.method = Method::kStoreSync}), 12e-3 + 6, 1e-6);
+}
+
 // A stage asks for the next activations behind the gradients that it sends, on one connection: so the two directions take turns.
 TEST(Schedules, WhatAStageAsksForGoesBehindWhatItSends) {
   Profile profile = round_profile();
@@ -335,6 +369,12 @@ TEST(Schedules, MachinesOnOneShareItsCores) {
   EXPECT_NEAR(step(8, false), 3e-3, 1e-6);
 }
 
+TEST(Schedules, MachinesThatSleepTakeNoCores) {
+  Target target = namespaces(8, true);
+  target.sleeps = true;
+  EXPECT_NEAR(step_of(round_profile(), target, {.method = Method::kDdp}), 3e-3, 1e-6);
+}
+
 TEST(Schedules, TheMemoryOfMachinesOnOneIsThatOfAll) {
   const Choice choice{.method = Method::kDdp};
   const double process = 83e6 + 8e6 + 8e6 + 8e6 + 4e6;  // weights, gradients, buckets, activations
@@ -342,24 +382,26 @@ TEST(Schedules, TheMemoryOfMachinesOnOneIsThatOfAll) {
   EXPECT_NEAR(forecast(round_profile(), namespaces(2, true), choice).memory, 150e6 + 2 * process, 1);
 }
 
-// A rank has a connection to each other machine; with servers worker and server have one more, and the server is a process, too.
+// A process has a connection to each other one and the first ones of each machine to those of the others; servers are processes, too,
+// with a link to each worker on another machine.
 TEST(Schedules, ConnectionsBetweenMachinesTakeMemory) {
   const auto more = [](int machines, const Choice& choice) {
     Profile profile = round_profile();
     const double without = forecast(profile, namespaces(machines, true), choice).memory;
     profile.connection_bytes = 1e6;
+    profile.store_link_bytes = 10e6;
     return (forecast(profile, namespaces(machines, true), choice).memory - without) / 1e6;
   };
-  EXPECT_NEAR(more(4, {.method = Method::kDdp}), 4 * 3, 1e-9);
-  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 1}), 5 * 3 + 2 * 4, 1e-9);
-  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 4}), 8 * 3 + 2 * 16, 1e-9);
+  EXPECT_NEAR(more(4, {.method = Method::kDdp}), 4 * (3 + 3), 1e-9);
+  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 1}), 5 * 4 + 4 * 3 + 2 * 3 * 10, 1e-9);
+  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 4}), 8 * (7 + 3) + 2 * 12 * 10, 1e-9);
 }
 
-// An all_reduce of two machines is four messages: one of them takes 1 ms of cores, half of it at each end.
+// Half of what a message takes, at each end.
 TEST(Schedules, AMessageTakesCoresAtBothEnds) {
   Profile profile = round_profile();
   profile.cores = 1;
-  profile.loopback_work = {{.bytes = 1, .seconds = 4e-3}, {.bytes = 1e6, .seconds = 4e-3}};
+  profile.message_work = 1e-3;
   const Choice choice{.method = Method::kDdp};
   for (const bool on_one_machine : {false, true}) {
     const Target target = namespaces(2, on_one_machine);
@@ -369,21 +411,27 @@ TEST(Schedules, AMessageTakesCoresAtBothEnds) {
   }
 }
 
-// What was measured between two and between four machines is what comes out again for them.
-TEST(Schedules, MessagesThatAreSentTogetherTakeCoresLessLong) {
+// What was measured between two machines is what comes out again for them; four send three messages at a time, in two rounds.
+TEST(Schedules, WorkOfMessagesIsThatOfTheAllReducesThatWereMeasured) {
+  constexpr double kSmall = 1 << 10, kTwoChunks = 1 << 20, kEightChunks = 1 << 23;
   Profile profile = round_profile();
   profile.cores = 1;
-  profile.loopback_work = {{.bytes = 1, .seconds = 4e-3}, {.bytes = 1e6, .seconds = 5e-3}};
-  profile.loopback_work_of_four = 14e-3;  // 24 messages of 1 ms would be 24
+  const double start = 3e-3, message = 0.5e-3, byte = 1e-9;
+  profile.message_work_of_many = message;
+  const auto of_two = [&](double bytes, int chunks) {
+    return SizedTime{bytes, 2 * (start + (chunks + 1) * message) + 2 * bytes * byte};
+  };
+  profile.loopback_work = {of_two(kSmall, 1), of_two(kTwoChunks, 2), of_two(kEightChunks, 8)};
   const Choice choice{.method = Method::kDdp};
-  const auto seconds = [&](int machines) {
+  const auto seconds = [&](int machines, double bytes) {
     const Target target = namespaces(machines, true);
     Builder builder(profile, target, choice, Luck::kAny);
-    all_reduce(builder, builder.all_devices(), 1, std::vector<Ids>(to_size(machines)));
+    all_reduce(builder, builder.all_devices(), bytes, std::vector<Ids>(to_size(machines)));
     return builder.take().simulation.run().end;
   };
-  EXPECT_NEAR(seconds(2), 4e-3, 1e-6);
-  EXPECT_NEAR(seconds(4), 14e-3, 1e-6);
+  for (const SizedTime& each : profile.loopback_work) EXPECT_NEAR(seconds(2, each.bytes), each.seconds, 1e-4);
+  EXPECT_NEAR(seconds(4, kSmall), 4 * (start + 6 * message), 1e-4);
+  EXPECT_NEAR(seconds(4, kTwoChunks), 4 * (start + 15 * message) + 6 * kTwoChunks * byte, 1e-4);
 }
 
 // Of two messages of one connection the second one waits for the link, not for the first one's arrival.

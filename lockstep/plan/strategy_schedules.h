@@ -63,7 +63,7 @@ class AsyncStore {
   int push(int device, int server, const Ids& after = {});
   int update(int device, int server, const Ids& after);  // until the worker has heard of it
   int ask(int device, int server, const Ids& after);
-  int pull(int device, int server, const Ids& after);
+  int pull(int device, int server, const Ids& asked, const Ids& ready);  // ready: the worker for the reply
   void unpack(int device, const Ids& after);
 
  private:

@@ -26,6 +26,7 @@ struct Target {
   // each byte of a link takes more than over loopback (seconds of a core). Only a benchmark has such.
   bool on_one_machine = false;
   double work_of_link_byte = 0;
+  bool sleeps = false;  // forward and backward are replaced by sleeping: they take no core. Only a benchmark does that
 
   int all_devices() const { return machines * devices; }
 };

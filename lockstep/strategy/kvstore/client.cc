@@ -133,15 +133,16 @@ StoreClient::Push StoreClient::make_push(Request request, KeyRange keys, const D
                      .stopping = has_agreed_to_stop()}};
 }
 
-// Sends the header, which of the slices have a value, and starts to send the values, part by part: each is packed or
-// compressed while those before it are under way.
+// Starts to send the header, which of the slices have a value, and the values, part by part: each is packed or compressed while
+// those before it are under way. Waits for nothing: a server takes the flags only after the header, so waiting for them to leave would
+// cost a round trip for each server.
 void StoreClient::start_push(Server& server, const Push& push, std::span<const SliceRange> parts) {
   RequestHeader header = push.header;
   header.slices = server.layout.range_of(push.keys);
-  server.link.send(header);
   std::vector<std::uint8_t> has_value;
   for (const KeySlice& slice : server.layout.slices_of(header.slices)) has_value.push_back(push.of(slice).defined());
-  server.link.send_all(std::span<const std::uint8_t>(has_value));
+  server.sends.push_back(server.link.start_sending_copy(std::span<const RequestHeader>(&header, 1)));
+  server.sends.push_back(server.link.start_sending_copy(std::span<const std::uint8_t>(has_value)));
   for (const SliceRange part : parts) {
     torch::Tensor payload;
     if (header.threshold > 0) {
@@ -171,7 +172,7 @@ void StoreClient::push(KeyRange keys, const DeviceTensors& values, const PushOpt
 // Each server's slices of the keys in parts (BlockLayout::parts_of), K/S bytes each way:
 //
 //   1. post the receives of all parts     into the inbox
-//   2. send the header and the flags
+//   2. start to send the header and the flags
 //   3. per part: pack or compress it into the outbox, start to send it
 //
 // Nothing here waits for the server to merge. A part's reply arrives once all workers have pushed it, while later parts

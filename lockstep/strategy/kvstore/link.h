@@ -69,6 +69,10 @@ class Link {
     if (bytes.numel() == 0) return {};
     return {pair_.send_async(bytes, peer(), next(tags_->sent))};
   }
+  template <class T>
+  [[nodiscard]] Pending start_sending_copy(std::span<const T> values) const {
+    return start_sending(bytes_of(const_cast<T*>(values.data()), values.size()).clone());
+  }
   [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
     return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/plan_rounds.h"
+
+#include <functional>
+
+#include "bench/plan_yardstick.h"
+#include "lockstep/base/median.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/plan/measure.h"
+#include "lockstep/plan/measured_steps.h"
+
+namespace lockstep::bench {
+namespace {
+
+plan::Profile profile_of(const PlanCase& one) {
+  show_progress(concat(one.model, ": profile"));
+  return plan::measure(subject_of(one));
+}
+
+// The hosts share this machine's cores and memory.
+plan::Target target_of(const PlanCase& one, const MeasuredLink& link) {
+  plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
+  if (one.hosts == 1) return target;
+  target.machines = one.hosts;
+  target.on_one_machine = true;
+  target.link_rate = one.link_mbit * 1e6 / 8;
+  target.link_latency = link.latency;
+  target.work_of_link_byte = link.work_of_byte;
+  target.sleeps = one.sleeps;
+  return target;
+}
+
+// What computing takes on a machine that is slower by that factor.
+plan::Profile slower_by(double factor, plan::Profile profile) {
+  for (plan::Curve& curve : profile.curves)
+    for (plan::StepTimes& point : curve.points) plan::scale(point, factor);
+  for (plan::CompressionTimes& each : profile.compression)
+    for (double* const part : {&each.encode, &each.decode}) *part *= factor;
+  profile.loss *= factor;
+  return profile;
+}
+
+// How fast devices are by themselves is measured with the profile and again with the case. Of the case nothing else is used.
+PlanResult result_of(const CaseInRound& found, const plan::Profile& profile) {
+  const PlanCase& one = found.one;
+  const plan::Target target = target_of(one, found.link);
+  PlanResult result{.one = one, .measured = found.measured, .link = found.link};
+  if (const auto then = seconds_when_profiled(profile, one); then && !one.sleeps)
+    result.drift = found.measured.by_itself / *then;
+  result.undrifted = plan::seconds_of_step(profile, target, one.choice);
+  result.forecast = plan::forecast(slower_by(result.drift, profile), target, one.choice);
+  result.step_error = result.forecast.step / found.measured.step - 1;
+  return result;
+}
+
+PlanResult middle_of(const PlanResults& rounds) {
+  PlanResult middle = rounds.front();
+  const auto take = [&](double& figure, const std::function<double(const PlanResult&)>& of) {
+    std::vector<double> all;
+    for (const PlanResult& each : rounds) all.push_back(of(each));
+    figure = median(all);
+  };
+  take(middle.undrifted, [](const PlanResult& each) { return each.undrifted; });
+  take(middle.step_error, [](const PlanResult& each) { return each.step_error; });
+  take(middle.forecast.step, [](const PlanResult& each) { return each.forecast.step; });
+  take(middle.forecast.memory, [](const PlanResult& each) { return each.forecast.memory; });
+  take(middle.forecast.uncertain, [](const PlanResult& each) { return each.forecast.uncertain; });
+  take(middle.drift, [](const PlanResult& each) { return each.drift; });
+  take(middle.measured.step, [](const PlanResult& each) { return each.measured.step; });
+  take(middle.measured.memory, [](const PlanResult& each) { return each.measured.memory; });
+  take(middle.measured.link_bytes, [](const PlanResult& each) { return each.measured.link_bytes; });
+  return middle;
+}
+
+Json to_json(const CaseInRound& each) {
+  Json json{{"name", each.one.name()}};
+  json.update(to_json(each.measured));
+  if (each.one.hosts > 1) json["link"] = {{"latency", each.link.latency}, {"work_of_byte", each.link.work_of_byte}};
+  return json;
+}
+
+CaseInRound case_in(const Json& json, const std::vector<PlanCase>& cases) {
+  const std::string name = json.at("name");
+  const auto found = std::ranges::find(cases, name, &PlanCase::name);
+  if (found == cases.end()) throw DataError({.what = concat("a case that is not in the list: ", name)});
+  CaseInRound read{.one = *found, .measured = measured_in(json)};
+  if (found->hosts > 1)
+    read.link = {.latency = json.at("link").at("latency"), .work_of_byte = json.at("link").at("work_of_byte")};
+  return read;
+}
+
+}  // namespace
+
+// A link is measured for each profile and rate, as no machine keeps its speed for minutes.
+PlanRound measure_round(const std::vector<PlanCase>& cases) {
+  PlanRound round;
+  std::map<int, MeasuredLink> links;  // by their rate
+  for (const PlanCase& one : cases) {
+    if (!round.profiles.contains(one.model)) {
+      round.profiles[one.model] = profile_of(one);
+      links.clear();
+    }
+    const auto [link, is_new] = links.try_emplace(one.link_mbit);
+    if (is_new) link->second = measure_link(one);
+    show_progress(one.name());
+    round.cases.push_back({.one = one, .measured = measure_case(one, round.profiles[one.model]), .link = link->second});
+  }
+  show_progress("");
+  return round;
+}
+
+Json to_json(const PlanRound& round) {
+  Json json;
+  for (const auto& [model, profile] : round.profiles) json["profiles"][model] = Json::parse(plan::text_of(profile));
+  for (const CaseInRound& each : round.cases) json["cases"].push_back(to_json(each));
+  return json;
+}
+
+PlanRound round_in(const Json& json, const std::string& source) try {
+  std::vector<PlanCase> cases = plan_cases();
+  for (const bool sleep : {false, true})
+    for (const PlanCase& one : plan_cases_of_hosts(sleep)) cases.push_back(one);
+  PlanRound round;
+  for (const auto& [model, profile] : json.at("profiles").items()) {
+    round.profiles[model] = plan::profile_in(profile.dump(), concat(source, ", profile of ", model));
+    plan::require_possible_numbers(round.profiles[model], source);
+  }
+  for (const Json& each : json.at("cases")) {
+    round.cases.push_back(case_in(each, cases));
+    static_cast<void>(json.at("profiles").at(round.cases.back().one.model));
+  }
+  return round;
+} catch (const Json::exception& error) {
+  throw DataError({.what = concat("no measurements of lockstep bench plan: ", error.what()), .here = source});
+}
+
+PlanResults results_of(const std::vector<PlanRound>& rounds) {
+  PlanResults results;
+  for (std::size_t i = 0; i < rounds.front().cases.size(); ++i) {
+    PlanResults all;
+    for (const PlanRound& round : rounds) {
+      const CaseInRound& found = round.cases.at(i);
+      all.push_back(result_of(found, round.profiles.at(found.one.model)));
+    }
+    results.push_back(middle_of(all));
+  }
+  return results;
+}
+
+}  // namespace lockstep::bench
