@@ -60,6 +60,14 @@ double undrifted_step(const PlanResult& result) {
   return result.measured.step * result.undrifted / result.forecast.step;
 }
 
+// As the planner does it, from forecasts without drift.
+const PlanResult& recommended(const PlanResults& all) {
+  std::vector<plan::Forecast> forecasts;
+  for (const PlanResult& each : all) forecasts.push_back({.choice = each.one.choice, .step = each.undrifted});
+  const auto place = &plan::best_of(forecasts) - forecasts.data();
+  return all[static_cast<std::size_t>(place)];
+}
+
 // Of every model and target: how much slower the recommended choice is than the fastest.
 void compare_choices(const PlanResults& results, const std::vector<PlanRound>& rounds, bool again, Json& json) {
   Table table({"model, target", "recommended", "fastest", "slower by"});
@@ -68,7 +76,7 @@ void compare_choices(const PlanResults& results, const std::vector<PlanRound>& r
     if (each.all_devices() > 1 && each.one.choice.exact()) targets[each.one.target()].push_back(each);
   int good = 0;
   for (const auto& [name, all] : targets) {
-    const PlanResult& chosen = *std::ranges::min_element(all, {}, &PlanResult::undrifted);
+    const PlanResult& chosen = recommended(all);
     const PlanResult& fastest = *std::ranges::min_element(all, {}, undrifted_step);
     const plan::Profile& profile = rounds.back().profiles.at(chosen.one.model);
     const double loss =

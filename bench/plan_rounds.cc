@@ -80,10 +80,10 @@ Json to_json(const CaseInRound& each) {
   return json;
 }
 
-CaseInRound case_in(const Json& json, const std::vector<PlanCase>& cases) {
+CaseInRound case_in(const Json& json, const std::vector<PlanCase>& cases, const std::string& source) {
   const std::string name = json.at("name");
   const auto found = std::ranges::find(cases, name, &PlanCase::name);
-  if (found == cases.end()) throw DataError({.what = concat("a case that is not in the list: ", name)});
+  if (found == cases.end()) throw DataError({.what = concat("a case that is not in the list: ", name), .here = source});
   CaseInRound read{.one = *found, .measured = measured_in(json)};
   if (found->hosts > 1)
     read.link = {.latency = json.at("link").at("latency"), .work_of_byte = json.at("link").at("work_of_byte")};
@@ -127,7 +127,7 @@ PlanRound round_in(const Json& json, const std::string& source) try {
     plan::require_possible_numbers(round.profiles[model], source);
   }
   for (const Json& each : json.at("cases")) {
-    round.cases.push_back(case_in(each, cases));
+    round.cases.push_back(case_in(each, cases, source));
     static_cast<void>(json.at("profiles").at(round.cases.back().one.model));
   }
   return round;

@@ -247,6 +247,11 @@ if(LOCKSTEP_BENCH AND NOT LOCKSTEP_SANITIZE)
   # Forecasts for up to 1,024 machines, which take seconds.
   add_test(NAME command.published_scaling_is_forecast_in_seconds COMMAND $<TARGET_FILE:lockstep_command> bench plan --curves)
   set_tests_properties(command.published_scaling_is_forecast_in_seconds PROPERTIES TIMEOUT 180)
+  # Forecasts beside measurements that were kept.
+  add_test(NAME command.forecasts_are_as_good_as_they_were
+    COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/planner_test.py $<TARGET_FILE:lockstep_command>
+      ${PROJECT_SOURCE_DIR}/bench/results)
+  set_tests_properties(command.forecasts_are_as_good_as_they_were PROPERTIES TIMEOUT 600)
 endif()
 
 # The barriers of a step as a model that Spin checks exhaustively, with two and three ranks (10 s).

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <tuple>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -207,10 +208,19 @@ std::vector<Forecast> forecast_all(const Profile& profile, const Target& target)
 }
 
 const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact) {
-  const auto found =
-      std::ranges::find_if(forecasts, [&](const Forecast& each) { return inexact || each.choice.exact(); });
-  if (found == forecasts.end()) throw UsageError({.what = "no strategy for this target"});
-  return *found;
+  constexpr double kAsFast = 1.05;
+  std::vector<const Forecast*> meant;
+  for (const Forecast& each : forecasts)
+    if (inexact || each.choice.exact()) meant.push_back(&each);
+  if (meant.empty()) throw UsageError({.what = "no strategy for this target"});
+  const double fastest = (*std::ranges::min_element(meant, {}, &Forecast::step))->step;
+  std::erase_if(meant, [&](const Forecast* each) { return each->step > kAsFast * fastest; });
+  const auto how_complex = [](const Forecast* each) {
+    const Choice& choice = each->choice;
+    return std::tuple(choice.has_servers() ? choice.servers : 0,
+                      choice.method == Method::kPipeline ? choice.parts_of_batch() : 1, each->step);
+  };
+  return **std::ranges::min_element(meant, {}, how_complex);
 }
 
 std::string reason(const std::vector<Forecast>& forecasts, bool inexact) {
@@ -221,7 +231,8 @@ std::string reason(const std::vector<Forecast>& forecasts, bool inexact) {
   std::string text = concat(best.choice.name(), ": ", about(best), " a step, ", best.bound);
   for (const Forecast& other : forecasts)
     if (&other != &best && (inexact || other.choice.exact()) && other.choice.method != best.choice.method)
-      return concat(text, "; next is ", other.choice.name(), " with ", about(other));
+      return concat(text, other.step < best.step ? "; hardly faster is " : "; next is ", other.choice.name(), " with ",
+                    about(other));
   return text;
 }
 

@@ -35,7 +35,8 @@ double seconds_of_step(const Profile& profile, const Target& target, const Choic
 // Of every choice that the target allows, the fastest first.
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target);
 
-// Of forecasts of one target: the fastest that computes the same as one device; inexact: the fastest of all.
+// Of forecasts of one target, of those that compute the same as one device (inexact: of all): the simplest of those that take at
+// most 5 % longer than the fastest, as no forecast can tell these apart: fewest servers, then fewest micro-batches.
 const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact = false);
 
 // One line: why it is that one.

@@ -84,21 +84,28 @@ class PlannedStep {
     if (stage.next == stage.turns.size()) return false;
     const auto [is_forward, micro_batch] = stage.turns[stage.next];
     const int neighbour = is_forward ? number - 1 : number + 1;
-    Ids after;
-    if (neighbour >= 0 && neighbour < stages_) {
-      const Stage& other = all_[to_size(neighbour)];
-      const int sent = (is_forward ? other.forward : other.backward)[to_size(micro_batch)];
-      if (sent < 0) return false;
-      after = {sent};
-      if (are_processes_)
-        receive(number, neighbour, is_forward ? "activations" : "gradients", is_forward ? other.output : stage.output,
-                sent);
-    }
+    const Stage* const other = neighbour >= 0 && neighbour < stages_ ? &all_[to_size(neighbour)] : nullptr;
+    const int sent = other == nullptr ? 0 : (is_forward ? other->forward : other->backward)[to_size(micro_batch)];
+    const bool has_sent_gradients = are_processes_ && !is_forward && number > 0 && micro_batch > 0;
+    if (sent < 0) return false;
+    if (has_sent_gradients && all_[to_size(number - 1)].backward[to_size(micro_batch - 1)] < 0) return false;
+    if (has_sent_gradients) wait_for_newest(number, number - 1);
+    const Ids after = other == nullptr ? Ids() : Ids{sent};
+    if (other != nullptr && are_processes_)
+      receive(number, neighbour, is_forward ? "activations" : "gradients", is_forward ? other->output : stage.output,
+              sent);
     const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
     (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] =
         b_.compute(number, concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
     ++stage.next;
     return true;
+  }
+
+  // A stage begins a backward step when the stage before it has taken the gradients of the last one (strategy/pipeline/stage.cc).
+  void wait_for_newest(int stage, int to) {
+    Ids ready = b_.last(stage);
+    ready.push_back(left_.at({stage, to}));
+    b_.follow(stage, ready);
   }
 
   // Gloo sends what the receiver has asked for, and a stage asks when it needs it: first for a description, then for the size of

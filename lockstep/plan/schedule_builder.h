@@ -56,7 +56,8 @@ class Builder {
     int left;
     int arrived;
   };
-  // Once the sender has heard that the receiver, which is ready after `after`, wants what comes next. post() counts the bytes of that.
+  // Gloo sends what was asked for: ends once the sender has heard that the receiver, ready after `after`, wants what comes next.
+  // post() counts the bytes of that.
   int ask(int receiver, int sender, const Ids& after) {
     return receiver == sender ? join(after) : join(after, target_.link_latency + profile_.message);
   }
@@ -94,7 +95,7 @@ class Builder {
   Activity updating(int machine, double share, int sources, const Ids& after) const;
   int add(int actor, Activity activity);
   int beside(int actor, Activity activity);
-  // What cores do for messages: the system's calls, encryption, waking threads. Those of a round are sent and received together.
+  // What cores do for messages: the system's calls, encryption, waking threads.
   struct Messages {
     double seconds = 0;  // of a core, without what their bytes take
     double bytes = 0;
@@ -118,7 +119,7 @@ class Builder {
   Schedule made_;
   std::vector<Ids> last_;  // of each actor: what its next activity waits for
   Ids out_, in_;           // of each machine
-  Ids seats_of_devices_;
+  Ids seats_of_devices_;   // the core, or cores, to which each is bound
   std::vector<double> sent_, received_;
   double round_ = 0;  // seconds of an exchange without bytes, beside the link's
   WorkOfMessages work_;

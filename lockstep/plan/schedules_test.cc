@@ -469,6 +469,20 @@ TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {
   EXPECT_NE(reason(all).find(best_of(all).choice.name()), std::string::npos);
 }
 
+TEST(Schedules, OfChoicesThatAreAboutAsFastTheSimplestIsRecommended) {
+  const auto recommended = [](double with_servers, double in_micro_batches) {
+    return best_of({{.choice = {.method = Method::kPipeline}, .step = in_micro_batches},
+                    {.choice = {.method = Method::kStoreSync}, .step = with_servers},
+                    {.choice = {.method = Method::kAveraging, .average_every = 8}, .step = 0.5},
+                    {.choice = {.method = Method::kDdp}, .step = 1}})
+        .choice.method;
+  };
+  EXPECT_EQ(recommended(0.96, 0.96), Method::kDdp);
+  EXPECT_EQ(recommended(0.94, 1.1), Method::kStoreSync);
+  EXPECT_EQ(recommended(0.9, 0.93), Method::kPipeline);
+  EXPECT_EQ(recommended(1.01, 0.9), Method::kPipeline);
+}
+
 TEST(Schedules, ATimelineHasARowForEachDeviceAndNoOverlapInIt) {
   const auto recordings = timeline_of(round_profile(), {.devices = 2, .batch = 8}, {.method = Method::kDdp});
   ASSERT_EQ(recordings.size(), 2U);
