@@ -295,36 +295,28 @@ CoreSet cores_of(const HostRank& rank, int hosts) {
   return rank.serves ? CoreSet() : cores_of_rank(usable_cores(), rank.host, hosts);
 }
 
-std::vector<LinkBytes> bytes_of_links(const Network& network) {
-  std::vector<LinkBytes> links;
+Links bytes_of_links(const Network& network) {
+  Links links;
   for (int host = 0; host < network.hosts(); ++host) links.push_back(network.bytes(host));
   return links;
 }
 
-// Calls `body` in a process for each of the ranks, and waits for all.
-void run_on_hosts(const Network& network, const HostRanks& ranks, const std::string& name,
-                  const std::function<int(const HostRank&)>& body) {
+void measure_on_hosts(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
+  const Network network(one.hosts, link_of(one));
+  const HostRanks ranks = ranks_of(one);
   const std::string secret = new_secret();
   std::list<Process> processes;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     const HostRank& place = ranks[static_cast<std::size_t>(rank)];
-    const auto process = [&network, &body, place] {
+    const auto body = [&, place] {
       network.host(place.host).enter();
-      return body(place);
+      return train_rank(one, profile, place.serves ? Worker() : place.host, results,
+                        [&network] { return bytes_of_links(network); });
     };
-    processes.emplace_back(ProcessOptions{.body = process,
-                                          .variables = variables_of(ranks, rank, network, secret),
-                                          .cores = cores_of(place, network.hosts())});
+    processes.emplace_back(ProcessOptions{
+        .body = body, .variables = variables_of(ranks, rank, network, secret), .cores = cores_of(place, one.hosts)});
   }
-  wait_for_success(processes, name, kLongestCase);
-}
-
-void measure_on_hosts(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
-  const Network network(one.hosts, link_of(one));
-  run_on_hosts(network, ranks_of(one), one.name(), [&](const HostRank& place) {
-    return train_rank(one, profile, place.serves ? Worker() : place.host, results,
-                      [&network] { return bytes_of_links(network); });
-  });
+  wait_for_success(processes, one.name(), kLongestCase);
 }
 
 }  // namespace

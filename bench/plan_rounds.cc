@@ -128,7 +128,7 @@ PlanRound round_in(const Json& json, const std::string& source) try {
   }
   for (const Json& each : json.at("cases")) {
     round.cases.push_back(case_in(each, cases, source));
-    static_cast<void>(json.at("profiles").at(round.cases.back().one.model));
+    static_cast<void>(json.at("profiles").at(round.cases.back().one.model));  // throws where there is none
   }
   return round;
 } catch (const Json::exception& error) {
