@@ -9,10 +9,10 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots test soak cuda bench bench-hosts bench-recovery format clean
+.PHONY: help demo wheel deb packaged docs plots test check cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all cores, 5 epochs
 	cmake --preset release -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_BENCH=OFF
@@ -46,19 +46,44 @@ plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." th
 	cmake --build --preset release --target lockstep_command -j $(JOBS)
 	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
 
-test: setup-test test-tsan wheel deb test-release  ## builds and runs all tests, and those without torch under ThreadSanitizer too
+test: setup-test  ## builds and runs what every change has to pass; the rest is `make check`
+	cmake --preset release -DLOCKSTEP_TESTS=ON
+	cmake --build --preset release --target quick_tests -j $(JOBS)
+	$(call run_tests,release,test,-LE check)
 
-soak: export LOCKSTEP_FAULT_ROUNDS = 200
-soak: export LOCKSTEP_KILLS = 200
-soak: export LOCKSTEP_KILL_ROUNDS = 20
-soak: export LOCKSTEP_FUZZ_ROUNDS = 20000
-soak: export LOCKSTEP_FUZZ_PAIRS = 1
-soak: export LOCKSTEP_STRESS_CALLS = 10000
-soak: export LOCKSTEP_WHOLE_EXPERIMENTS = 1
-soak: export LOCKSTEP_STORE_FUZZ = 20000
-soak: export LOCKSTEP_SECURITY_FUZZ = 50000
-soak: setup-test test-tsan test-tsan-torch test-asan  ## the tests with every sanitizer and many more random rounds; takes hours
-	LOCKSTEP_ASYNC_EPOCHS=2 $(MAKE) wheel deb test-release
+check: setup-check test-tsan wheel deb  ## the rest: wheel, users' projects, hosts, MPI, Slurm, browsers, ThreadSanitizer
+	cmake --preset release -DLOCKSTEP_TESTS=ON -DLOCKSTEP_BENCH=ON
+	cmake --build --preset release -j $(JOBS)
+	$(call run_tests,release,check,-L check)
+
+# Before a release, and when concurrent code changes: each part takes at most an hour on two cores. docs/design/tested.md
+# keeps what was run when.
+soak-1: setup-check test-tsan-torch  ## ThreadSanitizer over collectives, gradients and strategies
+
+soak-2: build-asan  ## AddressSanitizer and UBSan over the tests of `make test`
+	$(call run_tests,asan,soak-2,-LE check)
+
+soak-3: build-asan  ## the same over those of `make check`
+	$(call run_tests,asan,soak-3,-L check)
+
+soak-4: export LOCKSTEP_FAULT_ROUNDS = 200
+soak-4: export LOCKSTEP_KILLS = 200
+soak-4: export LOCKSTEP_KILL_ROUNDS = 20
+soak-4: export LOCKSTEP_STRESS_CALLS = 10000
+soak-4: build-release  ## many more ranks killed, at random and at every kind of place
+	$(call run_tests,release,soak-4,-R '^(shm|recovery|optimizer.killed|command.surviving_loop)')
+
+soak-5: export LOCKSTEP_FUZZ_ROUNDS = 20000
+soak-5: export LOCKSTEP_FUZZ_PAIRS = 1
+soak-5: export LOCKSTEP_STORE_FUZZ = 20000
+soak-5: export LOCKSTEP_SECURITY_FUZZ = 50000
+soak-5: build-release  ## 20,000 random programs, and many more damaged files and messages
+	$(call run_tests,release,soak-5,-R '^(step_fuzz|data|checkpoint|collective|hosts.fuzz)')
+
+soak-6: export LOCKSTEP_WHOLE_EXPERIMENTS = 1
+soak-6: export LOCKSTEP_ASYNC_EPOCHS = 2
+soak-6: build-release  ## whole comparisons of strategies, and asynchronous workers for longer
+	$(call run_tests,release,soak-6,-R '^(command.compare|command.check)')
 
 cuda: export PYTHONPATH = $(CURDIR)/.deps/pytorch:$(CURDIR)/.deps/torchvision
 cuda: setup-pytorch  ## builds with NCCL and CUDA tensors; if there is a GPU, runs the tests and compares a step with PyTorch's
@@ -90,10 +115,16 @@ bench-recovery: setup-recovery  ## measures how long a job stands still when a r
 	bench/recovery.py
 	bench/recovery.py soak 10
 
-test-%:
+# Runs the tests of the preset $(1) that ctest's options $(3) choose; their log is called $(2).
+run_tests = ctest --preset $(1) -j $(JOBS) $(3); code=$$?; cp build/$(1)/Testing/Temporary/LastTest.log build/$(1)/$(2).log; \
+  tests/summary.py build/$(1)/$(2).log; exit $$code
+
+build-%: setup-check
 	cmake --preset $* -DLOCKSTEP_TESTS=ON $(if $(filter release,$*),-DLOCKSTEP_BENCH=ON)
 	cmake --build --preset $* -j $(JOBS)
-	ctest --preset $* -j $(JOBS); code=$$?; tests/summary.py build/$*; exit $$code
+
+test-%: build-%
+	$(call run_tests,$*,test)
 
 setup-%:
 	tools/setup.sh $*

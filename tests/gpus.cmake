@@ -20,20 +20,19 @@ if(LOCKSTEP_CUDA)
 endif()
 
 # A rank of ddp has a GPU for itself: 2, 3 and 4 ranks.
-add_test(NAME strategy.simulated_gpus
-  COMMAND strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
+lockstep_check(strategy.simulated_gpus 600
+  strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
 
 # Asynchronous workers, which have a reference of their own.
-add_test(NAME step_fuzz.simulated_gpus COMMAND step_fuzz --gtest_filter=Workers/WorkersInTurn.*)
-set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES TIMEOUT 600 ENVIRONMENT
+lockstep_check(step_fuzz.simulated_gpus 600 step_fuzz --gtest_filter=Workers/WorkersInTurn.*)
+set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES ENVIRONMENT
   "LD_PRELOAD=$<TARGET_FILE:lockstep_simulated_cuda>;LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_TEST_DEVICES=cuda")
 
 # The check for what one thread writes and another one uses is off by default.
-add_test(NAME strategy.threads_on_simulated_gpus COMMAND simulated_cuda_test --gtest_filter=Strategies/GpuStrategies.train_on*)
-set_tests_properties(strategy.threads_on_simulated_gpus PROPERTIES TIMEOUT 300
-  ENVIRONMENT "LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_SIMULATED_HOST=threads")
+lockstep_check(strategy.threads_on_simulated_gpus 300 simulated_cuda_test --gtest_filter=Strategies/GpuStrategies.train_on*)
+set_tests_properties(strategy.threads_on_simulated_gpus PROPERTIES ENVIRONMENT "LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_SIMULATED_HOST=threads")
 
-lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600
+lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600 CHECK "*"
   SOURCES train/gpu_command_test.cc launch/child.cc)
 target_link_libraries(gpu_command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(gpu_command_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"

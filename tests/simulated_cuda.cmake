@@ -15,5 +15,5 @@ target_link_libraries(lockstep_simulated_cuda PUBLIC lockstep::torch_cpu PRIVATE
 lockstep_unity(lockstep_simulated_cuda 2)
 
 file(GLOB simulator_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/simulated_cuda/*_test.cc)
-lockstep_torch_test(simulated_cuda_test simulated_cuda SHARDS 1 TIMEOUT 900 SOURCES ${simulator_tests})
+lockstep_torch_test(simulated_cuda_test simulated_cuda SHARDS 1 TIMEOUT 900 CHECK "*" SOURCES ${simulator_tests})
 target_link_libraries(simulated_cuda_test PRIVATE lockstep_simulated_cuda)

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyPI's torch importable without the 3.4 GB of CUDA libraries that it is linked with.
+"""Makes folders like site-packages from .deps/, with a torch that can be imported without its 3.4 GB of CUDA libraries.
 
 Its libraries are loaded with all they need, but on a machine without a GPU nothing of CUDA is ever called. So each
 CUDA library that is missing is made here, with the functions that torch names and a trap in each.
 """
 
+import os
 import re
+import shutil
 import subprocess
 from collections import defaultdict
 from pathlib import Path
 
 UNVERSIONED = re.compile(r"(nccl|nvshmem|curand|cusparseLt|cuFile)")
+
+
+DEPS = Path(__file__).resolve().parent.parent / ".deps"
+
+
+def link_or_copy(source, target):
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def add_packages(site_packages, *wheels):
+    """Puts these folders of .deps/ into site_packages, torch (libtorch) among them, unless they are there."""
+    for name in wheels:
+        stamp = site_packages / f".{name}"
+        wanted = (DEPS / name / ".complete").read_text()
+        if not stamp.exists() or stamp.read_text() != wanted:
+            shutil.copytree(DEPS / name, site_packages, copy_function=link_or_copy, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns(".complete"))
+            stamp.write_text(wanted)
+    add_missing_libraries(site_packages)
 
 
 def lines(*command):

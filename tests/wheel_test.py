@@ -3,7 +3,7 @@
 """Installs the wheel of the folder $1 into a fresh virtual environment in an empty folder, and uses it as README.md says.
 
 Everything runs there, with no build folder about. Torch is a copy of .deps/libtorch, so nothing is fetched. Without a
-compiler: the command, the Python module and its tests. With one: what docs/tutorial.md says.
+compiler: the command, the Python module and the programs of examples/. With one: what docs/tutorial.md says.
 """
 
 import os
@@ -16,10 +16,9 @@ import tomllib
 from pathlib import Path
 
 from readme_test import follow
-from torch_without_cuda import add_missing_libraries
+from torch_without_cuda import add_packages
 
 ROOT = Path(__file__).resolve().parent.parent
-DEPS = ROOT / ".deps"
 
 # Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
 MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")
@@ -47,10 +46,7 @@ class Venv:
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         self.bin = folder / "venv/bin"
         self.packages = next((folder / "venv/lib").glob("python*/site-packages"))
-        for wheels in ("libtorch", "torch-imports", "frameworks"):
-            stamp = shutil.ignore_patterns(".complete")  # a second one would be written over the first, which is a link
-            shutil.copytree(DEPS / wheels, self.packages, ignore=stamp, copy_function=link_or_copy, dirs_exist_ok=True)
-        add_missing_libraries(self.packages)
+        add_packages(self.packages, "libtorch", "torch-imports", "frameworks")
         self.without_compiler = {"PATH": str(self.bin), "HOME": str(folder), "TMPDIR": str(folder)}
         self.with_compiler = {**self.without_compiler, "PATH": f"{self.bin}:{os.environ['PATH']}"}
         # As README.md says, but pip fetches nothing: torch is there, and what torch wants on GPUs is left out.
@@ -74,13 +70,6 @@ class Venv:
 def readme_says():
     """What README.md says to type, from the fresh environment to the import."""
     return re.search(r"```\n(python3 -m venv .*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-
-
-def link_or_copy(source, target):
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def expect_from(folder, libraries):
@@ -168,8 +157,6 @@ def main():
         check_metadata(venv, wheel)
         expect_from(folder, venv.run("python", "-c", LOADED).split())
         expect_from(folder, libraries_of_the_command(venv))
-        shutil.copytree(ROOT / "python/tests", folder / "tests")
-        venv.run("python", "-m", "unittest", "discover", "-s", "tests", environment=venv.with_compiler)
         follow_tutorial(venv)
         shutil.copytree(ROOT / "examples", folder / "examples")
         train_in_python(venv)

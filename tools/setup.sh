@@ -4,10 +4,11 @@
 # Debian's packages system-wide, libtorch out of its PyPI wheel into .deps/ of this checkout.
 #
 #   tools/setup.sh demo      to build and to train
-#   tools/setup.sh test      that, and what the tests need
+#   tools/setup.sh test      that, and what the tests of `make test` need
+#   tools/setup.sh check     that, and what those of `make check` need
 #   tools/setup.sh wheel     what `make wheel` and `make deb` need besides: to build the Python module and to pack
 #   tools/setup.sh docs      to make the site of the documentation, and to open it in a browser
-#   tools/setup.sh bench     what demo and test need, and what benchmarks without PyTorch need
+#   tools/setup.sh bench     what demo and check need, and what benchmarks without PyTorch need
 #   tools/setup.sh pytorch   that, and the whole of PyTorch with its CUDA libraries (4.7 GB): the peer of the
 #                            benchmarks, and what the cuda preset builds against
 #   tools/setup.sh recovery  that, and torchft (23 MB), for bench/recovery.py
@@ -48,7 +49,8 @@ demo_packages=(
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev python3-venv dpkg-dev)
-test_packages=(libgtest-dev openmpi-bin mpich spin iproute2 procps sudo slurmctld slurmd slurm-client munge gdb etcd-server tmux)
+test_packages=(libgtest-dev procps sudo gdb)
+check_packages=(openmpi-bin mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
@@ -111,11 +113,13 @@ case "${1:-}" in
     install_libtorch
     install_wheel_tools
     ;;
-  test)
+  test | check)
     install_packages "${demo_packages[@]}" "${wheel_packages[@]}" "${test_packages[@]}"
     install_libtorch
-    install_wheel_tools
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
+    [ "$1" = check ] || exit 0
+    install_packages "${check_packages[@]}"
+    install_wheel_tools
     install_wheels "$deps/frameworks" --no-deps "${framework_wheels[@]}"
     install_wheels "$deps/tensorboard" --no-deps "${tensorboard_wheels[@]}"
     install_wheels "$deps/perfetto" --no-deps perfetto==0.59.1  # with the protobuf of tensorboard's
@@ -125,11 +129,11 @@ case "${1:-}" in
     install_docs_tools
     ;;
   bench)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
+    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     ;;
   pytorch | recovery | originals)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${bench_packages[@]}"
+    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}"
     install_libtorch
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow

@@ -21,9 +21,9 @@ torch::Tensor parameter(std::int64_t size) {
   return torch::ones({size}, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
 }
 
-torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return p.sum() * value; }
+torch::Tensor sum_times(const torch::Tensor& p, double value) { return p.sum() * value; }
 
-std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
+std::int64_t samples_on(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
 
 void backward(SharedGradients& gradients, const torch::Tensor& loss, std::int64_t samples) {
   const double factor = gradients.begin(samples, loss);
@@ -53,10 +53,10 @@ TEST_P(SharedGradientsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
     for (int step = 0; step < 3; ++step) {
       double expected = 0, samples = 0;
       for (int rank = 0; rank < world.size(); ++rank) {
-        expected += 8.0 * (rank + 1 + step) * static_cast<double>(samples_of(rank));
-        samples += static_cast<double>(samples_of(rank));
+        expected += 8.0 * (rank + 1 + step) * static_cast<double>(samples_on(rank));
+        samples += static_cast<double>(samples_on(rank));
       }
-      backward(gradients, loss_with_gradient(p, 8.0 * (world.rank() + 1 + step)), samples_of(world.rank()));
+      backward(gradients, sum_times(p, 8.0 * (world.rank() + 1 + step)), samples_on(world.rank()));
       const BatchTotals totals = gradients.finish();
       EXPECT_EQ(totals.samples, static_cast<std::int64_t>(samples));
       EXPECT_DOUBLE_EQ(totals.mean_loss, static_cast<double>(kLarge) * expected / samples);
@@ -71,8 +71,8 @@ TEST_P(SharedGradientsOfSize, adds_up_several_backward_as_the_sum_of_their_means
     const torch::Tensor p = parameter(3);
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
     // Two parts of 2 and 6 samples whose mean gradients are 4 and 8 on every rank: 2 (2 * 4 + 6 * 8) / 8.
-    backward(gradients, loss_with_gradient(p, 4), 2);
-    backward(gradients, loss_with_gradient(p, 8), 6);
+    backward(gradients, sum_times(p, 4), 2);
+    backward(gradients, sum_times(p, 8), 6);
     EXPECT_EQ(gradients.finish().samples, 8 * world.size());
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(3, 14), 1e-14, 0));
   });
@@ -86,8 +86,8 @@ TEST_P(SharedGradientsOfSize, counts_the_first_of_several_backward_also_where_it
     if (without)
       backward(gradients, {}, 0);
     else
-      backward(gradients, loss_with_gradient(p, 4), 1);
-    backward(gradients, loss_with_gradient(p, 8), 4);
+      backward(gradients, sum_times(p, 4), 1);
+    backward(gradients, sum_times(p, 8), 4);
     const double first = world.size() > 1 ? world.size() - 1 : 1;
     const double second = 4.0 * world.size();
     gradients.finish();
@@ -100,10 +100,10 @@ TEST_P(SharedGradientsOfSize, forgets_gradients_that_were_dropped_without_a_step
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter(3);
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
-    backward(gradients, loss_with_gradient(p, 100), 5);
+    backward(gradients, sum_times(p, 100), 5);
     gradients.finish();
     p.mutable_grad().reset();
-    backward(gradients, loss_with_gradient(p, 2), 1);
+    backward(gradients, sum_times(p, 2), 1);
     EXPECT_EQ(gradients.finish().samples, world.size());
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(3, 2), 1e-14, 0));
   });
@@ -118,7 +118,7 @@ TEST_P(SharedGradientsOfSize, counts_a_rank_without_samples_for_nothing_even_if_
       p.mutable_grad() = constant(4, std::numeric_limits<double>::quiet_NaN());
       backward(gradients, {}, 0);
     } else {
-      backward(gradients, loss_with_gradient(p, 3), 2);
+      backward(gradients, sum_times(p, 3), 2);
     }
     EXPECT_EQ(gradients.finish().mean_loss, 12);
     EXPECT_TRUE(torch::allclose(mean_of(gradients, p), constant(4, 3), 1e-15, 0));
@@ -130,7 +130,7 @@ TEST_P(SharedGradientsOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_
     const torch::Tensor sometimes = parameter(2), never = parameter(2);
     SharedGradients gradients(SharedMemory::of(world), {{"sometimes", sometimes}, {"never", never}});
     torch::Tensor loss = torch::zeros({}, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
-    if (world.rank() == 0) loss = loss + loss_with_gradient(sometimes, world.size());
+    if (world.rank() == 0) loss = loss + sum_times(sometimes, world.size());
     backward(gradients, loss, 1);
     gradients.finish();
     for (const void* pointer : gradients.begin_update({never}, {}).pointers) EXPECT_EQ(pointer, nullptr);
@@ -142,7 +142,7 @@ TEST(SharedGradients, takes_what_a_plain_backward_left_with_equal_weights) {
   run_ranks(2, [](World& world) {
     const torch::Tensor p = parameter(kLarge);
     SharedGradients gradients(SharedMemory::of(world), {{"p", p}});
-    loss_with_gradient(p, 1.0 + world.rank()).backward();
+    sum_times(p, 1.0 + world.rank()).backward();
     EXPECT_TRUE(torch::equal(mean_of(gradients, p), constant(kLarge, 1.5)));
   });
 }
@@ -184,7 +184,7 @@ TEST(SharedGradients, exchanges_the_sparse_gradient_of_an_embedding) {
 TEST(SharedGradients, says_so_if_a_gradient_was_changed_before_the_step) {
   const torch::Tensor p = parameter(2);
   SharedGradients gradients(SharedMemory::alone(), {{"fc.weight", p}});
-  backward(gradients, loss_with_gradient(p, 1), 1);
+  backward(gradients, sum_times(p, 1), 1);
   gradients.finish();
   p.mutable_grad().mul_(0.5);
   const std::string message = message_of<UsageError>([&] { gradients.begin_update({p}, {}); });

@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kSteps = 100;
+constexpr int kStepsToLearn = 100;
 
 // Sixteen samples to memorise.
 Batch known_batch() {
@@ -33,7 +33,7 @@ Learned learn(int ranks, const StrategyOptions& options) {
         make_strategy(world, classification_task<MLP>("mlp", MLPOptions{.inputs = 20, .hidden = {64}}), options);
     const Batch part = part_of(known_batch(), world.rank(), world.size());
     std::vector<double> losses;
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kStepsToLearn; ++step) {
       losses.push_back(strategy->forward_backward(part).mean_loss);
       strategy->update();
     }

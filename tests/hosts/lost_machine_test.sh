@@ -10,7 +10,7 @@ in_own_namespaces "$0" "$@"
 lockstep=$1
 make_hosts n1 n2 n3
 export LOCKSTEP_SECRET=$(printf 'ab%.0s' {1..32})
-steps=${STEPS:-120}
+steps=${STEPS:-300}
 train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --seed 3 --lr 0.002)
 
 declare -A pid

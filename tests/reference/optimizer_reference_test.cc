@@ -14,7 +14,7 @@ using testing::ramp;
 using Tensors = std::vector<torch::Tensor>;
 using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(const Tensors&)>;
 
-constexpr int kSteps = 10;
+constexpr int kRecordedSteps = 10;
 
 Tensors make_parameters() {
   const std::vector<std::vector<std::int64_t>> shapes = {{5, 3}, {7}, {4, 3, 3, 3}};
@@ -28,7 +28,7 @@ Tensors make_parameters() {
 
 std::unique_ptr<Optimizer> train(const Tensors& parameters, const MakeOptimizer& make) {
   auto optimizer = make(parameters);
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kRecordedSteps; ++step) {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const torch::Tensor& p = parameters[i];
       p.mutable_grad() = ramp(p.numel(), 100 + 10 * step + static_cast<std::int64_t>(i)).reshape(p.sizes());

@@ -24,7 +24,7 @@ std::shared_ptr<const ImageSource> random_images(std::int64_t count, const Image
   return std::make_shared<MemoryImages>("random", images, torch::arange(count).remainder(classes), classes, "memory");
 }
 
-std::vector<std::int64_t> first(std::int64_t count) {
+std::vector<std::int64_t> first_indices(std::int64_t count) {
   std::vector<std::int64_t> indices(to_size(count));
   std::iota(indices.begin(), indices.end(), 0);
   return indices;
@@ -39,7 +39,7 @@ TEST(ImageDataset, normalises_each_channel) {
   const auto mean = torch::tensor({0.1F, 0.2F, 0.3F}).reshape({3, 1, 1});
   const auto deviation = torch::tensor({0.5F, 0.6F, 0.7F}).reshape({3, 1, 1});
   const auto expected = (pixels_of(data).to(torch::kFloat32) / 255 - mean) / deviation;
-  EXPECT_TRUE(torch::allclose(data.make_batch(first(5)).data, expected, 1e-6, 1e-6));
+  EXPECT_TRUE(torch::allclose(data.make_batch(first_indices(5)).data, expected, 1e-6, 1e-6));
 }
 
 TEST(ImageDataset, crops_with_zeros_around_and_flips) {
@@ -48,7 +48,7 @@ TEST(ImageDataset, crops_with_zeros_around_and_flips) {
   const auto padded = torch::constant_pad_nd(pixels_of(data)[0].to(torch::kFloat32) / 255, {3, 3, 3, 3}) - 0.5;
   std::set<std::tuple<int, int, bool>> seen;
   for (std::int64_t epoch = 0; epoch < 300; ++epoch) {
-    const torch::Tensor crop = data.assemble({.indices = first(1), .epoch = epoch}).data[0];
+    const torch::Tensor crop = data.assemble({.indices = first_indices(1), .epoch = epoch}).data[0];
     int matches = 0;
     for (int y = 0; y < 7; ++y)
       for (int x = 0; x < 7; ++x)
@@ -72,7 +72,7 @@ TEST(ImageDataset, resizes_as_torch_does_with_antialiasing) {
     const ImageTransforms& t = data.transforms();
     const auto expected = at::_upsample_bilinear2d_aa(pixels_of(data).to(torch::kFloat32) / 255, {t.height, t.width},
                                                       /*align_corners=*/false);
-    ASSERT_TRUE(torch::allclose(data.make_batch(first(1)).data, expected, 1e-4, 1e-4)) << shape.height << t.height;
+    ASSERT_TRUE(torch::allclose(data.make_batch(first_indices(1)).data, expected, 1e-4, 1e-4)) << shape.height << t.height;
   }
 }
 
@@ -124,7 +124,7 @@ TEST(ImageDataset, mixes_two_samples_and_their_targets) {
   const auto images = torch::arange(10, torch::kUInt8).reshape({10, 1, 1, 1}).expand({10, 1, 4, 4}).contiguous();
   const auto source = std::make_shared<MemoryImages>("steps", images, torch::arange(10), 10, "memory");
   const ImageDataset data(source, {.deviation = {1.0F / 255}, .mixup = 0.4});
-  const Batch batch = data.assemble({.indices = first(10), .seed = 3});
+  const Batch batch = data.assemble({.indices = first_indices(10), .seed = 3});
   EXPECT_TRUE(torch::allclose(batch.target.sum(1), torch::ones(10)));
   EXPECT_TRUE(
       torch::allclose(batch.target.matmul(torch::arange(10, torch::kFloat32)), batch.data.mean({1, 2, 3}), 1e-4, 1e-4));
@@ -133,7 +133,7 @@ TEST(ImageDataset, mixes_two_samples_and_their_targets) {
 
 TEST(ImageDataset, gives_one_hot_targets) {
   const ImageDataset data(random_images(4, {1, 2, 2}, 3), {.one_hot = true});
-  EXPECT_TRUE(torch::equal(data.make_batch(first(4)).target,
+  EXPECT_TRUE(torch::equal(data.make_batch(first_indices(4)).target,
                            torch::one_hot(torch::tensor({0, 1, 2, 0}), 3).to(torch::kFloat32)));
 }
 
@@ -171,7 +171,7 @@ TEST(ImageDataset, augments_a_sample_the_same_for_any_ranks_and_workers) {
 TEST(ImageDataset, augments_differently_for_each_epoch_and_seed) {
   const ImageDataset data(random_images(8, {3, 20, 24}), every_augmentation());
   const auto batch = [&](std::uint64_t seed, std::int64_t epoch) {
-    return data.assemble({.indices = first(8), .seed = seed, .epoch = epoch}).data;
+    return data.assemble({.indices = first_indices(8), .seed = seed, .epoch = epoch}).data;
   };
   EXPECT_TRUE(torch::equal(batch(1, 2), batch(1, 2)));
   EXPECT_FALSE(torch::equal(batch(1, 2), batch(1, 3)));

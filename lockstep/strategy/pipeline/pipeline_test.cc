@@ -185,14 +185,14 @@ TEST(Pipeline, ends_with_the_exception_of_one_stage) {
 }
 
 // The stage that hangs outlives the strategy: what it uses must still be there when its function returns.
-std::ptrdiff_t threads_of_this_process() {
+std::ptrdiff_t running_threads() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
 }
 
 TEST(Pipeline, names_a_stage_that_hangs) {
   const auto go_on = std::make_shared<std::atomic<bool>>(false);  // read by the thread that is left behind
   std::thread([] {}).join();  // with the first thread, a sanitizer starts one of its own
-  const std::ptrdiff_t threads_before = threads_of_this_process();
+  const std::ptrdiff_t threads_before = running_threads();
   Task task = with_skip();
   task.stages = [go_on, stages = task.stages](torch::nn::Module& model) {
     auto pieces = stages(model);
@@ -211,8 +211,8 @@ TEST(Pipeline, names_a_stage_that_hangs) {
   EXPECT_LT(watch.seconds(), testing::kAtOnce);
   *go_on = true;
   const Deadline deadline = Deadline::after(std::chrono::seconds(10));
-  while (threads_of_this_process() > threads_before && !deadline.passed()) std::this_thread::yield();
-  EXPECT_LE(threads_of_this_process(), threads_before) << "a thread is still there after its function has returned";
+  while (running_threads() > threads_before && !deadline.passed()) std::this_thread::yield();
+  EXPECT_LE(running_threads(), threads_before) << "a thread is still there after its function has returned";
 }
 
 TEST(Pipeline, refuses_a_model_that_can_not_be_cut) {

@@ -15,11 +15,11 @@ namespace lockstep::python {
 namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
-using Tensors = std::map<std::string, torch::Tensor>;
+using TensorsByName = std::map<std::string, torch::Tensor>;
 
 // The tensors are the kept memory itself: to be copied, and not written to.
-Tensors tensors_of(const SafetensorsReader& image) {
-  Tensors tensors;
+TensorsByName tensors_of(const SafetensorsReader& image) {
+  TensorsByName tensors;
   for (const auto& [name, entry] : image.entries()) tensors[name] = image.read(name);
   return tensors;
 }
@@ -62,7 +62,7 @@ void bind_recovery(py::module_& module) {
       .def("is_due", &LoopState::is_due)
       .def(
           "keep",
-          [](LoopState& self, std::int64_t step, Tensors common, Tensors own) {
+          [](LoopState& self, std::int64_t step, TensorsByName common, TensorsByName own) {
             self.keep(step, {.tensors = std::move(common), .metadata = {}},
                       {.tensors = std::move(own), .metadata = {}});
           },
