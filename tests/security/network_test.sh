@@ -22,7 +22,7 @@ start() {  # HOST NODE_RANK METRICS OPTION...; in a subshell, whose process beco
   exec /run/on-host "$1" "$lockstep" run --nnodes 2 --node-rank "$2" --master-addr 10.77.0.11 --master-port $port "${@:4}" -- \
     "${train[@]}" --timeout "${timeout:-30}" --metrics "$work/$3.jsonl"
 }
-attack() { on_host stranger "$here/attack.py" 10.77.0.11 $port "$1"; }
+attack() { on_host stranger "$here/attack.py" 10.77.0.11 $port "$@"; }
 
 "${train[@]}" --metrics "$work/one.jsonl"
 
@@ -36,7 +36,7 @@ grep -q 'whoever reaches this network can join the job' "$work/open.err" || fail
 # Against a job with a secret.
 start n1 0 secret &
 job=$!
-for each in join read delete replay fill replace preamble idle noise; do
+for each in join read delete replay fill replace; do
   if attack $each; then fail "$each succeeded"; elif [ $? -ne 3 ]; then fail "$each was not tried"; fi
 done
 # Another job at its port is told who has it; this one does not notice. It listens at its own address only.
@@ -44,8 +44,26 @@ if (start n1 0 second 2>"$work/second.err"); then fail "two jobs at one port"; f
 grep -q "can't listen on 10.77.0.11:$port" "$work/second.err" || fail "$(cat "$work/second.err")"
 listeners=$(on_host n1 ss -Hltn | awk '{print $4}')
 [ "$listeners" = "10.77.0.11:$port" ] || fail "listens at $listeners"
+# Floods are at their height before the other host joins, and go on while both train.
+floods=()
+for each in idle noise preamble; do
+  attack $each "$work/over" &
+  floods+=($!)
+done
+for each in idle noise preamble; do
+  until [ -e "$work/over.$each" ]; do
+    kill -0 "${floods[@]}" $job || fail "a flood or the job has ended: $each is not at its height"
+    sleep 0.02
+  done
+done
 (start n2 1 secret)
 wait $job
+touch "$work/over"
+for flood in "${floods[@]}"; do
+  code=0
+  wait "$flood" || code=$?
+  [ $code -eq 3 ] || fail "a flood ended with $code"
+done
 has_losses_of_one_rank secret 3 1e-4
 [ -z "$(ls -A "$work/.lockstep")" ] || fail "the secret of a job that has ended is still there"
 
