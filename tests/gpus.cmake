@@ -20,8 +20,8 @@ if(LOCKSTEP_CUDA)
 endif()
 
 # A rank of ddp has a GPU for itself: 2, 3 and 4 ranks.
-add_test(NAME strategy.simulated_gpus
-  COMMAND strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
+set(on_simulated_gpus "${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3")
+add_test(NAME strategy.simulated_gpus COMMAND strategy_test --gtest_filter=${on_simulated_gpus})
 
 # Asynchronous workers, which have a reference of their own.
 add_test(NAME step_fuzz.simulated_gpus COMMAND step_fuzz --gtest_filter=Workers/WorkersInTurn.*)
@@ -32,6 +32,11 @@ set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES
 add_test(NAME strategy.threads_on_simulated_gpus COMMAND simulated_cuda_test --gtest_filter=Strategies/GpuStrategies.train_on*)
 set_tests_properties(strategy.threads_on_simulated_gpus PROPERTIES TIMEOUT 300
   ENVIRONMENT "LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_SIMULATED_HOST=threads")
+
+# The filters above find what they name.
+add_test(NAME strategy.filters_for_gpus_name_tests COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/filter_test.py
+  $<TARGET_FILE:strategy_test> "${on_simulated_gpus}" $<TARGET_FILE:step_fuzz> "Workers/WorkersInTurn.*"
+  $<TARGET_FILE:simulated_cuda_test> "Strategies/GpuStrategies.train_on*")
 
 lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600
   SOURCES train/gpu_command_test.cc launch/child.cc)
