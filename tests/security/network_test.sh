@@ -34,7 +34,7 @@ wait || true
 grep -q 'whoever reaches this network can join the job' "$work/open.err" || fail "no word about the insecure network"
 
 # Against a job with a secret.
-start n1 0 secret &
+LOCKSTEP_LOG=debug start n1 0 secret >"$work/said_0" 2>&1 &
 job=$!
 for each in join read delete replay fill replace; do
   if attack $each; then fail "$each succeeded"; elif [ $? -ne 3 ]; then fail "$each was not tried"; fi
@@ -56,8 +56,16 @@ for each in idle noise preamble; do
     sleep 0.02
   done
 done
-(start n2 1 secret)
-wait $job
+secret=$(cat "$work"/.lockstep/job-*)
+[[ $secret =~ ^[0-9a-f]{64}$ ]] || fail "no secret in the home: $secret"
+(LOCKSTEP_LOG=debug start n2 1 secret) >"$work/said_1" 2>&1 &
+other=$!
+while kill -0 $other 2>/dev/null; do
+  cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' >>"$work/command_lines" || true
+  sleep 0.02
+done
+wait $other || fail "$(cat "$work/said_1")"
+wait $job || fail "$(cat "$work/said_0")"
 touch "$work/over"
 for flood in "${floods[@]}"; do
   code=0
@@ -65,6 +73,10 @@ for flood in "${floods[@]}"; do
   [ $code -eq 3 ] || fail "a flood ended with $code"
 done
 has_losses_of_one_rank secret 3 1e-4
+# The secret is in no message, log or command line.
+grep -q -- "--master-addr" "$work/command_lines" || fail "no command line of the job was seen"
+[ -s "$work/said_0" ] || fail "rank 0 has said nothing"
+! grep -lF "$secret" "$work"/* 2>/dev/null || fail "the secret is there"
 [ -z "$(ls -A "$work/.lockstep")" ] || fail "the secret of a job that has ended is still there"
 
 # Another secret on one of the hosts; hosts without a home in common.
@@ -80,6 +92,8 @@ if (HOME=$work/other start n2 1 home 2>"$work/home.err"); then fail "found a sec
 kill $! 2>/dev/null || true
 wait || true
 grep -q 'openssl rand -hex 32' "$work/home.err" || fail "$(cat "$work/home.err")"
+
+! grep -lE 'a{64}|b{64}' "$work"/*.err || fail "a secret is in a message"
 
 # Packets to the first host are dropped on their way: its ports of a switch and the second's may not talk to each other.
 ip -n n2 neigh replace 10.77.0.11 lladdr "$(ip netns exec n1 cat /sys/class/net/eth0/address)" dev eth0
