@@ -168,7 +168,7 @@ stopped() {
   local one
   one=$(launcher_of n3)
   kill -STOP "$one"
-  sleep 1.5  # less than the silence: the time itself is what is tested here
+  sleep 1  # a third of the silence: the time itself is what is tested here
   kill -CONT "$one"
   sleep 2
   has_not n1 "generation 1"
