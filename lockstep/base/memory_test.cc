@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 
 namespace lockstep {
@@ -26,10 +25,10 @@ bool keeps(const char* told) {
   if (child == 0) {
     ::setenv("LOCKSTEP_KEEP_FREED_MEMORY", told, 1);
     keep_freed_memory();
-    void* const memory = std::malloc(kLarge);
-    std::memset(memory, 1, kLarge);
+    auto* const memory = static_cast<volatile char*>(std::malloc(kLarge));
+    for (std::size_t i = 0; i < kLarge; i += 4096) memory[i] = 1;
     const std::size_t before = resident_bytes();
-    std::free(memory);
+    std::free(const_cast<char*>(memory));
     ::_exit(resident_bytes() + kLarge / 2 < before ? 1 : 0);
   }
   int status = -1;
