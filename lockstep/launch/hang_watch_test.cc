@@ -162,7 +162,8 @@ TEST(HangWatch, can_be_told_to_report_only) {
   const TempFolder folder;
   const auto done = meanwhile([&] {
     const int pid = testing::pid_in(folder, "rank1");
-    EXPECT_TRUE(wait_until([] { return has(read_file("/proc/self/fd/2"), "holds up the others"); }));  // the captured stderr
+    EXPECT_TRUE(
+        wait_until([] { return has(read_file("/proc/self/fd/2"), "holds up the others"); }));  // the captured stderr
     ::kill(pid, SIGCONT);
   });
   const Watched watched = launch_and_watch(2, {"be-stopped-for-a-while", folder.path()}, {kTimeout, OnHang::kReport});

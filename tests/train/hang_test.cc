@@ -19,8 +19,18 @@ constexpr int kTimeout = 2 * LOCKSTEP_TEST_PATIENCE;  // seconds
 constexpr std::chrono::seconds kLong{60 * LOCKSTEP_TEST_PATIENCE};
 
 Words training(int timeout) {
-  return {MISBEHAVING_TASK, "--ranks",  "2",    "--threads", "1",              "--batch-size",         "24",
-          "--epochs",       "1000",     "--quiet", "--hang-timeout", std::to_string(timeout)};
+  return {MISBEHAVING_TASK,
+          "--ranks",
+          "2",
+          "--threads",
+          "1",
+          "--batch-size",
+          "24",
+          "--epochs",
+          "1000",
+          "--quiet",
+          "--hang-timeout",
+          std::to_string(timeout)};
 }
 
 const Words kTraining = training(kTimeout);

@@ -104,7 +104,8 @@ TEST(GlooDevice, carries_more_than_two_gibibytes) {
       link.receive(0, data.get(), kBytes, transfers);
     link.wait(transfers);
     std::size_t wrong = 0;
-    for (std::size_t at = 0; at < kBytes; at += kBlock) wrong += data[at] != number(at) || data[at + kBlock - 1] != number(at);
+    for (std::size_t at = 0; at < kBytes; at += kBlock)
+      wrong += data[at] != number(at) || data[at + kBlock - 1] != number(at);
     EXPECT_EQ(wrong, 0U) << "blocks on rank " << rank;
   };
   std::thread other([&] { carry(1); });
